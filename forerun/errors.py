@@ -1,0 +1,33 @@
+"""Every error a user can meet, each with a way out.
+
+`ForerunError` carries a one-line message (what was wrong: the value, the limit) and a hint (what to do).
+The CLI prints both on two lines; a traceback only appears with `--debug`.
+"""
+
+
+class ForerunError(Exception):
+    """Base of all expected errors: `str(error)` is the message, `error.hint` the way out."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ModelNotFound(ForerunError):
+    """No folder, file, cached model or reachable hub id goes by that name."""
+
+
+class UnsupportedModel(ForerunError):
+    """The model is well-formed but its architecture or a feature of it is not implemented."""
+
+
+class CorruptModel(ForerunError):
+    """The model's files are truncated, inconsistent or not what their checksums say."""
+
+
+class BadRequest(ForerunError):
+    """A request's values are outside their limits; other requests are not affected."""
+
+
+class OutOfPages(ForerunError):
+    """The request can never fit into the configured KV pool."""

@@ -1,0 +1,84 @@
+"""What a decoder needs to know about a model, whatever file it came from.
+
+Knows no tensor, no file format and no device. Families differ only by the values here: a new dense family is a new
+set of values in a loader, not a new decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer; `kind` names the scaling rule, the other values are its parameters."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 0  # context the model was trained on before scaling (llama3, yarn)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: derived from factor
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of one dense decoder."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_context: int
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False  # qwen2
+    qk_norm: bool = False  # qwen3, gemma3: RMS norm of each head's q and k before rope
+    post_norms: bool = False  # gemma3: a norm after attention and after the mlp, before the residual sum
+    embed_scale: float = 1.0  # gemma3: sqrt(hidden_size)
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    query_scale: float = 0.0  # softmax scale; 0 means head_dim ** -0.5
+    rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None  # rope of the sliding-window layers where it differs
+    sliding_window: int | None = None  # a token sees itself and the window-1 entries before it
+    window_layers: tuple[bool, ...] = ()  # which layers slide; empty: all of them if sliding_window is set
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.window_layers and len(self.window_layers) != self.num_layers:
+            raise ValueError(f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers")
+
+    @property
+    def scale(self) -> float:
+        return self.query_scale or self.head_dim**-0.5
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, or None where it sees everything before it."""
+        if self.sliding_window is None or (self.window_layers and not self.window_layers[layer]):
+            return None
+        return self.sliding_window
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if local and self.local_rope is not None else self.rope
