@@ -1,0 +1,225 @@
+"""The public face: `LLM` turns prompts and messages into answers.
+
+It opens a model, sizes the pool, and translates between text and the engine's tokens. How answers are computed is the
+engine's business; who steps it, the driver's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from forerun.cache.pool import PagePool
+from forerun.core import SamplingParams, Usage
+from forerun.driver import Driver
+from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.sequence import Event, FinishReason, TokenLogprob
+from forerun.errors import BadRequest
+from forerun.models.build import build_decoder, choose_device
+from forerun.models.load import open_checkpoint
+from forerun.models.store import resolve
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+@dataclass
+class Choice:
+    """One of a completion's n answers."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass
+class Completion:
+    """All answers to one prompt; `text`, `token_ids` and `finish_reason` are those of the first."""
+
+    prompt_ids: list[int]
+    choices: list[Choice]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason
+
+
+class LLM:
+    """A model ready to answer.
+
+        with LLM("smollm2-135m-instruct") as llm:
+            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
+
+    `model`: a known name, a folder, a .gguf file or a hub id. `weights`: auto, float32, fp16, bf16 or int8.
+    `pool_tokens`: size of the KV pool; None takes the model's context, four times over, within a quarter of free memory.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        weights: str = "auto",
+        device: str = "auto",
+        pool_tokens: int | None = None,
+        max_batch: int = 64,
+        chunk_tokens: int | None = None,
+        max_context: int | None = None,
+        prefix_cache: bool = True,
+        threads: int | None = None,
+        quiet: bool = False,
+    ) -> None:
+        where = choose_device(device)
+        if where.type == "cpu":
+            torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+        checkpoint = open_checkpoint(resolve(model))
+        context = _context(max_context, checkpoint.config.max_context)
+        self.tokenizer = checkpoint.tokenizer()
+        self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
+        self.config, self.model = self.decoder.config, model
+        config = EngineConfig(
+            max_context=context,
+            pool_tokens=pool_tokens or default_pool_tokens(self.decoder, context),
+            max_batch=max_batch,
+            chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
+            prefix_cache=prefix_cache,
+        )
+        self.engine = Engine(self.decoder, self.tokenizer, config)
+        self._driver = Driver(self.engine)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Continue each prompt (text or token ids); one `Completion` per prompt, in order."""
+        return self._complete([self.encode(p) for p in _as_prompts(prompts)], params)
+
+    def chat(self, messages: Messages | list[Messages], params: SamplingParams | None = None) -> list[Completion]:
+        """Answer each conversation; one `Completion` per conversation, in order."""
+        return self._complete([self.encode(m) for m in _as_conversations(messages)], params)
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
+        """Events of one answer as they come; leaving the loop cancels the request."""
+        return self._driver.stream(self.encode(prompt), params or SamplingParams())
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """`generate` of one prompt for asyncio; run several at once and they share batches."""
+        return await self._acomplete(self.encode(prompt), params or SamplingParams())
+
+    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+        """`chat` of one conversation for asyncio."""
+        return await self._acomplete(self.encode(messages), params or SamplingParams())
+
+    def astream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+        """`stream` for asyncio."""
+        return self._driver.astream(self.encode(prompt), params or SamplingParams())
+
+    def encode(self, prompt: Prompt | Messages) -> list[int]:
+        """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
+        if isinstance(prompt, str):
+            bos = [self.tokenizer.bos_id] if self.tokenizer.add_bos and self.tokenizer.bos_id is not None else []
+            return bos + self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], dict):
+            return self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
+        params = params or SamplingParams()
+        runs = self._driver.run([(ids, params) for ids in prompts])
+        return [_collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
+
+    async def _acomplete(self, ids: list[int], params: SamplingParams) -> Completion:
+        return _collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by part: weights, KV pool, and the whole process."""
+        return {
+            "weights": self.decoder.weight_bytes,
+            "kv_pool": self.engine.pool.nbytes,
+            "resident": psutil.Process().memory_info().rss,
+        }
+
+    def clear_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.clear_cache()
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def default_pool_tokens(decoder: Any, context: int, page_size: int = 16) -> int:
+    """Room for four full contexts, within a quarter of the memory that is free (CPU) or most of it (CUDA)."""
+    per_page = PagePool.page_bytes(decoder.config, page_size, decoder.dtype)
+    if decoder.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info()[0] * 0.8)
+        return max(2, room // per_page) * page_size
+    room = psutil.virtual_memory().available // 4
+    pages = min(4 * context // page_size, room // per_page)
+    return max(2, pages) * page_size
+
+
+def _context(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if not 2 <= asked <= limit:
+        raise BadRequest(f"max_context is {asked}, the model allows 2 to {limit}", "choose a value in that range")
+    return asked
+
+
+def _as_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
+    if messages and isinstance(messages[0], dict):
+        return [messages]  # type: ignore[list-item]
+    return messages  # type: ignore[return-value]
+
+
+def _collect(prompt_ids: list[int], n: int, events: list[Event]) -> Completion:
+    choices = [Choice() for _ in range(n)]
+    total = Usage(prompt_tokens=len(prompt_ids))
+    for event in events:
+        choice = choices[event.index]
+        choice.text += event.text
+        choice.token_ids += event.token_ids
+        choice.logprobs += event.logprobs
+        choice.finish_reason = event.finish_reason or choice.finish_reason
+        if event.usage is not None:
+            _merge(total, event.usage, first=event.index == 0)
+    return Completion(prompt_ids, choices, total)
+
+
+def _merge(total: Usage, part: Usage, first: bool) -> None:
+    """Usage of n answers: the first one's prompt and first token, everybody's answer tokens, the slowest one's end."""
+    total.completion_tokens += part.completion_tokens
+    total.preemptions += part.preemptions
+    total.total_s = max(total.total_s, part.total_s)
+    if first:
+        total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s

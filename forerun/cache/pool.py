@@ -1,0 +1,80 @@
+"""The page pool: a fixed number of KV pages, counted references, nothing else.
+
+A page holds `page_size` entries of every layer. Whoever keeps a page holds one reference: a sequence, or the prefix
+tree. The pool knows neither; it only never hands out a page that is referenced, and never grows. Pages of one sequence
+are handed out side by side where that is possible, because attention reads a contiguous run in place and has to copy a
+scattered one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from forerun.models.config import ModelConfig
+
+
+class PagePool:
+    """`num_pages` pages of K and V for each layer; memory is taken when it is made, and stays that size."""
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
+        shape = (num_pages * page_size, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
+        self.kv = [
+            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            for _ in range(config.num_layers)
+        ]
+        self.refs = np.zeros(num_pages, dtype=np.int32)
+        self.free = num_pages
+
+    @property
+    def used(self) -> int:
+        return self.num_pages - self.free
+
+    @property
+    def nbytes(self) -> int:
+        return sum(k.numel() * k.element_size() + v.numel() * v.element_size() for k, v in self.kv)
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+        return 2 * config.num_layers * page_size * config.kv_size * dtype.itemsize
+
+    def pages_for(self, entries: int) -> int:
+        return -(-entries // self.page_size)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages with one reference each, next to page `after` where possible. The caller checked `free`."""
+        assert count <= self.free, f"{count} pages asked for, {self.free} free"
+        pages: list[int] = []
+        last = after
+        while len(pages) < count:
+            if last is None or last + 1 >= self.num_pages or self.refs[last + 1]:
+                last = self._gap(count - len(pages)) - 1
+            last += 1
+            self.refs[last] = 1
+            pages.append(last)
+        self.free -= count
+        return pages
+
+    def _gap(self, count: int) -> int:
+        """First page of a place in the longest free run, leaving room to grow for whoever lies before it."""
+        edges = np.flatnonzero(np.diff(np.concatenate(([1], self.refs != 0, [1]))))  # free runs: start, end, start, ...
+        starts, ends = edges[::2], edges[1::2]
+        best = int(np.argmax(ends - starts))
+        start, length = int(starts[best]), int(ends[best] - starts[best])
+        return start if start == 0 else start + max(0, length - count) // 2
+
+    def retain(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self.refs[page] > 0, f"page {page} is free"
+            self.refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self.refs[page] > 0, f"page {page} released twice"
+            self.refs[page] -= 1
+            self.free += int(self.refs[page] == 0)

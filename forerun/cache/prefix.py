@@ -1,0 +1,170 @@
+"""The prefix tree: which token prefixes have exact K/V in the pool, and where.
+
+A radix tree whose edges are whole pages of tokens. The tree holds one reference on each page it lists; readers take
+their own, so a page in use can leave the tree but never the pool. It knows no request and no model, and it only ever
+holds exact K/V: approximate K/V has a type of its own and never comes here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.cache.pool import PagePool
+
+TOKEN_BYTES = 4
+
+
+@dataclass(eq=False)
+class Node:
+    """A run of pages below its parent; `tokens` are its tokens as packed int32, `pages` where their K/V lies."""
+
+    tokens: bytes
+    pages: list[int]
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)  # by the tokens of their first page
+    last_used: int = 0
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class PrefixTree:
+    """Match, insert, evict. Tokens are compared as bytes, so that long prefixes cost a memory comparison."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.root = Node(b"", [], None)
+        self.num_pages = 0
+        self._stride = pool.page_size * TOKEN_BYTES
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used, tie-break, leaf); may hold stale entries
+        self._pushed = 0
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Pages of the longest known prefix of whole pages. The caller takes references before anything else runs."""
+        data = pack(tokens)
+        pages: list[int] = []
+        node, at = self.root, 0
+        self._clock += 1
+        while (child := node.children.get(data[at : at + self._stride])) is not None:
+            shared = self._shared_pages(child, data, at)
+            pages += child.pages[:shared]
+            self._touch(child)
+            if shared < len(child.pages):
+                break
+            node, at = child, at + len(child.tokens)
+        return pages
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay."""
+        whole = min(len(tokens) // self.pool.page_size, len(pages))
+        data = pack(tokens[: whole * self.pool.page_size])
+        node, at = self.root, 0
+        self._clock += 1
+        while at < len(data):
+            child = node.children.get(data[at : at + self._stride])
+            if child is None:
+                self._add(node, data[at:], list(pages[at // self._stride : whole]))
+                return
+            shared = self._shared_pages(child, data, at)
+            if shared < len(child.pages):
+                child = self._split(child, shared)
+            self._touch(child)
+            node, at = child, at + len(child.tokens)
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` pages, least recently used leaves first, from the end; returns how many were freed."""
+        freed = 0
+        busy: list[tuple[int, int, Node]] = []
+        while freed < count and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            node = entry[2]
+            if node.children or not node.pages or node.last_used != entry[0]:
+                continue  # stale: it was used since, grew children, or is gone
+            freed += self._trim(node, count - freed)
+            if node.pages:
+                busy.append(entry)
+            elif node.parent is not None and node.parent is not self.root and not node.parent.children:
+                self._push(node.parent)
+        for entry in busy:
+            heapq.heappush(self._leaves, entry)
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything; pages in use by sequences stay with them."""
+        for node in self._walk():
+            self.pool.release(node.pages)
+            node.pages = []
+        self.root = Node(b"", [], None)
+        self.num_pages = 0
+        self._leaves.clear()
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(1 for _ in self._walk())
+
+    def _trim(self, node: Node, count: int) -> int:
+        """Drop up to `count` pages from the end of a leaf, stopping at one that a sequence still reads."""
+        freed = 0
+        while node.pages and freed < count and self.pool.refs[node.pages[-1]] == 1:
+            self.pool.release([node.pages.pop()])
+            freed += 1
+        self.num_pages -= freed
+        first = node.tokens[: self._stride]
+        node.tokens = node.tokens[: len(node.pages) * self._stride]
+        if not node.pages and node.parent is not None:
+            del node.parent.children[first]
+        return freed
+
+    def _shared_pages(self, node: Node, data: bytes, at: int) -> int:
+        """How many leading pages of `node` equal data[at:]."""
+        if data.startswith(node.tokens, at):
+            return len(node.pages)
+        low, high = 1, min(len(node.pages), (len(data) - at) // self._stride)  # the first page is known to match
+        while low < high:
+            middle = (low + high + 1) // 2
+            if data.startswith(node.tokens[: middle * self._stride], at):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _split(self, node: Node, keep: int) -> Node:
+        """Cut a node in two after `keep` pages; returns the upper part."""
+        cut = keep * self._stride
+        upper = Node(node.tokens[:cut], node.pages[:keep], node.parent, last_used=node.last_used)
+        assert node.parent is not None
+        node.parent.children[node.tokens[: self._stride]] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[keep:], upper
+        upper.children[node.tokens[: self._stride]] = node
+        return upper
+
+    def _add(self, parent: Node, tokens: bytes, pages: list[int]) -> None:
+        self.pool.retain(pages)
+        self.num_pages += len(pages)
+        node = Node(tokens, pages, parent)
+        parent.children[tokens[: self._stride]] = node
+        self._touch(node)
+
+    def _touch(self, node: Node) -> None:
+        node.last_used = self._clock
+        if not node.children:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
+        if len(self._leaves) > 64 + 4 * self.num_pages:  # drop stale entries before they outnumber the pages
+            self._leaves = [e for e in self._leaves if e[2].pages and e[2].last_used == e[0] and not e[2].children]
+            heapq.heapify(self._leaves)
+        self._pushed += 1
+        heapq.heappush(self._leaves, (node.last_used, self._pushed, node))
+
+    def _walk(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()

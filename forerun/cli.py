@@ -1,0 +1,110 @@
+"""The `forerun` command: names the subcommands and turns errors into one line and a hint.
+
+Knows nothing of models: each subcommand lives in `forerun.commands` and imports the engine when it runs, so that
+`--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from forerun.commands import bench, chat, check, generate, models
+from forerun.demo import demo
+from forerun.errors import ForerunError
+
+
+class _Group(TyperGroup):
+    """A group that leaves with 130 on Ctrl-C, as a shell expects, whatever the version of typer."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            raise SystemExit(130) from None
+
+
+app = typer.Typer(
+    name="forerun",
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="generate")(generate.generate)
+app.command(name="chat")(chat.chat)
+app.command(name="demo")(demo)
+app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
+app.add_typer(check.app, name="check")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"forerun {version('forerun')}")
+        except PackageNotFoundError:
+            print("forerun (not installed)")
+        raise typer.Exit()
+
+
+@app.callback()
+def forerun(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run decoder language models exactly and fast: paged KV cache, prefix tree, continuous batching.
+
+    Start here: [bold]forerun demo[/bold], or [bold]forerun generate "Why is the sky blue?"[/bold].
+    The default model is fetched once (about 100 MB) and works offline afterwards.
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; always leaves by SystemExit: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C."""
+    args, debug = _take_debug(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=args, prog_name="forerun")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): leave quietly, also when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except ForerunError as error:
+        _report(str(error), error.hint, debug)
+    except Exception as error:
+        _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
+
+
+def _take_debug(args: list[str]) -> tuple[list[str], bool]:
+    """`--debug` counts wherever it stands, before or after the subcommand, up to a bare `--`."""
+    end = args.index("--") if "--" in args else len(args)
+    kept = [arg for arg in args[:end] if arg != "--debug"]
+    return kept + args[end:], len(kept) < end
+
+
+def _report(message: str, hint: str, debug: bool) -> None:
+    sys.stdout.flush()
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

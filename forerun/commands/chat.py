@@ -1,0 +1,119 @@
+"""`forerun chat`: a conversation in the terminal. Each turn reuses the K/V of the turns before it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+if TYPE_CHECKING:
+    from forerun import LLM, SamplingParams
+
+HELP = "/reset forgets the conversation, /quit leaves. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
+
+Message = dict[str, str]
+
+
+def chat(
+    system: opt.System = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    weights: opt.Weights = "auto",
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    pool_tokens: opt.PoolTokens = None,
+    max_context: opt.MaxContext = None,
+    max_tokens: opt.MaxTokens = 512,
+    temperature: opt.Temperature = 0.7,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 0.95,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.Repetition = 1.0,
+    stop: opt.Stop = None,
+    seed: opt.Seed = None,
+    stats: opt.Stats = False,
+) -> None:
+    """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer.
+
+    [bold]Examples[/bold]
+
+    forerun chat
+
+    forerun chat --model qwen2.5-coder-0.5b-instruct --system "You review Python code." --temperature 0 --stats
+    """
+    from forerun import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        seed=seed,
+    )
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history for input()
+    with opt.open_llm(model, weights, device, threads, pool_tokens, max_context) as llm:
+        console = Console(stderr=True, highlight=False)
+        console.print(f"{model}. {HELP}", style="dim", markup=False)
+        Conversation(llm, params, system, stats, console).run()
+
+
+class Conversation:
+    """The messages so far and the loop around them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, console: Console) -> None:
+        self.llm, self.params, self.stats, self.console = llm, params, stats, console
+        self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.opening)
+
+    def run(self) -> None:
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            if line == "/quit":
+                return
+            if line == "/reset":
+                self.messages = list(self.opening)
+                self.console.print("forgotten", style="dim")
+            elif line.startswith("/"):
+                self.console.print(HELP, style="dim", markup=False)
+            elif line:
+                self.turn(line)
+
+    def turn(self, line: str) -> None:
+        """One question and its answer; an answer that was stopped stays in the conversation as far as it came."""
+        self.messages.append({"role": "user", "content": line})
+        try:
+            answer = self._answer()
+        except BadRequest as error:
+            self.messages.pop()
+            self.console.print(f"error: {error}\nhint: {error.hint or 'start over with /reset'}", markup=False)
+            return
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _answer(self) -> str:
+        pieces: list[str] = []
+        stream = self.llm.stream(self.messages, self.params)
+        try:
+            for event in stream:
+                pieces.append(event.text)
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+                if event.usage is not None and self.stats:
+                    self.console.print("\n" + opt.usage_line(event.usage, event.finish_reason), style="dim", end="")
+        except KeyboardInterrupt:
+            # Closing the stream cancels the request; its pages go back to the pool before the next question.
+            stream.close()
+            self.console.print(" (stopped)", style="dim", end="")
+        print()
+        return "".join(pieces)

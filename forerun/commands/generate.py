@@ -1,0 +1,143 @@
+"""`forerun generate`: one prompt, one streamed answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+if TYPE_CHECKING:
+    from forerun import LLM, SamplingParams
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text; `-` reads it from standard input.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A text file to put before PROMPT (or instead of it).")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
+    system: opt.System = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    weights: opt.Weights = "auto",
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    pool_tokens: opt.PoolTokens = None,
+    max_context: opt.MaxContext = None,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 0.0,
+    top_k: opt.TopK = 0,
+    top_p: opt.TopP = 1.0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.Repetition = 1.0,
+    presence_penalty: opt.Presence = 0.0,
+    frequency_penalty: opt.Frequency = 0.0,
+    stop: opt.Stop = None,
+    seed: opt.Seed = None,
+    n: Annotated[int, typer.Option("--choices", help="How many answers to draw; needs a temperature above 0.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", help="With --json: log-probabilities of this many likeliest tokens.")
+    ] = None,
+    stats: opt.Stats = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Answer a prompt and stream the answer.
+
+    [bold]Examples[/bold]
+
+    forerun generate "Why is the sky blue?" --stats
+
+    forerun generate "Who keeps the light?" --file handbook.txt --max-tokens 64
+
+    forerun generate "def fibonacci(n):" --raw --stop "\\n\\n" --model ./qwen2.5-coder-0.5b.gguf
+
+    cat notes.txt | forerun generate - --system "Summarise in one sentence." --json
+    """
+    from forerun import SamplingParams
+
+    text = read_prompt(prompt, file)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        max_tokens=max_tokens,
+        stop=tuple(_unescape(text) for text in stop or ()),
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
+    )
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat: raw text has no messages")
+    asked: str | list[dict[str, Any]] = text
+    if chat:
+        asked = [{"role": "system", "content": system}] if system is not None else []
+        asked.append({"role": "user", "content": text})
+    with opt.open_llm(model, weights, device, threads, pool_tokens, max_context) as llm:
+        if as_json or n > 1:
+            _whole(llm, asked, params, stats, as_json)
+        else:
+            _streamed(llm, asked, params, stats)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The file, then the prompt; at least one of them must be there."""
+    if prompt is None and file is None:
+        raise typer.BadParameter("give a PROMPT, a --file, or both")
+    parts = []
+    if file is not None:
+        try:
+            parts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadRequest(f"cannot read {file}: {error}", "give a UTF-8 text file") from None
+    if prompt is not None:
+        parts.append(sys.stdin.read() if prompt == "-" else prompt)
+    return "\n\n".join(parts)
+
+
+def _unescape(text: str) -> str:
+    """A shell passes a backslash and an n; people mean a line break."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None:
+    event = None
+    try:
+        for event in llm.stream(asked, params):
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+    if stats and event is not None and event.usage is not None:
+        print(opt.usage_line(event.usage, event.finish_reason), file=sys.stderr)
+
+
+def _whole(llm: LLM, asked: Any, params: SamplingParams, stats: bool, as_json: bool) -> None:
+    completion = (llm.generate(asked, params) if isinstance(asked, str) else llm.chat(asked, params))[0]
+    if as_json:
+        choices = [
+            {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "logprobs": c.logprobs}
+            for c in completion.choices
+        ]
+        usage = completion.usage
+        timing = asdict(usage) | {"tokens_per_second": usage.tokens_per_second}
+        print(json.dumps({"choices": choices, "usage": timing}, ensure_ascii=False, default=_plain))
+        return
+    for number, choice in enumerate(completion.choices, 1):
+        print(f"[{number}] {choice.text}")
+    if stats:
+        print(opt.usage_line(completion.usage, completion.finish_reason), file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses inside log-probabilities, as JSON wants them."""
+    return asdict(value)

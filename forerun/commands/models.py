@@ -1,0 +1,146 @@
+"""`forerun models`: what is on this machine, fetching, describing and removing it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from forerun.commands import options as opt
+
+if TYPE_CHECKING:
+    from forerun.lab.quality import Quality
+    from forerun.models.config import ModelConfig
+
+app = typer.Typer(no_args_is_help=True, help="List, fetch, describe and remove models.")
+
+Name = Annotated[str, typer.Argument(help="A known name (see `forerun models list`) or a hub id.")]
+AnyModel = Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file or a hub id.")]
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+@app.command(name="list")
+def list_() -> None:
+    """The models Forerun knows by name, and which of them are on this machine.
+
+    Example: forerun models list
+    """
+    from forerun.models.store import list_models
+
+    table = Table("name", "size", "here", "what it is", box=None, pad_edge=False)
+    for entry in list_models():
+        here = entry.path is not None and entry.path.exists()
+        table.add_row(entry.name, gigabytes(entry.bytes), "yes" if here else "no", entry.description)
+    Console(highlight=False).print(table)
+    print("\nA folder with safetensors, a .gguf file or a hub id (org/name) works wherever a name does.")
+
+
+@app.command()
+def pull(name: Name = opt.DEFAULT_MODEL) -> None:
+    """Fetch a model into the cache folder and check it; later runs need no network.
+
+    Example: forerun models pull qwen2.5-coder-0.5b-instruct
+    """
+    from forerun.models.store import pull as fetch
+
+    print(fetch(name))
+
+
+@app.command()
+def rm(name: Name) -> None:
+    """Remove a fetched model from the cache folder.
+
+    Example: forerun models rm qwen2.5-coder-0.5b-instruct
+    """
+    from forerun.models.store import remove
+
+    remove(name)
+    print(f"removed {name}")
+
+
+@app.command()
+def info(
+    name: AnyModel = opt.DEFAULT_MODEL,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Measure each weights mode against float32 on the shipped texts.")
+    ] = False,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="With --quality: tokens of each text.")] = 512,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Describe a model; with --quality, what each weights mode loses against float32.
+
+    [bold]Examples[/bold]
+
+    forerun models info
+
+    forerun models info ./model.gguf --quality
+    """
+    from forerun.models.load import open_checkpoint
+    from forerun.models.store import resolve
+
+    path = resolve(name)
+    config = open_checkpoint(path).config
+    rows = _measure(name, tokens) if quality else []
+    if as_json:
+        import json
+
+        print(json.dumps({"model": name, "path": str(path), "config": asdict(config), "quality": rows}, default=asdict))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for key, value in [("model", name), ("path", str(path)), *describe(config)]:
+        table.add_row(key, value)
+    console = Console(highlight=False)
+    console.print(table)
+    if rows:
+        console.print()
+        console.print(quality_table(rows))
+
+
+def describe(config: ModelConfig) -> list[tuple[str, str]]:
+    """What a person wants to know of a configuration."""
+    window = f", {config.sliding_window:,} in sliding layers" if config.sliding_window else ""
+    kv_bytes = 2 * config.num_layers * config.kv_size
+    return [
+        ("family", config.family),
+        ("parameters", f"{parameters(config) / 1e6:,.0f} million"),
+        ("layers", f"{config.num_layers} of width {config.hidden_size}, mlp {config.intermediate_size}"),
+        ("heads", f"{config.num_heads} of {config.head_dim}, {config.num_kv_heads} for K and V"),
+        ("vocabulary", f"{config.vocab_size:,}{' (embedding also the head)' if config.tie_embeddings else ''}"),
+        ("context", f"{config.max_context:,} tokens{window}"),
+        ("KV cache", f"{kv_bytes * 4 / 1024:.0f} KiB a token in float32, {kv_bytes * 2 / 1024:.0f} in bf16"),
+        ("rope", f"{config.rope.kind}, base {config.rope.theta:,.0f}"),
+    ]
+
+
+def parameters(config: ModelConfig) -> int:
+    """Weights of the matrices; norms and biases are too few to count."""
+    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return config.num_layers * (attention + mlp) + tables
+
+
+def _measure(name: str, tokens: int) -> list[Quality]:
+    from forerun.lab.quality import measure_modes
+
+    return measure_modes(name, tokens=tokens)
+
+
+def quality_table(rows: list[Quality]) -> Table:
+    table = Table("weights", "text", "KL to float32", "top-1 agreement", "perplexity", "(float32)", box=None)
+    for row in rows:
+        table.add_row(
+            row.weights,
+            f"{row.text}, {row.tokens} tokens",
+            f"{row.kl:.4f}",
+            f"{row.top1:.1%}",
+            f"{row.perplexity:.2f}",
+            f"{row.reference_perplexity:.2f}",
+        )
+    return table

@@ -1,0 +1,70 @@
+"""Prompts and documents that ship with the package, all written for it: benches and demos work without any download.
+
+Knows where they are and how they are read; `--data FILE` of the benches goes through `read_prompts` too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from forerun.errors import BadRequest
+
+HERE = resources.files(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a bench: who it is, what kind of work it asks for, and its text."""
+
+    id: str
+    kind: str
+    text: str
+
+
+def text(name: str) -> str:
+    """A shipped text by name: `documents/handbook.txt`, `documents/depot.py`, `quality_prose.txt`, `quality_code.txt`."""
+    return HERE.joinpath(name).read_text(encoding="utf-8")
+
+
+def read_prompts(path: Path | None = None) -> list[Prompt]:
+    """The shipped prompts, or those of a file: JSON lines with a `prompt` field, or plain text as one prompt."""
+    if path is None:
+        return _parse_lines(text("prompts.jsonl"), "prompts.jsonl")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 text file or a .jsonl file of prompts") from None
+    if not content.strip():
+        raise BadRequest(f"{path} is empty", "give a UTF-8 text file or a .jsonl file of prompts")
+    if path.suffix == ".jsonl":
+        return _parse_lines(content, str(path))
+    return [Prompt(path.stem, "document", content)]
+
+
+def long_text(path: Path | None = None) -> str:
+    """Text to cut prompts of any length from: the shipped documents, or all prompts of a file, one after the other."""
+    if path is not None:
+        return "\n\n".join(prompt.text for prompt in read_prompts(path))
+    return "\n\n".join(text(f"documents/{name}") for name in ("handbook.txt", "depot.py"))
+
+
+def _parse_lines(content: str, source: str) -> list[Prompt]:
+    prompts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            prompt = Prompt(str(record.get("id", number)), str(record.get("kind", "prompt")), record["prompt"])
+        except (ValueError, KeyError, AttributeError):
+            raise BadRequest(
+                f"{source}, line {number}: not a JSON object with a `prompt` field",
+                'one request a line: {"prompt": "..."}',
+            ) from None
+        if not isinstance(prompt.text, str) or not prompt.text:
+            raise BadRequest(f"{source}, line {number}: `prompt` is empty or not text", "give every prompt some text")
+        prompts.append(prompt)
+    return prompts

@@ -1,0 +1,113 @@
+"""Who steps the engine: whoever waits for it.
+
+A caller that waits steps the engine itself, under one lock, until its own answer is there; steps serve everybody's
+requests, so several waiting threads simply take turns. Callers that must not block (asyncio) let a background thread
+wait for them. The driver knows no prompt, no text and no sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+
+from forerun.core import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Event, Request
+
+
+class Driver:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
+        """Run jobs to their ends; the events of each, in order. On any error or Ctrl-C none of them goes on."""
+        inboxes: list[list[Event]] = [[] for _ in jobs]
+        requests = [
+            Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)
+        ]
+        for request in requests:  # all are checked before the first one starts
+            self.engine.check(request.prompt_ids, request.params)
+        open_answers = sum(params.n for _, params in jobs)
+        done = 0
+        seen = [0] * len(jobs)
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while done < open_answers:
+                self._step()
+                for i, inbox in enumerate(inboxes):
+                    done += sum(e.finish_reason is not None for e in inbox[seen[i] :])
+                    seen[i] = len(inbox)
+        except BaseException:
+            self._abandon(requests)
+            raise
+        return inboxes
+
+    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Event]:
+        """Events as they come; leaving the loop early cancels the request."""
+        inbox: deque[Event] = deque()
+        request = Request(ids, params, sink=inbox.append)
+        self.engine.submit(request)
+        open_answers = params.n
+        try:
+            while open_answers:
+                while not inbox:
+                    self._step()
+                event = inbox.popleft()
+                open_answers -= event.finish_reason is not None
+                yield event
+        finally:
+            if open_answers:
+                self._abandon([request])
+
+    async def astream(self, ids: list[int], params: SamplingParams) -> AsyncIterator[Event]:
+        """The same for asyncio; a background thread does the stepping."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        request = Request(ids, params, sink=lambda event: loop.call_soon_threadsafe(inbox.put_nowait, event) and None)
+        self.engine.submit(request)
+        self._background()
+        open_answers = params.n
+        try:
+            while open_answers:
+                event = await inbox.get()
+                open_answers -= event.finish_reason is not None
+                yield event
+        finally:
+            if open_answers:
+                self.engine.cancel(request.id)
+                self._wake.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _step(self) -> None:
+        with self._lock:
+            self.engine.step()
+
+    def _abandon(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request.id)
+        self._step()
+
+    def _background(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="forerun-engine", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            while not self._closed and not self.engine.idle:
+                self._step()

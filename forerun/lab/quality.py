@@ -1,0 +1,105 @@
+"""What a weights mode loses against float32: KL divergence, top-1 agreement and perplexity on a text.
+
+Teacher-forced: both runs read the same text, and the distributions for every next token are compared. Knows nothing
+of how a precision works; it asks the engine for logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun import data
+from forerun.errors import BadRequest
+
+REFERENCE = "float32"
+ROWS = 128  # distributions compared at once: bounds the temporaries to ROWS * vocabulary floats
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One weights mode on one text, measured against float32."""
+
+    weights: str
+    text: str  # what the text is called
+    tokens: int
+    kl: float  # mean over positions of KL(float32 || this), in nats
+    top1: float  # share of positions where both would choose the same token
+    perplexity: float
+    reference_perplexity: float
+
+
+def measure(model: str, weights: str, text: str, *, tokens: int = 512, device: str = "auto") -> Quality:
+    """Compare one weights mode with float32 on the first `tokens` tokens of a text."""
+    return measure_modes(model, [weights], {"text": text}, tokens=tokens, device=device)[0]
+
+
+def measure_modes(
+    model: str,
+    modes: Sequence[str] = (),
+    texts: Mapping[str, str] | None = None,
+    *,
+    tokens: int = 512,
+    device: str = "auto",
+) -> list[Quality]:
+    """Every mode on every text; float32 runs once. Default: what this machine offers, on the shipped prose and code."""
+    texts = texts or {"prose": data.text("quality_prose.txt"), "code": data.text("quality_code.txt")}
+    reference = _score(model, REFERENCE, texts, tokens, device)
+    results = []
+    for weights in modes or default_modes(device):
+        scored = _score(model, weights, texts, tokens, device)
+        results += [compare(weights, name, ids, reference[name][1], logits) for name, (ids, logits) in scored.items()]
+    return results
+
+
+def default_modes(device: str) -> tuple[str, ...]:
+    """The modes worth asking about: those that are not float32."""
+    from forerun.models.build import choose_device
+
+    return ("bf16",) if choose_device(device).type == "cuda" else ("fp16", "int8")
+
+
+def _score(
+    model: str, weights: str, texts: Mapping[str, str], tokens: int, device: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Token ids and logits of each text; the model is closed again before the next one is opened."""
+    from forerun import LLM
+
+    with LLM(model, weights=weights, device=device) as llm:
+        scored = {}
+        for name, text in texts.items():
+            ids = llm.tokenizer.encode(text, add_special=True)[:tokens]
+            if len(ids) < 2:
+                raise BadRequest(f"the text {name!r} has {len(ids)} tokens, at least 2 are needed", "use a longer text")
+            scored[name] = torch.tensor(ids), llm.engine.score(ids).float().cpu()  # [T], [T, V]
+    return scored
+
+
+def compare(weights: str, name: str, ids: Tensor, reference: Tensor, logits: Tensor) -> Quality:
+    """Both sets of logits [T, V] are for the same ids [T]; row t is for what comes after token t."""
+    count = len(ids)
+    kl, agree, nll, reference_nll = 0.0, 0, 0.0, 0.0
+    for lo in range(0, count - 1, ROWS):
+        hi = min(lo + ROWS, count - 1)
+        p = F.log_softmax(reference[lo:hi].float(), dim=-1)  # [R, V]
+        q = F.log_softmax(logits[lo:hi].float(), dim=-1)  # [R, V]
+        following = ids[lo + 1 : hi + 1, None]  # [R, 1]
+        kl += float(F.kl_div(q, p, log_target=True, reduction="sum"))
+        agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+        reference_nll -= float(p.gather(1, following).sum())
+        nll -= float(q.gather(1, following).sum())
+    positions = count - 1
+    return Quality(
+        weights=weights,
+        text=name,
+        tokens=count,
+        kl=kl / positions,
+        top1=agree / positions,
+        perplexity=math.exp(nll / positions),
+        reference_perplexity=math.exp(reference_nll / positions),
+    )

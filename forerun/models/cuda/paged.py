@@ -1,0 +1,234 @@
+"""Attention over a paged KV cache: any tokens of any sequences, each seeing what `TokenBatch` says it sees.
+
+One kernel for both regimes. A tile holds (query token, head) pairs that share a KV head, so keys and values are read
+once for all of them. Sequences with few new tokens (decode, verification) are also cut along the keys: block b of a
+sequence belongs to lane b % LANES, every lane leaves a partial softmax, and a second kernel joins the lanes in a fixed
+order. Tiles and lanes depend on the model only, never on the batch or the context, so a token's result is the same bits
+alone, in a batch, and as one of several drafted tokens. Sequences with many new tokens (prefill) have work enough in
+their queries and are not cut. Knows no model and allocates no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forerun.models.cuda.launch import options
+
+FEW = 64  # new tokens of a sequence up to which its keys are cut into lanes
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows (token, head pairs) and keys of a tile; first guesses, not measured yet."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FEW_SHAPE = Shape(32, 64, 4, 2)
+MANY_SHAPE = Shape(128, 64, 8, 3)
+
+
+@dataclass(frozen=True)
+class QueryPlan:
+    """Where each sequence's new tokens lie, and what the grid must cover (a captured graph keeps its grid)."""
+
+    cu_q: torch.Tensor  # [S + 1] int32 on the device: first new token of each sequence, then their end
+    few: int  # most new tokens among sequences with at most FEW; 0: there are none
+    many: int  # most new tokens among sequences with more than FEW; 0: there are none
+    max_context: int  # no token sees an entry at or past this
+
+
+def plan_queries(starts: Sequence[int], max_context: int, device: torch.device | str) -> QueryPlan:
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    few = max((count for count in counts if count <= FEW), default=0)
+    many = max((count for count in counts if count > FEW), default=0)
+    return QueryPlan(torch.tensor(starts, dtype=torch.int32, device=device), few, many, max_context)
+
+
+def lanes_for(kv_heads: int) -> int:
+    """Lanes that fill the chip with one sequence: about 128 programs over all KV heads."""
+    return max(8, min(64, triton.next_power_of_2(128 // kv_heads)))
+
+
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, tables, cu_q, seen, tree, tree_start, out, part, part_ml, scale,
+    table_stride, tree_width, few, lanes,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    cut: tl.constexpr = LANES > 1
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees most: start it first
+    kv_head = tl.program_id(1) // lanes
+    lane = tl.program_id(1) % lanes
+    s = tl.program_id(2)
+    start = tl.load(cu_q + s)
+    count = tl.load(cu_q + s + 1) - start
+    if (count < LEAST) | (count > MOST) | (tile * ROWS >= count * GROUP):
+        return
+
+    pair = tile * ROWS + tl.arange(0, ROWS)
+    real = pair < count * GROUP
+    token = (start + pair // GROUP).to(tl.int64)
+    head = kv_head * GROUP + pair % GROUP
+    d = tl.arange(0, DP)
+    d_ok = d < D
+    q_cells = (token * (GROUP * KV_HEADS) + head)[:, None] * D + d[None, :]
+    q_tile = tl.load(q + q_cells, mask=real[:, None] & d_ok[None, :], other=0.0)  # [ROWS, DP]
+    limit = tl.load(seen + token, mask=real, other=0)
+    high = tl.max(limit, axis=0)  # entries that any row of the tile may see end here
+    place = limit - 1  # a token's own place: how many entries it would see without a window, less one
+    first = 0
+    if WIDTH > 0:
+        first = tl.load(tree_start + s)
+        column = tl.arange(0, WIDTH)
+        bit_ok = real[:, None] & (column < tree_width)[None, :]
+        bits = tl.load(tree + token[:, None] * tree_width + column[None, :], mask=bit_ok, other=0) != 0
+        bits = bits & ((first + column)[None, :] >= limit[:, None])
+        place += tl.sum(bits.to(tl.int32), axis=1)
+        high = tl.maximum(high, tl.max(tl.max(tl.where(bits, (first + column + 1)[None, :], 0), axis=1), axis=0))
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(tl.min(tl.where(real, place, high), axis=0) - WINDOW + 1, 0)
+
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    block_low = low // KEYS
+    block_first = block_low + (lane + LANES - block_low % LANES) % LANES  # the lane's first block that anyone sees
+    for block in range(block_first, (high + KEYS - 1) // KEYS, LANES):
+        entry = block * KEYS + tl.arange(0, KEYS)
+        there = (entry >= low) & (entry < high)
+        page = tl.load(tables + s * table_stride + entry // PAGE, mask=there, other=0).to(tl.int64)
+        cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
+        cell_ok = there[:, None] & d_ok[None, :]
+        k_tile = tl.load(k_cache + cells, mask=cell_ok, other=0.0)  # [KEYS, DP]
+        v_tile = tl.load(v_cache + cells, mask=cell_ok, other=0.0)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        visible = entry[None, :] < limit[:, None]
+        if WINDOW > 0:
+            visible = visible & (entry[None, :] > (place - WINDOW)[:, None])
+        if WIDTH > 0:
+            off = entry - first
+            off_ok = real[:, None] & ((off >= 0) & (off < tree_width))[None, :]
+            kin = tl.load(tree + token[:, None] * tree_width + off[None, :], mask=off_ok, other=0) != 0
+            visible = visible | (kin & (entry[None, :] >= limit[:, None]))
+        score = tl.where(visible, score, float("-inf"))
+        now = tl.maximum(best, tl.max(score, axis=1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet: no inf - inf
+        chance = tl.exp2(score - base[:, None])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(chance, axis=1)
+        acc = tl.dot(chance.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
+        best = now
+
+    if cut:
+        cell = ((s * few + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
+        tl.store(part_ml + cell * 2, best, mask=real)
+        tl.store(part_ml + cell * 2 + 1, total, mask=real)
+        saw = real & (best > float("-inf"))
+        tl.store(part + cell[:, None] * D + d[None, :], acc, mask=saw[:, None] & d_ok[None, :])
+    else:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + q_cells, acc.to(out.dtype.element_ty), mask=real[:, None] & d_ok[None, :])
+
+
+@triton.jit
+def _join(
+    part, part_ml, cu_q, out, few, lanes,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per query token and head: sum of the lanes' partial softmaxes."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    s = tl.program_id(0) // few
+    index = tl.program_id(0) % few
+    head = tl.program_id(1)
+    start = tl.load(cu_q + s)
+    count = tl.load(cu_q + s + 1) - start
+    if (index >= count) | (count > MOST):
+        return
+    lane = tl.arange(0, LANES)  # all lanes, launched or not: the order of the sum must not depend on the grid
+    d = tl.arange(0, DP)
+    cell = ((s * few + index).to(tl.int64) * HEADS + head) * lanes + lane
+    best = tl.load(part_ml + cell * 2, mask=lane < lanes, other=float("-inf"))
+    total = tl.load(part_ml + cell * 2 + 1, mask=lane < lanes, other=0.0)
+    saw = best > float("-inf")
+    top = tl.max(best, axis=0)
+    weight = tl.where(saw, tl.exp2(best - top), 0.0)
+    acc = tl.load(part + cell[:, None] * D + d[None, :], mask=saw[:, None] & (d < D)[None, :], other=0.0)
+    whole = tl.sum(total * weight, axis=0)
+    row = tl.sum(acc * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    cells = ((start + index).to(tl.int64) * HEADS + head) * D + d
+    tl.store(out + cells, row.to(out.dtype.element_ty), mask=d < D)
+
+
+def paged_attention(
+    q: torch.Tensor,  # [T, Hq, D]
+    k_cache: torch.Tensor,  # [num_slots, Hkv, D]
+    v_cache: torch.Tensor,  # [num_slots, Hkv, D]
+    tables: torch.Tensor,  # [S, P] int32
+    seen: torch.Tensor,  # [T] int32
+    plan: QueryPlan,
+    scale: float,
+    *,
+    page_size: int = 16,
+    window: int | None = None,
+    tree: torch.Tensor | None = None,  # [T, W] bool or uint8
+    tree_start: torch.Tensor | None = None,  # [S] int32 on the device
+    out: torch.Tensor | None = None,
+    few_shape: Shape = FEW_SHAPE,
+    many_shape: Shape = MANY_SHAPE,
+) -> torch.Tensor:  # [T, Hq, D]
+    """Token t sees entry e of its sequence when e < seen[t], or when its tree row says so.
+
+    Under a window, of the entries below seen[t] only those above place - window are seen, where a token's place is the
+    number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
+    furthest that is seen must have been written. Rows of sequences without new tokens are left alone; a token that sees
+    nothing gets zeros. All that varies between replays of a graph is read on the device.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads = k_cache.shape[1]
+    out = torch.empty_like(q) if out is None else out
+    lanes = lanes_for(kv_heads)
+    if tree is not None:
+        tree = tree.view(torch.uint8) if tree.dtype == torch.bool else tree
+    width = 0 if tree is None else tree.shape[1]
+    dim_padded = max(16, triton.next_power_of_2(dim))
+    seqs = plan.cu_q.numel() - 1
+    for count, shape, cut in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
+        if not count:
+            continue
+        launched = min(lanes, triton.cdiv(plan.max_context, shape.keys)) if cut else 1
+        part = torch.empty((seqs * count * heads * launched, dim), dtype=torch.float32, device=q.device) if cut else None
+        part_ml = torch.empty((seqs * count * heads * launched, 2), dtype=torch.float32, device=q.device) if cut else None
+        grid = (triton.cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
+        _attend[grid](
+            q, k_cache, v_cache, tables, plan.cu_q, seen, tree, tree_start, out, part, part_ml, scale * LOG2_E,
+            tables.stride(0), width, count, launched,
+            GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
+            KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
+            WIDTH=triton.next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
+            MOST=FEW if cut else 1 << 30, **options(shape.warps, shape.stages),
+        )  # fmt: skip
+        if cut:
+            _join[(seqs * count, heads)](
+                part, part_ml, plan.cu_q, out, count, launched, HEADS=heads, D=dim, DP=dim_padded, LANES=lanes,
+                MOST=FEW, **options(4),
+            )  # fmt: skip
+    return out

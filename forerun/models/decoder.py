@@ -1,0 +1,113 @@
+"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and Gemma 3 text, told apart by their configuration alone.
+
+`forward(batch, kv)` runs any tokens of any sequences. It knows no request, no page owner and no scheduler: what a token
+sees and where its K/V goes is in the batch, how attention is done is the backend's, how products are done the linears'.
+`embed`, `run_layers` and `logits` are the three parts of a forward, for callers that run some layers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forerun.core import TokenBatch
+from forerun.models.attention import KV, AttentionBackend
+from forerun.models.config import ModelConfig
+from forerun.models.linear import Linear, Norm, rms_norm
+
+
+@dataclass
+class Layer:
+    """Weights of one block; q/k/v and gate/up are fused."""
+
+    attn_norm: Norm
+    qkv: Linear
+    o: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+    qk_norms: tuple[Norm, Norm] | None = None
+    post_attn_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a caller wants to see of a forward beside the logits."""
+
+    hidden: frozenset[int] = frozenset()  # inputs of these layers; num_layers: the last layer's output
+    kv: frozenset[int] = frozenset()  # K (rotated) and V of this batch's tokens at these layers
+
+
+@dataclass
+class Output:
+    logits: Tensor  # [N, V] float32, for batch.want
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, hidden]
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [T, Hkv, D] each
+
+
+@dataclass
+class Decoder:
+    """A loaded model. `lookup` maps token ids to embeddings (a plain table, or rows of a mapped file)."""
+
+    config: ModelConfig
+    lookup: Callable[[Tensor], Tensor]
+    layers: list[Layer]
+    final_norm: Norm
+    head: Linear
+    attention: AttentionBackend
+    dtype: torch.dtype  # of activations and of the KV cache
+    device: torch.device
+
+    @torch.inference_mode()
+    def forward(self, batch: TokenBatch, kv: KV, taps: Taps | None = None) -> Output:
+        output = Output(logits=torch.empty(0))
+        self.attention.plan(batch)
+        x = self.run_layers(self.embed(batch.tokens), batch, kv, range(self.config.num_layers), taps, output)
+        output.logits = self.logits(x.index_select(0, batch.want))
+        return output
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = self.lookup(tokens).to(self.dtype)  # [T, hidden]
+        return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
+
+    def run_layers(
+        self,
+        x: Tensor,
+        batch: TokenBatch,
+        kv: KV,
+        layers: range,
+        taps: Taps | None = None,
+        output: Output | None = None,
+    ) -> Tensor:
+        """The hidden states [T, hidden] after these layers; the backend must have planned this batch."""
+        for i in layers:
+            if taps and output and i in taps.hidden:
+                output.hidden[i] = x.clone()
+            x = self._layer(x, i, kv[i])
+            if taps and output and i in taps.kv:
+                output.kv[i] = (kv[i][0][batch.slots], kv[i][1][batch.slots])
+        if taps and output and layers.stop in taps.hidden:
+            output.hidden[layers.stop] = x.clone()
+        return x
+
+    def _layer(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:
+        w, attention = self.layers[i], self.attention
+        qkv = w.qkv(x, norm=w.attn_norm)  # [T, (Hq + 2 Hkv) D]
+        q = attention.store(qkv, i, kv, w.qk_norms)  # [T, Hq, D]
+        a = attention.attend(q, i, kv)  # [T, Hq * D]
+        x = w.o(a, add=x) if w.post_attn_norm is None else x + rms_norm(w.o(a), w.post_attn_norm)
+        h = w.gate_up.gated(x, self.config.activation, norm=w.mlp_norm)  # [T, intermediate]
+        return w.down(h, add=x) if w.post_mlp_norm is None else x + rms_norm(w.down(h), w.post_mlp_norm)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits of hidden states: [N, hidden] -> [N, V] float32."""
+        return self.head(x, norm=self.final_norm).float()
+
+    @property
+    def weight_bytes(self) -> int:
+        linears = [self.head] + [m for w in self.layers for m in (w.qkv, w.o, w.gate_up, w.down)]
+        return sum(linear.nbytes for linear in linears)
