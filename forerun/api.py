@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from forerun.engine.engine import Engine, EngineConfig
 from forerun.engine.sequence import Event, FinishReason, TokenLogprob
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder, choose_device
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
 
@@ -67,13 +69,13 @@ class LLM:
         with LLM("smollm2-135m-instruct") as llm:
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
-    `model`: a known name, a folder, a .gguf file or a hub id. `weights`: auto, float32, fp16, bf16 or int8.
+    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16, bf16 or int8.
     `pool_tokens`: size of the KV pool; None takes the model's context, four times over, within a quarter of free memory.
     """
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
         weights: str = "auto",
         device: str = "auto",
@@ -88,11 +90,11 @@ class LLM:
         where = choose_device(device)
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-        checkpoint = open_checkpoint(resolve(model))
+        checkpoint = open_checkpoint(resolve(str(model))) if isinstance(model, (str, Path)) else model
         context = _context(max_context, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
-        self.config, self.model = self.decoder.config, model
+        self.config, self.model = self.decoder.config, checkpoint.source
         config = EngineConfig(
             max_context=context,
             pool_tokens=pool_tokens or default_pool_tokens(self.decoder, context),
@@ -132,8 +134,7 @@ class LLM:
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
         if isinstance(prompt, str):
-            bos = [self.tokenizer.bos_id] if self.tokenizer.add_bos and self.tokenizer.bos_id is not None else []
-            return bos + self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, add_special=True)
         if prompt and isinstance(prompt[0], dict):
             return self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         return list(prompt)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Renders a model's Jinja chat template so that messages cannot smuggle control tokens in.
 
-Control-token text inside messages is swapped for private stand-in characters before rendering and swapped back after the
-result was cut at the template's own control tokens. So a template may trim, split or test contents as it likes, and a
+Control-token text inside messages is swapped for private stand-in characters before rendering and swapped back after
+the result was cut at the template's own control tokens. So a template may trim, split or test contents as it likes, and a
 conversation without such text renders exactly as the template's authors meant. Does not know token ids.
 """
 
@@ -48,13 +48,17 @@ class ChatTemplate:
         self._starts = {special[:n] for special in self._specials for n in range(1, len(special))}
         self._search: re.Pattern[str] | None = None
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, prompt: bool) -> list[Piece]:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, prompt: bool
+    ) -> list[Piece]:
         """The conversation as pieces of text; usually one, trusted, because no message holds control-token text."""
         if not messages:
             raise BadRequest("the conversation has no messages", "pass at least one message")
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRequest(f"a message must have a role, got {message!r:.80}", "pass {'role': ..., 'content': ...}")
+                raise BadRequest(
+                    f"a message must have a role, got {message!r:.80}", "pass {'role': ..., 'content': ...}"
+                )
         guard = _Guard(self._starts, self._pattern())
         text = self._run(guard.clean(list(messages)), guard.clean(list(tools)) if tools else None, prompt)
         if not guard.hidden:
@@ -72,7 +76,9 @@ class ChatTemplate:
         try:
             return template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
         except jinja2.TemplateError as error:
-            raise BadRequest(f"the chat template of {self._source} refuses these messages: {error}", "change them") from error
+            raise BadRequest(
+                f"the chat template of {self._source} refuses these messages: {error}", "change them"
+            ) from error
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise BadRequest(
@@ -87,7 +93,9 @@ class ChatTemplate:
             try:
                 self._compiled[name] = _environment().from_string(self._texts[name])
             except jinja2.TemplateSyntaxError as error:
-                raise CorruptModel(f"{self._source}: its chat template is damaged ({error})", "fetch it again") from error
+                raise CorruptModel(
+                    f"{self._source}: its chat template is damaged ({error})", "fetch it again"
+                ) from error
         return self._compiled[name]
 
 

@@ -49,12 +49,9 @@ app.add_typer(check.app, name="check")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
+        from forerun import __version__
 
-        try:
-            print(f"forerun {version('forerun')}")
-        except PackageNotFoundError:
-            print("forerun (not installed)")
+        print(f"forerun {__version__}")
         raise typer.Exit()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from forerun.errors import BadRequest
@@ -110,6 +111,7 @@ class TokenBatch:
     want: torch.Tensor  # [N] int64, tokens whose logits are wanted
     tree: torch.Tensor | None = None  # [T, W] bool
     tree_start: list[int] | None = None  # [S] entry that column 0 of `tree` stands for
+    run_start: int | None = None  # first slot, where the slots of all tokens are known to follow each other
 
     def __post_init__(self) -> None:
         assert self.starts[-1] == self.tokens.numel() == self.positions.numel() == self.slots.numel()
@@ -123,6 +125,38 @@ class TokenBatch:
     @property
     def num_seqs(self) -> int:
         return len(self.contexts)
+
+
+@dataclass
+class HostBatch:
+    """A causal batch still on the host: token t of a sequence sees that sequence's entries before it, and itself."""
+
+    tokens: np.ndarray  # [T] int64
+    entries: np.ndarray  # [T] int64, place of each token in its sequence; also its rotary position
+    slots: np.ndarray  # [T] int64
+    starts: list[int]  # [S + 1]
+    contexts: list[int]  # [S]
+    pages: list[np.ndarray]  # [S] page ids of each sequence
+    page_size: int
+    want: list[int]  # [N]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
+        for row, pages in enumerate(self.pages):
+            tables[row, : len(pages)] = pages
+        together = bool((np.diff(self.slots) == 1).all())
+        return TokenBatch(
+            tokens=torch.from_numpy(self.tokens).to(device),
+            positions=torch.from_numpy(self.entries).to(device),
+            slots=torch.from_numpy(self.slots).to(device),
+            seen=torch.from_numpy((self.entries + 1).astype(np.int32)).to(device),
+            tables=torch.from_numpy(tables).to(device),
+            starts=self.starts,
+            contexts=self.contexts,
+            page_size=self.page_size,
+            want=torch.tensor(self.want, dtype=torch.int64, device=device),
+            run_start=int(self.slots[0]) if together else None,
+        )
 
 
 @dataclass

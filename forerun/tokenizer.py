@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library.
 
-Control tokens come only from templates or from callers that ask (`parse_special`); the same characters in user text stay
-text. Decoding is defined on bytes, so a stream of single tokens and one decode of all of them give the same string.
+Control tokens come only from templates or from callers that ask (`parse_special`); the same characters in user text
+stay text. Decoding is defined on bytes, so a stream of single tokens and one decode of all of them give the same string.
 Does not know model files: loaders hand it a built `tokenizers.Tokenizer`.
 """
 
@@ -81,7 +81,9 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BadRequest(f"the text has a lone surrogate at character {error.start}", "pass valid Unicode") from error
+            raise BadRequest(
+                f"the text has a lone surrogate at character {error.start}", "pass valid Unicode"
+            ) from error
         with self._lock:
             self.backend.encode_special_tokens = not parse_special
             return self.backend.encode(text, add_special_tokens=add_special).ids
@@ -109,6 +111,11 @@ class Tokenizer:
             return bytes(_BYTE_OF[char] for char in text) if known else text.encode("utf-8")
         byte = _BYTE_TOKEN.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode("utf-8")
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether the model expects its BOS token before a plain text."""
+        return self.bos_id is not None and self.encode("", add_special=True)[:1] == [self.bos_id]
 
     @property
     def has_chat_template(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from forerun import LLM, SamplingParams
+    from forerun.engine.sequence import Event
 
 HELP = "/reset forgets the conversation, /quit leaves. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
 
@@ -103,7 +105,7 @@ class Conversation:
 
     def _answer(self) -> str:
         pieces: list[str] = []
-        stream = self.llm.stream(self.messages, self.params)
+        stream = cast("Generator[Event, None, None]", self.llm.stream(self.messages, self.params))
         try:
             for event in stream:
                 pieces.append(event.text)

@@ -56,9 +56,7 @@ def open_llm(
 ) -> LLM:
     from forerun import LLM
 
-    return LLM(
-        model, weights=weights, device=device, threads=threads, pool_tokens=pool_tokens, max_context=max_context
-    )
+    return LLM(model, weights=weights, device=device, threads=threads, pool_tokens=pool_tokens, max_context=max_context)
 
 
 def usage_line(usage: Usage, finish_reason: str | None) -> str:

@@ -25,7 +25,7 @@ class Prompt:
 
 
 def text(name: str) -> str:
-    """A shipped text by name: `documents/handbook.txt`, `documents/depot.py`, `quality_prose.txt`, `quality_code.txt`."""
+    """A shipped text by its path in this folder, such as `documents/handbook.txt`."""
     return HERE.joinpath(name).read_text(encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ class Engine:
         num_pages = config.pool_tokens // config.page_size
         self.pool = PagePool(decoder.config, num_pages, config.page_size, decoder.dtype, decoder.device)
         self.tree = PrefixTree(self.pool)
-        self.runner = Runner(decoder, self.pool)
+        self.runner = Runner(decoder, self.pool, config.max_context)
         self.scheduler = Scheduler(
             self.pool, self.tree if config.prefix_cache else None, config.max_batch, config.chunk_tokens
         )
@@ -76,8 +76,8 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return False
-        logits = self.runner.run(work)  # [N, V], one row per work that samples
-        sampled = iter(sample(logits, [w.seq for w in work if w.samples]))
+        output = self.runner.run(work)  # one row of logits per work that samples
+        sampled = iter(sample(output, [w.seq for w in work if w.samples]))
         for w in work:
             self._advance(w, next(sampled) if w.samples else None)
         return True

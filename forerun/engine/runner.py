@@ -5,19 +5,24 @@ Knows sequences' tokens and pages, not why they were chosen nor what becomes of 
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.core import TokenBatch
+from forerun.core import HostBatch
 from forerun.engine.scheduler import Work
 from forerun.models.decoder import Decoder, Output, Taps
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.graphs import GraphRunner
 
 
 @dataclass
@@ -37,40 +42,44 @@ class Span:
 
 
 class Runner:
-    """Runs batches on one decoder and one pool."""
+    """Runs batches on one decoder and one pool; on CUDA as captured graphs where one fits."""
 
-    def __init__(self, decoder: Decoder, pool: PagePool) -> None:
+    def __init__(self, decoder: Decoder, pool: PagePool, max_context: int) -> None:
         self.decoder, self.pool = decoder, pool
+        self.graphs: GraphRunner | None = None
+        if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
+            from forerun.models.cuda.graphs import GraphRunner
 
-    def run(self, work: list[Work]) -> Tensor:
+            self.graphs = GraphRunner(decoder, pool.kv, max_context, pool.page_size)
+
+    def run(self, work: list[Work]) -> Output:
         """Logits [N, V] of the works that sample, in their order."""
-        return self.forward([Span.of(w) for w in work]).logits
+        return self.forward([Span.of(w) for w in work])
 
     def forward(self, spans: list[Span], taps: Taps | None = None) -> Output:
-        return self.decoder.forward(self.batch(spans), self.pool.kv, taps)
+        batch = self.batch(spans)
+        output = self.graphs.run(batch) if self.graphs is not None and taps is None else None
+        return output or self.decoder.forward(batch.to(self.decoder.device), self.pool.kv, taps)
 
-    def batch(self, spans: list[Span]) -> TokenBatch:
-        """Lay spans out in causal order: each token sees the entries of its sequence before it, and itself."""
-        size, device = self.pool.page_size, self.decoder.device
-        counts = [len(span.ids) for span in spans]
-        starts = [0, *np.cumsum(counts).tolist()]
+    def batch(self, spans: list[Span]) -> HostBatch:
+        """Lay spans out one after the other."""
+        size = self.pool.page_size
+        starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
         entries = np.concatenate([np.arange(s.first, s.first + len(s.ids)) for s in spans])  # [T]
-        tables = np.zeros((len(spans), max(len(s.pages) for s in spans)), dtype=np.int32)
-        for row, span in enumerate(spans):
-            tables[row, : len(span.pages)] = span.pages
-        rows = np.repeat(np.arange(len(spans)), counts)
-        slots = tables[rows, entries // size].astype(np.int64) * size + entries % size
-        want = [start + w for start, span in zip(starts, spans, strict=False) for w in span.want]
-        return TokenBatch(
-            tokens=torch.tensor([t for span in spans for t in span.ids], device=device),
-            positions=torch.from_numpy(entries).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            seen=torch.from_numpy((entries + 1).astype(np.int32)).to(device),
-            tables=torch.from_numpy(tables).to(device),
+        pages = [np.frombuffer(span.pages, dtype=np.int32) for span in spans]
+        slots = [
+            table[entries[lo:hi] // size] * np.int64(size) + entries[lo:hi] % size
+            for table, lo, hi in zip(pages, starts, starts[1:], strict=False)
+        ]
+        return HostBatch(
+            tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
+            entries=entries,
+            slots=np.concatenate(slots),
             starts=starts,
             contexts=[span.first + len(span.ids) for span in spans],
+            pages=pages,
             page_size=size,
-            want=torch.tensor(want, dtype=torch.int64, device=device),
+            want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
         )
 
     def score(self, ids: list[int], chunk: int) -> Tensor:

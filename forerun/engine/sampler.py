@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Sequence, TokenLogprob
+from forerun.models.decoder import Output
 
 _HEAD = 1024  # likeliest tokens looked at first for top-p; a full sort only where they hold too little mass
 _MASK = (1 << 64) - 1
@@ -34,11 +35,12 @@ def uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-    """The next token of each sequence; `logits` is [N, V] float32, one row per sequence."""
-    plain = all(s.params.greedy and not s.params.penalised and s.params.logprobs is None for s in seqs)
-    if plain:
-        return [Sampled(token) for token in logits.argmax(-1).tolist()]
+def sample(output: Output, seqs: list[Sequence]) -> list[Sampled]:
+    """The next token of each sequence; `output` has one row per sequence."""
+    logits = output.logits  # [N, V] float32
+    if all(s.params.greedy and not s.params.penalised and s.params.logprobs is None for s in seqs):
+        greedy = logits.argmax(-1) if output.greedy is None else output.greedy
+        return [Sampled(token) for token in greedy.tolist()]
     tokens = _choose(logits, seqs)
     return [Sampled(t, _logprob(logits[i], t, s.params)) for i, (t, s) in enumerate(zip(tokens, seqs, strict=True))]
 

@@ -60,9 +60,8 @@ class SdpaAttention(AttentionBackend):
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
         self._slots: slice | Tensor = batch.slots
-        if batch.num_tokens == 1 or bool((batch.slots.diff() == 1).all()):
-            first = int(batch.slots[0])
-            self._slots = slice(first, first + batch.num_tokens)
+        if batch.run_start is not None:
+            self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
         windows = {self.config.window(i) for i in range(self.config.num_layers)}
         self._spans = [self._span(batch, s, windows) for s in range(batch.num_seqs)]
 

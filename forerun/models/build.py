@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -77,8 +78,13 @@ def build_decoder(
     precision = choose_precision(weights, device, checkpoint.quantised)
     builder = _Builder(checkpoint, precision, device)
     config = checkpoint.config
-    layers = [builder.layer(i) for i in track(range(config.num_layers), "loading layers", quiet)]
-    lookup, head = builder.embedding_and_head()
+    threads = torch.get_num_threads()
+    with _workers(device) as pool:
+        embedding = pool.submit(builder.embedding_and_head)  # the longest job goes first
+        jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
+        layers = [job.result() for job in track(jobs, "loading layers", quiet)]
+        lookup, head = embedding.result()
+    torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
     decoder = Decoder(
         config=config,
         lookup=lookup,
@@ -91,6 +97,13 @@ def build_decoder(
     )
     checkpoint.release()
     return decoder, precision
+
+
+def _workers(device: torch.device) -> ThreadPoolExecutor:
+    """Packing weights runs on one core per matrix, so on a CPU whole layers are prepared side by side."""
+    if device.type == "cuda":
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,))
 
 
 def attention_backend(

@@ -45,6 +45,7 @@ class Taps:
 @dataclass
 class Output:
     logits: Tensor  # [N, V] float32, for batch.want
+    greedy: Tensor | None = None  # [N] the likeliest tokens, on the host, where the forward found them on its way
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, hidden]
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [T, Hkv, D] each
 

@@ -75,7 +75,8 @@ class _Reader:
         start = self.at
         if count > self.size - start:
             raise CorruptModel(
-                f"{self.path.name}: {what} needs {count} bytes at offset {start}, the file ends at {self.size}", _DAMAGED
+                f"{self.path.name}: {what} needs {count} bytes at offset {start}, the file ends at {self.size}",
+                _DAMAGED,
             )
         self.at = start + count
         return start
@@ -147,13 +148,17 @@ class GGUFFile:
     def _header(self, reader: _Reader) -> tuple[int, int]:
         magic = self._map[:4]
         if magic != MAGIC:
-            raise CorruptModel(f"{self.path.name} starts with {magic!r}, a GGUF file with {MAGIC!r}", "give a GGUF file")
+            raise CorruptModel(
+                f"{self.path.name} starts with {magic!r}, a GGUF file with {MAGIC!r}", "give a GGUF file"
+            )
         reader.take(4, "the magic")
         version = reader.number("I", "the version")
         if version not in VERSIONS:
             swapped = version >> 24 in VERSIONS and version & 0xFFFFFF == 0
             what = "is big-endian" if swapped else f"has GGUF version {version}"
-            raise UnsupportedModel(f"{self.path.name} {what}, readable are little-endian versions 2 and 3", "convert it again")
+            raise UnsupportedModel(
+                f"{self.path.name} {what}, readable are little-endian versions 2 and 3", "convert it again"
+            )
         return reader.number("Q", "the tensor count"), reader.number("Q", "the metadata count")
 
     def _tensor_table(self, reader: _Reader, count: int) -> dict[str, TensorInfo]:
@@ -183,7 +188,10 @@ class GGUFFile:
         for dim in dims[1:]:
             rows *= dim
         if cols % block:
-            raise CorruptModel(f"{self.path.name}: rows of {name!r} have {cols} weights, {type_name} needs a multiple of {block}", _DAMAGED)
+            raise CorruptModel(
+                f"{self.path.name}: rows of {name!r} have {cols} weights, {type_name} needs a multiple of {block}",
+                _DAMAGED,
+            )
         info = TensorInfo(name, tuple(reversed(dims)), type_name, offset, rows, cols // block * block_bytes)
         if offset + info.nbytes > size:
             raise CorruptModel(

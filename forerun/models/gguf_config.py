@@ -136,7 +136,8 @@ def _rope(keys: _Keys, head_dim: int, freqs: torch.Tensor | None) -> RopeConfig:
     rotated = keys.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise UnsupportedModel(
-            f"{keys.source}: rotary embedding of {rotated} of {head_dim} dimensions is not supported", "choose another model"
+            f"{keys.source}: rotary embedding of {rotated} of {head_dim} dimensions is not supported",
+            "choose another model",
         )
     if freqs is not None:
         return _llama3_rope(theta, freqs, keys.source)
@@ -147,7 +148,9 @@ def _rope(keys: _Keys, head_dim: int, freqs: torch.Tensor | None) -> RopeConfig:
     if kind in ("none", "linear"):
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind != "yarn":
-        raise UnsupportedModel(f"{keys.source}: rope scaling {kind!r} is not supported; linear, yarn, llama3 are", "choose another model")
+        raise UnsupportedModel(
+            f"{keys.source}: rope scaling {kind!r} is not supported; linear, yarn, llama3 are", "choose another model"
+        )
     multiplier = keys.get("rope.scaling.attn_factor")
     return RopeConfig(
         theta=theta,
@@ -184,7 +187,9 @@ def _llama3_rope(theta: float, table: torch.Tensor, source: str) -> RopeConfig:
         width = 1.0 / (slope * float(x[0]) - float(y[0]))  # high - low, in units of low
         guess = RopeConfig(theta, "llama3", factor, round(slope * width * 2 * math.pi), 1.0, 1.0 + width)
     if not _matches(guess, table):
-        raise UnsupportedModel(f"{source}: the rope_freqs table follows no Llama 3 scaling rule", "convert the model again")
+        raise UnsupportedModel(
+            f"{source}: the rope_freqs table follows no Llama 3 scaling rule", "convert the model again"
+        )
     return guess
 
 
@@ -197,5 +202,7 @@ def _end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     names = ("eos", "eot", "eom")
     declared = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    known = [i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3 and token in _END_TOKENS]
+    known = [
+        i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3 and token in _END_TOKENS
+    ]
     return tuple(dict.fromkeys(i for i in declared + known if i is not None))

@@ -68,7 +68,9 @@ class FolderCheckpoint:
         if not files:
             others = sorted({file.suffix for file in self.folder.glob("*") if file.suffix in (".bin", ".pt", ".pth")})
             found = f"; it has {', '.join(others)} weights, which are not read" if others else ""
-            raise ModelNotFound(f"{self.source} has no .safetensors file{found}", "use a safetensors version of the model")
+            raise ModelNotFound(
+                f"{self.source} has no .safetensors file{found}", "use a safetensors version of the model"
+            )
         return files
 
     def _handle(self, file: Path) -> Any:
@@ -94,7 +96,9 @@ class FolderCheckpoint:
         prefixes = [name.removesuffix(ending) for name in self._where if name.endswith(ending)]
         prefix = prefixes[0] if prefixes else "model."
         heads = [name for name in self._where if name.endswith("lm_head.weight")]
-        names = {name: prefix + hf_name(name, self.config.family) for name in expected_shapes(self.config) if name != "head"}
+        names = {
+            name: prefix + hf_name(name, self.config.family) for name in expected_shapes(self.config) if name != "head"
+        }
         return names | {"head": heads[0] if heads else "lm_head.weight"}
 
     def has(self, name: str) -> bool:

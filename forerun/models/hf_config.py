@@ -166,7 +166,8 @@ def _reject(keys: _Keys, family: str) -> None:
     if keys.get("quantization_config"):
         method = keys.get("quantization_config").get("quant_method")
         raise UnsupportedModel(
-            f"{keys.source}: weights quantised with {method!r} are not supported", "use the unquantised model or a GGUF file"
+            f"{keys.source}: weights quantised with {method!r} are not supported",
+            "use the unquantised model or a GGUF file",
         )
     if family != "qwen2" and keys.get("attention_bias"):
         raise keys.unsupported("attention_bias")

@@ -157,12 +157,9 @@ def pack_int8(weight: Tensor, saturating: bool) -> Any:
     with warnings.catch_warnings():  # the packed operators are current, the tensor type they take is marked deprecated
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch._make_per_channel_quantized_tensor(levels, scales.double(), torch.zeros(out, dtype=torch.int64), 0)
-    engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"
-    try:
-        return torch.ops.quantized.linear_prepack(tensor, None)
-    finally:
-        torch.backends.quantized.engine = engine
+    if torch.backends.quantized.engine != "fbgemm":  # oneDNN's packed form is several times slower here
+        torch.backends.quantized.engine = "fbgemm"
+    return torch.ops.quantized.linear_prepack(tensor, None)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ def lanes_for(kv_heads: int) -> int:
     return max(8, min(64, triton.next_power_of_2(128 // kv_heads)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "tree_width", "few", "lanes"])
 def _attend(
     q, k_cache, v_cache, tables, cu_q, seen, tree, tree_start, out, part, part_ml, scale,
-    table_stride, tree_width, few, lanes,
+    table_stride, page_stride, tree_width, few, lanes,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +113,7 @@ def _attend(
     for block in range(block_first, (high + KEYS - 1) // KEYS, LANES):
         entry = block * KEYS + tl.arange(0, KEYS)
         there = (entry >= low) & (entry < high)
-        page = tl.load(tables + s * table_stride + entry // PAGE, mask=there, other=0).to(tl.int64)
+        page = tl.load(tables + s * table_stride + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
         cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
         cell_ok = there[:, None] & d_ok[None, :]
         k_tile = tl.load(k_cache + cells, mask=cell_ok, other=0.0)  # [KEYS, DP]
@@ -147,7 +147,7 @@ def _attend(
         tl.store(out + q_cells, acc.to(out.dtype.element_ty), mask=real[:, None] & d_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["few", "lanes"])
 def _join(
     part, part_ml, cu_q, out, few, lanes,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
@@ -215,12 +215,13 @@ def paged_attention(
         if not count:
             continue
         launched = min(lanes, triton.cdiv(plan.max_context, shape.keys)) if cut else 1
-        part = torch.empty((seqs * count * heads * launched, dim), dtype=torch.float32, device=q.device) if cut else None
-        part_ml = torch.empty((seqs * count * heads * launched, 2), dtype=torch.float32, device=q.device) if cut else None
+        cells = seqs * count * heads * launched if cut else 0
+        part = torch.empty((cells, dim), dtype=torch.float32, device=q.device)
+        part_ml = torch.empty((cells, 2), dtype=torch.float32, device=q.device)
         grid = (triton.cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
         _attend[grid](
             q, k_cache, v_cache, tables, plan.cu_q, seen, tree, tree_start, out, part, part_ml, scale * LOG2_E,
-            tables.stride(0), width, count, launched,
+            tables.stride(0), tables.stride(1), width, count, launched,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
             KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
             WIDTH=triton.next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,

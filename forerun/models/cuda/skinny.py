@@ -9,7 +9,7 @@ Knows no model: the caller names the pieces. Larger batches belong to cuBLAS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -81,11 +81,9 @@ def _prefetch(w, rows, k_start, K: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.
 
 
 @triton.jit
-def _activate(gate, ACT: tl.constexpr):
-    if ACT == "silu":
-        inner = gate
-    else:  # gelu_tanh: gate * (1 + tanh(z)) / 2 is gate * sigmoid(2z)
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+def activate(gate, ACT: tl.constexpr):
+    # gelu_tanh: gate * (1 + tanh(z)) / 2 is gate * sigmoid(2z)
+    inner = gate if ACT == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-inner))
 
 
@@ -194,12 +192,20 @@ def _skinny(
         if gated:
             acc_up += tl.load(bias + N + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     if gated:
-        acc = _activate(acc, ACT) * acc_up
+        acc = activate(acc, ACT) * acc_up
     cells = rows[:, None] * out_stride + cols[None, :]
     ok = row_ok[:, None] & col_ok[None, :]
     if residual is not None:
         acc += tl.load(residual + cells, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + cells, acc.to(out.dtype.element_ty), mask=ok)
+
+
+def _for_rows(tile: Tile, bm: int) -> Tile:
+    """The same cut of N and K with smaller steps along K: 32 or 64 rows leave less room for them."""
+    steps = max(1, tile.block_k // 128)
+    if bm == 16:
+        return tile
+    return replace(tile, block_k=tile.block_k // steps, ahead=tile.ahead * steps, stages=min(3, tile.stages))
 
 
 def _can_prefetch(w: torch.Tensor, tile: Tile, chunks: int) -> bool:
@@ -233,12 +239,12 @@ def skinny_linear(
         raise ValueError(f"activation {activation!r}, known are silu and gelu_tanh")
     gated = activation is not None
     n = w.shape[0] // 2 if gated else w.shape[0]
-    tile = tile or choose_tile(w.shape[0], k, gated)
+    bm = max(16, triton.next_power_of_2(rows))
+    tile = _for_rows(tile or choose_tile(w.shape[0], k, gated), bm)
     if out is None:
         out = torch.empty(rows, n, dtype=w.dtype if residual is None else residual.dtype, device=x.device)
     if x.stride(1) != 1 or out.stride(1) != 1 or (residual is not None and residual.stride() != out.stride()):
         raise ValueError("rows must be contiguous, and the residual's rows lie as the output's")
-    bm = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(n, tile.block_n)
     cells = tile.split * tiles * bm
     split = tile.split > 1

@@ -1,0 +1,53 @@
+# make demo: set up, fetch the default model, answer questions about a long document.
+# make test: set up, then lint, types and tests. Both stand on `make setup`, which leaves .venv/bin/forerun.
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3.12 setup` chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+
+.PHONY: setup demo test lint format clean
+
+setup: $(STAMP)
+
+# The stamp makes a second `make` instant; editing pyproject.toml sets up again.
+#
+# Torch comes first and pinned to one release: where an index offers a CPU build of it (2.13.0+cpu), pip prefers that
+# build to the plain one, while a range would let pip move on to a newer release, which on Linux means gigabytes of
+# CUDA libraries. Any torch from 2.11 to 2.13 works; `make setup TORCH=torch==2.11.0` chooses another.
+TORCH ?= torch==2.13.0
+
+$(STAMP): pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: no Python 3.11 or newer among python3, python3.13, python3.12, python3.11" >&2; \
+		echo "hint: install one, or name it: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: $(PYTHON) is not a Python 3.11 or newer" >&2; \
+		echo "hint: name another: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: $(PYTHON) cannot make virtual environments (its venv or ensurepip module is missing)" >&2; \
+		echo "hint: on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	@$(BIN)/forerun demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy forerun
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find forerun tests -name __pycache__ -type d -prune -exec rm -rf {} +

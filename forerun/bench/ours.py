@@ -1,0 +1,77 @@
+"""Forerun as a side of a bench, through the same public API its users have."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from forerun import __version__
+from forerun.api import LLM, Prompt
+from forerun.bench.sides import Sample, SideSpec
+from forerun.core import SamplingParams
+
+
+class ForerunSide:
+    def __init__(self, spec: SideSpec) -> None:
+        # Room for all requests at once and a quarter more, so that cached prefixes never force work on a bench.
+        pool = -(-spec.context * spec.batch * 5 // 4 // 16) * 16 + 64
+        self.llm = LLM(
+            self._model(spec),
+            weights=spec.weights,
+            device=spec.device,
+            threads=spec.threads,
+            pool_tokens=pool,
+            max_batch=max(spec.batch, 1),
+            max_context=spec.context,
+            quiet=True,
+        )
+
+    @staticmethod
+    def _model(spec: SideSpec) -> Any:
+        if spec.shape is None:
+            return spec.model
+        from forerun.bench.shapes import RandomCheckpoint
+        from forerun.models.build import choose_device
+
+        return RandomCheckpoint(spec.shape, choose_device(spec.device))
+
+    def about(self) -> dict[str, Any]:
+        return {"weights": self.llm.precision.name, "version": __version__}
+
+    def decode(self, ids: list[int], tokens: int) -> Sample:
+        self.llm.clear_cache()
+        answer = self.llm.generate(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
+        usage = answer.usage
+        return {
+            "ttft_s": usage.ttft_s,
+            "ms_per_token": 1000 / usage.tokens_per_second if usage.tokens_per_second else 0.0,
+            "tokens_per_s": usage.tokens_per_second,
+            "token_ids": answer.token_ids,
+        }
+
+    def prefill(self, ids: list[int]) -> Sample:
+        self.llm.clear_cache()
+        return self._first_token(ids)
+
+    def shared(self, first: list[int], second: list[int]) -> Sample:
+        """The second of two requests, after the first one left its prefix behind."""
+        self.llm.clear_cache()
+        self._first_token(first)
+        return self._first_token(second)
+
+    def batch(self, prompts: list[list[int]], tokens: int) -> Sample:
+        self.llm.clear_cache()
+        together: list[Prompt] = [*prompts]
+        start = time.perf_counter()
+        answers = self.llm.generate(together, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        total = time.perf_counter() - start
+        made = sum(answer.usage.completion_tokens for answer in answers)
+        assert made == tokens * len(prompts), f"{made} tokens instead of {tokens * len(prompts)}"
+        return {"total_s": total, "tokens_per_s": made / total}
+
+    def forward(self, tokens: int, context: int) -> Sample:
+        return {"ms": 1000 * self.llm.engine.time_forward(tokens, context)}
+
+    def _first_token(self, ids: list[int]) -> Sample:
+        usage = self.llm.generate(ids, SamplingParams(max_tokens=1, ignore_eos=True))[0].usage
+        return {"ttft_s": usage.ttft_s, "cached_tokens": usage.cached_tokens}

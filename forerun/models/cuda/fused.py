@@ -1,0 +1,197 @@
+"""Elementwise and per-row kernels between the matrix products: norms, rotary and KV write, gated activation.
+
+For few rows the norms and the activation live inside `skinny`; these serve large batches, where cuBLAS multiplies.
+All arithmetic is float32, rounded once when stored. Knows no model; the cache's layout is [num_slots, Hkv, D].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forerun.models.cuda.launch import options
+from forerun.models.cuda.skinny import activate
+
+HEADS_AT_ONCE = 8
+ACT_BLOCK = 1024
+
+
+@triton.jit
+def _rms_norm(
+    x, add, weight, residual, out, stream, x_stride, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row: h = x + add (kept in `stream`); out = norm(h) * weight + residual. Absent pieces are None."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    ok = col < N
+    h = tl.load(x + row * x_stride + col, mask=ok, other=0.0).to(tl.float32)
+    if add is not None:
+        h += tl.load(add + row * N + col, mask=ok, other=0.0).to(tl.float32)
+        h = h.to(stream.dtype.element_ty).to(tl.float32)  # the norm sees what the stream keeps
+        tl.store(stream + row * N + col, h.to(stream.dtype.element_ty), mask=ok)
+    scale = tl.rsqrt(tl.sum(h * h, axis=0) / N + eps)
+    y = h * scale * tl.load(weight + col, mask=ok, other=0.0).to(tl.float32)
+    if residual is not None:
+        y += tl.load(residual + row * N + col, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * N + col, y.to(out.dtype.element_ty), mask=ok)
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    add: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    stream: torch.Tensor | None,
+) -> None:
+    rows, n = x.shape
+    if x.stride(1) != 1 or any(t is not None and not t.is_contiguous() for t in (add, residual, out, stream)):
+        raise ValueError("norms take rows that are contiguous")
+    if rows:
+        block = triton.next_power_of_2(n)
+        warps = max(1, min(8, block // 512))
+        _rms_norm[(rows,)](
+            x, add, weight, residual, out, stream, x.stride(0), eps, N=n, BLOCK=block, **options(warps)
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: torch.Tensor,  # [T, N]
+    weight: torch.Tensor,  # [N]
+    eps: float,
+    residual: torch.Tensor | None = None,  # [T, N]
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) * weight, plus the residual where given (a norm after attention or mlp). The weight's dtype, or the
+    residual's."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=weight.dtype if residual is None else residual.dtype, device=x.device)
+    _launch_norm(x, None, weight, eps, residual, out, None)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [T, N]
+    residual: torch.Tensor,  # [T, N], overwritten with x + residual
+    weight: torch.Tensor,  # [N]
+    eps: float,
+) -> torch.Tensor:
+    """The residual sum (in place) and, returned, its norm times the weight (in the weight's dtype), in one pass."""
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    _launch_norm(x, residual, weight, eps, None, out, residual)
+    return out
+
+
+@triton.jit
+def _act_mul(gate_up, out, stride, N: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * stride + col, mask=col < N, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + N + col, mask=col < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + col, (activate(gate, ACT) * up).to(out.dtype.element_ty), mask=col < N)
+
+
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:  # [T, 2 * I] -> [T, I]
+    """act(gate) * up, gate in the first half of a row."""
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {activation!r}, known are silu and gelu_tanh")
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _act_mul[(rows, triton.cdiv(n, ACT_BLOCK))](
+            gate_up, out, gate_up.stride(0), N=n, ACT=activation, BLOCK=ACT_BLOCK, **options(4)
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rope_and_store(
+    qkv, cos_sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: AT_ONCE heads of one token, whichever of q, k and v they are."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    half = tl.arange(0, HALF)
+    half_ok = half < D // 2
+    is_q = head < Q_HEADS
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    is_v = (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+    ok = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & half_ok[None, :]
+    cells = qkv + t * qkv_stride + head[:, None] * D + half[None, :]
+    low = tl.load(cells, mask=ok, other=0.0).to(tl.float32)  # [AT_ONCE, HALF]
+    high = tl.load(cells + D // 2, mask=ok, other=0.0).to(tl.float32)
+    if q_norm is not None:
+        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D + eps)
+        normed = (is_q | is_k)[:, None]
+        for part in tl.static_range(2):
+            q_part = tl.load(q_norm + part * (D // 2) + half, mask=half_ok, other=0.0).to(tl.float32)
+            k_part = tl.load(k_norm + part * (D // 2) + half, mask=half_ok, other=0.0).to(tl.float32)
+            factor = tl.where(is_q[:, None], q_part[None, :], k_part[None, :]) * scale[:, None]
+            if part == 0:
+                low = tl.where(normed, low * factor, low)
+            else:
+                high = tl.where(normed, high * factor, high)
+    position = tl.load(positions + t).to(tl.int64)
+    cos = tl.load(cos_sin + position * D + half, mask=half_ok, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * D + D // 2 + half, mask=half_ok, other=0.0)[None, :]
+    new_low = low * cos - high * sin
+    new_high = high * cos + low * sin
+
+    dtype = q_out.dtype.element_ty
+    q_cells = q_out + (t * Q_HEADS + head)[:, None] * D + half[None, :]
+    tl.store(q_cells, new_low.to(dtype), mask=is_q[:, None] & half_ok[None, :])
+    tl.store(q_cells + D // 2, new_high.to(dtype), mask=is_q[:, None] & half_ok[None, :])
+    slot = tl.load(slots + t).to(tl.int64)
+    dtype = k_cache.dtype.element_ty
+    k_ok = (is_k & (slot >= 0))[:, None] & half_ok[None, :]
+    k_cells = k_cache + (slot * KV_HEADS + head - Q_HEADS)[:, None] * D + half[None, :]
+    tl.store(k_cells, new_low.to(dtype), mask=k_ok)
+    tl.store(k_cells + D // 2, new_high.to(dtype), mask=k_ok)
+    v_ok = (is_v & (slot >= 0))[:, None] & half_ok[None, :]
+    v_cells = v_cache + (slot * KV_HEADS + head - Q_HEADS - KV_HEADS)[:, None] * D + half[None, :]
+    tl.store(v_cells, low.to(dtype), mask=v_ok)
+    tl.store(v_cells + D // 2, high.to(dtype), mask=v_ok)
+
+
+def rope_and_store(
+    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    cos_sin: torch.Tensor,  # [max_positions, D] float32: cosines, then sines
+    positions: torch.Tensor,  # [T]
+    slots: torch.Tensor,  # [T]; negative: the token's K/V is not kept
+    k_cache: torch.Tensor,  # [num_slots, Hkv, D]
+    v_cache: torch.Tensor,  # [num_slots, Hkv, D]
+    q_out: torch.Tensor,  # [T, Hq, D]
+    q_norm: torch.Tensor | None = None,  # [D], with k_norm: RMS norm of each head before the rotation
+    k_norm: torch.Tensor | None = None,  # [D]
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Rotate q into `q_out` and k into its cache slot, copy v into its slot. Returns `q_out`."""
+    tokens, q_heads, dim = q_out.shape
+    kv_heads = k_cache.shape[1]
+    if qkv.shape[1] != (q_heads + 2 * kv_heads) * dim:
+        raise ValueError(f"qkv has {qkv.shape[1]} columns, {q_heads} + 2 * {kv_heads} heads of {dim} have others")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm come together")
+    if tokens:
+        grid = (tokens, triton.cdiv(q_heads + 2 * kv_heads, HEADS_AT_ONCE))
+        _rope_and_store[grid](
+            qkv, cos_sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv.stride(0),
+            Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), AT_ONCE=HEADS_AT_ONCE,
+            **options(2),
+        )  # fmt: skip
+    return q_out

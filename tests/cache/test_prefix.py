@@ -1,0 +1,100 @@
+"""The prefix tree against a plain dictionary of prefixes."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from forerun.cache.pool import PagePool
+from forerun.cache.prefix import PrefixTree
+from forerun.models.config import ModelConfig
+
+CONFIG = ModelConfig("llama", 64, 16, 1, 1, 1, 2, 32, 512)
+PAGE = 4
+
+
+def make(pages: int = 256, page_size: int = PAGE) -> tuple[PagePool, PrefixTree]:
+    pool = PagePool(CONFIG, pages, page_size, torch.float32, torch.device("cpu"))
+    return pool, PrefixTree(pool)
+
+
+def put(pool: PagePool, tree: PrefixTree, tokens: list[int]) -> list[int]:
+    """Compute a text as the engine does: reuse what is known, allocate the rest, make it known, let go."""
+    known = tree.match(tokens)
+    pool.retain(known)
+    pages = known + pool.allocate(len(tokens) // PAGE - len(known))
+    tree.insert(tokens, pages)
+    pool.release(pages)
+    return pages
+
+
+def test_a_shared_prefix_is_shared_and_the_rest_is_not():
+    pool, tree = make()
+    a = put(pool, tree, [1] * 8 + [2] * 8)
+    b = put(pool, tree, [1] * 8 + [3] * 8)
+    assert a[:2] == b[:2] and not set(a[2:]) & set(b[2:])
+    assert tree.match([1] * 8 + [2] * 8 + [9]) == a
+    assert tree.match([1] * 7) == a[:1]
+    assert tree.match([4, 4, 4, 4]) == []
+
+
+def test_only_whole_pages_are_kept():
+    pool, tree = make()
+    assert len(put(pool, tree, list(range(10)))) == 2
+    assert len(tree.match(list(range(10)))) == 2
+
+
+def test_eviction_takes_the_least_recently_used_and_never_a_page_in_use():
+    pool, tree = make(8)
+    old, young = put(pool, tree, [1] * 16), put(pool, tree, [2] * 16)
+    tree.match([1] * 16)  # now the other one is the oldest
+    assert tree.evict(2) == 2
+    assert tree.match([1] * 16) == old and tree.match([2] * 16) == young[:2]
+    pool.retain(old)
+    assert tree.evict(100) == 2  # all that nobody reads
+    assert tree.match([1] * 16) == old
+    pool.release(old)
+    assert tree.evict(100) == 4 and pool.used == 0
+
+
+def test_random_use_agrees_with_a_dictionary_and_leaks_nothing():
+    draw = random.Random(1)
+    pool, tree = make(40)
+    known: dict[tuple[int, ...], int] = {}  # prefix -> page, as long as the tree may hold it
+    for _ in range(3000):
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(4, 24))]
+        kept = tree.match(tokens)
+        prefixes = [tuple(tokens[: (i + 1) * PAGE]) for i in range(len(tokens) // PAGE)]
+        for prefix, page in zip(prefixes, kept, strict=False):
+            assert known[prefix] == page
+        pool.retain(kept)
+        missing = len(prefixes) - len(kept)
+        if missing > pool.free:
+            tree.evict(missing - pool.free)
+        if missing <= pool.free:
+            pages = kept + pool.allocate(missing)
+            tree.insert(tokens, pages)
+            known.update(zip(prefixes, pages, strict=True))
+            pool.release(pages)
+        else:
+            pool.release(kept)
+        assert pool.used == tree.num_pages
+    tree.clear()
+    assert pool.used == 0
+
+
+def test_a_large_tree_stays_fast():
+    pool, tree = make(65_536, 16)
+    texts = [[i] * 16 + list(range(i, i + 984)) for i in range(1000)]
+    for text in texts:
+        pages = pool.allocate(len(text) // 16)
+        tree.insert(text, pages)
+        pool.release(pages)
+    best = []
+    for text in texts[:200]:
+        start = time.perf_counter()
+        assert len(tree.match(text)) == 62
+        best.append(time.perf_counter() - start)
+    assert sorted(best)[100] < 0.001

@@ -1,0 +1,142 @@
+import pytest
+import torch
+
+from forerun.models.cuda.paged import FEW, Shape, paged_attention, plan_queries
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE = 16
+SMALL = {"few_shape": Shape(16, 16, 4, 2), "many_shape": Shape(32, 32, 4, 2)}  # many blocks from few keys
+
+
+class Case:
+    """Sequences of given (context, new tokens) on shuffled pages; unwritten slots hold NaN, which must not be read."""
+
+    def __init__(self, sequences, heads=6, kv_heads=2, dim=32, tree_width=0):
+        self.contexts = [context for context, _ in sequences]
+        self.starts = [0]
+        for _, count in sequences:
+            self.starts.append(self.starts[-1] + count)
+        pages = [-(-context // PAGE) for context in self.contexts]
+        order = torch.randperm(sum(pages) + 3)
+        self.k = torch.full(((sum(pages) + 3) * PAGE, kv_heads, dim), float("nan"), device=DEVICE)
+        self.v = self.k.clone()
+        self.tables = torch.zeros(len(sequences), max(pages), dtype=torch.int32, device=DEVICE)
+        self.slots: list[torch.Tensor] = []
+        seen: list[int] = []
+        used = 0
+        for row, (context, count) in enumerate(sequences):
+            own = order[used : used + pages[row]].to(DEVICE)
+            used += pages[row]
+            self.tables[row, : len(own)] = own
+            slots = (own[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()[:context]
+            self.k[slots], self.v[slots] = torch.randn(2, context, kv_heads, dim, device=DEVICE)
+            self.slots.append(slots)
+            base = context - count
+            seen += [base] * count if tree_width else range(base + 1, context + 1)
+        self.seen = torch.tensor(seen, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(self.starts[-1], heads, dim, device=DEVICE)
+        self.tree: torch.Tensor | None = None
+        self.tree_start: torch.Tensor | None = None
+        if tree_width:  # each token sees itself and a random earlier node's ancestors
+            self.tree_start = torch.tensor([c - n for c, n in sequences], dtype=torch.int32, device=DEVICE)
+            self.tree = torch.zeros(self.starts[-1], tree_width, dtype=torch.bool, device=DEVICE)
+            for start, end in zip(self.starts, self.starts[1:], strict=False):
+                for node in range(end - start):
+                    if node:
+                        self.tree[start + node] = self.tree[start + int(torch.randint(node, ()))]
+                    self.tree[start + node, node] = True
+
+    def run(self, window=None, q=None, starts=None, max_context=None, **shapes):
+        plan = plan_queries(starts or self.starts, max_context or max(self.contexts), DEVICE)
+        q = self.q if q is None else q
+        out = torch.full_like(q, float("nan"))
+        return paged_attention(
+            q, self.k, self.v, self.tables, self.seen, plan, 0.3, window=window, tree=self.tree,
+            tree_start=self.tree_start, out=out, **(shapes or SMALL),
+        )  # fmt: skip
+
+    def reference(self, window=None):
+        out = torch.zeros_like(self.q, dtype=torch.float64)
+        group = self.q.shape[1] // self.k.shape[1]
+        for row, slots in enumerate(self.slots):
+            k, v = (cache[slots].double().repeat_interleave(group, 1) for cache in (self.k, self.v))
+            for t in range(self.starts[row], self.starts[row + 1]):
+                entry = torch.arange(len(slots), device=DEVICE)
+                visible = entry < self.seen[t]
+                kin = torch.zeros_like(visible)
+                if self.tree is not None and self.tree_start is not None:
+                    first = int(self.tree_start[row])
+                    kin[first:] = self.tree[t, : len(slots) - first]
+                if window:
+                    visible &= entry > int((visible | kin).sum()) - 1 - window
+                visible |= kin
+                score = torch.einsum("hd,ehd->he", self.q[t].double(), k) * 0.3
+                out[t] = torch.einsum("he,ehd->hd", score.masked_fill(~visible, -torch.inf).softmax(-1), v)
+        return out
+
+
+def check(case, window=None, **shapes):
+    got, want = case.run(window, **shapes), case.reference(window)
+    assert got.isfinite().all()
+    assert (got.double() - want).norm() / want.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "sequences", [[(1, 1)], [(40, 1)], [(300, 1), (17, 1), (1, 1)], [(100, 16)], [(70, 5), (9, 9)]]
+)
+@pytest.mark.parametrize("window", [None, 7, 50])
+def test_few_tokens(sequences, window):
+    check(Case(sequences), window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_many_tokens_beside_few(window):
+    check(Case([(90, 70), (33, 1), (80, FEW), (FEW + 1, FEW + 1)], kv_heads=3), window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (8, 1, 64), (5, 1, 24), (32, 8, 128)])
+def test_head_shapes(heads, kv_heads, dim):
+    check(Case([(45, 3), (20, 1)], heads, kv_heads, dim))
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("count", [9, FEW + 3])
+def test_draft_tree(window, count):
+    check(Case([(count + 40, count), (count, count)], tree_width=count + 2), window)
+
+
+def test_more_blocks_than_lanes_and_default_tiles():
+    check(Case([(1100, 2)], heads=2, kv_heads=2))
+    check(Case([(150, 2), (70, 70)], dim=64), few_shape=Shape(32, 64, 4, 2))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_a_token_is_the_same_bits_alone_and_in_a_batch(window):
+    case = Case([(200, 1), (150, 12), (61, 1)])
+    together = case.run(window)
+    for row, (start, end) in enumerate(zip(case.starts, case.starts[1:], strict=False)):
+        for t in {start, end - 1}:
+            alone = Case([(1, 1)])
+            alone.k, alone.v, alone.tables = case.k, case.v, case.tables[row : row + 1]
+            alone.seen, alone.q, alone.contexts = case.seen[t : t + 1], case.q[t : t + 1], [int(case.seen[t])]
+            assert torch.equal(alone.run(window)[0], together[t])
+
+
+def test_a_larger_grid_changes_nothing():
+    case = Case([(130, 1), (40, 3)])
+    assert torch.equal(case.run(), case.run(max_context=5000))
+
+
+def test_padding_rows_and_sequences_are_left_alone():
+    case = Case([(20, 2), (30, 1)])
+    q = torch.cat([case.q, torch.zeros_like(case.q[:2])])
+    case.tables = torch.cat([case.tables, torch.zeros_like(case.tables)])
+    got = case.run(q=q, starts=[0, 2, 3, 3, 3])
+    assert torch.equal(got[:3], case.run(starts=[0, 2, 3, 3, 3], q=case.q))
+    assert got[3:].isnan().all()
+
+
+def test_a_token_that_sees_nothing_gets_zeros():
+    case = Case([(20, 2)])
+    case.seen[0] = 0
+    assert case.run()[0].eq(0).all()
