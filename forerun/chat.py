@@ -1,8 +1,8 @@
 """Renders a model's Jinja chat template so that messages cannot smuggle control tokens in.
 
 Control-token text inside messages is swapped for private stand-in characters before rendering and swapped back after
-the result was cut at the template's own control tokens. So a template may trim, split or test contents as it likes, and a
-conversation without such text renders exactly as the template's authors meant. Does not know token ids.
+the result was cut at the template's own control tokens. So a template may trim, split or test contents as it likes,
+and a conversation without such text renders exactly as the template's authors meant. Does not know token ids.
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ def demo(
     """
     console = Console(highlight=False)
     document = data.text(DOCUMENT)
-    with console.status(f"loading {model}"):
-        llm = opt.open_llm(model, weights, device, threads)
-    with llm:
+    with opt.open_llm(model, weights, device, threads) as llm:
         console.print(f"[bold]{model}[/bold], weights {llm.precision.name}, on {llm.decoder.device.type}.")
         console.print(f"Document: a station handbook of {len(document.split()):,} words, shipped with the package.")
         usages = [_ask(llm, console, document, question, max_tokens) for question in QUESTIONS]
@@ -69,7 +67,7 @@ def _explain(console: Console, first: Usage, second: Usage) -> None:
     console.print(
         f"\nThe second question started {sooner:.0f} times sooner: {second.cached_tokens:,} of its "
         f"{second.prompt_tokens:,} prompt tokens had been computed for the first and were read from the KV cache, "
-        f"so only {second.computed_tokens:,} were new. The answer is the same as without the cache."
+        f"so only {second.computed_tokens:,} were new. `forerun check model` compares answers with and without it."
     )
 
 

@@ -1,8 +1,8 @@
 """Text to token ids and back, over the `tokenizers` library.
 
 Control tokens come only from templates or from callers that ask (`parse_special`); the same characters in user text
-stay text. Decoding is defined on bytes, so a stream of single tokens and one decode of all of them give the same string.
-Does not know model files: loaders hand it a built `tokenizers.Tokenizer`.
+stay text. Decoding is defined on bytes, so a stream of single tokens and one decode of all of them give the same
+string. Does not know model files: loaders hand it a built `tokenizers.Tokenizer`.
 """
 
 from __future__ import annotations

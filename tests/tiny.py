@@ -30,6 +30,10 @@ TEXT = """A lighthouse keeper counts the ships that pass and writes each name in
 book stays shut and the keeper reads old letters instead. The lamp turns twelve times a minute, 720 times an hour.
 def turn(lamp): return lamp.angle + 30  # degrees
 When the fog comes the horn sounds, and every ship that hears it answers; the keeper listens, counts, and writes.
+Morning brings gulls, bread from the village, and a boat with oil for the lamp. Nobody asks why the light must burn
+all night: somewhere beyond the horizon a captain is looking for exactly this point, white, then dark, then white.
+for ship in harbour.ships: print(f"{ship.name}: {ship.length} m, bound for {ship.port!r}")
+Winter storms throw pebbles against the window; spring washes the salt away, and children climb the spiral staircase.
 """
 
 _CONFIGS = {
@@ -102,7 +106,12 @@ def write_folder(folder: Path, family: str, *, seed: int = 0, max_shard_size: st
 
 
 def write_gguf(
-    path: Path, folder: Path, *, kind: str = "F32", rope_freqs: np.ndarray | None = None, metadata: dict[str, Any] | None = None
+    path: Path,
+    folder: Path,
+    *,
+    kind: str = "F32",
+    rope_freqs: np.ndarray | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> Path:
     """The model of a folder as a GGUF file, matrices in `kind`; `metadata` adds or replaces plain values."""
     config = json.loads((folder / "config.json").read_text())

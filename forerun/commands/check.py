@@ -25,8 +25,9 @@ def model(
     model: opt.Model = opt.DEFAULT_MODEL,
     weights: opt.Weights = "auto",
     device: opt.Device = "auto",
+    threads: opt.Threads = None,
     prompts: Annotated[int, typer.Option("--prompts", min=2, max=64, help="How many prompts.")] = 16,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 32,
+    tokens: Annotated[int, typer.Option("--tokens", min=20, help="Tokens of each answer.")] = 32,
     as_json: opt.AsJson = False,
 ) -> None:
     """Greedy answers of prompts alone, against batch, chunked prefill, warm prefix tree and preemption.
@@ -36,11 +37,14 @@ def model(
     Example: forerun check model --model smollm2-135m-instruct --weights float32
     """
     from forerun.lab.consistency import check_model
+    from forerun.models.store import resolve
 
+    resolve(model)  # a download shows its own progress, before ours
     console = Console(stderr=True)
     findings = []
     with console.status("loading") as status:
-        for finding in check_model(model, weights=weights, device=device, prompts=prompts, tokens=tokens):
+        checks = check_model(model, weights=weights, device=device, threads=threads, prompts=prompts, tokens=tokens)
+        for finding in checks:
             findings.append(finding)
             status.update(f"{finding.name}: {'pass' if finding.passed else 'FAIL'}")
     if as_json:

@@ -71,6 +71,7 @@ def info(
         bool, typer.Option("--quality", help="Measure each weights mode against float32 on the shipped texts.")
     ] = False,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="With --quality: tokens of each text.")] = 512,
+    threads: opt.Threads = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Describe a model; with --quality, what each weights mode loses against float32.
@@ -86,7 +87,7 @@ def info(
 
     path = resolve(name)
     config = open_checkpoint(path).config
-    rows = _measure(name, tokens) if quality else []
+    rows = _measure(name, tokens, threads) if quality else []
     if as_json:
         import json
 
@@ -126,10 +127,10 @@ def parameters(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + tables
 
 
-def _measure(name: str, tokens: int) -> list[Quality]:
+def _measure(name: str, tokens: int, threads: int | None) -> list[Quality]:
     from forerun.lab.quality import measure_modes
 
-    return measure_modes(name, tokens=tokens)
+    return measure_modes(name, tokens=tokens, threads=threads)
 
 
 def quality_table(rows: list[Quality]) -> Table:

@@ -24,7 +24,7 @@ Weights = Annotated[
     typer.Option("--weights", "-w", help="auto, float32, fp16, bf16 or int8. auto: int8 for quantised files on CPU."),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: torch's choice.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: one for each core.")]
 PoolTokens = Annotated[
     int | None, typer.Option("--pool-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
 ]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from forerun import data
 from forerun.api import LLM, Completion, Prompt
 from forerun.core import SamplingParams
 
 PAGE = 16
-TIE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest logit, by activation dtype
+# Logits this close, as a share of the largest, are equal up to rounding. An int8 model rounds its activations too, and
+# there a difference in the last bit can become a whole step.
+TIE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,20 @@ class Case:
 
 
 def check_model(
-    model: str, *, weights: str = "auto", device: str = "auto", prompts: int = 16, tokens: int = 32
+    model: str,
+    *,
+    weights: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    prompts: int = 16,
+    tokens: int = 32,
 ) -> Iterator[Finding]:
     """Findings one by one as they are known; the model is loaded once for each engine setting."""
-    params = SamplingParams(max_tokens=tokens)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)  # full length: enough steps to be preempted in
 
     def load(**options: int | bool) -> LLM:
-        return LLM(model, weights=weights, device=device, max_batch=prompts, quiet=True, **options)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, **options}
+        return LLM(model, max_batch=prompts, quiet=True, **settings)
 
     with load(prefix_cache=False) as llm:
         asked = _prompts(llm, prompts)
@@ -59,7 +67,7 @@ def check_model(
         warm = llm.generate(together, params)
         reused = sum(answer.usage.cached_tokens for answer in warm)
         yield _compare(llm, case, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
-    with load(pool_tokens=_tight_pool(case)) as llm:
+    with load(prefix_cache=False, **_tight(case)) as llm:
         answers = llm.generate(together, params)
         preempted = sum(answer.usage.preemptions for answer in answers)
         yield _compare(llm, case, "after preemption", answers, f"{preempted} preemptions", happened=preempted > 0)
@@ -73,16 +81,11 @@ def _prompts(llm: LLM, count: int) -> list[list[int]]:
     return [llm.encode(f"{handbook}\n\n{text}" if i % 2 else text) for i, text in enumerate(texts)]
 
 
-def _tight_pool(case: Case) -> int:
-    """All prompts fit, their answers do not: somebody must give way."""
-
-    def pages(tokens: int) -> int:
-        return -(-tokens // PAGE)
-
-    prompts = sum(pages(len(ids) + 1) for ids in case.prompts)
-    answers = sum(pages(len(i) + len(a)) for i, a in zip(case.prompts, case.alone, strict=True))
-    longest = max(pages(len(i) + len(a)) for i, a in zip(case.prompts, case.alone, strict=True)) + 1
-    return max(longest, (prompts + answers) // 2) * PAGE
+def _tight(case: Case) -> dict[str, int]:
+    """All prompts start in one step and fit; their answers do not, so somebody must give way."""
+    prompts = sum(-(-len(ids) // PAGE) for ids in case.prompts) + 1
+    longest = max(map(len, case.prompts)) + max(map(len, case.alone))
+    return {"pool_tokens": max(prompts * PAGE, longest + PAGE), "chunk_tokens": sum(map(len, case.prompts))}
 
 
 def _compare(
@@ -106,10 +109,10 @@ def _compare(
 
 
 def is_tie(llm: LLM, ids: list[int], left: list[int], right: list[int]) -> bool:
-    """Whether two answers part where both next tokens score the same, up to the rounding of the model's dtype."""
+    """Whether two answers part where both next tokens score the same, up to the rounding of the weights mode."""
     at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
     if at is None:  # one is the beginning of the other: lengths are no rounding matter
         return False
     logits = llm.engine.score(ids + left[:at])[-1].float()  # [V]
     gap = float((logits[left[at]] - logits[right[at]]).abs())
-    return gap <= TIE[llm.precision.dtype] * float(logits.abs().max())
+    return gap <= TIE[llm.precision.name] * float(logits.abs().max())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,11 @@ class Quality:
     reference_perplexity: float
 
 
-def measure(model: str, weights: str, text: str, *, tokens: int = 512, device: str = "auto") -> Quality:
+def measure(
+    model: str, weights: str, text: str, *, tokens: int = 512, device: str = "auto", threads: int | None = None
+) -> Quality:
     """Compare one weights mode with float32 on the first `tokens` tokens of a text."""
-    return measure_modes(model, [weights], {"text": text}, tokens=tokens, device=device)[0]
+    return measure_modes(model, [weights], {"text": text}, tokens=tokens, device=device, threads=threads)[0]
 
 
 def measure_modes(
@@ -46,13 +49,15 @@ def measure_modes(
     *,
     tokens: int = 512,
     device: str = "auto",
+    threads: int | None = None,
 ) -> list[Quality]:
     """Every mode on every text; float32 runs once. Default: what this machine offers, on the shipped prose and code."""
     texts = texts or {"prose": data.text("quality_prose.txt"), "code": data.text("quality_code.txt")}
-    reference = _score(model, REFERENCE, texts, tokens, device)
+    options = {"device": device, "threads": threads}
+    reference = _score(model, REFERENCE, texts, tokens, options)
     results = []
     for weights in modes or default_modes(device):
-        scored = _score(model, weights, texts, tokens, device)
+        scored = _score(model, weights, texts, tokens, options)
         results += [compare(weights, name, ids, reference[name][1], logits) for name, (ids, logits) in scored.items()]
     return results
 
@@ -65,12 +70,12 @@ def default_modes(device: str) -> tuple[str, ...]:
 
 
 def _score(
-    model: str, weights: str, texts: Mapping[str, str], tokens: int, device: str
+    model: str, weights: str, texts: Mapping[str, str], tokens: int, options: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Token ids and logits of each text; the model is closed again before the next one is opened."""
     from forerun import LLM
 
-    with LLM(model, weights=weights, device=device) as llm:
+    with LLM(model, weights=weights, max_context=max(tokens + 1, 2), quiet=True, **options) as llm:
         scored = {}
         for name, text in texts.items():
             ids = llm.tokenizer.encode(text, add_special=True)[:tokens]

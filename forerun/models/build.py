@@ -18,6 +18,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
+from forerun.models.rotation import Rotation
 from forerun.progress import track
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
@@ -80,20 +81,21 @@ def build_decoder(
     config = checkpoint.config
     threads = torch.get_num_threads()
     with _workers(device) as pool:
-        embedding = pool.submit(builder.embedding_and_head)  # the longest job goes first
+        ends = pool.submit(builder.ends)  # the longest job goes first
         jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
         layers = [job.result() for job in track(jobs, "loading layers", quiet)]
-        lookup, head = embedding.result()
+        lookup, final_norm, head = ends.result()
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
     decoder = Decoder(
         config=config,
         lookup=lookup,
         layers=layers,
-        final_norm=builder.norm("final_norm"),
+        final_norm=final_norm,
         head=head,
         attention=attention_backend(config, device, precision.dtype, max_context),
         dtype=precision.dtype,
         device=device,
+        basis=builder.basis,
     )
     checkpoint.release()
     return decoder, precision
@@ -122,6 +124,9 @@ class _Builder:
     def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device) -> None:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
+        # norms after a block act in the model's own basis, so models that have them cannot be rotated
+        rotated = precision.rotated and not self.config.post_norms
+        self.basis = Rotation(self.config.hidden_size) if rotated else None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.checkpoint.tensor(name)
@@ -132,50 +137,68 @@ class _Builder:
             )
         return tensor
 
-    def fused(self, names: list[str], rows: list[int], cols: int, biases: list[str] | None = None) -> Linear:
+    def weights(self, names: list[str], rows: list[int], cols: int) -> Tensor:
+        """Matrices one above the other, on the device."""
         parts = [self.tensor(name, (n, cols)) for name, n in zip(names, rows, strict=True)]
-        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
-        bias = None
-        if biases:
-            bias = torch.cat([self.tensor(b, (n,)).float() for b, n in zip(biases, rows, strict=True)])
-            bias = bias.to(self.device, self.precision.dtype)
-        del parts
-        linear = self.precision.linear(self._cast(weight), bias)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, kind: type[Linear] | None = None) -> Linear:
+        linear = (kind or self.precision.linear)(weight.to(self._dtype(weight)), bias)
         self.checkpoint.release()
         return linear
 
-    def _cast(self, weight: Tensor) -> Tensor:
-        # packed CPU linears read any float; plain ones hold the weight in the compute dtype
-        return weight.to(self.precision.dtype) if self.precision.name in ("bf16", "float16", "float32") else weight
+    def _dtype(self, weight: Tensor) -> torch.dtype:
+        # packed kinds read any float and choose for themselves; plain ones hold the weight in the compute dtype
+        return weight.dtype if self.precision.linear.packs else self.precision.dtype
 
     def norm(self, name: str, size: int = 0) -> Norm:
         weight = self.tensor(name, (size or self.config.hidden_size,))
         return weight.float().to(self.device, self.precision.dtype), self.config.norm_eps
 
+    def reading(self, norm: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Norm, Linear]:
+        """A matrix that reads the residual stream, and the norm before it."""
+        scale, eps = self.norm(norm)
+        if self.basis is None:
+            return (scale, eps), self.linear(weight, bias)
+        return (None, eps), self.linear(self.basis.apply(weight.float() * scale), bias)
+
+    def writing(self, weight: Tensor, kind: type[Linear] | None = None) -> Linear:
+        """A matrix that adds to the residual stream."""
+        return self.linear(weight if self.basis is None else self.basis.apply_output(weight.float()), kind=kind)
+
     def layer(self, i: int) -> Layer:
         c, p = self.config, f"layers.{i}."
         rows, hidden = [c.q_size, c.kv_size, c.kv_size], c.hidden_size
-        biases = [p + b for b in ("q_bias", "k_bias", "v_bias")] if c.qkv_bias else None
+        qkv = self.weights([p + "q", p + "k", p + "v"], rows, hidden)
+        attn_norm, fused_qkv = self.reading(p + "attn_norm", qkv, self._qkv_bias(p, rows) if c.qkv_bias else None)
+        o = self.writing(self.weights([p + "o"], [hidden], c.q_size))
+        gate_up = self.weights([p + "gate", p + "up"], [c.intermediate_size] * 2, hidden)
+        mlp_norm, fused_gate_up = self.reading(p + "mlp_norm", gate_up)
         return Layer(
-            attn_norm=self.norm(p + "attn_norm"),
-            qkv=self.fused([p + "q", p + "k", p + "v"], rows, hidden, biases),
-            o=self.fused([p + "o"], [hidden], c.q_size),
-            mlp_norm=self.norm(p + "mlp_norm"),
-            gate_up=self.fused([p + "gate", p + "up"], [c.intermediate_size] * 2, hidden),
-            down=self.fused([p + "down"], [hidden], c.intermediate_size),
+            attn_norm=attn_norm,
+            qkv=fused_qkv,
+            o=o,
+            mlp_norm=mlp_norm,
+            gate_up=fused_gate_up,
+            down=self.writing(self.weights([p + "down"], [hidden], c.intermediate_size), self.precision.down),
             qk_norms=(self.norm(p + "q_norm", c.head_dim), self.norm(p + "k_norm", c.head_dim)) if c.qk_norm else None,
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
         )
 
-    def embedding_and_head(self) -> tuple[Callable[[Tensor], Tensor], Linear]:
+    def _qkv_bias(self, prefix: str, rows: list[int]) -> Tensor:
+        names = ("q_bias", "k_bias", "v_bias")
+        parts = [self.tensor(prefix + b, (n,)).float() for b, n in zip(names, rows, strict=True)]
+        return torch.cat(parts).to(self.device, self.precision.dtype)
+
+    def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Linear]:
+        """The two ends of the stack: token ids to embeddings, the last norm, and the head."""
         c = self.config
         shape = (c.vocab_size, c.hidden_size)
-        head = self.precision.linear(
-            self._cast(self.tensor("embed" if c.tie_embeddings else "head", shape).to(self.device)), None
-        )
+        weight = self.tensor("embed" if c.tie_embeddings else "head", shape).to(self.device)
+        final_norm, head = self.reading("final_norm", weight)
         if self.device.type == "cpu":
             # a row is read from the mapped file when its token comes: the table never takes memory of its own
-            return lambda ids: self.checkpoint.rows("embed", ids), head
+            return lambda ids: self.checkpoint.rows("embed", ids), final_norm, head
         table = head.weight if c.tie_embeddings else self.tensor("embed", shape).to(self.device, self.precision.dtype)
-        return lambda ids: table.index_select(0, ids), head
+        return lambda ids: table.index_select(0, ids), final_norm, head

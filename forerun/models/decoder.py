@@ -17,6 +17,7 @@ from forerun.core import TokenBatch
 from forerun.models.attention import KV, AttentionBackend
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, Norm, rms_norm
+from forerun.models.rotation import Rotation
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Decoder:
     attention: AttentionBackend
     dtype: torch.dtype  # of activations and of the KV cache
     device: torch.device
+    basis: Rotation | None = None  # what hidden states are rotated by inside; callers always see them as they are
 
     @torch.inference_mode()
     def forward(self, batch: TokenBatch, kv: KV, taps: Taps | None = None) -> Output:
@@ -73,7 +75,12 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         x = self.lookup(tokens).to(self.dtype)  # [T, hidden]
-        return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
+        x = x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
+        return x if self.basis is None else self.basis.apply(x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The model's own hidden states [T, hidden] for what runs through the layers."""
+        return x.clone() if self.basis is None else self.basis.undo(x)
 
     def run_layers(
         self,
@@ -87,12 +94,12 @@ class Decoder:
         """The hidden states [T, hidden] after these layers; the backend must have planned this batch."""
         for i in layers:
             if taps and output and i in taps.hidden:
-                output.hidden[i] = x.clone()
+                output.hidden[i] = self.hidden(x)
             x = self._layer(x, i, kv[i])
             if taps and output and i in taps.kv:
                 output.kv[i] = (kv[i][0][batch.slots], kv[i][1][batch.slots])
         if taps and output and layers.stop in taps.hidden:
-            output.hidden[layers.stop] = x.clone()
+            output.hidden[layers.stop] = self.hidden(x)
         return x
 
     def _layer(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:

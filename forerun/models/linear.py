@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Norm = tuple[Tensor, float]  # weight of an RMS norm and its epsilon
+from forerun.models.rotation import hadamard
+
+Norm = tuple[Tensor | None, float]  # weight of an RMS norm (None: folded into the matrix behind it) and its epsilon
 
 # overloads looked up once: resolving them at each call costs as much as a small product
 _packed_float32 = torch.ops.mkldnn._linear_pointwise.default
@@ -37,6 +39,8 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 class Linear:
     """The contract, and its plain form on `F.linear`: right on any device and in any dtype."""
+
+    packs = False  # whether weights are turned into a form of the kernel's own
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -65,6 +69,8 @@ class Linear:
 class PackedFloat32(Linear):
     """oneDNN's prepacked float32: exact, and eight tokens cost little more than one."""
 
+    packs = True
+
     def _pack(self, weight: Tensor) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), None)
         self._numel = weight.numel()
@@ -81,6 +87,8 @@ class PackedFloat32(Linear):
 
 class PackedFloat16(Linear):
     """FBGEMM with fp16 weights and float32 activations: half the bytes, no activation rounding at all."""
+
+    packs = True
 
     def _pack(self, weight: Tensor) -> None:
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), self.bias)
@@ -102,6 +110,7 @@ class PackedInt8(Linear):
     a fixed scale makes the scale per row in effect, so that a token's result depends on the token alone.
     """
 
+    packs = True
     LEVELS = 127
 
     def _pack(self, weight: Tensor) -> None:
@@ -118,6 +127,22 @@ class PackedInt8(Linear):
         if self.bias is not None:
             add = self.bias if add is None else add + self.bias
         return y.mul_(peak) if add is None else torch.addcmul(add, y, peak)
+
+
+class SpreadInt8(PackedInt8):
+    """PackedInt8 for inputs with outliers of their own: mixes each block of channels first, here and in the weights."""
+
+    BLOCK = 64
+
+    def _pack(self, weight: Tensor) -> None:
+        self.mixing = hadamard(min(weight.shape[1] & -weight.shape[1], self.BLOCK))
+        super()._pack(self._mix(weight.float()))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        return (x.view(x.shape[0], -1, self.mixing.shape[0]) @ self.mixing).view(x.shape)
+
+    def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
+        return super()._product(self._mix(x), add)
 
 
 PAIR_LIMIT = 128  # 255 * 128 < 2**15
@@ -169,10 +194,12 @@ class Precision:
     name: str
     linear: type[Linear]
     dtype: torch.dtype  # of activations and the KV cache
+    rotated: bool = False  # the residual stream is rotated, so that few bits hold it
+    down: type[Linear] | None = None  # for the matrix behind the activation function, where it needs another kind
 
 
 CPU_PRECISIONS = {
     "float32": Precision("float32", PackedFloat32, torch.float32),
     "fp16": Precision("fp16", PackedFloat16, torch.float32),
-    "int8": Precision("int8", PackedInt8, torch.float32),
+    "int8": Precision("int8", PackedInt8, torch.float32, rotated=True, down=SpreadInt8),
 }

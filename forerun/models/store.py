@@ -81,11 +81,9 @@ def home() -> Path:
 
 def resolve(name: str, *, download: bool = True) -> Path:
     """The file or folder of a model, fetched first where that is needed and allowed."""
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    path = _existing(name)
+    if path is not None:
         return path
-    if path.is_file():
-        raise ModelNotFound(f"{name} is a file but not a .gguf file", "give a .gguf file or a model folder")
     if name.lower() in KNOWN:
         stored = _stored(name.lower())
         if stored.exists():
@@ -93,9 +91,20 @@ def resolve(name: str, *, download: bool = True) -> Path:
         if not download:
             raise ModelNotFound(f"{name} is not on this machine", f"fetch it: forerun models pull {name.lower()}")
         return pull(name)
-    if hub.is_hub_id(name) and path.suffix != ".gguf":
+    if hub.is_hub_id(name) and not name.endswith(".gguf"):
         return hub.snapshot(name, download=download)
     raise _unknown(name)
+
+
+def _existing(name: str) -> Path | None:
+    """The user's own file or folder of that name, if there is one."""
+    path = Path(name).expanduser()
+    try:
+        if name and path.is_file() and path.suffix != ".gguf":
+            raise ModelNotFound(f"{name} is a file but not a .gguf file", "give a .gguf file or a model folder")
+        return path if name and path.exists() else None
+    except OSError:  # a name no file can have: too long
+        return None
 
 
 def pull(name: str) -> Path:

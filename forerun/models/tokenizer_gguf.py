@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from forerun.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from forerun.errors import CorruptModel, ForerunError, ModelNotFound, UnsupportedModel
 from forerun.models.config import ModelConfig
 from forerun.tokenizer import Tokenizer
 
@@ -62,7 +62,9 @@ def tokenizer_from_gguf(metadata: dict[str, Any], config: ModelConfig, source: s
     try:
         build = _byte_level if kind == "gpt2" else _sentencepiece
         backend = build(metadata, tokens, types, config, source)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
+    except ForerunError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception for a merge without its tokens
         raise CorruptModel(f"{source}: its tokenizer is inconsistent ({error})", "convert the model again") from error
     _add_tokens(backend, tokens, types)
     _add_bos(backend, metadata, tokens, kind)

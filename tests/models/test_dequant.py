@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from forerun.models.dequant import CHUNK, dequantise
+from forerun.models.dequant import CHUNK, SPAN, THREADED, dequantise
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 # Where the float16 scales of a block lie: random bytes there would be infinities, so they get real numbers
@@ -37,11 +37,12 @@ def test_equals_reference(kind: str) -> None:
     np.testing.assert_array_equal(got.numpy(), want)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
-def test_more_than_one_chunk(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K"])
+def test_chunks_spans_and_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a span of chunks, with a rest, on three threads: the same numbers."""
     weights = gguf.GGML_QUANT_SIZES[Kind[kind]][0]
-    blocks = CHUNK // weights // 4 + 3
-    raw = random_rows(kind, rows=9, blocks=blocks)
+    raw = random_rows(kind, rows=5, blocks=max(SPAN * CHUNK, THREADED) // weights // 4 + 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     np.testing.assert_array_equal(dequantise(torch.from_numpy(raw), kind).numpy(), dequantize(raw, Kind[kind]))
 
 

@@ -75,13 +75,17 @@ def test_no_rule_fits_the_table() -> None:
 
 
 def test_yarn() -> None:
-    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
+    keys: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 1024,
+    }
     rope = read_config(metadata("qwen2", **keys), SHAPES, "m").rope
     assert (rope.kind, rope.factor, rope.original_context, rope.attention_factor) == ("yarn", 4.0, 1024, None)
 
 
 def test_linear() -> None:
-    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 128}
+    keys: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 128}
     config = read_config(metadata("gemma3", **keys), SHAPES, "m")
     assert config.layer_rope(5) == RopeConfig(500_000.0, "linear", 8.0)
     assert config.layer_rope(4) == RopeConfig(10_000.0)  # sliding layers are not scaled
@@ -89,7 +93,7 @@ def test_linear() -> None:
 
 
 def test_gemma3_27b_has_its_own_scale() -> None:
-    keys = {"block_count": 62, "attention.key_length": 128, "attention.sliding_window": 128}
+    keys: dict[str, Any] = {"block_count": 62, "attention.key_length": 128, "attention.sliding_window": 128}
     assert read_config(metadata("gemma3", **keys), SHAPES, "m").scale == 64**-0.5
 
 
@@ -97,8 +101,8 @@ def test_gemma3_27b_has_its_own_scale() -> None:
     ("values", "message"),
     [
         (metadata("mamba"), "'mamba' is not supported; supported are llama, mistral, qwen2, qwen3, gemma3"),
-        (metadata(**{"rope.scaling.type": "longrope"}), "longrope"),
-        (metadata(**{"rope.dimension_count": 16}), "16 of 64"),
+        (metadata("llama", **{"rope.scaling.type": "longrope"}), "longrope"),
+        (metadata("llama", **{"rope.dimension_count": 16}), "16 of 64"),
         (metadata("gemma3", final_logit_softcapping=30.0), "soft-capping"),
         ({}, "architecture None"),
     ],
@@ -115,8 +119,9 @@ def test_bad_counts(value: Any) -> None:
 
 
 def test_uneven_heads() -> None:
+    keys: dict[str, Any] = {"attention.head_count_kv": 3}
     with pytest.raises(CorruptModel, match="3 KV heads"):
-        read_config(metadata(**{"attention.head_count_kv": 3}), SHAPES, "m")
+        read_config(metadata(**keys), SHAPES, "m")
 
 
 def test_llama3_table_in_a_file(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -34,13 +34,19 @@ def test_transformers_defaults(kind: type[AutoConfig]) -> None:
         theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers,
     )  # fmt: skip
     assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.head_dim == getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
     assert ours.tie_embeddings == theirs.tie_word_embeddings and ours.max_context == theirs.max_position_embeddings
 
 
 def test_gemma3_omitted_keys() -> None:
     """A published text_config names only what differs from the defaults."""
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text: dict[str, Any] = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}
     root = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
     config = read_config(root, {}, "m")
@@ -87,7 +93,7 @@ def test_end_tokens() -> None:
 
 
 def test_qwen_windows() -> None:
-    keys = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}
+    keys: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}
     assert read(**keys).sliding_window is None
     assert read(**keys, use_sliding_window=True).window_layers == (False, True)
 
@@ -95,7 +101,10 @@ def test_qwen_windows() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported are LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; supported are LlamaForCausalLM",
+        ),
         ({"architectures": None, "model_type": "rwkv"}, "'rwkv'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),

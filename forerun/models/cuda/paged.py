@@ -60,7 +60,7 @@ def lanes_for(kv_heads: int) -> int:
     return max(8, min(64, triton.next_power_of_2(128 // kv_heads)))
 
 
-@triton.jit(do_not_specialize=["table_stride", "tree_width", "few", "lanes"])
+@triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "few", "lanes"])
 def _attend(
     q, k_cache, v_cache, tables, cu_q, seen, tree, tree_start, out, part, part_ml, scale,
     table_stride, page_stride, tree_width, few, lanes,
@@ -182,7 +182,7 @@ def paged_attention(
     q: torch.Tensor,  # [T, Hq, D]
     k_cache: torch.Tensor,  # [num_slots, Hkv, D]
     v_cache: torch.Tensor,  # [num_slots, Hkv, D]
-    tables: torch.Tensor,  # [S, P] int32
+    tables: torch.Tensor,  # [S, P] int32, any strides
     seen: torch.Tensor,  # [T] int32
     plan: QueryPlan,
     scale: float,

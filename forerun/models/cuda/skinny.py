@@ -65,19 +65,30 @@ def choose_tile(n: int, k: int, gated: bool) -> Tile:
 
 
 @triton.jit
-def _prefetch(w, rows, k_start, K: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr):
-    """Ask L2 for SPAN weights of each row, in CHUNKS bulk requests; nothing waits for them."""
-    piece: tl.constexpr = SPAN // CHUNKS
-    start = w + rows.to(tl.int64)[:, None] * K + tl.minimum(k_start, K - SPAN) + piece * tl.arange(0, CHUNKS)[None, :]
-    size = tl.full(start.shape, piece * w.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-        "=r,l,r",
-        [start.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _prefetch(w, first_row, k_start, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
+    """Ask L2 for SPAN weights of each of BN rows, one bulk request a row; nothing waits for them.
+
+    The request is a per-warp instruction: one thread issues each row's, the rows dealt out over four warps.
+    """
+    size: tl.constexpr = SPAN * w.dtype.element_ty.primitive_bitwidth // 8
+    k = tl.minimum(k_start, K - SPAN)
+    for row in tl.static_range(BN):
+        start = w + tl.minimum(first_row + row, N - 1).to(tl.int64) * K + k
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred mine;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 mine, thread, $2;
+            @mine cp.async.bulk.prefetch.L2.global [$1], $3;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r",
+            [start.to(tl.int64), row % 4 * 32, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -101,7 +112,7 @@ def _multiply(x, w_tile, acc, SWAP: tl.constexpr):
 def _skinny(
     x, w, bias, norm_weight, residual, out, partial, squares, counter, M, x_stride, out_stride, eps,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    ACT: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     gated: tl.constexpr = ACT is not None
     sums: tl.constexpr = 2 if gated else 1  # accumulators per output
@@ -118,9 +129,9 @@ def _skinny(
     if PDL:
         gdc_launch_dependents()
         if AHEAD > 0:
-            _prefetch(w, w_rows, k_start, K, AHEAD * BK, CHUNKS)
+            _prefetch(w, pid_n * BN, k_start, N, K, BN, AHEAD * BK)
             if gated:
-                _prefetch(w, w_rows + N, k_start, K, AHEAD * BK, CHUNKS)
+                _prefetch(w + N * K, pid_n * BN, k_start, N, K, BN, AHEAD * BK)
         gdc_wait()
 
     high: tl.constexpr = BN if SWAP else BM
@@ -208,10 +219,10 @@ def _for_rows(tile: Tile, bm: int) -> Tile:
     return replace(tile, block_k=tile.block_k // steps, ahead=tile.ahead * steps, stages=min(3, tile.stages))
 
 
-def _can_prefetch(w: torch.Tensor, tile: Tile, chunks: int) -> bool:
+def _can_prefetch(w: torch.Tensor, tile: Tile) -> bool:
     """Bulk requests start and end at multiples of 16 bytes, within the row."""
     span = tile.ahead * tile.block_k
-    return span <= w.shape[1] and span * w.itemsize % (16 * chunks) == 0 and w.shape[1] * w.itemsize % 16 == 0
+    return span <= w.shape[1] and span * w.itemsize % 16 == 0 and w.shape[1] * w.itemsize % 16 == 0
 
 
 def skinny_linear(
@@ -251,11 +262,10 @@ def skinny_linear(
     partial = scratch("partial", cells * tile.block_n * (2 if gated else 1), torch.float32, x.device) if split else None
     squares = scratch("squares", cells, torch.float32, x.device) if split else None
     counter = scratch("counter", tiles, torch.int32, x.device) if split else None
-    chunks = max(1, tile.warps * 32 // tile.block_n)  # one bulk request per thread: fewer are issued several times
-    ahead = tile.ahead if _can_prefetch(w, tile, chunks) else 0
+    ahead = tile.ahead if _can_prefetch(w, tile) else 0
     _skinny[(tiles, tile.split)](
         x, w, bias, norm_weight, residual, out, partial, squares, counter, rows, x.stride(0), out.stride(0), eps,
         N=n, K=k, BM=bm, BN=tile.block_n, BK=tile.block_k, SPLIT=tile.split, ACT=activation, SWAP=tile.swap,
-        AHEAD=ahead, CHUNKS=chunks, **options(tile.warps, tile.stages),
+        AHEAD=ahead, **options(tile.warps, tile.stages),
     )  # fmt: skip
     return out

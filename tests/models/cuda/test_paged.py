@@ -127,6 +127,13 @@ def test_a_larger_grid_changes_nothing():
     assert torch.equal(case.run(), case.run(max_context=5000))
 
 
+def test_tables_may_be_stored_page_by_page():
+    case = Case([(130, 1), (40, 3)])
+    want = case.run()
+    case.tables = case.tables.T.contiguous().T
+    assert case.tables.stride(1) == 2 and torch.equal(case.run(), want)
+
+
 def test_padding_rows_and_sequences_are_left_alone():
     case = Case([(20, 2), (30, 1)])
     q = torch.cat([case.q, torch.zeros_like(case.q[:2])])

@@ -1,0 +1,172 @@
+"""The command as a user meets it: exit statuses, one-line errors, help that teaches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams, __version__
+from forerun.cli import main
+from forerun.commands import options
+
+COMMANDS = [
+    ["generate"],
+    ["chat"],
+    ["demo"],
+    ["models", "list"],
+    ["models", "pull"],
+    ["models", "info"],
+    ["models", "rm"],
+    ["bench", "decode"],
+    ["bench", "prefill"],
+    ["bench", "batch"],
+    ["bench", "forward"],
+    ["check", "model"],
+]
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(list(args))
+    return left.value.code or 0  # type: ignore[return-value]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"forerun {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Example" in out
+    assert out.count(f"forerun {' '.join(command)}") >= 2  # once in the usage line, once as an example
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["bench", "decode"], ["models", "list"]], ids=" ".join)
+def test_unknown_options_are_errors(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--no-such-option") == 2
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_generate_needs_something_to_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate") == 2
+    assert "PROMPT" in capsys.readouterr().err
+
+
+def test_errors_are_one_line_and_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--top-p", "7") == 1
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert lines[0].startswith("error: top_p is 7.0") and lines[1].startswith("hint: ")
+    assert len(lines) == 2 and captured.out == ""
+
+
+@pytest.mark.parametrize("args", [("--debug", "generate", "hi"), ("generate", "hi", "--debug")])
+def test_debug_shows_a_traceback_wherever_it_stands(args: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*args, "--top-p", "7") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_after_a_bare_dash_dash_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--top-p", "7", "--", "--debug") == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_unknown_model_names_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--model", "no-such-model") == 1
+    err = capsys.readouterr().err
+    assert "'no-such-model'" in err and "hint: " in err
+
+
+def test_unexpected_errors_point_to_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(options, "open_llm", lambda *args: 1 / 0)
+    assert run("generate", "hi") == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "--debug" in err and "Traceback" not in err
+
+
+def test_ctrl_c_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "open_llm", interrupt)
+    assert run("generate", "hi") == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_generate_prints_what_the_api_returns(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_folder("llama"))
+    file = tmp_path / "note.txt"
+    file.write_text("The lamp turns")
+    with LLM(model, weights="float32", threads=1, quiet=True) as llm:
+        expected = llm.generate("The lamp turns\n\ntwelve times", SamplingParams(max_tokens=12))[0]
+    args = [
+        "generate",
+        "twelve times",
+        "--file",
+        str(file),
+        "--raw",
+        "--threads",
+        "1",
+        "--model",
+        model,
+        "--max-tokens",
+        "12",
+    ]
+    assert run(*args, "--weights", "float32", "--stats") == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert f"prompt {len(expected.prompt_ids)} tokens" in captured.err
+    assert run(*args, "--weights", "float32", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["choices"][0]["token_ids"] == expected.token_ids
+    assert record["usage"]["completion_tokens"] == len(expected.token_ids)
+
+
+def test_generate_logprobs_are_json(tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "generate",
+        "fog",
+        "--threads",
+        "1",
+        "--model",
+        str(tiny_folder("llama")),
+        "--max-tokens",
+        "3",
+        "--logprobs",
+        "2",
+        "--json",
+    ]
+    assert run(*args) == 0
+    choice = json.loads(capsys.readouterr().out)["choices"][0]
+    assert len(choice["logprobs"]) == len(choice["token_ids"]) and len(choice["logprobs"][0]["top"]) == 2
+
+
+def test_generate_several_choices(tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "generate",
+        "fog",
+        "--threads",
+        "1",
+        "--model",
+        str(tiny_folder("llama")),
+        "--max-tokens",
+        "4",
+        "--choices",
+        "2",
+    ]
+    assert run(*args, "--temperature", "1", "--seed", "1") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[1] ") and "\n[2] " in out
+
+
+def test_system_needs_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--raw", "--system", "be brief") == 2
+    assert "--system" in capsys.readouterr().err
