@@ -88,6 +88,8 @@ class LLM:
         quiet: bool = False,
     ) -> None:
         where = choose_device(device)
+        if threads is not None and threads < 1:
+            raise BadRequest(f"threads is {threads}, it must be at least 1", "leave it out to use every core")
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = open_checkpoint(resolve(str(model))) if isinstance(model, (str, Path)) else model

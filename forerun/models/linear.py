@@ -111,10 +111,10 @@ class PackedInt8(Linear):
     """
 
     packs = True
-    LEVELS = 127
 
     def _pack(self, weight: Tensor) -> None:
-        self.packed = pack_int8(weight, saturating=not torch.cpu._is_vnni_supported())
+        self.range = EXACT if torch.cpu._is_vnni_supported() else SATURATING
+        self.packed = pack_int8(weight, self.range)
         self._numel = weight.numel()
 
     @property
@@ -123,7 +123,7 @@ class PackedInt8(Linear):
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
         peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-20)  # [T, 1]
-        y = _packed_int8(x / peak, 1.0 / self.LEVELS, 128, self.packed)
+        y = _packed_int8(x / peak, 1.0 / self.range.levels, self.range.zero, self.packed)
         if self.bias is not None:
             add = self.bias if add is None else add + self.bias
         return y.mul_(peak) if add is None else torch.addcmul(add, y, peak)
@@ -145,40 +145,63 @@ class SpreadInt8(PackedInt8):
         return super()._product(self._mix(x), add)
 
 
-PAIR_LIMIT = 128  # 255 * 128 < 2**15
+@dataclass(frozen=True)
+class Range:
+    """What a kernel's sums can hold: activations become zero +- levels, neighbouring weights sum to at most `pair`."""
+
+    levels: int
+    zero: int
+    pair: int | None
+    tops: tuple[int, ...]  # what a row's largest weight may become; the one with the least error is taken
 
 
-def quantise_rows(weight: Tensor, saturating: bool) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per row: (int8 [N, K], scales [N]).
-
-    Without VNNI the kernel adds the products of two neighbouring weights in 16 bits, and 255 * (w0 + w1) saturates once
-    both are large and of one sign. Such pairs are rare, so only they are pulled back to the limit, instead of giving up
-    a bit of every weight: the sums can then never saturate, whatever the activations.
-    """
-    scales = weight.abs().amax(1).div_(127).clamp_min_(1e-12)  # [N]
-    levels = (weight / scales[:, None]).round_().clamp_(-127, 127)
-    if saturating:
-        levels = limit_pairs(levels)
-    return levels.to(torch.int8), scales
+# With VNNI products are summed in 32 bits. Without it the products of two neighbours are summed in 16: activations of
+# 0..200 and pairs of at most 163 can never exceed 2**15 - 1, and cost less than giving a whole bit of either side away.
+EXACT = Range(levels=127, zero=128, pair=None, tops=(127,))
+SATURATING = Range(levels=100, zero=100, pair=163, tops=(127, 116, 106, 97, 89))
 
 
-def limit_pairs(levels: Tensor) -> Tensor:
-    """Pull neighbouring weights (2j, 2j+1) of one sign back until they sum to at most PAIR_LIMIT."""
+def quantise_rows(weight: Tensor, allowed: Range) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per row, within what the kernel's sums can hold: (int8 [N, K], scales [N])."""
+    peak = weight.abs().amax(1).clamp_min_(1e-12)  # [N]
+    best: tuple[Tensor, Tensor, Tensor] | None = None  # levels, scales, squared error
+    for top in allowed.tops:
+        scales = peak / top
+        levels = (weight / scales[:, None]).round_()
+        if allowed.pair is None:
+            return levels.to(torch.int8), scales
+        levels = limit_pairs(levels, allowed.pair)
+        error = (levels * scales[:, None]).sub_(weight).square_().sum(1)  # [N]
+        if best is None:
+            best = levels, scales, error
+        else:
+            better = error < best[2]
+            best = (
+                torch.where(better[:, None], levels, best[0]),
+                torch.where(better, scales, best[1]),
+                torch.minimum(error, best[2]),
+            )
+    assert best is not None
+    return best[0].to(torch.int8), best[1]
+
+
+def limit_pairs(levels: Tensor, limit: int) -> Tensor:
+    """Pull neighbouring weights (2j, 2j+1) of one sign back until they sum to at most `limit`."""
     rows, cols = levels.shape
     pairs = F.pad(levels, (0, cols % 2)).view(rows, -1, 2)
-    same_sign = pairs[..., 0] * pairs[..., 1] > 0
-    total = pairs.abs().sum(-1)  # [N, K / 2]
-    shrink = torch.where(same_sign & (total > PAIR_LIMIT), PAIR_LIMIT / total.clamp_min(1), 1.0)
-    return (pairs * shrink[..., None]).trunc_().view(rows, -1)[:, :cols]
+    excess = (pairs.sum(-1).abs() - limit).clamp_min_(0)  # [N, K / 2]; more than the limit only where signs agree
+    each = (excess / 2).ceil_()
+    shrunk = pairs.sign() * (pairs.abs() - each[..., None]).clamp_min_(0)
+    return shrunk.view(rows, -1)[:, :cols]
 
 
-def pack_int8(weight: Tensor, saturating: bool) -> Any:
+def pack_int8(weight: Tensor, allowed: Range) -> Any:
     """FBGEMM's packed form of a float matrix [N, K], quantised some rows at a time to bound the temporaries."""
     out, chunk = weight.shape[0], max(1, (1 << 22) // weight.shape[1])
     levels = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(out)
     for lo in range(0, out, chunk):
-        levels[lo : lo + chunk], scales[lo : lo + chunk] = quantise_rows(weight[lo : lo + chunk].float(), saturating)
+        levels[lo : lo + chunk], scales[lo : lo + chunk] = quantise_rows(weight[lo : lo + chunk].float(), allowed)
     with warnings.catch_warnings():  # the packed operators are current, the tensor type they take is marked deprecated
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch._make_per_channel_quantized_tensor(levels, scales.double(), torch.zeros(out, dtype=torch.int64), 0)

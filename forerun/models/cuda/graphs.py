@@ -2,7 +2,8 @@
 
 A graph keeps addresses and grids, so it is captured per bucket (sequences, tokens per sequence) on buffers of its own;
 a step packs its batch into one pinned buffer, copies it, replays, and reads the greedy tokens. Batches of any other form
-run as usual. Knows no request: what it captures is `Decoder.forward`, kernel for kernel.
+run as usual. Up to 16 rows run as one launch of `Stack` where it fits the decoder, others kernel by kernel. Knows no
+request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.paged import QueryPlan
+from forerun.models.cuda.stack import MAX_ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
@@ -21,8 +23,11 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 class _Graph:
     """One captured shape: `seqs` sequences of up to `few` tokens, `seqs * few` rows."""
 
-    def __init__(self, decoder: Decoder, kv: KV, seqs: int, few: int, max_pages: int, page_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: KV, stack: Stack | None, seqs: int, few: int, max_pages: int, page_size: int
+    ) -> None:
         self.seqs, self.few, rows = seqs, few, seqs * few
+        self.stack = stack if rows <= MAX_ROWS else None
         self.rows = rows
         head = 4 * rows + seqs + 1  # tokens, positions, slots, seen, cu_q; then the tables, page by page
         size = head + max_pages * seqs
@@ -56,6 +61,13 @@ class _Graph:
         self.host[4 * rows : self.head] = 0
 
     def _forward(self, decoder: Decoder, kv: KV) -> None:
+        if self.stack is not None:
+            b, x = self.batch, decoder.embed(self.batch.tokens)
+            self.logits = torch.empty(self.rows, decoder.config.vocab_size, device=decoder.device)
+            chosen = torch.empty(self.rows, dtype=torch.int64, device=decoder.device)
+            self.stack.run(x, b.positions, b.slots, b.seen, self.plan.cu_q, b.tables, self.logits, chosen)
+            self.greedy.copy_(chosen, non_blocking=True)
+            return
         attention = decoder.attention
         assert isinstance(attention, PagedAttention)
         attention.use(self.batch, self.plan)
@@ -99,6 +111,7 @@ class GraphRunner:
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
         self.decoder, self.kv, self.page_size = decoder, kv, page_size
         self.max_pages = -(-max_context // page_size)
+        self.stack = Stack(decoder, kv, page_size) if fits(decoder) else None
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def run(self, batch: HostBatch) -> Output | None:
@@ -106,7 +119,9 @@ class GraphRunner:
         if shape is None:
             return None
         if shape not in self._graphs:
-            self._graphs[shape] = _Graph(self.decoder, self.kv, *shape, self.max_pages, self.page_size)
+            self._graphs[shape] = _Graph(
+                self.decoder, self.kv, self.stack, *shape, self.max_pages, self.page_size
+            )
         graph = self._graphs[shape]
         graph.replay(batch)
         torch.cuda.current_stream().synchronize()

@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows (token, head pairs) and keys of a tile; first guesses, not measured yet."""
+    """Rows (token, head pairs) and keys of a tile; the large one is the fastest of a sweep on one H200."""
 
     rows: int
     keys: int
@@ -35,7 +35,7 @@ class Shape:
 
 
 FEW_SHAPE = Shape(32, 64, 4, 2)
-MANY_SHAPE = Shape(128, 64, 8, 3)
+MANY_SHAPE = Shape(128, 128, 8, 2)
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,21 @@ class Tile:
     ahead: int = 0  # blocks of K fetched into L2 before waiting for the kernel before (only with PDL)
 
 
-# (N, K, gated) -> tile. First guesses from byte counts (about 50 kB in flight per multiprocessor), not measured yet.
+# (N, K, gated) -> tile, the fastest of a sweep on one H200 (docs/log.md): weights on the left, so that wgmma reads them
+# from shared memory, beat every other cut of every shape.
 TILES: dict[tuple[int, int, bool], Tile] = {
     # Qwen2.5-1.5B: qkv, o, gate+up, down, head
-    (2048, 1536, False): Tile(16, 256, split=2, ahead=3),
-    (1536, 1536, False): Tile(16, 256, split=2, ahead=3),
-    (17920, 1536, True): Tile(32, 128, ahead=4),
-    (1536, 8960, False): Tile(32, 256, split=7, ahead=2),
-    (151936, 1536, False): Tile(64, 128),
+    (2048, 1536, False): Tile(64, 128, split=6, swap=True, ahead=2),
+    (1536, 1536, False): Tile(64, 128, split=6, swap=True, ahead=2),
+    (17920, 1536, True): Tile(64, 64, swap=True, ahead=4),
+    (1536, 8960, False): Tile(64, 128, split=10, swap=True, ahead=4),
+    (151936, 1536, False): Tile(128, 128, stages=3, swap=True),
     # Llama-3.1-8B: qkv, o, gate+up, down, head
-    (6144, 4096, False): Tile(32, 256, split=2, ahead=4),
-    (4096, 4096, False): Tile(32, 256, split=4, ahead=4),
-    (28672, 4096, True): Tile(32, 128, ahead=4),
-    (4096, 14336, False): Tile(32, 256, split=4, ahead=4),
-    (128256, 4096, False): Tile(64, 128),
+    (6144, 4096, False): Tile(64, 128, split=6, swap=True, ahead=4),
+    (4096, 4096, False): Tile(64, 128, split=4, swap=True, ahead=4),
+    (28672, 4096, True): Tile(64, 64, swap=True, ahead=4),
+    (4096, 14336, False): Tile(64, 128, split=4, swap=True, ahead=4),
+    (128256, 4096, False): Tile(128, 128, stages=3, swap=True),
 }
 
 
@@ -56,12 +57,12 @@ def choose_tile(n: int, k: int, gated: bool) -> Tile:
     known = TILES.get((n, k, gated))
     if known is not None:
         return known
-    block_n = 32 if gated or n < 32 * 264 else 64
-    block_k = 128 if k % 128 == 0 else 64
+    block_n = 64
+    block_k = 128 if k % 128 == 0 and not gated else 64
     programs = triton.cdiv(n // 2 if gated else n, block_n)
     blocks = triton.cdiv(k, block_k)
     split = max(1, min(8, 264 // programs, blocks // 2))
-    return Tile(block_n, block_k, split=split, ahead=min(4, triton.cdiv(blocks, split)))
+    return Tile(block_n, block_k, split=split, swap=True, ahead=min(4, triton.cdiv(blocks, split)))
 
 
 @triton.jit

@@ -1,0 +1,157 @@
+// The instructions that the persistent decoder is made of, and how its programs wait for each other.
+// Compiled at run time without headers; the model's sizes are macros given on the command line.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define INF __int_as_float(0x7f800000)
+#define WARPS 8          // that multiply; PRODUCERS others fetch weights
+#define PRODUCERS 4
+#define THREADS (WARPS * 32)
+#define TOKENS 16        // rows of activations, padded
+#define CHUNK 256        // weights of a row in one stage of the ring
+#define ROW_BYTES (CHUNK * 2 + 16)  // 16 bytes more: eight rows then lie in different banks
+#define STAGE_BYTES (16 * ROW_BYTES)
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float to_float(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)to_pair(x, 0.0f); }
+
+// Activations are written by other multiprocessors, so they are read from L2, never from L1.
+__device__ __forceinline__ uint4 load_fresh(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_fresh_float(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u16 load_fresh_bf16(const u16* p) {
+    u16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// 16 bytes from global to shared memory, or 16 zero bytes.
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void matrix4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void matrix2_turned(u32& a, u32& b, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Barriers within a program: the multiplying warps alone, and one pair per stage of the ring.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void barrier_init(u32 bar, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\nbra again;\nover:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+// Between programs. The launch is cooperative, so all of them run and waiting cannot starve one that is awaited.
+__device__ __forceinline__ u32 count_up(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+__device__ __forceinline__ void all_programs_meet(u32* counter, u32& target) {
+    meet();
+    target += gridDim.x;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        u32 now = count_up(counter) + 1;
+        while ((int)(now - target) < 0)
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        __threadfence();
+    }
+    meet();
+}
+
+// One matrix product's work: tiles of 16 weight rows, each cut into `split` slices of K, dealt out over the programs.
+// `start` goes round the chip from product to product, so that the programs with one tile more are others each time.
+struct Share {
+    int first, end;
+    __device__ __forceinline__ Share(int units, int& start) {
+        int programs = gridDim.x, me = (int)blockIdx.x - start;
+        if (me < 0) me += programs;
+        int base = units / programs, extra = units % programs;
+        first = me * base + min(me, extra);
+        end = first + base + (me < extra);
+        start = (start + extra) % programs;
+    }
+};
+
+struct Ring {
+    u32 data, full, empty;  // shared addresses
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// What a launch is given; the same fields in the same order are in stack.py.
+struct Params {
+    const u64* layers;     // [LAYERS, 9] addresses: attn_norm, qkv, qkv bias, o, mlp_norm, gate_up, down, K, V
+    const u16* final_norm;
+    const u16* head;       // [VOCAB, HIDDEN]
+    const float* rotations;  // [positions, HEAD_DIM]: cosines, then sines
+    const int* positions;  // [rows]
+    const int* slots;      // [rows], negative: not kept
+    const int* seen;       // [rows]
+    const int* starts;     // [seqs + 1]
+    const int* tables;     // page of block b of sequence s: tables[s * table_stride + b * page_stride]
+    u16* x;                // [rows, HIDDEN] the residual stream, overwritten
+    u16* q;                // [rows, HEADS * HEAD_DIM]
+    u16* attended;         // [rows, HEADS * HEAD_DIM]
+    u16* gated;            // [rows, INTER]
+    float* part;           // [attention units, 16, HEAD_DIM]
+    float* part_ml;        // [attention units, 16, 2]
+    float* sums;           // [DOWN_SPLIT, HIDDEN / 16, TOKENS, 16]
+    float* logits;         // [rows, VOCAB]
+    float* top;            // [programs, TOKENS] best logit of each program
+    int* top_at;           // [programs, TOKENS]
+    i64* greedy;           // [rows]
+    u32* joins;            // [attention units], zero between launches, as are the two below
+    u32* arrived;          // [HIDDEN / 16]
+    u32* meeting;          // [2]: barrier, programs that are through
+    int rows, seqs, table_stride, page_stride;
+    float eps, scale_log2;
+};

@@ -1,0 +1,101 @@
+"""Linears: close to float32, independent of the neighbours, and free of saturation by construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.lab.quality import measure_modes
+from forerun.models import linear as module
+from forerun.models.linear import EXACT, SATURATING, Linear, PackedFloat16, PackedFloat32, PackedInt8, Range, SpreadInt8
+from forerun.models.linear import limit_pairs, pack_int8, quantise_rows
+from forerun.models.rotation import Rotation, hadamard
+
+KINDS: list[type[Linear]] = [Linear, PackedFloat32, PackedFloat16, PackedInt8, SpreadInt8]
+TOLERANCE = {PackedFloat16: 1e-3, PackedInt8: 0.02, SpreadInt8: 0.02}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_contract_against_plain_arithmetic(kind: type[Linear]):
+    x, w, b, add, scale = random(5, 96), random(64, 96, seed=1), random(64, seed=2), random(5, 64, seed=3), random(96, seed=4)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
+    expected = normed @ w.T + b + add
+    got = kind(w, b)(x, norm=(scale, 1e-5), add=add)
+    assert float((got - expected).norm() / expected.norm()) < TOLERANCE.get(kind, 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_is_activation_of_one_half_times_the_other(kind: type[Linear]):
+    x, w = random(3, 96), random(64, 96, seed=1)
+    gate, up = (x @ w.T).chunk(2, -1)
+    for name, function in (("silu", torch.nn.functional.silu), ("gelu_tanh", lambda v: torch.nn.functional.gelu(v, approximate="tanh"))):
+        expected = function(gate) * up
+        got = kind(w).gated(x, name)
+        assert float((got - expected).norm() / expected.norm()) < TOLERANCE.get(kind, 1e-5) * 2
+
+
+@pytest.mark.parametrize("kind", [PackedFloat32, PackedInt8, SpreadInt8])
+def test_a_row_does_not_depend_on_its_neighbours(kind: type[Linear]):
+    linear, x = kind(random(128, 192, seed=1)), random(8, 192)
+    among_outliers = x.clone()
+    among_outliers[1:] *= 1000.0
+    assert torch.equal(linear(x)[0], linear(among_outliers)[0])
+
+
+def worst_sum(levels: torch.Tensor, allowed: Range) -> int:
+    """The largest 16-bit sum of two neighbouring products that any activations could cause."""
+    top = allowed.zero + allowed.levels
+    pairs = levels.to(torch.int64).view(levels.shape[0], -1, 2)
+    return int(torch.maximum(pairs.clamp_min(0).sum(-1), -pairs.clamp_max(0).sum(-1)).max()) * top
+
+
+def test_sums_of_the_saturating_kernel_fit_in_16_bits_whatever_comes():
+    outliers = random(64, 256) * torch.where(random(64, 256, seed=5) > 1.5, 20.0, 1.0)
+    same = torch.ones(4, 256)  # every weight at its largest, all of one sign: the worst matrix there is
+    for weight in (outliers, same, -same, random(64, 256)):
+        levels, _ = quantise_rows(weight, SATURATING)
+        assert worst_sum(levels, SATURATING) < 2**15
+        assert worst_sum(quantise_rows(same, EXACT)[0], EXACT) > 2**15  # without the limit it would not fit
+
+
+def test_limiting_pairs_touches_only_pairs_beyond_the_limit():
+    levels = torch.tensor([[127.0, 127.0, 100.0, -100.0, 50.0, 60.0, -120.0, -90.0]])
+    assert limit_pairs(levels, 163).tolist() == [[81.0, 81.0, 100.0, -100.0, 50.0, 60.0, -96.0, -66.0]]
+
+
+@pytest.mark.parametrize("allowed", [EXACT, SATURATING])
+def test_the_kernel_computes_what_integers_say(allowed: Range):
+    """Adversarial rows (every activation at an end of its range) through the real kernel, against int64 arithmetic."""
+    weight, draw = random(32, 128, seed=1), torch.Generator().manual_seed(9)
+    levels, scales = quantise_rows(weight, allowed)
+    for x in (torch.ones(1, 128), -torch.ones(1, 128), torch.randint(0, 2, (4, 128), generator=draw).float() * 2 - 1):
+        got = module._packed_int8(x, 1.0 / allowed.levels, allowed.zero, pack_int8(weight, allowed))
+        integers = (x * allowed.levels).round().to(torch.int64) @ levels.to(torch.int64).T
+        expected = integers.double() * scales.double() / allowed.levels
+        assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [64, 96, 576, 896])
+def test_a_rotation_is_orthogonal_and_its_three_forms_agree(size: int):
+    rotation, x, w = Rotation(size), random(5, size), random(size, 7, seed=1)
+    q = rotation.apply(torch.eye(size))
+    assert torch.allclose(q @ q.T, torch.eye(size), atol=1e-5)
+    assert torch.allclose(rotation.undo(rotation.apply(x)), x, atol=1e-4)
+    assert torch.allclose(rotation.apply_output(w), q.T @ w, atol=1e-4)
+    assert float(rotation.apply(torch.eye(size)).abs().max()) < 0.7  # no channel keeps to itself
+    assert torch.equal(hadamard(4) * 2, torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]))
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_int8_stays_close_to_float32_on_the_real_model(vnni: bool, smollm2: Path, monkeypatch: pytest.MonkeyPatch):
+    """With either kernel's arithmetic: limited weights cannot saturate, so both compute the same thing from them."""
+    if not vnni or torch.cpu._is_vnni_supported():
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    for quality in measure_modes(str(smollm2), ["int8"], tokens=384, device="cpu"):
+        assert quality.kl < 0.02 and quality.top1 > 0.88

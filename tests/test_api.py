@@ -1,0 +1,125 @@
+"""The public face, on a tiny model: every way to ask gives the same answer, and leaving early is clean."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import BadRequest
+
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+PROMPTS = ["The lamp turns", "A keeper counts the ships", "def turn(lamp):", "twelve times"]
+MESSAGES = [{"role": "user", "content": "Who counts the ships?"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True) as made:
+        yield made
+
+
+def test_generate_keeps_order_and_repeats_itself(llm: LLM):
+    together = llm.generate(PROMPTS, PARAMS)  # type: ignore[arg-type]
+    alone = [llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert all(c.text == llm.tokenizer.decode(c.token_ids) for c in together)
+    assert all(c.finish_reason == "length" and c.usage.completion_tokens == 16 for c in together)
+
+
+def test_streaming_gives_the_same_text_in_pieces(llm: LLM):
+    events = list(llm.stream(PROMPTS[0], PARAMS))
+    assert "".join(e.text for e in events) == llm.generate(PROMPTS[0], PARAMS)[0].text
+    assert [e.finish_reason for e in events] == [None] * 15 + ["length"]
+    assert events[-1].usage is not None and events[0].usage is None
+
+
+def test_messages_go_through_the_chat_template(llm: LLM):
+    completion = llm.chat(MESSAGES, PARAMS)[0]
+    text = "<|im_start|>user\nWho counts the ships?<|im_end|>\n<|im_start|>assistant\n"
+    assert completion.prompt_ids == llm.tokenizer.encode(text, parse_special=True)
+    assert [c.text for c in llm.chat([MESSAGES, MESSAGES], PARAMS)] == [completion.text] * 2
+    assert "".join(e.text for e in llm.stream(MESSAGES, PARAMS)) == completion.text
+
+
+def test_async_answers_equal_sync_ones(llm: LLM):
+    async def ask() -> list[str]:
+        many = asyncio.gather(*(llm.agenerate(prompt, PARAMS) for prompt in PROMPTS))
+        chat = llm.achat(MESSAGES, PARAMS)
+        streamed = "".join([event.text async for event in llm.astream(PROMPTS[1], PARAMS)])
+        return [c.text for c in await many] + [(await chat).text, streamed]
+
+    expected = [c.text for c in llm.generate(PROMPTS, PARAMS)]  # type: ignore[arg-type]
+    assert asyncio.run(ask()) == [*expected, llm.chat(MESSAGES, PARAMS)[0].text, expected[1]]
+
+
+def test_several_threads_may_ask_at_once(llm: LLM):
+    expected = [llm.generate(prompt, PARAMS)[0].text for prompt in PROMPTS]
+    got: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, p=p: got.__setitem__(i, llm.generate(p, PARAMS)[0].text))  # type: ignore[misc]
+        for i, p in enumerate(PROMPTS * 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [got[i] for i in range(12)] == expected * 3
+
+
+def test_leaving_a_stream_early_frees_its_pages(llm: LLM):
+    llm.clear_cache()
+    for event in llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True)):
+        if event.token_ids:
+            break
+    assert llm.engine.idle
+    llm.clear_cache()
+    assert llm.engine.pool.used == 0
+
+
+def test_an_interrupted_batch_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    original, calls = llm.engine.step, iter(range(100))
+
+    def step() -> bool:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return original()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)  # type: ignore[arg-type]
+    assert llm.engine.idle
+
+
+def test_one_bad_prompt_stops_its_call_and_no_other(llm: LLM):
+    with pytest.raises(BadRequest, match="empty"):
+        llm.generate(["fine", ""], PARAMS)
+    with pytest.raises(BadRequest, match="99999"):
+        llm.generate([5, 99999], PARAMS)
+    assert llm.engine.idle and llm.generate("fine", PARAMS)[0].text
+
+
+def test_n_answers_come_as_choices(llm: LLM):
+    params = SamplingParams(max_tokens=8, temperature=1.2, seed=4, n=3, ignore_eos=True)
+    completion = llm.generate(PROMPTS[0], params)[0]
+    assert len({tuple(c.token_ids) for c in completion.choices}) == 3
+    assert completion.usage.completion_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"weights": "int3"}, "int3"),
+        ({"device": "tpu"}, "tpu"),
+        ({"max_context": 10**9}, "max_context is 1000000000"),
+        ({"pool_tokens": 3}, "pool_tokens is 3"),
+        ({"threads": -1}, "threads is -1"),
+    ],
+)
+def test_bad_settings_are_named(tiny_folder: Callable[[str], Path], values: dict, says: str):
+    with pytest.raises(BadRequest, match=says):
+        LLM(str(tiny_folder("qwen3")), quiet=True, **values)
