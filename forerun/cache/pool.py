@@ -17,7 +17,11 @@ from forerun.models.config import ModelConfig
 
 
 class PagePool:
-    """`num_pages` pages of K and V for each layer; memory is taken when it is made, and stays that size."""
+    """`num_pages` pages of K and V for each layer; never more.
+
+    Pages start as zeros and only ever hold finite numbers, so attention may read a page's unwritten end and give it no
+    weight.
+    """
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -25,7 +29,7 @@ class PagePool:
         self.page_size, self.num_pages = page_size, num_pages
         shape = (num_pages * page_size, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
         self.kv = [
-            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.num_layers)
         ]
         self.refs = np.zeros(num_pages, dtype=np.int32)

@@ -98,10 +98,6 @@ class Runner:
         """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others."""
         pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
         span = Span([0] * tokens, context, pages, range(tokens))
-        slots = slice(min(pages) * self.pool.page_size, (max(pages) + 1) * self.pool.page_size)
-        for k, v in self.pool.kv:  # fresh memory may hold anything, and not-a-number is slow to compute with
-            k[slots].zero_()
-            v[slots].zero_()
         times = []
         try:
             for _ in range(repeats + 1):

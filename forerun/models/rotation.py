@@ -24,7 +24,9 @@ class Rotation:
         self.size, self.inner, self.outer = size, hadamard(inner), _orthogonal(size // inner)
 
     def apply(self, x: Tensor) -> Tensor:
-        """x @ Q for rows x [..., size]."""
+        """x @ Q for rows x [N, size]; a row's result does not depend on how many rows there are."""
+        if x.shape[0] == 1:  # a lone row would take another kernel, which sums in another order
+            return self.apply(x.expand(2, -1))[:1]
         blocks = x.reshape(-1, self.outer.shape[0], self.inner.shape[0])  # [N, outer, inner]
         return torch.matmul(self.outer.T, blocks @ self.inner).view(x.shape)
 
