@@ -82,8 +82,8 @@ def check(shape: str, report: dict) -> None:
                     for a, b in zip(pair, other, strict=True))  # fmt: skip
         right = torch.equal(output.greedy.cuda(), output.logits.argmax(-1))
         together = output.logits.clone()
-        alone = [graphs.run(runner.batch([span])) for span in work[:2]] if new == 1 and seqs <= 16 else []
-        same = all(o is not None and torch.equal(o.logits[0], together[i]) for i, o in enumerate(alone))
+        alone = [graphs.run(runner.batch([span])).logits.clone() for span in work[:2]] if new == 1 and seqs <= 16 else []
+        same = all(torch.equal(o[0], together[i]) for i, o in enumerate(alone))
         if new > 1:  # the first token of several, alone
             one = Span(work[0].ids[:1], work[0].first, work[0].pages, range(1))
             o = graphs.run(runner.batch([one]))

@@ -13,21 +13,22 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from forerun.models.attention import SLACK
 from forerun.models.config import ModelConfig
 
 
 class PagePool:
     """`num_pages` pages of K and V for each layer; never more.
 
-    Pages start as zeros and only ever hold finite numbers, so attention may read a page's unwritten end and give it no
-    weight.
+    Slots start as zeros and only ever hold finite numbers, so attention may read past a sequence's end, beyond the last
+    page too, and give what is there no weight.
     """
 
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        shape = (num_pages * page_size, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
+        shape = (num_pages * page_size + SLACK, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
         self.kv = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.num_layers)
@@ -41,7 +42,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        return sum(k.numel() * k.element_size() + v.numel() * v.element_size() for k, v in self.kv)
+        return sum(k.nbytes + v.nbytes for k, v in self.kv)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:

@@ -44,27 +44,35 @@ class AttentionBackend(ABC):
         """[T, Hq, D] -> [T, Hq * D]."""
 
 
-LEAST_ROWS = 8  # matrix kernels sum in another order for fewer rows than this
-MANY_TOKENS = 32  # new tokens from which query heads are left apart
+TILE = 256  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
+MANY = 32  # new tokens from which query heads are left apart
+ROWS = 8  # rows come in multiples of this
+SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
+
+
+def block_keys(context: int) -> int:
+    """Keys to attend over for a context: the kernel's blocks of 512, the last one of 128 where that is enough."""
+    rest = context % 512
+    return context - rest + (0 if rest == 0 else 128 if rest <= 128 else 512)
 
 
 @dataclass
-class _Span:
-    """One sequence's part of a batch."""
+class _Tile:
+    """Some new tokens of one sequence, and the keys they attend over."""
 
     tokens: slice  # of the batch
-    entries: slice | Tensor  # slots of its pages' entries, in order: a slice where its pages are one run
-    masks: dict[int | None, Tensor | None]  # per window: additive mask [rows, entries]; None: causal from the start
-    count: int  # new tokens
-    rows: int  # rows that attention runs for each KV head: tokens x heads that share it, or tokens where there are many
+    keys: slice | Tensor  # slots, in order: a slice where the sequence's pages are one run
+    masks: dict[int | None, Tensor]  # per window: additive mask [rows, keys]
+    apart: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
 
 
 class SdpaAttention(AttentionBackend):
     """The reference: torch's scaled_dot_product_attention per sequence, on views of the cache where pages are one run.
 
-    A token's result is the same bits in any batch, chunk or draft: keys are always whole pages (the kernels' sums are in
-    blocks, and a ragged end would change their order), and there are never fewer than LEAST_ROWS rows. Eight-bit weights
-    need this: a difference in the last bit can flip a rounding and grow.
+    A token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath choose the order of
+    their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512 (a last one may be
+    128), rows in multiples of eight. Eight-bit weights need this: a difference in the last bit can flip a rounding and
+    grow from layer to layer.
     """
 
     def plan(self, batch: TokenBatch) -> None:
@@ -73,23 +81,23 @@ class SdpaAttention(AttentionBackend):
         if batch.run_start is not None:
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
         windows = {self.config.window(i) for i in range(self.config.num_layers)}
-        self._spans = [self._span(batch, s, windows) for s in range(batch.num_seqs)]
+        self._tiles = [
+            self._tile(batch, s, slice(lo, min(lo + TILE, batch.starts[s + 1])), windows)
+            for s in range(batch.num_seqs)
+            for lo in range(batch.starts[s], batch.starts[s + 1], TILE)
+        ]
 
-    def _span(self, batch: TokenBatch, s: int, windows: set[int | None]) -> _Span:
-        tokens = slice(batch.starts[s], batch.starts[s + 1])
-        count, group = tokens.stop - tokens.start, self.config.num_heads // self.config.num_kv_heads
-        rows = count if count >= MANY_TOKENS else max(count * group, LEAST_ROWS)
-        fresh = batch.contexts[s] == count >= MANY_TOKENS and batch.tree is None and int(batch.seen[tokens.start]) == 1
-        masks: dict[int | None, Tensor | None] = {}
+    def _tile(self, batch: TokenBatch, s: int, tokens: slice, windows: set[int | None]) -> _Tile:
+        context = batch.contexts[s] if batch.tree is not None else int(batch.seen[tokens].max())
+        keys, count = block_keys(context), tokens.stop - tokens.start
+        apart = count >= MANY
+        masks = {}
         for window in windows:
-            if fresh and (window is None or count <= window):
-                masks[window] = None
-                continue
-            mask = _mask(batch, s, tokens, window)  # [count, entries]
-            if count < MANY_TOKENS:
-                mask = F.pad(mask.repeat_interleave(group, 0), (0, 0, 0, rows - count * group))
-            masks[window] = mask
-        return _Span(tokens, _entries(batch.tables[s], batch.contexts[s], batch.page_size), masks, count, rows)
+            mask = _mask(batch, s, tokens, context, keys, window)  # [count, keys]
+            if not apart:
+                mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
+            masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROWS))
+        return _Tile(tokens, _key_slots(batch.tables[s], context, keys, batch.page_size), masks, apart)
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -110,44 +118,40 @@ class SdpaAttention(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         window = self.config.window(layer)
-        out = [self._attend_one(q[span.tokens], span, span.masks[window], kv) for span in self._spans]
+        out = [self._attend_tile(q[tile.tokens], tile, tile.masks[window], kv) for tile in self._tiles]
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _attend_one(self, q: Tensor, span: _Span, mask: Tensor | None, kv: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = kv[0][span.entries].transpose(0, 1)[None], kv[1][span.entries].transpose(0, 1)[None]  # [1, Hkv, E, D]
-        mask = mask if mask is None or mask.dtype == q.dtype else mask.to(q.dtype)
+    def _attend_tile(self, q: Tensor, tile: _Tile, mask: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = kv[0][tile.keys].transpose(0, 1)[None], kv[1][tile.keys].transpose(0, 1)[None]  # [1, Hkv, keys, D]
+        mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
         count, heads, dim = q.shape
-        if count >= MANY_TOKENS:
-            q = q.transpose(0, 1)[None]  # [1, Hq, count, D]
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.config.scale, enable_gqa=True
-            )
-            return out[0].transpose(0, 1).reshape(count, -1)  # [count, Hq * D]
+        if tile.apart:
+            q = F.pad(q.transpose(0, 1)[None], (0, 0, 0, mask.shape[0] - count))  # [1, Hq, rows, D]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale, enable_gqa=True)
+            return out[0, :, :count].transpose(0, 1).reshape(count, -1)  # [count, Hq * D]
         # the query heads that share a KV head become rows of one head, so that its K and V are read once
         group = heads // k.shape[1]
         q = q.view(count, -1, group, dim).transpose(0, 1).reshape(1, -1, count * group, dim)
-        if span.rows > count * group:
-            q = F.pad(q, (0, 0, 0, span.rows - count * group))  # [1, Hkv, rows, D]
+        q = F.pad(q, (0, 0, 0, mask.shape[0] - count * group))  # [1, Hkv, rows, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale)
         out = out[0, :, : count * group].reshape(-1, count, group, dim)
         return out.transpose(0, 1).reshape(count, -1)
 
 
-def _entries(table: Tensor, context: int, page_size: int) -> slice | Tensor:
-    """Slots of all entries of the pages that hold a context, the last page whole."""
+def _key_slots(table: Tensor, context: int, keys: int, page_size: int) -> slice | Tensor:
+    """Slots of a context's entries, and as many more as the block needs, whatever they hold."""
     pages = table[: -(-context // page_size)].to(torch.int64)
     if pages.numel() == 1 or bool((pages.diff() == 1).all()):
         first = int(pages[0]) * page_size
-        return slice(first, first + pages.numel() * page_size)
+        return slice(first, first + keys)
     offsets = torch.arange(page_size, device=table.device)
-    return (pages[:, None] * page_size + offsets).flatten()
+    return F.pad((pages[:, None] * page_size + offsets).flatten()[:context], (0, keys - context))
 
 
-def _mask(batch: TokenBatch, s: int, tokens: slice, window: int | None) -> Tensor:
-    """Additive mask [new tokens, entries of whole pages]."""
-    context = batch.contexts[s]
+def _mask(batch: TokenBatch, s: int, tokens: slice, context: int, keys: int, window: int | None) -> Tensor:
+    """Additive mask [new tokens, keys]."""
     seen = batch.seen[tokens].to(torch.int64)[:, None]  # [count, 1]
-    entry = torch.arange(-(-context // batch.page_size) * batch.page_size, device=seen.device)
+    entry = torch.arange(keys, device=seen.device)
     visible = entry < seen
     if batch.tree is not None and batch.tree_start is not None:
         start = batch.tree_start[s]

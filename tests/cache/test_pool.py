@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
+from forerun.models.attention import SLACK
 from forerun.models.config import ModelConfig
 
 CONFIG = ModelConfig("llama", 64, 16, 2, 2, 1, 8, 32, 512)
@@ -59,4 +60,5 @@ def test_a_growing_sequence_stays_in_one_run_beside_others():
 
 def test_memory_is_what_was_configured():
     pool = make_pool(10)
-    assert pool.nbytes == 10 * PagePool.page_bytes(CONFIG, 4, torch.float32) == 10 * 2 * 2 * 4 * 8 * 4
+    slack = SLACK // 4 * PagePool.page_bytes(CONFIG, 4, torch.float32)
+    assert pool.nbytes - slack == 10 * PagePool.page_bytes(CONFIG, 4, torch.float32) == 10 * 2 * 2 * 4 * 8 * 4

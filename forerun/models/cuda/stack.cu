@@ -62,23 +62,26 @@ struct Shared {  // of the multiplying warps, beside the ring and the activation
     u64 barriers[2 * STAGES];
 };
 
-// Activations [rows, K] as bf16 rows of `stride` bytes in shared memory, RMS-normed where a norm weight is given.
-template <int K> __device__ __forceinline__ void load_normed(const u16* x, const u16* norm, int rows, float eps, u32 to, int stride) {
+// Activations [rows, K] as bf16 rows of `stride` bytes in shared memory, RMS-normed. A warp takes one row of each eight;
+// where registers allow, both rows of 16 are on their way at once.
+template <int K, int ROWS> __device__ __forceinline__ void load_normed(const u16* x, const u16* norm, int first, int rows, float eps, u32 to, int stride) {
     constexpr int EACH = (K + 255) / 256;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int row = warp; row < rows; row += WARPS) {
-        uint4 v[EACH], w[EACH <= 8 ? EACH : 1];  // few enough: the norm's weights are fetched beside the row
+    int lane = threadIdx.x % 32;
+    uint4 v[ROWS][EACH];
+#pragma unroll
+    for (int row = 0; row < ROWS; row++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int k = i * 256 + lane * 8, at = first + row * WARPS;
+            v[row][i] = make_uint4(0, 0, 0, 0);
+            if (k < K && at < rows) v[row][i] = load_fresh(x + (i64)at * K + k);
+        }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
         float square = 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            int k = i * 256 + lane * 8;
-            v[i] = make_uint4(0, 0, 0, 0);
-            if (k < K) v[i] = load_fresh(x + (i64)row * K + k);
-            if (EACH <= 8) w[EACH <= 8 ? i : 0] = *(const uint4*)(norm + min(k, K - 8));
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            u32 pairs[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+            u32 pairs[4] = {v[row][i].x, v[row][i].y, v[row][i].z, v[row][i].w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float a = low_float(pairs[j]), b = high_float(pairs[j]);
@@ -88,18 +91,18 @@ template <int K> __device__ __forceinline__ void load_normed(const u16* x, const
 #pragma unroll
         for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
         float scale = rsqrtf(square / K + eps);
+        if (first + row * WARPS >= rows) return;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            uint4 weight = EACH <= 8 ? w[EACH <= 8 ? i : 0] : *(const uint4*)(norm + min(i * 256 + lane * 8, K - 8));
-            u32 pairs[4] = {v[i].x, v[i].y, v[i].z, v[i].w}, by[4] = {weight.x, weight.y, weight.z, weight.w}, out[4];
+            uint4 w = *(const uint4*)(norm + min(i * 256 + lane * 8, K - 8));
+            u32 pairs[4] = {v[row][i].x, v[row][i].y, v[row][i].z, v[row][i].w}, by[4] = {w.x, w.y, w.z, w.w}, out[4];
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 out[j] = to_pair(low_float(pairs[j]) * scale * low_float(by[j]), high_float(pairs[j]) * scale * high_float(by[j]));
-            asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + row * stride + i * 512 + lane * 16),
+            asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + (first + row * WARPS) * stride + i * 512 + lane * 16),
                          "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3]) : "memory");
         }
     }
-    meet();
 }
 
 template <int K> __device__ __forceinline__ void load_plain(const u16* x, int first, int count, int rows, u32 to, int stride) {
@@ -150,11 +153,6 @@ __device__ __forceinline__ void unit_sums(Ring& ring, int chunks, u32 x, int str
         for (int w = 0; w < WARPS; w++) low += sums[w][token][r], high += sums[w][token][r + 8];
     }
 }
-
-struct Layer {
-    const u16 *attn_norm, *qkv, *bias, *o, *mlp_norm, *gate_up, *down;
-    u16 *k, *v;
-};
 
 struct Best {
     float value;
@@ -225,11 +223,9 @@ __device__ __forceinline__ void add_slices(const Params& p, const Share& share, 
         meet();
         if (threadIdx.x < count) {
             u32* counter = p.arrived + (done + threadIdx.x) % TILES;
-            __threadfence();
             bool last = count_up(counter) == DOWN_SPLIT - 1;
             if (last) *counter = 0;
             sh.flags[threadIdx.x] = last;
-            __threadfence();
         }
         meet();
         for (int i = 0; i < count; i++) {
@@ -253,8 +249,13 @@ template <Kind kind> __device__ __forceinline__ void product(const Params& p, co
     constexpr int STRIDE = C::PER * CHUNK * 2 + 16;
     Share share(C::UNITS, start);
     if (share.first == share.end) return;
-    if (kind == QKV || kind == GATE_UP || kind == HEAD)
-        load_normed<C::K>(p.x, kind == QKV ? layer.attn_norm : kind == HEAD ? p.final_norm : layer.mlp_norm, p.rows, p.eps, x, STRIDE);
+    if (kind == QKV || kind == GATE_UP || kind == HEAD) {
+        constexpr int AT_ONCE = HIDDEN <= 2048 ? 2 : 1;
+        const u16* norm = kind == QKV ? layer.attn_norm : kind == HEAD ? p.final_norm : layer.mlp_norm;
+        for (int row = threadIdx.x / 32; row < p.rows; row += WARPS * AT_ONCE)
+            load_normed<C::K, AT_ONCE>(p.x, norm, row, p.rows, p.eps, x, STRIDE);
+        meet();
+    }
     int token = threadIdx.x / 8, r = threadIdx.x % 8, loaded = -1;
     Finish<kind> finish = {p, layer, sh.seqs, token, r, token < p.rows && threadIdx.x < 128};
     for (int unit = share.first; unit < share.end; unit++) {

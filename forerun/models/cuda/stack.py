@@ -56,15 +56,16 @@ class Cut:
 
     @classmethod
     def of(cls, c: ModelConfig, programs: int) -> Cut:
+        lanes = lanes_for(c.num_kv_heads)
         chunks, tiles = -(-c.intermediate_size // CHUNK), c.hidden_size // 16
         splits = [s for s in range(1, 17) if -(-chunks // s) * CHUNK <= MAX_HIDDEN]
         split = min(splits, key=lambda s: -(-tiles * s // programs) * -(-chunks // s))  # the busiest program's chunks
         widest = max(c.hidden_size, c.q_size, -(-chunks // split) * CHUNK)
         rows = MAX_ROWS * (-(-widest // CHUNK) * CHUNK * 2 + 16)
-        attention = (2 * 64 + 16) * (c.head_dim + 8) * 2 + 16 * 68 * 4
+        attention = 2 * (2 * 64 + 16) * (c.head_dim + 8) * 2 + max(16 * 68, 32 * lanes) * 4
         room = -(-max(rows, attention) // 128) * 128
         own = 2 * 8 * 16 * 17 * 4 + 1024 + 16 * 32
-        return cls(programs, split, lanes_for(c.num_kv_heads), room, min(32, (SHARED_BYTES - own - room) // STAGE_BYTES))
+        return cls(programs, split, lanes, room, min(32, (SHARED_BYTES - own - room) // STAGE_BYTES))
 
     def shared_bytes(self) -> int:
         return 2 * 8 * 16 * 17 * 4 + 1024 + 16 * self.stages + self.room + self.stages * STAGE_BYTES

@@ -8,53 +8,68 @@
 #define COLUMNS (HEAD_DIM / 64)        // of 8, of V, a warp sums
 #define SCORE_ROW (KEYS + 4)
 
-struct AttendShared {
+struct Tiles {  // of one block of keys
     unsigned char k[KEYS * HEAD_ROW], v[KEYS * HEAD_ROW], q[16 * HEAD_ROW];
+};
+struct AttendShared {
+    Tiles tiles[2];
     float score[16 * SCORE_ROW];
 };
 
 // What all layers share: found once, when the kernel starts.
 struct Sequences {
-    int start[TOKENS + 1], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
+    int start[TOKENS + 1], old[TOKENS], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
+    // old: entries written by earlier launches; high: entries that anyone sees
     int limit[TOKENS], position[TOKENS], slot[TOKENS];
 };
 
 struct Unit {
-    int s, kv_head, tile, lane, join;  // join: first unit of the lanes that belong together, also names their counter
+    int number, s, kv_head, tile, lane;
+    __device__ __forceinline__ int join() const { return number - lane; }  // first of the lanes that belong together
 };
 
-__device__ __forceinline__ Unit find_unit(const Sequences& q, int unit) {
+__device__ __forceinline__ Unit find_unit(const Sequences& q, int number) {
     Unit u;
-    u.s = 0;
-    while (unit >= q.first_unit[u.s + 1]) u.s++;
-    int rest = unit - q.first_unit[u.s], lanes = q.lanes[u.s], tiles = q.tiles[u.s];
+    u.number = number, u.s = 0;
+    while (number >= q.first_unit[u.s + 1]) u.s++;
+    int rest = number - q.first_unit[u.s], lanes = q.lanes[u.s], tiles = q.tiles[u.s];
     u.lane = rest % lanes;
     u.tile = rest / lanes % tiles;
     u.kv_head = rest / lanes / tiles;
-    u.join = unit - u.lane;
     return u;
 }
 
-__device__ __forceinline__ void fetch_block(const Params& p, const Sequences& seqs, const Unit& u, int block,
-                                            const u16* k_cache, const u16* v_cache, AttendShared& sh) {
+// Copy a block's K and V: entries that earlier launches wrote, or this launch's own, which must wait for its q/k/v.
+__device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seqs, const Unit& u, int block, bool old,
+                                           const Layer& layer, Tiles& to) {
     constexpr int PIECES = HEAD_DIM / 8;  // of 16 bytes, per key
-    u32 k_to = shared_address(sh.k), v_to = shared_address(sh.v);
+    u32 k_to = shared_address(to.k), v_to = shared_address(to.v);
 #pragma unroll
     for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
         int key = i / PIECES, piece = i % PIECES, entry = block * KEYS + key;
         bool real = entry < seqs.high[u.s];  // beyond lies memory nobody wrote: 0 * NaN would be NaN
+        if (old != (entry < seqs.old[u.s])) continue;
         int page = real ? p.tables[(i64)u.s * p.table_stride + (i64)(entry / PAGE) * p.page_stride] : 0;
         i64 cell = (((i64)page * PAGE + entry % PAGE) * KV_HEADS + u.kv_head) * HEAD_DIM + piece * 8;
-        copy16(k_to + key * HEAD_ROW + piece * 16, k_cache + cell, real);
-        copy16(v_to + key * HEAD_ROW + piece * 16, v_cache + cell, real);
+        copy16(k_to + key * HEAD_ROW + piece * 16, layer.k + cell, real);
+        copy16(v_to + key * HEAD_ROW + piece * 16, layer.v + cell, real);
     }
 }
 
-__device__ __forceinline__ void score_block(const Params& p, const Sequences& seqs, const Unit& u, int block, AttendShared& sh) {
+__device__ __forceinline__ void fetch_queries(const Params& p, const Sequences& seqs, const Unit& u, Tiles& to) {
+    int row = threadIdx.x / (HEAD_DIM / 8), piece = threadIdx.x % (HEAD_DIM / 8), pair = u.tile * 16 + row;
+    if (row >= 16) return;
+    int token = seqs.start[u.s] + pair / GROUP;
+    bool real = token < seqs.start[u.s + 1];
+    i64 cell = real ? ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + piece * 8 : 0;
+    copy16(shared_address(to.q) + row * HEAD_ROW + piece * 16, p.q + cell, real);
+}
+
+__device__ __forceinline__ void score_block(const Params& p, const Sequences& seqs, const Unit& u, int block, const Tiles& from, float* score) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float c[4] = {0.f, 0.f, 0.f, 0.f};
-    u32 q_at = shared_address(sh.q) + lane % 16 * HEAD_ROW + lane / 16 * 16;
-    u32 k_at = shared_address(sh.k) + (warp * 8 + lane % 8) * HEAD_ROW + lane / 8 * 16;
+    u32 q_at = shared_address(from.q) + lane % 16 * HEAD_ROW + lane / 16 * 16;
+    u32 k_at = shared_address(from.k) + (warp * 8 + lane % 8) * HEAD_ROW + lane / 8 * 16;
 #pragma unroll
     for (int d = 0; d < HEAD_DIM; d += 32) {
         u32 k[4], a[4], b[4];
@@ -69,7 +84,7 @@ __device__ __forceinline__ void score_block(const Params& p, const Sequences& se
         int row = lane / 4 + i / 2 * 8, key = warp * 8 + lane % 4 * 2 + i % 2;
         int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
         bool seen = token < seqs.start[u.s + 1] && block * KEYS + key < seqs.limit[token];
-        sh.score[row * SCORE_ROW + key] = seen ? c[i] * p.scale_log2 : -INF;
+        score[row * SCORE_ROW + key] = seen ? c[i] * p.scale_log2 : -INF;
     }
 }
 
@@ -77,13 +92,13 @@ struct Softmax {
     float best[2], total[2], acc[COLUMNS][4];  // rows lane / 4 and 8 below
 };
 
-__device__ __forceinline__ void add_block(Softmax& soft, AttendShared& sh) {
+__device__ __forceinline__ void add_block(Softmax& soft, const Tiles& from, const float* score) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float s[2][KEYS / 8][2];
     float keep[2], base[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float* row = sh.score + (lane / 4 + half * 8) * SCORE_ROW + lane % 4 * 2;
+        const float* row = score + (lane / 4 + half * 8) * SCORE_ROW + lane % 4 * 2;
         float most = soft.best[half];
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++) {
@@ -108,7 +123,7 @@ __device__ __forceinline__ void add_block(Softmax& soft, AttendShared& sh) {
     for (int n = 0; n < COLUMNS; n++) {
         float(&acc)[4] = soft.acc[n];
         acc[0] *= keep[0], acc[1] *= keep[0], acc[2] *= keep[1], acc[3] *= keep[1];
-        u32 v_at = shared_address(sh.v) + lane % 16 * HEAD_ROW + (warp * COLUMNS + n) * 16;
+        u32 v_at = shared_address(from.v) + lane % 16 * HEAD_ROW + (warp * COLUMNS + n) * 16;
 #pragma unroll
         for (int j = 0; j < KEYS / 16; j++) {
             u32 a[4] = {to_pair(s[0][2 * j][0], s[0][2 * j][1]), to_pair(s[1][2 * j][0], s[1][2 * j][1]),
@@ -120,71 +135,120 @@ __device__ __forceinline__ void add_block(Softmax& soft, AttendShared& sh) {
     }
 }
 
-// Every lane's sums are there: thread (row, eighth-of-16 columns) adds them in lane order.
-__device__ __forceinline__ void join_lanes(const Params& p, const Sequences& seqs, const Unit& u) {
-    constexpr int EACH = HEAD_DIM / 16;
-    int row = threadIdx.x / 16, d = threadIdx.x % 16 * EACH;
-    int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
-    if (token >= seqs.start[u.s + 1]) return;
-    int lanes = seqs.lanes[u.s];
-    float top = -INF, whole = 0.f, acc[EACH];
-    for (int l = 0; l < lanes; l++) top = fmaxf(top, load_fresh_float(p.part_ml + ((i64)(u.join + l) * 16 + row) * 2));
-    for (int e = 0; e < EACH; e++) acc[e] = 0.f;
-    for (int l = 0; l < lanes; l++) {
-        i64 cell = (i64)(u.join + l) * 16 + row;
-        float best = load_fresh_float(p.part_ml + cell * 2);
-        float weight = best == -INF ? 0.f : exp2f(best - top);
-        whole += weight * load_fresh_float(p.part_ml + cell * 2 + 1);
-        for (int e = 0; e < EACH; e++) acc[e] += weight * load_fresh_float(p.part + cell * HEAD_DIM + d + e);
-    }
-    u16* out = p.attended + ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + d;
-    for (int e = 0; e < EACH; e++) out[e] = to_bf16(whole == 0.f ? 0.f : acc[e] / whole);
-}
-
-__device__ __forceinline__ void attend_unit(const Params& p, const Sequences& seqs, const Unit& u, int unit,
-                                            const u16* k_cache, const u16* v_cache, AttendShared& sh, int* flag) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, lanes = seqs.lanes[u.s];
-    if (threadIdx.x < 16 * (HEAD_DIM / 8)) {
-        int row = threadIdx.x / (HEAD_DIM / 8), piece = threadIdx.x % (HEAD_DIM / 8), pair = u.tile * 16 + row;
-        int token = seqs.start[u.s] + pair / GROUP;
-        bool real = token < seqs.start[u.s + 1];
-        i64 cell = real ? ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + piece * 8 : 0;
-        copy16(shared_address(sh.q) + row * HEAD_ROW + piece * 16, p.q + cell, real);
-    }
-    Softmax soft;
-    for (int half = 0; half < 2; half++) soft.best[half] = -INF, soft.total[half] = 0.f;
-    for (int n = 0; n < COLUMNS; n++)
-        for (int i = 0; i < 4; i++) soft.acc[n][i] = 0.f;
-    int blocks = (seqs.high[u.s] + KEYS - 1) / KEYS;
-    for (int block = u.lane; block < blocks; block += LANES) {
-        fetch_block(p, seqs, u, block, k_cache, v_cache, sh);
-        copies_done();
-        meet();
-        score_block(p, seqs, u, block, sh);
-        meet();
-        add_block(soft, sh);
-        meet();
-    }
+__device__ __forceinline__ void leave_part(const Params& p, const Unit& u, const Softmax& soft) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        int row = lane / 4 + half * 8;
-        i64 cell = (i64)unit * 16 + row;
+        i64 cell = (i64)u.number * 16 + lane / 4 + half * 8;
+#pragma unroll
         for (int n = 0; n < COLUMNS; n++)
-            for (int i = 0; i < 2; i++)
-                p.part[cell * HEAD_DIM + (warp * COLUMNS + n) * 8 + lane % 4 * 2 + i] = soft.acc[n][half * 2 + i];
-        if (warp == 0 && lane % 4 == 0) {
-            p.part_ml[cell * 2] = soft.best[half];
-            p.part_ml[cell * 2 + 1] = soft.total[half];
+            *(float2*)(p.part + cell * HEAD_DIM + (warp * COLUMNS + n) * 8 + lane % 4 * 2) =
+                make_float2(soft.acc[n][half * 2], soft.acc[n][half * 2 + 1]);
+        if (warp == 0 && lane % 4 == 0) *(float2*)(p.part_ml + cell * 2) = make_float2(soft.best[half], soft.total[half]);
+    }
+}
+
+// Every lane's part is there: thread (row, sixteenth of the columns) adds them in lane order.
+__device__ __forceinline__ void join_lanes(const Params& p, const Sequences& seqs, const Unit& u, float* ml) {
+    constexpr int EACH = HEAD_DIM / 16;
+    int lanes = seqs.lanes[u.s], row = threadIdx.x / 16, d = threadIdx.x % 16 * EACH;
+    for (int i = threadIdx.x; i < lanes * 32; i += THREADS) ml[i] = load_fresh_float(p.part_ml + (i64)u.join() * 32 + i);
+    meet();
+    float top = -INF, whole = 0.f, acc[EACH];
+    for (int l = 0; l < lanes; l++) top = fmaxf(top, ml[l * 32 + row * 2]);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) acc[e] = 0.f;
+#pragma unroll 4
+    for (int l = 0; l < lanes; l++) {
+        float best = ml[l * 32 + row * 2], weight = best == -INF ? 0.f : exp2f(best - top);
+        whole += weight * ml[l * 32 + row * 2 + 1];
+        const float* from = p.part + ((i64)(u.join() + l) * 16 + row) * HEAD_DIM + d;
+#pragma unroll
+        for (int e = 0; e < EACH; e += 4) {
+            uint4 v = load_fresh(from + e);
+            acc[e] += weight * __uint_as_float(v.x), acc[e + 1] += weight * __uint_as_float(v.y);
+            acc[e + 2] += weight * __uint_as_float(v.z), acc[e + 3] += weight * __uint_as_float(v.w);
         }
     }
-    meet();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        *flag = count_up(p.joins + u.join) == (u32)lanes - 1;
-        if (*flag) p.joins[u.join] = 0;
-        __threadfence();
+    int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
+    if (token < seqs.start[u.s + 1]) {
+        u16* out = p.attended + ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + d;
+        float by = whole == 0.f ? 0.f : 1.f / whole;
+#pragma unroll
+        for (int e = 0; e < EACH; e += 2) *(u32*)(out + e) = to_pair(acc[e] * by, acc[e + 1] * by);
     }
     meet();
-    if (*flag) join_lanes(p, seqs, u);
-    meet();
 }
+
+// One program's units, their blocks one after the other in two buffers: while one is summed the next is on its way.
+struct Attention {
+    const Params& p;
+    const Sequences& seqs;
+    AttendShared& sh;
+    int first, end;
+
+    // The next block of the unit, or the first of the next unit. False: there is none.
+    __device__ __forceinline__ bool next(Unit& u, int& block) const {
+        block += LANES;
+        if (block * KEYS < seqs.high[u.s]) return true;
+        if (u.number + 1 >= end) return false;
+        u = find_unit(seqs, u.number + 1);
+        block = u.lane;
+        return true;
+    }
+    // Before q/k/v are there: what was there already.
+    __device__ __forceinline__ void begin(const Layer& layer) const {
+        if (first >= end) return;
+        Unit u = find_unit(seqs, first);
+        fetch_keys(p, seqs, u, u.lane, true, layer, sh.tiles[0]);
+    }
+    __device__ __forceinline__ void run(const Layer& layer, int* flags) const {
+        if (first >= end) return;
+        Unit u = find_unit(seqs, first), ahead = u;
+        int block = u.lane, block_ahead = block, buffer = 0;
+        fetch_keys(p, seqs, u, block, false, layer, sh.tiles[0]);
+        fetch_queries(p, seqs, u, sh.tiles[0]);
+        end_of_group();
+        Softmax soft;
+        for (bool fresh = true, more = true; more;) {
+            more = next(ahead, block_ahead);
+            if (more) {
+                fetch_keys(p, seqs, ahead, block_ahead, true, layer, sh.tiles[buffer ^ 1]);
+                fetch_keys(p, seqs, ahead, block_ahead, false, layer, sh.tiles[buffer ^ 1]);
+                fetch_queries(p, seqs, ahead, sh.tiles[buffer ^ 1]);
+            }
+            end_of_group();
+            if (fresh) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) soft.best[half] = -INF, soft.total[half] = 0.f;
+#pragma unroll
+                for (int i = 0; i < COLUMNS * 4; i++) soft.acc[i / 4][i % 4] = 0.f;
+            }
+            groups_done_but_one();
+            meet();
+            score_block(p, seqs, u, block, sh.tiles[buffer], sh.score);
+            meet();
+            add_block(soft, sh.tiles[buffer], sh.score);
+            fresh = !more || ahead.number != u.number;
+            if (fresh) leave_part(p, u, soft);
+            meet();
+            u = ahead, block = block_ahead, buffer ^= 1;
+        }
+        join(flags);
+    }
+    __device__ __forceinline__ void join(int* flags) const {
+        for (int done = first; done < end; done += 32) {
+            int count = min(32, end - done);
+            if (threadIdx.x < count) {
+                Unit u = find_unit(seqs, done + threadIdx.x);
+                bool last = count_up(p.joins + u.join()) == (u32)seqs.lanes[u.s] - 1;
+                if (last) p.joins[u.join()] = 0;
+                flags[threadIdx.x] = last;
+            }
+            meet();
+            for (int i = 0; i < count; i++)
+                if (flags[i]) join_lanes(p, seqs, find_unit(seqs, done + i), sh.score);
+            meet();
+        }
+    }
+};

@@ -50,6 +50,8 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void end_of_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void groups_done_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
 __device__ __forceinline__ void matrix4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -83,6 +85,7 @@ __device__ __forceinline__ void barrier_arrive_after_copies(u32 bar) {
 }
 
 // Between programs. The launch is cooperative, so all of them run and waiting cannot starve one that is awaited.
+// A release after `meet` covers what all threads of the program have written.
 __device__ __forceinline__ u32 count_up(u32* counter) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -92,11 +95,10 @@ __device__ __forceinline__ void all_programs_meet(u32* counter, u32& target) {
     meet();
     target += gridDim.x;
     if (threadIdx.x == 0) {
-        __threadfence();
-        u32 now = count_up(counter) + 1;
-        while ((int)(now - target) < 0)
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-        __threadfence();
+        u32 now;
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        while (now < target);
     }
     meet();
 }
@@ -154,4 +156,9 @@ struct Params {
     u32* meeting;          // [2]: barrier, programs that are through
     int rows, seqs, table_stride, page_stride;
     float eps, scale_log2;
+};
+
+struct Layer {
+    const u16 *attn_norm, *qkv, *bias, *o, *mlp_norm, *gate_up, *down;
+    u16 *k, *v;
 };

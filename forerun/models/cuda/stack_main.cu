@@ -25,6 +25,7 @@ __device__ __forceinline__ void find_sequences(const Params& p, Sequences& q) {
     meet();
     if (t < p.seqs) {
         int high = 0;
+        q.old[t] = q.start[t] < q.start[t + 1] ? q.limit[q.start[t]] - 1 : 0;
         for (int i = q.start[t]; i < q.start[t + 1]; i++) high = max(high, q.limit[i]);
         q.high[t] = high;
         q.lanes[t] = min(LANES, (high + KEYS - 1) / KEYS);
@@ -52,9 +53,7 @@ __device__ __forceinline__ void choose(const Params& p, Best best, int* flag) {
     }
     meet();
     if (threadIdx.x == 0) {
-        __threadfence();
         *flag = count_up(p.meeting + 1) == gridDim.x - 1;
-        __threadfence();
     }
     meet();
     if (!*flag) return;
@@ -77,13 +76,15 @@ __device__ __forceinline__ void compute_all(const Params& p, Ring ring, Shared& 
     int start = 0, turn = 0;
     Best best = {-INF, 0x7fffffff};
     find_sequences(p, sh.seqs);
-    int units = sh.seqs.first_unit[p.seqs];
+    int units = sh.seqs.first_unit[p.seqs], all = 0;
+    Share mine(units, all);
+    Attention attention = {p, sh.seqs, *(AttendShared*)room, mine.first, mine.end};
     for (int i = 0; i < LAYERS; i++) {
         Layer layer = layer_of(p, i);
         product<QKV>(p, layer, ring, sh, x, start, turn, best);
+        attention.begin(layer);
         all_programs_meet(p.meeting, target);
-        for (int unit = blockIdx.x; unit < units; unit += gridDim.x)
-            attend_unit(p, sh.seqs, find_unit(sh.seqs, unit), unit, layer.k, layer.v, *(AttendShared*)room, sh.flags);
+        attention.run(layer, sh.flags);
         all_programs_meet(p.meeting, target);
         product<O>(p, layer, ring, sh, x, start, turn, best);
         if (threadIdx.x < HIDDEN / 64) prefetch(layer.mlp_norm + threadIdx.x * 64);
