@@ -76,9 +76,7 @@ class SamplingParams:
         )
 
 
-def _number(
-    name: str, value: float, low: float, high: float, *, whole: bool = False, open_low: bool = False
-) -> None:
+def _number(name: str, value: float, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
     """Reject what is not a number within [low, high] (or (low, high]), naming the value and the limits."""
     kind = "a whole number" if whole else "a number"
     right_type = isinstance(value, int) if whole else isinstance(value, (int, float))

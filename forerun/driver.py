@@ -28,9 +28,7 @@ class Driver:
     def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
         """Run jobs to their ends; the events of each, in order. On any error or Ctrl-C none of them goes on."""
         inboxes: list[list[Event]] = [[] for _ in jobs]
-        requests = [
-            Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)
-        ]
+        requests = [Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)]
         for request in requests:  # all are checked before the first one starts
             self.engine.check(request.prompt_ids, request.params)
         open_answers = sum(params.n for _, params in jobs)
@@ -70,7 +68,11 @@ class Driver:
         """The same for asyncio; a background thread does the stepping."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event] = asyncio.Queue()
-        request = Request(ids, params, sink=lambda event: loop.call_soon_threadsafe(inbox.put_nowait, event) and None)
+
+        def sink(event: Event) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        request = Request(ids, params, sink)
         self.engine.submit(request)
         self._background()
         open_answers = params.n

@@ -82,7 +82,9 @@ def check(shape: str, report: dict) -> None:
                     for a, b in zip(pair, other, strict=True))  # fmt: skip
         right = torch.equal(output.greedy.cuda(), output.logits.argmax(-1))
         together = output.logits.clone()
-        alone = [graphs.run(runner.batch([span])).logits.clone() for span in work[:2]] if new == 1 and seqs <= 16 else []
+        alone = (
+            [graphs.run(runner.batch([span])).logits.clone() for span in work[:2]] if new == 1 and seqs <= 16 else []
+        )
         same = all(torch.equal(o[0], together[i]) for i, o in enumerate(alone))
         if new > 1:  # the first token of several, alone
             one = Span(work[0].ids[:1], work[0].first, work[0].pages, range(1))
@@ -118,7 +120,15 @@ def times(shape: str, report: dict) -> None:
         if name == "by kernel":
             graphs.stack = None
         base = 0.0
-        for seqs, new, context in [(1, 1, 512), (1, 4, 512), (1, 8, 512), (1, 16, 512), (16, 1, 512), (1, 1, 4000), (64, 1, 512)]:
+        for seqs, new, context in [
+            (1, 1, 512),
+            (1, 4, 512),
+            (1, 8, 512),
+            (1, 16, 512),
+            (16, 1, 512),
+            (1, 1, 4000),
+            (64, 1, 512),
+        ]:
             if name == "one launch" and seqs > 16:
                 continue
             ms = replay_ms(graphs, runner, spans(decoder, seqs, new, context, draw))

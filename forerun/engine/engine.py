@@ -162,7 +162,9 @@ class Engine:
             )
         for token in (*prompt_ids, *params.logit_bias):
             if not isinstance(token, int) or not 0 <= token < vocab:
-                raise BadRequest(f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer")
+                raise BadRequest(
+                    f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
+                )
 
     def _take_in(self) -> None:
         while self._inbox:

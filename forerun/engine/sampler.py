@@ -107,7 +107,13 @@ def _cutoff(row: Tensor, p: SamplingParams, vocab: int) -> Tensor:
         head = row.sort(descending=True).values
     head = head if limit >= head.numel() else head[:limit]
     if p.top_p >= 1:
-        return head[-1] if p.top_k and limit <= head.numel() else row.topk(limit).values[-1] if p.top_k else row.new_zeros(())
+        return (
+            head[-1]
+            if p.top_k and limit <= head.numel()
+            else row.topk(limit).values[-1]
+            if p.top_k
+            else row.new_zeros(())
+        )
     mass = head.cumsum(-1, dtype=torch.float64)
     total = mass[-1] if p.top_k else 1.0
     return head[min(int((mass < p.top_p * total).sum()), head.numel() - 1)]

@@ -58,10 +58,10 @@ class Scheduler:
         if self._preempted:  # what was just taken away is not handed out again in the same step
             self._preempted = False
             return [w for w in work if w.seq.status is Status.RUNNING]
-        while budget > 0 and (seq := self._admit()) is not None:
-            count = min(seq.remaining, budget)
-            self._grow(seq, count)
-            work.append(Work(seq, count))
+        while budget > 0 and (admitted := self._admit()) is not None:
+            count = min(admitted.remaining, budget)
+            self._grow(admitted, count)
+            work.append(Work(admitted, count))
             budget -= count
         return work
 

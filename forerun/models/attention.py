@@ -61,7 +61,7 @@ class _Tile:
     """Some new tokens of one sequence, and the keys they attend over."""
 
     tokens: slice  # of the batch
-    keys: slice | Tensor  # slots, in order: a slice where the sequence's pages are one run
+    keys: list[slice]  # slots, in order: one slice for each run of pages that follow each other
     masks: dict[int | None, Tensor]  # per window: additive mask [rows, keys]
     apart: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
 
@@ -122,7 +122,7 @@ class SdpaAttention(AttentionBackend):
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _attend_tile(self, q: Tensor, tile: _Tile, mask: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = kv[0][tile.keys].transpose(0, 1)[None], kv[1][tile.keys].transpose(0, 1)[None]  # [1, Hkv, keys, D]
+        k, v = (_gather(cache, tile.keys).transpose(0, 1)[None] for cache in kv)  # [1, Hkv, keys, D]
         mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
         count, heads, dim = q.shape
         if tile.apart:
@@ -138,14 +138,21 @@ class SdpaAttention(AttentionBackend):
         return out.transpose(0, 1).reshape(count, -1)
 
 
-def _key_slots(table: Tensor, context: int, keys: int, page_size: int) -> slice | Tensor:
+def _key_slots(table: Tensor, context: int, keys: int, page_size: int) -> list[slice]:
     """Slots of a context's entries, and as many more as the block needs, whatever they hold."""
-    pages = table[: -(-context // page_size)].to(torch.int64)
-    if pages.numel() == 1 or bool((pages.diff() == 1).all()):
-        first = int(pages[0]) * page_size
-        return slice(first, first + keys)
-    offsets = torch.arange(page_size, device=table.device)
-    return F.pad((pages[:, None] * page_size + offsets).flatten()[:context], (0, keys - context))
+    pages = table[: -(-context // page_size)].tolist()
+    cuts = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
+    runs = [
+        slice(pages[lo] * page_size, (pages[hi - 1] + 1) * page_size)
+        for lo, hi in zip([0, *cuts], [*cuts, len(pages)], strict=True)
+    ]
+    runs[-1] = slice(runs[-1].start, runs[-1].stop + keys - len(pages) * page_size)
+    return runs
+
+
+def _gather(cache: Tensor, runs: list[slice]) -> Tensor:
+    """[keys, Hkv, D]: a view where all pages are one run, as they mostly are, else a copy."""
+    return cache[runs[0]] if len(runs) == 1 else torch.cat([cache[run] for run in runs])
 
 
 def _mask(batch: TokenBatch, s: int, tokens: slice, context: int, keys: int, window: int | None) -> Tensor:

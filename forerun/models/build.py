@@ -30,7 +30,9 @@ def choose_device(device: str) -> torch.device:
     if device not in ("cpu", "cuda"):
         raise BadRequest(f"device is {device!r}", "use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadRequest("device is cuda, but torch sees no GPU here", "use device=cpu, or install a CUDA build of torch")
+        raise BadRequest(
+            "device is cuda, but torch sees no GPU here", "use device=cpu, or install a CUDA build of torch"
+        )
     return torch.device(device)
 
 
@@ -158,7 +160,7 @@ class _Builder:
     def reading(self, norm: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Norm, Linear]:
         """A matrix that reads the residual stream, and the norm before it."""
         scale, eps = self.norm(norm)
-        if self.basis is None:
+        if self.basis is None or scale is None:
             return (scale, eps), self.linear(weight, bias)
         return (None, eps), self.linear(self.basis.apply(weight.float() * scale), bias)
 

@@ -19,11 +19,16 @@ from forerun.models.rotation import hadamard
 
 Norm = tuple[Tensor | None, float]  # weight of an RMS norm (None: folded into the matrix behind it) and its epsilon
 
-# overloads looked up once: resolving them at each call costs as much as a small product
-_packed_float32 = torch.ops.mkldnn._linear_pointwise.default
-_packed_float32_add = torch.ops.mkldnn._linear_pointwise.binary
-_packed_float16 = torch.ops.quantized.linear_dynamic_fp16.default
-_packed_int8 = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+
+def _kernel(overload: Any) -> Any:
+    """The operator below torch's Python dispatch, which costs as much as a small product at each call."""
+    return getattr(overload, "_op", overload)
+
+
+_packed_float32 = _kernel(torch.ops.mkldnn._linear_pointwise.default)
+_packed_float32_add = _kernel(torch.ops.mkldnn._linear_pointwise.binary)
+_packed_float16 = _kernel(torch.ops.quantized.linear_dynamic_fp16.default)
+_packed_int8 = _kernel(torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default)
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -121,12 +126,25 @@ class PackedInt8(Linear):
     def nbytes(self) -> int:
         return self._numel + 4 * self.out_features
 
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
+        if norm is None or norm[0] is not None:
+            return super().__call__(x, norm=norm, add=add)
+        # a norm without weights only scales its row, and rows are scaled by their peak anyway: scale once, at the end
+        size, eps = x.shape[-1], norm[1]
+        spread = torch.linalg.vector_norm(x, 2, -1, keepdim=True)  # [T, 1], sqrt(size) times the row's RMS
+        return self._scaled(x, spread.square_().add_(size * eps).rsqrt_().mul_(size**0.5), add)
+
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
+        return self._scaled(x, None, add)
+
+    def _scaled(self, x: Tensor, factor: Tensor | None, add: Tensor | None) -> Tensor:
+        """(factor * x) @ W.T + bias + add, one factor per row."""
         peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-20)  # [T, 1]
         y = _packed_int8(x / peak, 1.0 / self.range.levels, self.range.zero, self.packed)
+        scale = peak if factor is None else peak.mul_(factor)
         if self.bias is not None:
             add = self.bias if add is None else add + self.bias
-        return y.mul_(peak) if add is None else torch.addcmul(add, y, peak)
+        return y.mul_(scale) if add is None else torch.addcmul(add, y, scale)
 
 
 class SpreadInt8(PackedInt8):
@@ -204,7 +222,9 @@ def pack_int8(weight: Tensor, allowed: Range) -> Any:
         levels[lo : lo + chunk], scales[lo : lo + chunk] = quantise_rows(weight[lo : lo + chunk].float(), allowed)
     with warnings.catch_warnings():  # the packed operators are current, the tensor type they take is marked deprecated
         warnings.simplefilter("ignore", UserWarning)
-        tensor = torch._make_per_channel_quantized_tensor(levels, scales.double(), torch.zeros(out, dtype=torch.int64), 0)
+        tensor = torch._make_per_channel_quantized_tensor(
+            levels, scales.double(), torch.zeros(out, dtype=torch.int64), 0
+        )
     if torch.backends.quantized.engine != "fbgemm":  # oneDNN's packed form is several times slower here
         torch.backends.quantized.engine = "fbgemm"
     return torch.ops.quantized.linear_prepack(tensor, None)

@@ -17,7 +17,9 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]])
 P = torch.softmax(LOGITS, -1)[0].tolist()
 
 
-def seq(params: SamplingParams, prompt: list[int] | None = None, generated: tuple[int, ...] = (), seed: int = 1) -> Sequence:
+def seq(
+    params: SamplingParams, prompt: list[int] | None = None, generated: tuple[int, ...] = (), seed: int = 1
+) -> Sequence:
     s = Sequence(Request(prompt or [0], params, sink=lambda event: None), 0, seed)
     s.tokens += generated
     return s

@@ -23,7 +23,13 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_whole_contract_against_plain_arithmetic(kind: type[Linear]):
-    x, w, b, add, scale = random(5, 96), random(64, 96, seed=1), random(64, seed=2), random(5, 64, seed=3), random(96, seed=4)
+    x, w, b, add, scale = (
+        random(5, 96),
+        random(64, 96, seed=1),
+        random(64, seed=2),
+        random(5, 64, seed=3),
+        random(96, seed=4),
+    )
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
     expected = normed @ w.T + b + add
     got = kind(w, b)(x, norm=(scale, 1e-5), add=add)
@@ -34,7 +40,10 @@ def test_the_whole_contract_against_plain_arithmetic(kind: type[Linear]):
 def test_gated_is_activation_of_one_half_times_the_other(kind: type[Linear]):
     x, w = random(3, 96), random(64, 96, seed=1)
     gate, up = (x @ w.T).chunk(2, -1)
-    for name, function in (("silu", torch.nn.functional.silu), ("gelu_tanh", lambda v: torch.nn.functional.gelu(v, approximate="tanh"))):
+    for name, function in (
+        ("silu", torch.nn.functional.silu),
+        ("gelu_tanh", lambda v: torch.nn.functional.gelu(v, approximate="tanh")),
+    ):
         expected = function(gate) * up
         got = kind(w).gated(x, name)
         assert float((got - expected).norm() / expected.norm()) < TOLERANCE.get(kind, 1e-5) * 2

@@ -30,7 +30,12 @@ class PagedAttention(AttentionBackend):
 
     def _fresh_slots(self, batch: TokenBatch) -> slice | None:
         """The slots of a lone prompt that is prefilled from its first token on contiguous pages."""
-        if batch.num_seqs != 1 or batch.contexts[0] != batch.num_tokens or batch.num_tokens <= FEW or batch.tree is not None:
+        if (
+            batch.num_seqs != 1
+            or batch.contexts[0] != batch.num_tokens
+            or batch.num_tokens <= FEW
+            or batch.tree is not None
+        ):
             return None
         first = batch.run_start
         return None if first is None else slice(first, first + batch.num_tokens)

@@ -111,7 +111,7 @@ class GraphRunner:
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
         self.decoder, self.kv, self.page_size = decoder, kv, page_size
         self.max_pages = -(-max_context // page_size)
-        self.stack = Stack(decoder, kv, page_size) if fits(decoder) else None
+        self.stack = Stack(decoder, kv, page_size) if fits(decoder, page_size) else None
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def run(self, batch: HostBatch) -> Output | None:
@@ -119,9 +119,7 @@ class GraphRunner:
         if shape is None:
             return None
         if shape not in self._graphs:
-            self._graphs[shape] = _Graph(
-                self.decoder, self.kv, self.stack, *shape, self.max_pages, self.page_size
-            )
+            self._graphs[shape] = _Graph(self.decoder, self.kv, self.stack, *shape, self.max_pages, self.page_size)
         graph = self._graphs[shape]
         graph.replay(batch)
         torch.cuda.current_stream().synchronize()

@@ -25,6 +25,8 @@ class SkinnyLinear(Linear):
 
     def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
-            return act_mul(F.linear(x if norm is None else fused_rms_norm(x, *norm), self.weight, self.bias), activation)
+            return act_mul(
+                F.linear(x if norm is None else fused_rms_norm(x, *norm), self.weight, self.bias), activation
+            )
         weight, eps = norm or (None, 0.0)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, activation=activation)

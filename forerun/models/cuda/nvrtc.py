@@ -88,9 +88,7 @@ class Kernel:
         torch.cuda.current_stream().synchronize()  # makes torch's context current on this thread
         driver = _driver()
         _check(driver.cuModuleLoadData(ctypes.byref(self._module), code), "loading a kernel")
-        _check(
-            driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"finding {name}"
-        )
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"finding {name}")
         _check(
             driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
             f"asking for {shared_bytes} bytes of shared memory",

@@ -33,25 +33,42 @@ template <Kind kind> __device__ __forceinline__ int weight_row(int tile, int r) 
 
 template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& ring, int& start) {
     using C = Cut<kind>;
+    constexpr int ROWS = 16 / PRODUCERS;
     int warp = threadIdx.x / 32 - WARPS, lane = threadIdx.x % 32;
     Share share(C::UNITS, start);
     for (int unit = share.first; unit < share.end; unit++) {
         int tile = unit % C::TILES, chunk = unit / C::TILES * C::PER, end = min(chunk + C::PER, C::CHUNKS);
-        const u16* from[4];
+        const u16* from[ROWS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) from[i] = w + (i64)weight_row<kind>(tile, warp * 4 + i) * C::K + chunk * CHUNK + lane * 8;
+        for (int i = 0; i < ROWS; i++) from[i] = w + (i64)weight_row<kind>(tile, warp * ROWS + i) * C::K + chunk * CHUNK + lane * 8;
         for (; chunk < end; chunk++) {
             bool real = C::K % CHUNK == 0 || chunk * CHUNK + lane * 8 < C::K;
             barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
-            u32 to = ring.data + ring.stage * STAGE_BYTES + warp * 4 * ROW_BYTES + lane * 16;
+            u32 to = ring.data + ring.stage * STAGE_BYTES + warp * ROWS * ROW_BYTES + lane * 16;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < ROWS; i++) {
                 copy16(to + i * ROW_BYTES, real ? from[i] : w, real);
                 from[i] += CHUNK;
             }
             barrier_arrive_after_copies(ring.full + ring.stage * 8);
             ring.advance();
+            if (threadIdx.x == WARPS * 32) *ring.fetched = ++ring.count;
         }
+    }
+}
+
+// The same tiles, asked of L2: up to AHEAD chunks before they are fetched, so that memory is busy when the ring is full.
+template <Kind kind> __device__ __forceinline__ void look_ahead(const u16* w, Ring& ring, int& start, int& asked) {
+    using C = Cut<kind>;
+    int lane = threadIdx.x % 32;
+    Share share(C::UNITS, start);
+    for (int unit = share.first; unit < share.end; unit++) {
+        int tile = unit % C::TILES, chunk = unit / C::TILES * C::PER, end = min(chunk + C::PER, C::CHUNKS);
+        while (asked - *ring.fetched > AHEAD) __nanosleep(64);
+        int weights = min(end * CHUNK, C::K) - chunk * CHUNK;
+        bool late = asked < *ring.fetched;
+        if (lane < 16 && weights > 0 && !late) prefetch_run(w + (i64)weight_row<kind>(tile, lane) * C::K + chunk * CHUNK, weights * 2);
+        asked += end - chunk;
     }
 }
 
@@ -59,52 +76,45 @@ struct Shared {  // of the multiplying warps, beside the ring and the activation
     float sums[2][WARPS][TOKENS][17];
     Sequences seqs;
     int flags[32];
+    float scales[TOKENS];
+    volatile int fetched;
     u64 barriers[2 * STAGES];
 };
 
-// Activations [rows, K] as bf16 rows of `stride` bytes in shared memory, RMS-normed. A warp takes one row of each eight;
-// where registers allow, both rows of 16 are on their way at once.
-template <int K, int ROWS> __device__ __forceinline__ void load_normed(const u16* x, const u16* norm, int first, int rows, float eps, u32 to, int stride) {
-    constexpr int EACH = (K + 255) / 256;
+// The norm's factor of each row, from the sums of squares that the tiles left. It multiplies the product's result, so
+// nothing waits for it before that.
+__device__ __forceinline__ void find_scales(const Params& p, Shared& sh) {
+    constexpr int TILES = HIDDEN / 16, EACH = (TILES + 31) / 32;
     int lane = threadIdx.x % 32;
-    uint4 v[ROWS][EACH];
+    for (int row = threadIdx.x / 32; row < p.rows; row += WARPS) {
+        float part[EACH], square = 0.f;
 #pragma unroll
-    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < EACH; i++)
+            part[i] = i * 32 + lane < TILES ? load_fresh_float(p.squares + (i * 32 + lane) * TOKENS + row) : 0.f;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int k = i * 256 + lane * 8, at = first + row * WARPS;
-            v[row][i] = make_uint4(0, 0, 0, 0);
-            if (k < K && at < rows) v[row][i] = load_fresh(x + (i64)at * K + k);
-        }
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-        float square = 0.f;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            u32 pairs[4] = {v[row][i].x, v[row][i].y, v[row][i].z, v[row][i].w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float a = low_float(pairs[j]), b = high_float(pairs[j]);
-                square += a * a + b * b;
-            }
-        }
+        for (int i = 0; i < EACH; i++) square += part[i];
 #pragma unroll
         for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
-        float scale = rsqrtf(square / K + eps);
-        if (first + row * WARPS >= rows) return;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            uint4 w = *(const uint4*)(norm + min(i * 256 + lane * 8, K - 8));
-            u32 pairs[4] = {v[row][i].x, v[row][i].y, v[row][i].z, v[row][i].w}, by[4] = {w.x, w.y, w.z, w.w}, out[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                out[j] = to_pair(low_float(pairs[j]) * scale * low_float(by[j]), high_float(pairs[j]) * scale * high_float(by[j]));
-            asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + (first + row * WARPS) * stride + i * 512 + lane * 16),
-                         "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3]) : "memory");
-        }
+        if (lane == 0) sh.scales[row] = rsqrtf(square / HIDDEN + p.eps);
     }
 }
 
+// Two elements of the residual stream, with what the next norm needs of them. All threads of a warp come here.
+__device__ __forceinline__ void keep(const Params& p, int tile, int token, int r, bool mine, float low, float high, u16 next_low, u16 next_high) {
+    u16 a = to_bf16(low), b = to_bf16(high);
+    low = to_float(a), high = to_float(b);
+    i64 at = (i64)token * HIDDEN + tile * 16 + r;
+    if (mine) {
+        p.x[at] = a, p.x[at + 8] = b;
+        p.y[at] = to_bf16(low * to_float(next_low)), p.y[at + 8] = to_bf16(high * to_float(next_high));
+    }
+    float square = low * low + high * high;
+#pragma unroll
+    for (int far = 4; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
+    if (mine && r == 0) p.squares[tile * TOKENS + token] = square;
+}
+
+// Activations [rows, K] from column `first` as rows of `stride` bytes in shared memory.
 template <int K> __device__ __forceinline__ void load_plain(const u16* x, int first, int count, int rows, u32 to, int stride) {
     int pieces = count / 8;
     for (int row = threadIdx.x / 32; row < rows; row += WARPS)
@@ -112,8 +122,6 @@ template <int K> __device__ __forceinline__ void load_plain(const u16* x, int fi
             bool real = first + i * 8 < K;
             copy16(to + row * stride + i * 16, x + (real ? (i64)row * K + first + i * 8 : 0), real);
         }
-    copies_done();
-    meet();
 }
 
 // The sums of one unit: every warp multiplies its 32 columns of each chunk, then thread (token, r) adds the warps' sums
@@ -166,34 +174,36 @@ struct Best {
 template <Kind kind> struct Finish {
     const Params& p;
     const Layer& layer;
-    const Sequences& seqs;
+    const Shared& sh;
     int token, r;
     bool mine;
-    float before[2], turn[2];
+    u16 before[2], next[2];
+    float turn[2];
     __device__ __forceinline__ void prepare(int tile) {  // loads that do not wait for the product
-        before[0] = before[1] = turn[1] = 0.f, turn[0] = 1.f;
+        before[0] = before[1] = 0, turn[0] = 1.f, turn[1] = 0.f;
         if (!mine) return;
         int low = weight_row<kind>(tile, r), high = weight_row<kind>(tile, r + 8);
         if (kind == O) {
-            before[0] = to_float(load_fresh_bf16(p.x + (i64)token * HIDDEN + low));
-            before[1] = to_float(load_fresh_bf16(p.x + (i64)token * HIDDEN + high));
+            before[0] = load_fresh_bf16(p.x + (i64)token * HIDDEN + low);
+            before[1] = load_fresh_bf16(p.x + (i64)token * HIDDEN + high);
+            next[0] = layer.mlp_norm[low], next[1] = layer.mlp_norm[high];
         }
         if (kind == QKV) {
-            if (layer.bias) before[0] = to_float(layer.bias[low]), before[1] = to_float(layer.bias[high]);
+            if (layer.bias) before[0] = layer.bias[low], before[1] = layer.bias[high];
             if (low < (HEADS + KV_HEADS) * HEAD_DIM) {
-                const float* at = p.rotations + (i64)seqs.position[token] * HEAD_DIM + low % HEAD_DIM;
+                const float* at = p.rotations + (i64)sh.seqs.position[token] * HEAD_DIM + low % HEAD_DIM;
                 turn[0] = at[0], turn[1] = at[HEAD_DIM / 2];
             }
         }
     }
     __device__ __forceinline__ void store(int tile, float low, float high, Best& best) {
+        if (threadIdx.x >= 128) return;
+        if (kind != O) low *= sh.scales[token], high *= sh.scales[token];
+        low += to_float(before[0]), high += to_float(before[1]);
+        if (kind == O) keep(p, tile, token, r, mine, low, high, next[0], next[1]);
         if (!mine) return;
         int at = weight_row<kind>(tile, r), at_high = weight_row<kind>(tile, r + 8);
-        low += before[0], high += before[1];
-        if (kind == O) {
-            p.x[(i64)token * HIDDEN + at] = to_bf16(low);
-            p.x[(i64)token * HIDDEN + at_high] = to_bf16(high);
-        } else if (kind == GATE_UP) {
+        if (kind == GATE_UP) {
             float inner = GELU ? 1.5957691216057308f * (low + 0.044715f * low * low * low) : low;
             p.gated[(i64)token * INTER + at] = to_bf16(low / (1.f + __expf(-inner)) * high);
         } else if (kind == HEAD) {
@@ -203,7 +213,7 @@ template <Kind kind> struct Finish {
         } else if (kind == QKV) {
             float turned = low * turn[0] - high * turn[1];
             high = high * turn[0] + low * turn[1], low = turned;
-            int head = at / HEAD_DIM, d = at % HEAD_DIM, slot = seqs.slot[token];
+            int head = at / HEAD_DIM, d = at % HEAD_DIM, slot = sh.seqs.slot[token];
             u16* to = p.q + ((i64)token * HEADS + head) * HEAD_DIM;
             if (head >= HEADS) {
                 if (slot < 0) return;
@@ -216,7 +226,7 @@ template <Kind kind> struct Finish {
 };
 
 // A split product: every unit leaves its sums, and whoever finds a tile complete adds them in order.
-__device__ __forceinline__ void add_slices(const Params& p, const Share& share, Shared& sh, int token, int r, bool mine) {
+__device__ __forceinline__ void add_slices(const Params& p, const Share& share, Shared& sh, const u16* next_norm, int token, int r, bool mine) {
     constexpr int TILES = Shape<DOWN>::TILES;
     for (int done = share.first; done < share.end; done += 32) {
         int count = min(32, share.end - done);
@@ -228,41 +238,43 @@ __device__ __forceinline__ void add_slices(const Params& p, const Share& share, 
             sh.flags[threadIdx.x] = last;
         }
         meet();
+        if (threadIdx.x >= 128) continue;
         for (int i = 0; i < count; i++) {
-            if (!sh.flags[i] || !mine) continue;
-            int tile = (done + i) % TILES;
-            u16* x = p.x + (i64)token * HIDDEN + tile * 16 + r;
-            float low = to_float(load_fresh_bf16(x)), high = to_float(load_fresh_bf16(x + 8));
+            if (!sh.flags[i]) continue;
+            int tile = (done + i) % TILES, row = mine ? token : 0;
+            const u16* x = p.x + (i64)row * HIDDEN + tile * 16 + r;
+            u16 x_low = load_fresh_bf16(x), x_high = load_fresh_bf16(x + 8);
+            float low[DOWN_SPLIT], high[DOWN_SPLIT];
 #pragma unroll
             for (int slice = 0; slice < DOWN_SPLIT; slice++) {
-                const float* sums = p.sums + ((i64)(slice * TILES + tile) * TOKENS + token) * 16 + r;
-                low += load_fresh_float(sums), high += load_fresh_float(sums + 8);
+                const float* sums = p.sums + ((i64)(slice * TILES + tile) * TOKENS + row) * 16 + r;
+                low[slice] = load_fresh_float(sums), high[slice] = load_fresh_float(sums + 8);
             }
-            x[0] = to_bf16(low), x[8] = to_bf16(high);
+            u16 next_low = next_norm[tile * 16 + r], next_high = next_norm[tile * 16 + r + 8];
+            float sum_low = to_float(x_low), sum_high = to_float(x_high);
+#pragma unroll
+            for (int slice = 0; slice < DOWN_SPLIT; slice++) sum_low += low[slice], sum_high += high[slice];
+            keep(p, tile, token, r, mine, sum_low, sum_high, next_low, next_high);
         }
     }
 }
 
-template <Kind kind> __device__ __forceinline__ void product(const Params& p, const Layer& layer, Ring& ring, Shared& sh,
-                                                             u32 x, int& start, int& turn, Best& best) {
+// One product: `from` are its activations, `next_norm` the norm after a sum into the residual stream.
+template <Kind kind> __device__ __forceinline__ void product(const Params& p, const Layer& layer, Ring& ring, Shared& sh, u32 x,
+                                                             const u16* from, const u16* next_norm, int& start, int& turn, Best& best) {
     using C = Cut<kind>;
     constexpr int STRIDE = C::PER * CHUNK * 2 + 16;
     Share share(C::UNITS, start);
-    if (share.first == share.end) return;
-    if (kind == QKV || kind == GATE_UP || kind == HEAD) {
-        constexpr int AT_ONCE = HIDDEN <= 2048 ? 2 : 1;
-        const u16* norm = kind == QKV ? layer.attn_norm : kind == HEAD ? p.final_norm : layer.mlp_norm;
-        for (int row = threadIdx.x / 32; row < p.rows; row += WARPS * AT_ONCE)
-            load_normed<C::K, AT_ONCE>(p.x, norm, row, p.rows, p.eps, x, STRIDE);
-        meet();
-    }
     int token = threadIdx.x / 8, r = threadIdx.x % 8, loaded = -1;
-    Finish<kind> finish = {p, layer, sh.seqs, token, r, token < p.rows && threadIdx.x < 128};
+    Finish<kind> finish = {p, layer, sh, token, r, token < p.rows && threadIdx.x < 128};
     for (int unit = share.first; unit < share.end; unit++) {
         int tile = unit % C::TILES, slice = unit / C::TILES;
-        if ((kind == O || kind == DOWN) && slice != loaded) {
+        if (slice != loaded) {
             if (loaded >= 0) meet();
-            load_plain<C::K>(kind == O ? p.attended : p.gated, slice * C::PER * CHUNK, C::PER * CHUNK, p.rows, x, STRIDE);
+            load_plain<C::K>(from, slice * C::PER * CHUNK, C::PER * CHUNK, p.rows, x, STRIDE);
+            if (kind != O && kind != DOWN) find_scales(p, sh);
+            copies_done();
+            meet();
             loaded = slice;
         }
         finish.prepare(tile);
@@ -275,5 +287,16 @@ template <Kind kind> __device__ __forceinline__ void product(const Params& p, co
         } else
             finish.store(tile, low, high, best);
     }
-    if (kind == DOWN) add_slices(p, share, sh, token, r, finish.mine);
+    if (kind == DOWN) add_slices(p, share, sh, next_norm, token, r, finish.mine);
+}
+
+// Before the first layer: what its norm needs of the embeddings.
+__device__ __forceinline__ void keep_embeddings(const Params& p, const u16* next_norm) {
+    int token = threadIdx.x / 8, r = threadIdx.x % 8;
+    bool mine = token < p.rows;
+    if (threadIdx.x >= 128) return;
+    for (int tile = blockIdx.x; tile < HIDDEN / 16; tile += gridDim.x) {
+        const u16* x = p.x + (i64)(mine ? token : 0) * HIDDEN + tile * 16 + r;
+        keep(p, tile, token, r, mine, to_float(x[0]), to_float(x[8]), next_norm[tile * 16 + r], next_norm[tile * 16 + r + 8]);
+    }
 }

@@ -7,6 +7,8 @@
 #define GROUP (HEADS / KV_HEADS)
 #define COLUMNS (HEAD_DIM / 64)        // of 8, of V, a warp sums
 #define SCORE_ROW (KEYS + 4)
+#define KEPT 32                        // units and blocks of a program whose places are kept for all layers
+#define PAGES (KEYS / PAGE)            // of a block
 
 struct Tiles {  // of one block of keys
     unsigned char k[KEYS * HEAD_ROW], v[KEYS * HEAD_ROW], q[16 * HEAD_ROW];
@@ -21,10 +23,23 @@ struct Sequences {
     int start[TOKENS + 1], old[TOKENS], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
     // old: entries written by earlier launches; high: entries that anyone sees
     int limit[TOKENS], position[TOKENS], slot[TOKENS];
+    int pages[KEPT][PAGES];  // of this program's first blocks
 };
 
 struct Unit {
     int number, s, kv_head, tile, lane;
+    // The unit after this one; the caller knows there is one.
+    __device__ __forceinline__ void advance(const Sequences& q) {
+        number++;
+        if (++lane < q.lanes[s]) return;
+        lane = 0;
+        if (++tile < q.tiles[s]) return;
+        tile = 0;
+        if (++kv_head < KV_HEADS) return;
+        kv_head = 0;
+        do s++;
+        while (q.first_unit[s + 1] == q.first_unit[s]);
+    }
     __device__ __forceinline__ int join() const { return number - lane; }  // first of the lanes that belong together
 };
 
@@ -39,20 +54,32 @@ __device__ __forceinline__ Unit find_unit(const Sequences& q, int number) {
     return u;
 }
 
-// Copy a block's K and V: entries that earlier launches wrote, or this launch's own, which must wait for its q/k/v.
-__device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seqs, const Unit& u, int block, bool old,
-                                           const Layer& layer, Tiles& to) {
-    constexpr int PIECES = HEAD_DIM / 8;  // of 16 bytes, per key
-    u32 k_to = shared_address(to.k), v_to = shared_address(to.v);
+__device__ __forceinline__ int page_at(const Params& p, const Sequences& seqs, int s, int entry) {
+    return entry < seqs.high[s] ? p.tables[(i64)s * p.table_stride + (i64)(entry / PAGE) * p.page_stride] : 0;
+}
+
+// Copy a block's K and V: entries from `from` up, below `below`. Those that this launch writes wait for its q/k/v.
+__device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seqs, const Unit& u, int item, int block,
+                                           int from, int below, const Layer& layer, Tiles& to) {
+    constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = THREADS / PIECES;  // pieces of 16 bytes per key, keys at once
+    u32 at = threadIdx.x / PIECES * HEAD_ROW + threadIdx.x % PIECES * 16;
+    u32 k_to = shared_address(to.k) + at, v_to = shared_address(to.v) + at;
+    int pages[PAGES];
 #pragma unroll
-    for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
-        int key = i / PIECES, piece = i % PIECES, entry = block * KEYS + key;
+    for (int i = 0; i < PAGES; i++)
+        pages[i] = item < KEPT ? seqs.pages[item][i] : page_at(p, seqs, u.s, block * KEYS + i * PAGE);
+#pragma unroll
+    for (int i = 0; i < KEYS / AT_ONCE; i++) {
+        int key = i * AT_ONCE + threadIdx.x / PIECES, entry = block * KEYS + key;
+        if (entry < from || entry >= below) continue;
         bool real = entry < seqs.high[u.s];  // beyond lies memory nobody wrote: 0 * NaN would be NaN
-        if (old != (entry < seqs.old[u.s])) continue;
-        int page = real ? p.tables[(i64)u.s * p.table_stride + (i64)(entry / PAGE) * p.page_stride] : 0;
-        i64 cell = (((i64)page * PAGE + entry % PAGE) * KV_HEADS + u.kv_head) * HEAD_DIM + piece * 8;
-        copy16(k_to + key * HEAD_ROW + piece * 16, layer.k + cell, real);
-        copy16(v_to + key * HEAD_ROW + piece * 16, layer.v + cell, real);
+        int page = pages[0];
+#pragma unroll
+        for (int j = 1; j < PAGES; j++)
+            if (key / PAGE == j) page = pages[j];
+        i64 cell = (((i64)page * PAGE + key % PAGE) * KV_HEADS + u.kv_head) * HEAD_DIM + threadIdx.x % PIECES * 8;
+        copy16(k_to + i * AT_ONCE * HEAD_ROW, layer.k + (real ? cell : 0), real);
+        copy16(v_to + i * AT_ONCE * HEAD_ROW, layer.v + (real ? cell : 0), real);
     }
 }
 
@@ -185,36 +212,45 @@ struct Attention {
     const Params& p;
     const Sequences& seqs;
     AttendShared& sh;
-    int first, end;
+    int end;
+    Unit first;  // none where its number is `end`
 
     // The next block of the unit, or the first of the next unit. False: there is none.
     __device__ __forceinline__ bool next(Unit& u, int& block) const {
         block += LANES;
         if (block * KEYS < seqs.high[u.s]) return true;
         if (u.number + 1 >= end) return false;
-        u = find_unit(seqs, u.number + 1);
+        u.advance(seqs);
         block = u.lane;
         return true;
     }
+    // Once, before the first layer: where this program's first blocks lie.
+    __device__ __forceinline__ void find_pages(Sequences& kept) const {
+        Unit u = first;
+        int block = u.lane;
+        bool more = first.number < end;
+        for (int item = 0; more && item < KEPT; item++) {
+            if (threadIdx.x < PAGES) kept.pages[item][threadIdx.x] = page_at(p, seqs, u.s, block * KEYS + threadIdx.x * PAGE);
+            more = next(u, block);
+        }
+        meet();
+    }
     // Before q/k/v are there: what was there already.
     __device__ __forceinline__ void begin(const Layer& layer) const {
-        if (first >= end) return;
-        Unit u = find_unit(seqs, first);
-        fetch_keys(p, seqs, u, u.lane, true, layer, sh.tiles[0]);
+        if (first.number < end) fetch_keys(p, seqs, first, 0, first.lane, 0, seqs.old[first.s], layer, sh.tiles[0]);
     }
     __device__ __forceinline__ void run(const Layer& layer, int* flags) const {
-        if (first >= end) return;
-        Unit u = find_unit(seqs, first), ahead = u;
-        int block = u.lane, block_ahead = block, buffer = 0;
-        fetch_keys(p, seqs, u, block, false, layer, sh.tiles[0]);
+        if (first.number >= end) return;
+        Unit u = first, ahead = first;
+        int block = u.lane, block_ahead = block, buffer = 0, item = 0;
         fetch_queries(p, seqs, u, sh.tiles[0]);
+        fetch_keys(p, seqs, u, 0, block, seqs.old[u.s], 0x7fffffff, layer, sh.tiles[0]);
         end_of_group();
         Softmax soft;
         for (bool fresh = true, more = true; more;) {
             more = next(ahead, block_ahead);
             if (more) {
-                fetch_keys(p, seqs, ahead, block_ahead, true, layer, sh.tiles[buffer ^ 1]);
-                fetch_keys(p, seqs, ahead, block_ahead, false, layer, sh.tiles[buffer ^ 1]);
+                fetch_keys(p, seqs, ahead, ++item, block_ahead, 0, 0x7fffffff, layer, sh.tiles[buffer ^ 1]);
                 fetch_queries(p, seqs, ahead, sh.tiles[buffer ^ 1]);
             }
             end_of_group();
@@ -236,18 +272,22 @@ struct Attention {
         }
         join(flags);
     }
+    // All parts of this program are written: count them, and join those tiles whose last lane was among them.
     __device__ __forceinline__ void join(int* flags) const {
-        for (int done = first; done < end; done += 32) {
+        Unit u = first;
+        for (int done = first.number; done < end; done += 32) {
             int count = min(32, end - done);
             if (threadIdx.x < count) {
-                Unit u = find_unit(seqs, done + threadIdx.x);
-                bool last = count_up(p.joins + u.join()) == (u32)seqs.lanes[u.s] - 1;
-                if (last) p.joins[u.join()] = 0;
+                Unit mine = end - first.number == 1 ? first : find_unit(seqs, done + threadIdx.x);
+                bool last = count_up(p.joins + mine.join()) == (u32)seqs.lanes[mine.s] - 1;
+                if (last) p.joins[mine.join()] = 0;
                 flags[threadIdx.x] = last;
             }
             meet();
-            for (int i = 0; i < count; i++)
-                if (flags[i]) join_lanes(p, seqs, find_unit(seqs, done + i), sh.score);
+            for (int i = 0; i < count; i++) {
+                if (flags[i]) join_lanes(p, seqs, u, sh.score);
+                if (u.number + 1 < end) u.advance(seqs);
+            }
             meet();
         }
     }

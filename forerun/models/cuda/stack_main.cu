@@ -18,6 +18,18 @@ __device__ __forceinline__ void fetch_all(const Params& p, Ring ring) {
     fetch<HEAD>(p.head, ring, start);
 }
 
+__device__ __forceinline__ void look_ahead_all(const Params& p, Ring ring) {
+    int start = 0, asked = 0;
+    for (int i = 0; i < LAYERS; i++) {
+        Layer layer = layer_of(p, i);
+        look_ahead<QKV>(layer.qkv, ring, start, asked);
+        look_ahead<O>(layer.o, ring, start, asked);
+        look_ahead<GATE_UP>(layer.gate_up, ring, start, asked);
+        look_ahead<DOWN>(layer.down, ring, start, asked);
+    }
+    look_ahead<HEAD>(p.head, ring, start, asked);
+}
+
 __device__ __forceinline__ void find_sequences(const Params& p, Sequences& q) {
     int t = threadIdx.x;
     if (t < p.rows) q.position[t] = p.positions[t], q.slot[t] = p.slots[t], q.limit[t] = p.seen[t];
@@ -76,41 +88,49 @@ __device__ __forceinline__ void compute_all(const Params& p, Ring ring, Shared& 
     int start = 0, turn = 0;
     Best best = {-INF, 0x7fffffff};
     find_sequences(p, sh.seqs);
-    int units = sh.seqs.first_unit[p.seqs], all = 0;
-    Share mine(units, all);
-    Attention attention = {p, sh.seqs, *(AttendShared*)room, mine.first, mine.end};
+    keep_embeddings(p, layer_of(p, 0).attn_norm);
+    int all = 0;
+    Share mine(sh.seqs.first_unit[p.seqs], all);
+    Attention attention = {p, sh.seqs, *(AttendShared*)room, mine.end};
+    attention.first.number = mine.first;
+    if (mine.first < mine.end) attention.first = find_unit(sh.seqs, mine.first);
+    attention.find_pages(sh.seqs);
+    all_programs_meet(p.meeting, target);
     for (int i = 0; i < LAYERS; i++) {
         Layer layer = layer_of(p, i);
-        product<QKV>(p, layer, ring, sh, x, start, turn, best);
+        const u16* next_norm = i + 1 < LAYERS ? layer_of(p, i + 1).attn_norm : p.final_norm;
+        product<QKV>(p, layer, ring, sh, x, p.y, 0, start, turn, best);
         attention.begin(layer);
         all_programs_meet(p.meeting, target);
         attention.run(layer, sh.flags);
         all_programs_meet(p.meeting, target);
-        product<O>(p, layer, ring, sh, x, start, turn, best);
-        if (threadIdx.x < HIDDEN / 64) prefetch(layer.mlp_norm + threadIdx.x * 64);
+        product<O>(p, layer, ring, sh, x, p.attended, 0, start, turn, best);
         all_programs_meet(p.meeting, target);
-        product<GATE_UP>(p, layer, ring, sh, x, start, turn, best);
+        product<GATE_UP>(p, layer, ring, sh, x, p.y, 0, start, turn, best);
+        if (threadIdx.x < HIDDEN / 64) prefetch(next_norm + threadIdx.x * 64);
         all_programs_meet(p.meeting, target);
-        product<DOWN>(p, layer, ring, sh, x, start, turn, best);
-        if (i + 1 < LAYERS && threadIdx.x < HIDDEN / 64) prefetch(layer_of(p, i + 1).attn_norm + threadIdx.x * 64);
+        product<DOWN>(p, layer, ring, sh, x, p.gated, next_norm, start, turn, best);
         all_programs_meet(p.meeting, target);
     }
-    product<HEAD>(p, layer_of(p, 0), ring, sh, x, start, turn, best);
+    product<HEAD>(p, layer_of(p, 0), ring, sh, x, p.y, 0, start, turn, best);
     choose(p, best, sh.flags);
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode(const Params p) {
+extern "C" __global__ void __launch_bounds__((WARPS + HELPERS) * 32, 1) decode(const Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& sh = *(Shared*)memory;
     unsigned char* room = memory + (sizeof(Shared) + 127) / 128 * 128;  // activations, or attention's tiles
     u32 bars = shared_address(sh.barriers);
-    Ring ring = {shared_address(room) + ROOM_BYTES, bars, bars + STAGES * 8, 0, 0};
+    Ring ring = {shared_address(room) + ROOM_BYTES, bars, bars + STAGES * 8, &sh.fetched, 0, 0, 0};
     if (threadIdx.x < STAGES) {
         barrier_init(ring.full + threadIdx.x * 8, PRODUCERS * 32);
         barrier_init(ring.empty + threadIdx.x * 8, WARPS);
     }
+    if (threadIdx.x == 0) sh.fetched = 0;
     __syncthreads();
-    if (threadIdx.x >= THREADS)
+    if (threadIdx.x >= THREADS + PRODUCERS * 32)
+        look_ahead_all(p, ring);
+    else if (threadIdx.x >= THREADS)
         fetch_all(p, ring);
     else
         compute_all(p, ring, sh, room);
