@@ -69,8 +69,9 @@ class LLM:
         with LLM("smollm2-135m-instruct") as llm:
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
-    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16, bf16 or int8.
-    `pool_tokens`: size of the KV pool; None takes the model's context, four times over, within a quarter of free memory.
+    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
+    bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
+    of the memory that is free.
     """
 
     def __init__(

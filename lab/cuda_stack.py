@@ -25,6 +25,7 @@ from forerun.bench.shapes import SHAPES, RandomCheckpoint
 from forerun.cache.pool import PagePool
 from forerun.engine.runner import Runner, Span
 from forerun.models.build import build_decoder
+from forerun.models.cuda import linear
 from forerun.models.cuda.graphs import GraphRunner
 from forerun.models.decoder import Decoder
 
@@ -92,8 +93,8 @@ def check(shape: str, report: dict) -> None:
             same = o is not None and torch.equal(o.logits[0], together[0])
         ok = error < 2e-2 and cache < 1e-2 and right and same
         report.setdefault("check", []).append({"shape": shape, "seqs": seqs, "new": new, "error": error, "ok": ok})
-        print(f"{'ok   ' if ok else 'WRONG'} {shape} {seqs} x {new} at {context}: logits {error:.1e}, cache {cache:.1e}, "
-              f"greedy {right}, same alone {same}", flush=True)  # fmt: skip
+        print(f"{'ok   ' if ok else 'WRONG'} {shape} {seqs} x {new} at {context}: logits {error:.1e}, "
+              f"cache {cache:.1e}, greedy {right}, same alone {same}", flush=True)  # fmt: skip
 
 
 def replay_ms(graphs: GraphRunner, runner: Runner, work: list[Span], repeats: int = 40) -> float:
@@ -139,6 +140,20 @@ def times(shape: str, report: dict) -> None:
             print(f"{shape} {name} {seqs} x {new} at {context}: {ms:.3f} ms, {ms / base:.2f}x", flush=True)
 
 
+def batches(shape: str, report: dict) -> None:
+    """Decoding of more sequences than one launch takes: fused products, or cuBLAS."""
+    decoder = load(shape, 4096)
+    runner = Runner(decoder, pool_for(decoder, 64 * 40), 4096)
+    draw = torch.Generator().manual_seed(3)
+    for most, seqs in itertools.product((64, 16), (24, 32, 48, 64)):
+        linear.MAX_ROWS = most
+        graphs = GraphRunner(decoder, runner.pool.kv, 4096, 16)
+        ms = replay_ms(graphs, runner, spans(decoder, seqs, 1, 512, draw), 20)
+        how = "fused products" if most == 64 else "cuBLAS"
+        report.setdefault("batch", []).append({"shape": shape, "how": how, "seqs": seqs, "ms": ms})
+        print(f"{shape} {how} {seqs} x 1 at 512: {ms:.3f} ms", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
@@ -149,7 +164,7 @@ def main() -> None:
     for part in args.parts.split(","):
         begin = time.time()
         for shape in ("small", "wide") if part == "check" else args.models.split(","):
-            (check if part == "check" else times)(shape, report)
+            {"check": check, "time": times, "batch": batches}[part](shape, report)
             torch.cuda.empty_cache()
             args.json.write_text(json.dumps(report, indent=1))
         print(f"-- {part}: {time.time() - begin:.0f} s", flush=True)

@@ -1,6 +1,6 @@
 """Where one launch of the whole decoder spends its time: cycles of each step of a layer, seen from some programs.
 
-    python lab/cuda_trace.py [--models 1.5b] [--ahead 24 32] [--clock 1.82]
+    python lab/cuda_trace.py [--models 1.5b] [--clock 1.82]
 
 Patches clock reads around every meeting of the programs into the source that `Stack` compiles, so times are a little
 longer than without.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
-import statistics
 import sys
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from cuda_stack import load, pool_for, replay_ms, spans
 
 from forerun.engine.runner import Runner
 from forerun.models.cuda import nvrtc
-from forerun.models.cuda import stack as module
 
 STEPS = ("qkv", "meet", "attention", "meet", "o", "meet", "gate_up", "meet", "down", "meet")
 MEET = "all_programs_meet(p.meeting, target);"
@@ -32,9 +29,7 @@ MOST = 1024
 
 def patched(source: str) -> str:
     head, main = source.split("__device__ __forceinline__ void compute_all", 1)
-    main = main.replace(MEET, f"{MARK} {MEET} {MARK}").replace(
-        "u32 x = shared", f"int marks = 0; {MARK} u32 x = shared"
-    )
+    main = main.replace(MEET, f"{MARK} {MEET} {MARK}").replace("int start = 0, turn", "int marks = 0, start = 0, turn")
     main = main.replace("choose(p, best, sh.flags);", f"{MARK} choose(p, best, sh.flags); {MARK}")
     return f"{head}__device__ long long trace[256][{MOST}];\n__device__ __forceinline__ void compute_all{main}"
 
@@ -51,13 +46,11 @@ def read(kernel: nvrtc.Kernel, programs: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1.5b")
-    parser.add_argument("--ahead", type=int, nargs="+", default=[module.AHEAD])
     parser.add_argument("--clock", type=float, default=1.82, help="GHz of the multiprocessors")
     args = parser.parse_args()
     compile_source = nvrtc.compile_source
     nvrtc.compile_source = lambda source, options: compile_source(patched(source), options)
-    for shape, ahead in itertools.product(args.models.split(","), args.ahead):
-        module.AHEAD = ahead
+    for shape in args.models.split(","):
         decoder = load(shape, 4096)
         runner = Runner(decoder, pool_for(decoder, 64 * 40), 4096)
         assert runner.graphs is not None and runner.graphs.stack is not None
@@ -65,19 +58,20 @@ def main() -> None:
         for seqs, new in ((1, 1), (1, 16), (16, 1)):
             work = spans(decoder, seqs, new, 512, torch.Generator().manual_seed(2))
             ms = replay_ms(runner.graphs, runner, work)
-            marks = read(stack.kernel, stack.cut.programs).double()[:, 2:] / args.clock / 1e3  # us
+            marks = read(stack.kernel, stack.cut.programs).double()[:, 1:] / args.clock / 1e3  # us
             steps = marks[:, 1 : len(STEPS) * layers + 1] - marks[:, : len(STEPS) * layers]
             steps = steps.view(-1, layers, len(STEPS))
             end = marks[:, len(STEPS) * layers : len(STEPS) * layers + 3].diff(dim=1)
             print(
                 f"{shape} {seqs} x {new}: {ms:.3f} ms; a layer {steps.sum(2).mean():.1f}, head {end[:, 0].mean():.1f}"
             )
-            for i, name in enumerate(STEPS if ahead == args.ahead[0] else ()):
+            for i, name in enumerate(STEPS):
                 each = steps[:, 1:, i].mean(1)  # [programs]
                 shown = " ".join(f"{float(each[b]):6.2f}" for b in (0, 10, 50, 100, 131))
                 print(f"  {name:10} mean {float(each.mean()):6.2f} least {float(each.min()):6.2f} "
                       f"most {float(each.max()):6.2f} | {shown}", flush=True)  # fmt: skip
-            print(f"  whole from the first layer {statistics.median((marks[:, len(STEPS) * layers + 2] - marks[:, 0]).tolist()):.1f} us")
+            whole = (marks[:, len(STEPS) * layers + 2] - marks[:, 0]).median()
+            print(f"  whole from the first layer {float(whole):.1f} us")
         del runner, decoder, stack
         torch.cuda.empty_cache()
 

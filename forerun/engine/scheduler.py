@@ -117,7 +117,7 @@ class Scheduler:
         return any(_common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Pages for `count` more entries; preempts the youngest others, at last the sequence itself, if there are none."""
+        """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
         missing = self.pool.pages_for(seq.computed + count) - len(seq.pages)
         while not self._make_room(missing):
             victim = self.running[-1]

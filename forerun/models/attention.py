@@ -46,7 +46,7 @@ class AttentionBackend(ABC):
 
 TILE = 256  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 MANY = 32  # new tokens from which query heads are left apart
-ROWS = 8  # rows come in multiples of this
+ROWS = 4  # rows come in multiples of this
 SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
 
 
@@ -71,7 +71,7 @@ class SdpaAttention(AttentionBackend):
 
     A token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath choose the order of
     their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512 (a last one may be
-    128), rows in multiples of eight. Eight-bit weights need this: a difference in the last bit can flip a rounding and
+    128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can flip a rounding and
     grow from layer to layer.
     """
 
@@ -131,6 +131,10 @@ class SdpaAttention(AttentionBackend):
             return out[0, :, :count].transpose(0, 1).reshape(count, -1)  # [count, Hq * D]
         # the query heads that share a KV head become rows of one head, so that its K and V are read once
         group = heads // k.shape[1]
+        if count == 1:  # the common case, with fewer steps
+            q = F.pad(q.view(1, -1, group, dim), (0, 0, 0, mask.shape[0] - group))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale)
+            return out[:, :, :group].reshape(1, -1)
         q = q.view(count, -1, group, dim).transpose(0, 1).reshape(1, -1, count * group, dim)
         q = F.pad(q, (0, 0, 0, mask.shape[0] - count * group))  # [1, Hkv, rows, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale)

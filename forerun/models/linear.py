@@ -1,8 +1,8 @@
 """Matrix products: one contract, several precisions, and none whose result for a token depends on its neighbours.
 
-`linear(x, norm=..., add=...)` is `rms_norm(x) @ W.T + bias + add`, so that a backend may fuse what surrounds the product.
-Knows no model and no file. CPU kernels were chosen by measurement (docs/log.md): plain `F.linear` makes two tokens cost
-2.5 times one, which would leave speculation nothing to win; the prepacked kernels here are nearly flat to eight.
+`linear(x, norm=..., add=...)` is `rms_norm(x) @ W.T + bias + add`, so that a backend may fuse what surrounds the
+product. Knows no model and no file. CPU kernels were chosen by measurement (docs/log.md): plain `F.linear` makes two
+tokens cost 2.5 times one, which would leave speculation nothing to win; the prepacked ones are nearly flat to eight.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class PackedInt8(Linear):
         self.range = EXACT if torch.cpu._is_vnni_supported() else SATURATING
         self.packed = pack_int8(weight, self.range)
         self._numel = weight.numel()
+        self._least: Tensor | None = None  # what keeps the length of a row of zeros from being zero
 
     @property
     def nbytes(self) -> int:
@@ -130,18 +131,20 @@ class PackedInt8(Linear):
         if norm is None or norm[0] is not None:
             return super().__call__(x, norm=norm, add=add)
         # a norm without weights only scales its row, and rows are scaled by their peak anyway: scale once, at the end
-        size, eps = x.shape[-1], norm[1]
-        spread = torch.linalg.vector_norm(x, 2, -1, keepdim=True)  # [T, 1], sqrt(size) times the row's RMS
-        return self._scaled(x, spread.square_().add_(size * eps).rsqrt_().mul_(size**0.5), add)
+        if self._least is None:
+            self._least = torch.tensor((x.shape[-1] * norm[1]) ** 0.5)
+        length = torch.linalg.vector_norm(x, 2, -1, keepdim=True)  # [T, 1]
+        return self._scaled(x, torch.hypot(length, self._least).div_(x.shape[-1] ** 0.5), add)
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
         return self._scaled(x, None, add)
 
-    def _scaled(self, x: Tensor, factor: Tensor | None, add: Tensor | None) -> Tensor:
-        """(factor * x) @ W.T + bias + add, one factor per row."""
-        peak = x.abs().amax(-1, keepdim=True).clamp_min_(1e-20)  # [T, 1]
+    def _scaled(self, x: Tensor, rms: Tensor | None, add: Tensor | None) -> Tensor:
+        """(x / rms) @ W.T + bias + add."""
+        peak = x.abs().amax(-1, keepdim=True)  # [T, 1]
+        # a row of zeros becomes 0 / 0, which the kernel rounds to some integer, and the zero peak takes back
         y = _packed_int8(x / peak, 1.0 / self.range.levels, self.range.zero, self.packed)
-        scale = peak if factor is None else peak.mul_(factor)
+        scale = peak if rms is None else peak.div_(rms)
         if self.bias is not None:
             add = self.bias if add is None else add + self.bias
         return y.mul_(scale) if add is None else torch.addcmul(add, y, scale)

@@ -64,6 +64,6 @@ class RopeTable:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads [T, H, D] by their positions' angles, in float32, in the dtype of x."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos).addcmul_(swapped, sin).to(x.dtype)
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    rotated = (x * cos).addcmul_(swapped, sin)
+    return rotated if rotated.dtype == x.dtype else rotated.to(x.dtype)

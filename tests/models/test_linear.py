@@ -9,8 +9,19 @@ import torch
 
 from forerun.lab.quality import measure_modes
 from forerun.models import linear as module
-from forerun.models.linear import EXACT, SATURATING, Linear, PackedFloat16, PackedFloat32, PackedInt8, Range, SpreadInt8
-from forerun.models.linear import limit_pairs, pack_int8, quantise_rows
+from forerun.models.linear import (
+    EXACT,
+    SATURATING,
+    Linear,
+    PackedFloat16,
+    PackedFloat32,
+    PackedInt8,
+    Range,
+    SpreadInt8,
+    limit_pairs,
+    pack_int8,
+    quantise_rows,
+)
 from forerun.models.rotation import Rotation, hadamard
 
 KINDS: list[type[Linear]] = [Linear, PackedFloat32, PackedFloat16, PackedInt8, SpreadInt8]
@@ -55,6 +66,15 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: type[Linear]):
     among_outliers = x.clone()
     among_outliers[1:] *= 1000.0
     assert torch.equal(linear(x)[0], linear(among_outliers)[0])
+
+
+@pytest.mark.parametrize("kind", [PackedInt8, SpreadInt8])
+def test_a_row_of_zeros_gives_the_bias(kind: type[Linear]):
+    bias = random(64, seed=2)
+    x = torch.cat((torch.zeros(1, 96), random(2, 96)))
+    got = kind(random(64, 96, seed=1), bias)(x)
+    assert torch.equal(got[0], bias) and got.isfinite().all()
+    assert torch.equal(kind(random(64, 96, seed=1), bias)(x[:1], norm=(None, 1e-6))[0], bias)
 
 
 def worst_sum(levels: torch.Tensor, allowed: Range) -> int:

@@ -1,8 +1,8 @@
 """Captured forwards: the whole model as one launch, for the batch shapes that decoding and verification repeat.
 
 A graph keeps addresses and grids, so it is captured per bucket (sequences, tokens per sequence) on buffers of its own;
-a step packs its batch into one pinned buffer, copies it, replays, and reads the greedy tokens. Batches of any other form
-run as usual. Up to 16 rows run as one launch of `Stack` where it fits the decoder, others kernel by kernel. Knows no
+a step packs its batch into one pinned buffer, copies it, replays, and reads the greedy tokens. Other batches run as
+usual. Up to 16 rows run as one launch of `Stack` where it fits the decoder, others kernel by kernel. Knows no
 request.
 """
 

@@ -52,23 +52,7 @@ template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& r
             }
             barrier_arrive_after_copies(ring.full + ring.stage * 8);
             ring.advance();
-            if (threadIdx.x == WARPS * 32) *ring.fetched = ++ring.count;
         }
-    }
-}
-
-// The same tiles, asked of L2: up to AHEAD chunks before they are fetched, so that memory is busy when the ring is full.
-template <Kind kind> __device__ __forceinline__ void look_ahead(const u16* w, Ring& ring, int& start, int& asked) {
-    using C = Cut<kind>;
-    int lane = threadIdx.x % 32;
-    Share share(C::UNITS, start);
-    for (int unit = share.first; unit < share.end; unit++) {
-        int tile = unit % C::TILES, chunk = unit / C::TILES * C::PER, end = min(chunk + C::PER, C::CHUNKS);
-        while (asked - *ring.fetched > AHEAD) __nanosleep(64);
-        int weights = min(end * CHUNK, C::K) - chunk * CHUNK;
-        bool late = asked < *ring.fetched;
-        if (lane < 16 && weights > 0 && !late) prefetch_run(w + (i64)weight_row<kind>(tile, lane) * C::K + chunk * CHUNK, weights * 2);
-        asked += end - chunk;
     }
 }
 
@@ -77,7 +61,6 @@ struct Shared {  // of the multiplying warps, beside the ring and the activation
     Sequences seqs;
     int flags[32];
     float scales[TOKENS];
-    volatile int fetched;
     u64 barriers[2 * STAGES];
 };
 
@@ -90,7 +73,7 @@ __device__ __forceinline__ void find_scales(const Params& p, Shared& sh) {
         float part[EACH], square = 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            part[i] = i * 32 + lane < TILES ? load_fresh_float(p.squares + (i * 32 + lane) * TOKENS + row) : 0.f;
+            part[i] = i * 32 + lane < TILES ? load_fresh_float(p.squares + row * TILES + i * 32 + lane) : 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; i++) square += part[i];
 #pragma unroll
@@ -111,7 +94,7 @@ __device__ __forceinline__ void keep(const Params& p, int tile, int token, int r
     float square = low * low + high * high;
 #pragma unroll
     for (int far = 4; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
-    if (mine && r == 0) p.squares[tile * TOKENS + token] = square;
+    if (mine && r == 0) p.squares[token * (HIDDEN / 16) + tile] = square;
 }
 
 // Activations [rows, K] from column `first` as rows of `stride` bytes in shared memory.

@@ -23,26 +23,26 @@ from forerun.models.decoder import Decoder
 
 MAX_ROWS = 16
 SOURCES = ("stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
-THREADS = 352
+THREADS = 384
 CHUNK = 256  # weights of a row per stage of the ring
 STAGE_BYTES = 16 * (CHUNK * 2 + 16)
 SHARED_BYTES = 232_448  # what a program may have on Hopper
-AHEAD = 0  # chunks that L2 is asked for before the ring is
 MAX_HIDDEN = 4096  # 16 rows of it must lie in shared memory beside the ring
 
 
 class _Params(ctypes.Structure):
     """`Params` in stack_base.cu."""
 
+    _pointers_ = (
+        *("layers", "final_norm", "head", "rotations", "positions", "slots", "seen", "starts", "tables", "x", "y"),
+        *("squares", "q", "attended", "gated", "part", "part_ml", "sums", "logits", "top", "top_at", "greedy", "joins"),
+        *("arrived", "meeting"),
+    )
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            "layers final_norm head rotations positions slots seen starts tables x y squares q attended gated part part_ml sums"
-            " logits top top_at greedy joins arrived meeting"
-        ).split()
+        *((name, ctypes.c_void_p) for name in _pointers_),
+        *((name, ctypes.c_int) for name in ("rows", "seqs", "table_stride", "page_stride")),
+        *((name, ctypes.c_float) for name in ("eps", "scale_log2")),
     ]
-    _fields_ += [(name, ctypes.c_int) for name in ("rows", "seqs", "table_stride", "page_stride")]
-    _fields_ += [(name, ctypes.c_float) for name in ("eps", "scale_log2")]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,12 @@ def fits(decoder: Decoder, page_size: int) -> bool:
         return False
     plain = not c.qk_norm and not c.post_norms and all(c.window(i) is None for i in range(c.num_layers))
     sizes = c.head_dim in (64, 128) and max(c.hidden_size, c.q_size) <= MAX_HIDDEN
-    whole = page_size in (16, 32, 64) and c.hidden_size % 16 == 0 and c.intermediate_size % 8 == 0 and c.vocab_size % 16 == 0
+    whole = (
+        page_size in (16, 32, 64)
+        and c.hidden_size % 16 == 0
+        and c.intermediate_size % 8 == 0
+        and c.vocab_size % 16 == 0
+    )
     return plain and sizes and whole and torch.cuda.get_device_capability(decoder.device)[0] == 9
 
 
@@ -96,7 +101,7 @@ class Stack:
             "HIDDEN": c.hidden_size, "INTER": c.intermediate_size, "HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads,
             "HEAD_DIM": c.head_dim, "LAYERS": c.num_layers, "VOCAB": c.vocab_size, "PAGE": page_size,
             "GELU": int(c.activation == "gelu_tanh"), "DOWN_SPLIT": self.cut.down_split, "LANES": self.cut.lanes,
-            "STAGES": self.cut.stages, "AHEAD": AHEAD, "ROOM_BYTES": self.cut.room,
+            "STAGES": self.cut.stages, "ROOM_BYTES": self.cut.room,
         }  # fmt: skip
         code = nvrtc.compile_source(source, [f"-D{name}={value}" for name, value in sizes.items()])
         self.kernel = nvrtc.Kernel(code, "decode", programs, THREADS, self.cut.shared_bytes())
@@ -113,12 +118,17 @@ class Stack:
         pairs = c.num_heads // c.num_kv_heads
         tiles = max(MAX_ROWS * -(-pairs // 16), -(-MAX_ROWS * pairs // 16))  # of 16 sequences, or of one
         units = c.num_kv_heads * tiles * self.cut.lanes
-        bf16 = {"y": (MAX_ROWS, c.hidden_size), "q": (MAX_ROWS, c.q_size), "attended": (MAX_ROWS, c.q_size), "gated": (MAX_ROWS, c.intermediate_size)}
+        bf16 = {
+            "y": (MAX_ROWS, c.hidden_size),
+            "q": (MAX_ROWS, c.q_size),
+            "attended": (MAX_ROWS, c.q_size),
+            "gated": (MAX_ROWS, c.intermediate_size),
+        }
         float32 = {
             "part": (units, 16, c.head_dim),
             "part_ml": (units, 16, 2),
             "sums": (self.cut.down_split, c.hidden_size, MAX_ROWS),
-            "squares": (c.hidden_size // 16, MAX_ROWS),
+            "squares": (MAX_ROWS, c.hidden_size // 16),
             "top": (self.cut.programs, MAX_ROWS),
         }
         int32 = {"top_at": (self.cut.programs, MAX_ROWS), "joins": (units,), "arrived": (c.hidden_size // 16,)}

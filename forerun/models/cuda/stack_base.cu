@@ -8,8 +8,7 @@ typedef long long i64;
 
 #define INF __int_as_float(0x7f800000)
 #define WARPS 8          // that multiply; PRODUCERS others fetch weights
-#define PRODUCERS 2
-#define HELPERS (PRODUCERS + 1)  // and one more warp asks L2 for weights further ahead
+#define PRODUCERS 4
 #define THREADS (WARPS * 32)
 #define TOKENS 16        // rows of activations, padded
 #define CHUNK 256        // weights of a row in one stage of the ring
@@ -45,11 +44,6 @@ __device__ __forceinline__ u16 load_fresh_bf16(const u16* p) {
     return v;
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// Ask L2 for a run of bytes, a multiple of 16; nothing waits for them.
-__device__ __forceinline__ void prefetch_run(const void* p, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 
 // 16 bytes from global to shared memory, or 16 zero bytes.
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
@@ -125,8 +119,7 @@ struct Share {
 
 struct Ring {
     u32 data, full, empty;  // shared addresses
-    volatile int* fetched;  // chunks fetched so far, for the warp that looks ahead
-    int count, stage;
+    int stage;
     u32 parity;
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) {
@@ -149,7 +142,7 @@ struct Params {
     const int* tables;     // page of block b of sequence s: tables[s * table_stride + b * page_stride]
     u16* x;                // [rows, HIDDEN] the residual stream, overwritten
     u16* y;                // [rows, HIDDEN] x times the weight of the norm that comes next
-    float* squares;        // [HIDDEN / 16, TOKENS] sums of x * x over the columns of a tile
+    float* squares;        // [TOKENS, HIDDEN / 16] sums of x * x over the columns of a tile
     u16* q;                // [rows, HEADS * HEAD_DIM]
     u16* attended;         // [rows, HEADS * HEAD_DIM]
     u16* gated;            // [rows, INTER]

@@ -18,18 +18,6 @@ __device__ __forceinline__ void fetch_all(const Params& p, Ring ring) {
     fetch<HEAD>(p.head, ring, start);
 }
 
-__device__ __forceinline__ void look_ahead_all(const Params& p, Ring ring) {
-    int start = 0, asked = 0;
-    for (int i = 0; i < LAYERS; i++) {
-        Layer layer = layer_of(p, i);
-        look_ahead<QKV>(layer.qkv, ring, start, asked);
-        look_ahead<O>(layer.o, ring, start, asked);
-        look_ahead<GATE_UP>(layer.gate_up, ring, start, asked);
-        look_ahead<DOWN>(layer.down, ring, start, asked);
-    }
-    look_ahead<HEAD>(p.head, ring, start, asked);
-}
-
 __device__ __forceinline__ void find_sequences(const Params& p, Sequences& q) {
     int t = threadIdx.x;
     if (t < p.rows) q.position[t] = p.positions[t], q.slot[t] = p.slots[t], q.limit[t] = p.seen[t];
@@ -116,21 +104,18 @@ __device__ __forceinline__ void compute_all(const Params& p, Ring ring, Shared& 
     choose(p, best, sh.flags);
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + HELPERS) * 32, 1) decode(const Params p) {
+extern "C" __global__ void __launch_bounds__((WARPS + PRODUCERS) * 32, 1) decode(const Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& sh = *(Shared*)memory;
     unsigned char* room = memory + (sizeof(Shared) + 127) / 128 * 128;  // activations, or attention's tiles
     u32 bars = shared_address(sh.barriers);
-    Ring ring = {shared_address(room) + ROOM_BYTES, bars, bars + STAGES * 8, &sh.fetched, 0, 0, 0};
+    Ring ring = {shared_address(room) + ROOM_BYTES, bars, bars + STAGES * 8, 0, 0};
     if (threadIdx.x < STAGES) {
         barrier_init(ring.full + threadIdx.x * 8, PRODUCERS * 32);
         barrier_init(ring.empty + threadIdx.x * 8, WARPS);
     }
-    if (threadIdx.x == 0) sh.fetched = 0;
     __syncthreads();
-    if (threadIdx.x >= THREADS + PRODUCERS * 32)
-        look_ahead_all(p, ring);
-    else if (threadIdx.x >= THREADS)
+    if (threadIdx.x >= THREADS)
         fetch_all(p, ring);
     else
         compute_all(p, ring, sh, room);
