@@ -1,8 +1,35 @@
 """Forerun: LLM inference that never computes what it can reuse or guess, and checks every guess."""
 
-from forerun.api import LLM, Choice, Completion
-from forerun.core import SamplingParams, Usage
-from forerun.errors import ForerunError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.api import LLM, Choice, Completion
+    from forerun.core import SamplingParams, Usage
+    from forerun.errors import ForerunError
 
 __all__ = ["LLM", "Choice", "Completion", "ForerunError", "SamplingParams", "Usage"]
 __version__ = "0.1.0"
+
+# Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
+_HOME = {
+    "LLM": "forerun.api",
+    "Choice": "forerun.api",
+    "Completion": "forerun.api",
+    "SamplingParams": "forerun.core",
+    "Usage": "forerun.core",
+    "ForerunError": "forerun.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

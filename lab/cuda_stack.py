@@ -146,7 +146,7 @@ def batches(shape: str, report: dict) -> None:
     runner = Runner(decoder, pool_for(decoder, 64 * 40), 4096)
     draw = torch.Generator().manual_seed(3)
     for most, seqs in itertools.product((64, 16), (24, 32, 48, 64)):
-        linear.MAX_ROWS = most
+        linear.FEW_ROWS = most
         graphs = GraphRunner(decoder, runner.pool.kv, 4096, 16)
         ms = replay_ms(graphs, runner, spans(decoder, seqs, 1, 512, draw), 20)
         how = "fused products" if most == 64 else "cuBLAS"

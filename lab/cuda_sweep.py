@@ -1,8 +1,9 @@
-"""Checks and times the CUDA kernels on the GPU at hand: correctness, tiles of each weight shape, whole decode steps.
+"""Checks and times the CUDA kernels on the GPU at hand: correctness, tiles of each weight shape, prefill.
+Whole forwards are timed by cuda_stack.py.
 
-    python lab/cuda_sweep.py --json out.json [--parts check,sweep,step,prefill] [--models 1.5b,8b]
+    python lab/cuda_sweep.py --json out.json [--parts check,sweep,prefill] [--models 1.5b,8b]
 
-Products and steps are timed as replays of a captured graph over weights several times larger than L2. TB/s counts the
+Products are timed as replays of a captured graph over weights several times larger than L2. TB/s counts the
 weights' bytes once. Partial results are printed as they come; the JSON file is rewritten after every part.
 """
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from forerun.models.cuda.fused import act_mul, add_rms_norm, rms_norm, rope_and_store
+from forerun.models.cuda.fused import act_mul, add_rms_norm, rms_norm
 from forerun.models.cuda.launch import Pdl
 from forerun.models.cuda.paged import Shape, paged_attention, plan_queries
 from forerun.models.cuda.skinny import Tile, skinny_linear
@@ -180,60 +181,6 @@ def sweep(models: list[str], report: dict) -> None:
                   f"{' swap' if t.swap else ''}", flush=True)  # fmt: skip
 
 
-class Step:
-    """One forward of a random model over a paged cache: `seqs` sequences of `new` tokens at the given context."""
-
-    def __init__(self, model: Model, max_seqs: int, context: int) -> None:
-        self.model, self.context = model, context
-        self.weights = [{name: draw(n, k, scale=0.02) for name, (n, k, _) in list(model.shapes().items())[:4]}
-                        for _ in range(model.layers)]  # fmt: skip
-        self.head, self.norm = draw(model.vocab, model.hidden, scale=0.02), draw(model.hidden)
-        self.bias = draw(model.shapes()["qkv"][0])
-        pages = context // 16
-        self.caches = [draw(2, max_seqs * context, model.kv_heads, model.dim) for _ in range(model.layers)]
-        self.tables = torch.arange(max_seqs * pages, device="cuda", dtype=torch.int32).view(max_seqs, pages)
-        self.cos_sin = torch.randn(context, model.dim, device="cuda")
-
-    def prepare(self, seqs: int, new: int):
-        m = self.model
-        tokens = torch.randint(m.vocab, (seqs * new,), device="cuda")
-        positions = torch.arange(self.context - new, self.context, device="cuda").repeat(seqs)
-        slots = positions + torch.arange(seqs, device="cuda").repeat_interleave(new) * self.context
-        seen = (positions + 1).int()
-        plan = plan_queries(list(range(0, seqs * new + 1, new)), 4096, "cuda")
-
-        def run() -> torch.Tensor:
-            h = F.embedding(tokens, self.head)
-            for w, (k_cache, v_cache) in zip(self.weights, self.caches, strict=True):
-                qkv = skinny_linear(h, w["qkv"], self.bias, norm_weight=self.norm)
-                q = torch.empty(seqs * new, m.heads, m.dim, device="cuda", dtype=BF16)
-                rope_and_store(qkv, self.cos_sin, positions, slots, k_cache, v_cache, q)
-                a = paged_attention(q, k_cache, v_cache, self.tables[:seqs], seen, plan, 0.088)
-                skinny_linear(a.view(seqs * new, -1), w["o"], residual=h, out=h)
-                act = skinny_linear(h, w["gate_up"], norm_weight=self.norm, activation="silu")
-                skinny_linear(act, w["down"], residual=h, out=h)
-            return skinny_linear(h, self.head, norm_weight=self.norm).argmax(-1)
-
-        return run
-
-
-def steps(models: list[str], report: dict) -> None:
-    for name in models:
-        step = Step(MODELS[name], 64, 512)
-        for pdl in (True, False):
-            Pdl.enabled = pdl
-            base = 0.0
-            for seqs, new in [(1, 1), (1, 16), (16, 1), (64, 1)] if pdl else [(1, 1)]:
-                ms = time_ms(capture(step.prepare(seqs, new)).replay, 30)
-                base = base or ms
-                report.setdefault("step", []).append({"model": name, "seqs": seqs, "new": new, "pdl": pdl, "ms": ms})
-                print(f"step {name} {seqs} x {new} tokens, context 512, pdl {pdl}: {ms:.3f} ms, {ms / base:.2f}x",
-                      flush=True)  # fmt: skip
-        Pdl.enabled = True
-        del step
-        torch.cuda.empty_cache()
-
-
 def check_products(models: list[str], report: dict) -> bool:
     good = True
     for model, rows in itertools.product(models, (1, 7, 16, 33, 64)):
@@ -311,7 +258,7 @@ def prefill(report: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--parts", default="check,step,sweep,prefill")
+    parser.add_argument("--parts", default="check,sweep,prefill")
     parser.add_argument("--models", default="1.5b,8b")
     args = parser.parse_args()
     models = args.models.split(",")
@@ -321,8 +268,6 @@ def main() -> None:
         if part == "check":
             good = check_products(models, report) & check_attention(report)
             print("all correct" if good else "SOMETHING IS WRONG", flush=True)
-        elif part == "step":
-            steps(models, report)
         elif part == "sweep":
             sweep(models, report)
         elif part == "prefill":

@@ -35,9 +35,10 @@ def prompts(llm: LLM) -> list[Prompt]:
 def expected(smollm2: Path, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
     """transformers' greedy answers one by one, and its logits for the longest prompt."""
     model = hf_from_checkpoint(open_checkpoint(smollm2))
+    model.generation_config.eos_token_id = None  # neither side stops, or steers away from stopping
     answers = []
     for ids in prompts:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        out = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
         answers.append(out[0, len(ids) :].tolist())
     with torch.inference_mode():
         return answers, model(torch.tensor([max(prompts, key=len)])).logits[0]
@@ -56,7 +57,7 @@ def test_greedy_answers_equal_transformers_alone_and_in_batches_cold_and_warm(ll
     for _ in range(2):  # cold, then warm
         batch = llm.generate(prompts, PARAMS)
         assert [c.token_ids for c in batch] == answers
-    assert all(c.usage.cached_tokens > 0 for c in batch)
+    assert sum(c.usage.cached_tokens for c in batch) > 1000
 
 
 def test_greedy_answers_survive_small_chunks_and_preemption(smollm2: Path, prompts: list, expected: tuple):

@@ -10,23 +10,25 @@ from torch import Tensor
 
 from forerun.models.cuda.fused import act_mul
 from forerun.models.cuda.fused import rms_norm as fused_rms_norm
-from forerun.models.cuda.skinny import MAX_ROWS, skinny_linear
+from forerun.models.cuda.skinny import skinny_linear
 from forerun.models.linear import Linear, Norm
+
+FEW_ROWS = 24  # from 32 rows on cuBLAS is faster (docs/log.md: whole steps of both shapes on one H200)
 
 
 class SkinnyLinear(Linear):
-    """bf16 weights; up to MAX_ROWS rows in one launch with the norm before and the sum after."""
+    """bf16 weights; up to FEW_ROWS rows in one launch with the norm before and the sum after."""
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
-            return self._product(x if norm is None else fused_rms_norm(x, *norm), add)
+        if x.shape[0] > FEW_ROWS:
+            return self._product(x if norm is None else fused_rms_norm(x, norm[0], norm[1]), add)
         weight, eps = norm or (None, 0.0)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, residual=add)
 
     def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
+        if x.shape[0] > FEW_ROWS:
             return act_mul(
-                F.linear(x if norm is None else fused_rms_norm(x, *norm), self.weight, self.bias), activation
+                F.linear(x if norm is None else fused_rms_norm(x, norm[0], norm[1]), self.weight, self.bias), activation
             )
         weight, eps = norm or (None, 0.0)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, activation=activation)

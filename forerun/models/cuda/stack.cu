@@ -35,6 +35,7 @@ template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& r
     using C = Cut<kind>;
     constexpr int ROWS = 16 / PRODUCERS;
     int warp = threadIdx.x / 32 - WARPS, lane = threadIdx.x % 32;
+    u64 policy = evict_first();
     Share share(C::UNITS, start);
     for (int unit = share.first; unit < share.end; unit++) {
         int tile = unit % C::TILES, chunk = unit / C::TILES * C::PER, end = min(chunk + C::PER, C::CHUNKS);
@@ -47,7 +48,7 @@ template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& r
             u32 to = ring.data + ring.stage * STAGE_BYTES + warp * ROWS * ROW_BYTES + lane * 16;
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
-                copy16(to + i * ROW_BYTES, real ? from[i] : w, real);
+                copy16_once(to + i * ROW_BYTES, real ? from[i] : w, real, policy);
                 from[i] += CHUNK;
             }
             barrier_arrive_after_copies(ring.full + ring.stage * 8);

@@ -118,21 +118,26 @@ class Stack:
         pairs = c.num_heads // c.num_kv_heads
         tiles = max(MAX_ROWS * -(-pairs // 16), -(-MAX_ROWS * pairs // 16))  # of 16 sequences, or of one
         units = c.num_kv_heads * tiles * self.cut.lanes
-        bf16 = {
+        bf16: dict[str, tuple[int, ...]] = {
             "y": (MAX_ROWS, c.hidden_size),
             "q": (MAX_ROWS, c.q_size),
             "attended": (MAX_ROWS, c.q_size),
             "gated": (MAX_ROWS, c.intermediate_size),
         }
-        float32 = {
+        float32: dict[str, tuple[int, ...]] = {
             "part": (units, 16, c.head_dim),
             "part_ml": (units, 16, 2),
             "sums": (self.cut.down_split, c.hidden_size, MAX_ROWS),
             "squares": (MAX_ROWS, c.hidden_size // 16),
             "top": (self.cut.programs, MAX_ROWS),
         }
-        int32 = {"top_at": (self.cut.programs, MAX_ROWS), "joins": (units,), "arrived": (c.hidden_size // 16,)}
-        made = {torch.bfloat16: bf16, torch.float32: float32, torch.int32: int32 | {"meeting": (2,)}}
+        int32: dict[str, tuple[int, ...]] = {
+            "top_at": (self.cut.programs, MAX_ROWS),
+            "joins": (units,),
+            "arrived": (c.hidden_size // 16,),
+            "meeting": (2,),
+        }
+        made = {torch.bfloat16: bf16, torch.float32: float32, torch.int32: int32}
         return {
             name: torch.zeros(shape, dtype=dtype, device=self.device)
             for dtype, shapes in made.items()

@@ -49,6 +49,15 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
+// The same for weights, which are read once: marked to be evicted first, so that L2 keeps what programs tell each other.
+__device__ __forceinline__ void copy16_once(u32 to, const void* from, bool real, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(real ? 16 : 0), "l"(policy) : "memory");
+}
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void end_of_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void groups_done_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
