@@ -16,19 +16,24 @@ from forerun.models.linear import Linear, Norm
 FEW_ROWS = 24  # from 32 rows on cuBLAS is faster (docs/log.md: whole steps of both shapes on one H200)
 
 
+def _pieces(norm: Norm) -> tuple[Tensor, float]:
+    weight, eps = norm
+    assert weight is not None, "bf16 weights on CUDA keep their norms apart"
+    return weight, eps
+
+
 class SkinnyLinear(Linear):
     """bf16 weights; up to FEW_ROWS rows in one launch with the norm before and the sum after."""
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
         if x.shape[0] > FEW_ROWS:
-            return self._product(x if norm is None else fused_rms_norm(x, norm[0], norm[1]), add)
-        weight, eps = norm or (None, 0.0)
+            return self._product(x if norm is None else fused_rms_norm(x, *_pieces(norm)), add)
+        weight, eps = (None, 0.0) if norm is None else _pieces(norm)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, residual=add)
 
     def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
         if x.shape[0] > FEW_ROWS:
-            return act_mul(
-                F.linear(x if norm is None else fused_rms_norm(x, norm[0], norm[1]), self.weight, self.bias), activation
-            )
-        weight, eps = norm or (None, 0.0)
+            normed = x if norm is None else fused_rms_norm(x, *_pieces(norm))
+            return act_mul(F.linear(normed, self.weight, self.bias), activation)
+        weight, eps = (None, 0.0) if norm is None else _pieces(norm)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, activation=activation)

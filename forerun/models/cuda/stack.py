@@ -146,7 +146,7 @@ class Stack:
 
     def run(
         self,
-        x: Tensor,  # [rows, hidden], overwritten
+        x: Tensor,  # [rows, hidden] embeddings, overwritten
         positions: Tensor,  # [rows] int32, as all indices here
         slots: Tensor,  # [rows]
         seen: Tensor,  # [rows]
@@ -155,18 +155,20 @@ class Stack:
         logits: Tensor,  # [rows, vocab] float32, written
         greedy: Tensor,  # [rows] int64, written
     ) -> None:
-        """One forward of all rows, on the current stream."""
+        """One forward of all rows, on the current stream. A sequence's tokens are its last entries, in order."""
         rows, decoder = x.shape[0], self.decoder
+        final_norm, eps = decoder.final_norm
+        assert final_norm is not None
         if rows > MAX_ROWS:
             raise ValueError(f"{rows} rows, one launch takes at most {MAX_ROWS}")
         given = {
-            "layers": self.layers, "final_norm": decoder.final_norm[0], "head": decoder.head.weight,
+            "layers": self.layers, "final_norm": final_norm, "head": decoder.head.weight,
             "rotations": decoder.attention.ropes[decoder.config.rope].table, "positions": positions, "slots": slots,
             "seen": seen, "starts": starts, "tables": tables, "x": x, "logits": logits, "greedy": greedy,
         }  # fmt: skip
         params = _Params(**{name: tensor.data_ptr() for name, tensor in (given | self._scratch).items()})
         params.rows, params.seqs = rows, starts.numel() - 1
         params.table_stride, params.page_stride = tables.stride()
-        params.eps = decoder.final_norm[1]
+        params.eps = eps
         params.scale_log2 = decoder.config.scale * LOG2_E
         self.kernel.launch(params)
