@@ -20,9 +20,10 @@ from forerun.core import SamplingParams, Usage
 from forerun.driver import Driver
 from forerun.engine.engine import Engine, EngineConfig
 from forerun.engine.sequence import Event, FinishReason, TokenLogprob
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.decoder import Decoder
 from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
 
@@ -30,6 +31,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+
+_KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
 
 
 @dataclass
@@ -89,8 +92,10 @@ class LLM:
         quiet: bool = False,
     ) -> None:
         where = choose_device(device)
-        if threads is not None and threads < 1:
-            raise BadRequest(f"threads is {threads}, it must be at least 1", "leave it out to use every core")
+        for name, value in (("threads", threads), ("pool_tokens", pool_tokens), ("chunk_tokens", chunk_tokens)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                hint = f"leave {name} out to have it chosen"
+                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = open_checkpoint(resolve(str(model))) if isinstance(model, (str, Path)) else model
@@ -100,7 +105,7 @@ class LLM:
         self.config, self.model = self.decoder.config, checkpoint.source
         config = EngineConfig(
             max_context=context,
-            pool_tokens=pool_tokens or default_pool_tokens(self.decoder, context),
+            pool_tokens=_pool_tokens(pool_tokens, self.decoder) or default_pool_tokens(self.decoder, context),
             max_batch=max_batch,
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
@@ -120,30 +125,37 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self._driver.stream(self.encode(prompt), params or SamplingParams())
+        return self._driver.stream(self.encode(prompt), _checked(params))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` of one prompt for asyncio; run several at once and they share batches."""
-        return await self._acomplete(self.encode(prompt), params or SamplingParams())
+        return await self._acomplete(self.encode(prompt), _checked(params))
 
     async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """`chat` of one conversation for asyncio."""
-        return await self._acomplete(self.encode(messages), params or SamplingParams())
+        return await self._acomplete(self.encode(messages), _checked(params))
 
     def astream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> AsyncIterator[Event]:
         """`stream` for asyncio."""
-        return self._driver.astream(self.encode(prompt), params or SamplingParams())
+        return self._driver.astream(self.encode(prompt), _checked(params))
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
         if isinstance(prompt, str):
+            if not prompt:  # a model that starts every text with a BOS token would answer that token
+                raise BadRequest("the prompt is empty", "give at least one character of text")
             return self.tokenizer.encode(prompt, add_special=True)
+        if not isinstance(prompt, (list, tuple)):
+            raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", _KINDS)
         if prompt and isinstance(prompt[0], dict):
-            return self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+            return self.tokenizer.apply_chat_template(prompt)
+        for token in prompt:
+            if type(token) is not int:  # bool is an int to Python, but no token id
+                raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", _KINDS)
         return list(prompt)  # type: ignore[arg-type]
 
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
-        params = params or SamplingParams()
+        params = _checked(params)
         runs = self._driver.run([(ids, params) for ids in prompts])
         return [_collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
 
@@ -163,9 +175,10 @@ class LLM:
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.engine.clear_cache()
+        self._driver.clear_cache()
 
     def close(self) -> None:
+        """Cancel what still runs; asking again is an error."""
         self._driver.close()
 
     def __enter__(self) -> LLM:
@@ -186,24 +199,52 @@ def default_pool_tokens(decoder: Any, context: int, page_size: int = 16) -> int:
     return max(2, pages) * page_size
 
 
-def _context(asked: int | None, limit: int) -> int:
+def _pool_tokens(asked: int | None, decoder: Decoder, page_size: int = 16) -> int | None:
+    """What was asked for, if memory can hold it."""
     if asked is None:
-        return limit
-    if not 2 <= asked <= limit:
-        raise BadRequest(f"max_context is {asked}, the model allows 2 to {limit}", "choose a value in that range")
+        return None
+    needed = asked * PagePool.page_bytes(decoder.config, page_size, decoder.dtype) // page_size
+    cuda = decoder.device.type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+    if needed > free:
+        raise OutOfPages(
+            f"pool_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
+            f"ask for at most {free * asked // needed} tokens, or leave pool_tokens out",
+        )
     return asked
 
 
+def _context(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if not isinstance(asked, int) or not 2 <= asked <= limit:
+        raise BadRequest(f"max_context is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
+    return asked
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)")
+    return params or SamplingParams()
+
+
 def _as_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    if not isinstance(prompts, (list, tuple)):
+        raise BadRequest(f"prompts cannot be a {type(prompts).__name__}: {prompts!r:.80}", _KINDS)
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
-    if messages and isinstance(messages[0], dict):
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise BadRequest(f"a conversation is a list of messages, got {messages!r:.80}", _KINDS)
+    if isinstance(messages[0], dict):
         return [messages]  # type: ignore[list-item]
-    return messages  # type: ignore[return-value]
+    for conversation in messages:
+        if not isinstance(conversation, (list, tuple)) or not conversation or not isinstance(conversation[0], dict):
+            raise BadRequest(f"a conversation is a list of messages, got {conversation!r:.80}", _KINDS)
+    return list(messages)  # type: ignore[arg-type]
 
 
 def _collect(prompt_ids: list[int], n: int, events: list[Event]) -> Completion:

@@ -6,6 +6,7 @@ Knows nothing of models: each subcommand lives in `forerun.commands` and imports
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -72,6 +73,7 @@ def forerun(
 def main(argv: list[str] | None = None) -> None:
     """Entry point; always leaves by SystemExit: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C."""
     args, debug = _take_debug(sys.argv[1:] if argv is None else argv)
+    _make_streams_usable()
     try:
         app(args=args, prog_name="forerun")
     except KeyboardInterrupt:
@@ -84,6 +86,17 @@ def main(argv: list[str] | None = None) -> None:
         _report(str(error), error.hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
+
+
+def _make_streams_usable() -> None:
+    """Standard streams may be closed, or unable to write every character a model can: neither is a reason to fail."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open for as long as the process runs
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _take_debug(args: list[str]) -> tuple[list[str], bool]:

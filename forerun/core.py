@@ -39,12 +39,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
+        elif isinstance(self.stop, (list, set, frozenset)):
             object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.stop, tuple):
+            raise BadRequest(f"stop must be text or a list of texts, got {self.stop!r}", "leave it out for none")
+        if not isinstance(self.logit_bias, dict):
+            raise BadRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "leave it out")
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # logits stay far from float32's end
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("top_k", self.top_k, 0, 1_000_000, whole=True)
@@ -83,7 +87,7 @@ def _number(name: str, value: float, low: float, high: float, *, whole: bool = F
     if isinstance(value, bool) or not right_type:
         raise BadRequest(f"{name} must be {kind}, got {value!r}", f"give {kind} from {low} to {high}")
     too_low = value <= low if open_low else value < low
-    if not math.isfinite(value) or too_low or value > high:
+    if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
         above = "above" if open_low else "from"
         raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", f"choose a {name} in that range")
 

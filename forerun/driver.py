@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Iterator
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
+from forerun.errors import ForerunError
 
 
 class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by whoever steps
+        self._gate = threading.Lock()  # nothing is submitted once it is closed
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -36,11 +38,11 @@ class Driver:
         seen = [0] * len(jobs)
         try:
             for request in requests:
-                self.engine.submit(request)
+                self._submit(request)
             while done < open_answers:
                 self._step()
                 for i, inbox in enumerate(inboxes):
-                    done += sum(e.finish_reason is not None for e in inbox[seen[i] :])
+                    done += sum(_ends(e) for e in inbox[seen[i] :])
                     seen[i] = len(inbox)
         except BaseException:
             self._abandon(requests)
@@ -51,14 +53,14 @@ class Driver:
         """Events as they come; leaving the loop early cancels the request."""
         inbox: deque[Event] = deque()
         request = Request(ids, params, sink=inbox.append)
-        self.engine.submit(request)
+        self._submit(request)
         open_answers = params.n
         try:
             while open_answers:
                 while not inbox:
                     self._step()
                 event = inbox.popleft()
-                open_answers -= event.finish_reason is not None
+                open_answers -= _ends(event)
                 yield event
         finally:
             if open_answers:
@@ -73,13 +75,13 @@ class Driver:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
         request = Request(ids, params, sink)
-        self.engine.submit(request)
+        self._submit(request)
         self._background()
         open_answers = params.n
         try:
             while open_answers:
                 event = await inbox.get()
-                open_answers -= event.finish_reason is not None
+                open_answers -= _ends(event)
                 yield event
         finally:
             if open_answers:
@@ -87,10 +89,24 @@ class Driver:
                 self._wake.set()
 
     def close(self) -> None:
-        self._closed = True
+        """Cancel whatever still runs; from now on every call is an error."""
+        with self._gate:
+            self._closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        with self._lock:
+            self.engine.end_all()
+
+    def clear_cache(self) -> None:
+        with self._lock:
+            self.engine.clear_cache()
+
+    def _submit(self, request: Request) -> None:
+        with self._gate:
+            if self._closed:
+                raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
+            self.engine.submit(request)
 
     def _step(self) -> None:
         with self._lock:
@@ -99,7 +115,8 @@ class Driver:
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.cancel(request.id)
-        self._step()
+        with self._lock:
+            self.engine.take_in()
 
     def _background(self) -> None:
         if self._thread is None:
@@ -112,4 +129,15 @@ class Driver:
             self._wake.wait()
             self._wake.clear()
             while not self._closed and not self.engine.idle:
-                self._step()
+                try:
+                    self._step()
+                except Exception as error:  # nobody calls this thread: those who wait must hear of it
+                    with self._lock:
+                        self.engine.end_all(error)
+
+
+def _ends(event: Event) -> bool:
+    """Whether this is an answer's last event; an error of the engine is raised to whoever waits for the answer."""
+    if event.error is not None:
+        raise event.error
+    return event.finish_reason is not None

@@ -21,7 +21,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("top_k", -1, "-1"),
     ("top_k", 1.5, "whole number"),
     ("min_p", 2.0, "2.0"),
-    ("repetition_penalty", 0.0, "above 0.0"),
+    ("repetition_penalty", 0.0, "from 0.01"),
     ("presence_penalty", 3.0, "-2.0 to 2.0"),
     ("frequency_penalty", -3.0, "-2.0 to 2.0"),
     ("max_tokens", 0, "from 1"),

@@ -8,6 +8,7 @@ scattered one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,10 +30,7 @@ class PagePool:
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
         shape = (num_pages * page_size + SLACK, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
-        self.kv = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(config.num_layers)
-        ]
+        self.kv = [(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(config.num_layers)]
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.free = num_pages
 
@@ -83,3 +81,11 @@ class PagePool:
             assert self.refs[page] > 0, f"page {page} released twice"
             self.refs[page] -= 1
             self.free += int(self.refs[page] == 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on a CPU until they are written: numpy asks the system for them, torch writes them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rich.console import Console
 
 from forerun.commands import options as opt
-from forerun.errors import BadRequest
+from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun import LLM, SamplingParams
@@ -56,7 +56,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         max_tokens=max_tokens,
-        stop=tuple(stop or ()),
+        stop=opt.stop_strings(stop),
         seed=seed,
     )
     with contextlib.suppress(ImportError):
@@ -82,6 +82,9 @@ class Conversation:
             except EOFError:
                 print()
                 return
+            except UnicodeDecodeError as error:
+                self.console.print(f"error: that line is not UTF-8 text ({error})", markup=False)
+                continue
             if line == "/quit":
                 return
             if line == "/reset":
@@ -97,7 +100,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": line})
         try:
             answer = self._answer()
-        except BadRequest as error:
+        except ForerunError as error:
             self.messages.pop()
             self.console.print(f"error: {error}\nhint: {error.hint or 'start over with /reset'}", markup=False)
             return

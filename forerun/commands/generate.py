@@ -71,7 +71,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         max_tokens=max_tokens,
-        stop=tuple(_unescape(text) for text in stop or ()),
+        stop=opt.stop_strings(stop),
         seed=seed,
         n=n,
         logprobs=logprobs,
@@ -100,13 +100,18 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise BadRequest(f"cannot read {file}: {error}", "give a UTF-8 text file") from None
     if prompt is not None:
-        parts.append(sys.stdin.read() if prompt == "-" else prompt)
-    return "\n\n".join(parts)
+        parts.append(_standard_input() if prompt == "-" else prompt)
+    text = "\n\n".join(parts)
+    if not text.strip():
+        raise BadRequest("the prompt is empty", "give at least one word of text")
+    return text
 
 
-def _unescape(text: str) -> str:
-    """A shell passes a backslash and an n; people mean a line break."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"standard input is not UTF-8 text ({error})", "pipe UTF-8 text") from None
 
 
 def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None:
@@ -116,7 +121,8 @@ def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None
             sys.stdout.write(event.text)
             sys.stdout.flush()
     finally:
-        sys.stdout.write("\n")
+        if event is not None:  # an error or Ctrl-C before the first token leaves no empty line
+            sys.stdout.write("\n")
     if stats and event is not None and event.usage is not None:
         print(opt.usage_line(event.usage, event.finish_reason), file=sys.stderr)
 
@@ -130,7 +136,8 @@ def _whole(llm: LLM, asked: Any, params: SamplingParams, stats: bool, as_json: b
         ]
         usage = completion.usage
         timing = asdict(usage) | {"tokens_per_second": usage.tokens_per_second}
-        print(json.dumps({"choices": choices, "usage": timing}, ensure_ascii=False, default=_plain))
+        escape = sys.stdout.encoding.lower() not in ("utf-8", "utf8")  # what the terminal cannot show stays readable
+        print(json.dumps({"choices": choices, "usage": timing}, ensure_ascii=escape, default=_plain))
         return
     for number, choice in enumerate(completion.choices, 1):
         print(f"[{number}] {choice.text}")

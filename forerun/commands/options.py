@@ -59,6 +59,11 @@ def open_llm(
     return LLM(model, weights=weights, device=device, threads=threads, pool_tokens=pool_tokens, max_context=max_context)
 
 
+def stop_strings(given: list[str] | None) -> tuple[str, ...]:
+    """A shell passes a backslash and an n; people mean a line break."""
+    return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in given or ())
+
+
 def usage_line(usage: Usage, finish_reason: str | None) -> str:
     """What an answer cost, in one line."""
     parts = [

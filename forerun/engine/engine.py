@@ -51,6 +51,11 @@ class EngineConfig:
         if self.pool_tokens < 2 * self.page_size:
             raise BadRequest(f"pool_tokens is {self.pool_tokens}, less than two pages of {self.page_size}", "raise it")
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that whole pages of the pool hold; one sequence can never have more."""
+        return self.pool_tokens // self.page_size * self.page_size
+
 
 class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree."""
@@ -72,7 +77,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one batch and send its events; False when there was nothing to do."""
-        self._take_in()
+        self.take_in()
         work = self.scheduler.schedule()
         if not work:
             return False
@@ -109,7 +114,7 @@ class Engine:
         stopped = self.tokenizer is not None and self._text(seq).stopped
         if stopped or (seq.tokens[-1] in self.decoder.config.eos_ids and not seq.params.ignore_eos):
             return "stop"
-        full = len(seq.tokens) >= min(self.config.max_context, self.config.pool_tokens)
+        full = len(seq.tokens) >= min(self.config.max_context, self.config.capacity)
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None
 
     def _finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
@@ -155,9 +160,9 @@ class Engine:
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
                 "shorten the prompt, or load the model with a larger max_context",
             )
-        if len(prompt_ids) >= self.config.pool_tokens // self.config.page_size * self.config.page_size:
+        if len(prompt_ids) >= self.config.capacity:
             raise OutOfPages(
-                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.pool_tokens}",
+                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
                 "shorten the prompt, or raise pool_tokens",
             )
         for token in (*prompt_ids, *params.logit_bias):
@@ -166,7 +171,8 @@ class Engine:
                     f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
                 )
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
+        """Queue what was submitted and end what was cancelled, without running anything."""
         while self._inbox:
             request = self._inbox.popleft()
             seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
@@ -176,9 +182,14 @@ class Engine:
             self._drop(self._cancelled.popleft())
 
     def _drop(self, request_id: int) -> None:
-        everyone = [*self.scheduler.running, *self.scheduler.waiting]
-        for seq in [s for s in everyone if s.request.id == request_id]:
+        for seq in [s for s in self.scheduler.everyone if s.request.id == request_id]:
             self._finish(seq, "cancelled", Event(request_id, seq.index))
+
+    def end_all(self, error: Exception | None = None) -> None:
+        """End every request: cancelled, or with the error that hit them all."""
+        self.take_in()
+        for seq in self.scheduler.everyone:
+            self._finish(seq, "error" if error else "cancelled", Event(seq.request.id, seq.index, error=error))
 
     @property
     def idle(self) -> bool:

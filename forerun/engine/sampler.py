@@ -19,6 +19,7 @@ from forerun.models.decoder import Output
 
 _HEAD = 1024  # likeliest tokens looked at first for top-p; a full sort only where they hold too little mass
 _MASK = (1 << 64) - 1
+_COLD = 1e-6  # below this a temperature is as good as none, and not yet zero in float32
 
 
 @dataclass
@@ -86,7 +87,9 @@ def _penalise_row(row: Tensor, seq: Sequence) -> None:
 def distribution(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Probabilities [N, V] after temperature, top-k, top-p and min-p; rows are independent of each other."""
     column = lambda values: torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # noqa: E731
-    probs = torch.softmax(logits / column([p.temperature for p in params]), -1)
+    # The likeliest at zero before dividing: a tiny temperature must not push it to infinity
+    centred = logits - logits.amax(-1, keepdim=True)
+    probs = torch.softmax(centred / column([max(p.temperature, _COLD) for p in params]), -1)
     cutoff = probs.amax(-1, keepdim=True) * column([p.min_p for p in params])
     if any(p.top_k or p.top_p < 1 for p in params):
         cutoff = torch.maximum(cutoff, _cutoffs(probs, params))

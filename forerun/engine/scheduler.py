@@ -43,6 +43,10 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def everyone(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
     def schedule(self) -> list[Work]:
         budget = self.chunk_tokens
         work: list[Work] = []

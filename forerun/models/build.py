@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from forerun.errors import BadRequest, CorruptModel
+from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
@@ -121,7 +121,7 @@ def attention_backend(
 
 
 class _Builder:
-    """Reads tensors by canonical name, checks their shapes, and makes linears and norms of them."""
+    """Reads tensors by canonical name (opening checked their shapes) and makes linears and norms of them."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device) -> None:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
@@ -130,18 +130,9 @@ class _Builder:
         rotated = precision.rotated and not self.config.post_norms
         self.basis = Rotation(self.config.hidden_size) if rotated else None
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CorruptModel(
-                f"{self.checkpoint.source}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}",
-                "the files do not belong together; fetch the model again",
-            )
-        return tensor
-
-    def weights(self, names: list[str], rows: list[int], cols: int) -> Tensor:
+    def weights(self, *names: str) -> Tensor:
         """Matrices one above the other, on the device."""
-        parts = [self.tensor(name, (n, cols)) for name, n in zip(names, rows, strict=True)]
+        parts = [self.checkpoint.tensor(name) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, kind: type[Linear] | None = None) -> Linear:
@@ -153,9 +144,8 @@ class _Builder:
         # packed kinds read any float and choose for themselves; plain ones hold the weight in the compute dtype
         return weight.dtype if self.precision.linear.packs else self.precision.dtype
 
-    def norm(self, name: str, size: int = 0) -> Norm:
-        weight = self.tensor(name, (size or self.config.hidden_size,))
-        return weight.float().to(self.device, self.precision.dtype), self.config.norm_eps
+    def norm(self, name: str) -> Norm:
+        return self.checkpoint.tensor(name).float().to(self.device, self.precision.dtype), self.config.norm_eps
 
     def reading(self, norm: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Norm, Linear]:
         """A matrix that reads the residual stream, and the norm before it."""
@@ -170,37 +160,38 @@ class _Builder:
 
     def layer(self, i: int) -> Layer:
         c, p = self.config, f"layers.{i}."
-        rows, hidden = [c.q_size, c.kv_size, c.kv_size], c.hidden_size
-        qkv = self.weights([p + "q", p + "k", p + "v"], rows, hidden)
-        attn_norm, fused_qkv = self.reading(p + "attn_norm", qkv, self._qkv_bias(p, rows) if c.qkv_bias else None)
-        o = self.writing(self.weights([p + "o"], [hidden], c.q_size))
-        gate_up = self.weights([p + "gate", p + "up"], [c.intermediate_size] * 2, hidden)
-        mlp_norm, fused_gate_up = self.reading(p + "mlp_norm", gate_up)
+        bias = self.weights(p + "q_bias", p + "k_bias", p + "v_bias") if c.qkv_bias else None
+        bias = None if bias is None else bias.to(self.precision.dtype)
+        attn_norm, qkv = self.reading(p + "attn_norm", self.weights(p + "q", p + "k", p + "v"), bias)
+        mlp_norm, gate_up = self.reading(p + "mlp_norm", self.weights(p + "gate", p + "up"))
         return Layer(
             attn_norm=attn_norm,
-            qkv=fused_qkv,
-            o=o,
+            qkv=qkv,
+            o=self.writing(self.weights(p + "o")),
             mlp_norm=mlp_norm,
-            gate_up=fused_gate_up,
-            down=self.writing(self.weights([p + "down"], [hidden], c.intermediate_size), self.precision.down),
-            qk_norms=(self.norm(p + "q_norm", c.head_dim), self.norm(p + "k_norm", c.head_dim)) if c.qk_norm else None,
+            gate_up=gate_up,
+            down=self.writing(self.weights(p + "down"), self.precision.down),
+            qk_norms=(self.norm(p + "q_norm"), self.norm(p + "k_norm")) if c.qk_norm else None,
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
         )
 
-    def _qkv_bias(self, prefix: str, rows: list[int]) -> Tensor:
-        names = ("q_bias", "k_bias", "v_bias")
-        parts = [self.tensor(prefix + b, (n,)).float() for b, n in zip(names, rows, strict=True)]
-        return torch.cat(parts).to(self.device, self.precision.dtype)
-
     def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Linear]:
         """The two ends of the stack: token ids to embeddings, the last norm, and the head."""
-        c = self.config
-        shape = (c.vocab_size, c.hidden_size)
-        weight = self.tensor("embed" if c.tie_embeddings else "head", shape).to(self.device)
-        final_norm, head = self.reading("final_norm", weight)
+        tied = self.config.tie_embeddings
+        final_norm, head = self._head("embed" if tied else "head")
         if self.device.type == "cpu":
             # a row is read from the mapped file when its token comes: the table never takes memory of its own
             return lambda ids: self.checkpoint.rows("embed", ids), final_norm, head
-        table = head.weight if c.tie_embeddings else self.tensor("embed", shape).to(self.device, self.precision.dtype)
+        table = head.weight if tied else self.weights("embed").to(self.precision.dtype)
         return lambda ids: table.index_select(0, ids), final_norm, head
+
+    def _head(self, name: str) -> tuple[Norm, Linear]:
+        """Like `reading`, some rows at a time: whole and rotated copies of the largest matrix would double the peak."""
+        scale, eps = self.norm("final_norm")
+        if self.basis is None or scale is None:
+            return (scale, eps), self.linear(self.weights(name))
+        weight = torch.empty(self.config.vocab_size, self.config.hidden_size)
+        for rows in torch.arange(len(weight)).split(8192):
+            weight[rows[0] : rows[-1] + 1] = self.basis.apply(self.checkpoint.rows(name, rows) * scale)
+        return (None, eps), self.linear(weight)

@@ -11,6 +11,8 @@ import torch
 
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.hf_config import hf_name
+from forerun.models.shapes import expected_shapes
 
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -18,29 +20,6 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-}
-
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-# Gemma has four norms a layer, so the name of the one before the mlp moves.
-GEMMA_NAMES = {
-    "post_attn_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "post_mlp_norm": "post_feedforward_layernorm.weight",
 }
 
 
@@ -123,20 +102,13 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
 
 def _state(checkpoint: Checkpoint, device: str | torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     config = checkpoint.config
-    gemma = config.family == "gemma3"
-    names = {**LAYER_NAMES, **GEMMA_NAMES} if gemma else LAYER_NAMES
-    ours = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
-    if not config.tie_embeddings:
-        ours["head"] = "lm_head.weight"
-    for layer in range(config.num_layers):
-        ours |= {f"layers.{layer}.{name}": f"model.layers.{layer}.{theirs}" for name, theirs in names.items()}
     state = {}
-    for name, theirs in ours.items():
-        if checkpoint.has(name):
-            tensor = checkpoint.tensor(name)
-            if gemma and name.endswith("norm"):
-                tensor = tensor.float() - 1.0  # theirs multiplies by 1 + weight
-            state[theirs] = tensor.to(device=device, dtype=dtype).contiguous()
+    for name in expected_shapes(config):
+        tensor = checkpoint.tensor(name)
+        if config.family == "gemma3" and name.endswith("norm"):
+            tensor = tensor.float() - 1.0  # theirs multiplies by 1 + weight
+        theirs = "lm_head.weight" if name == "head" else f"model.{hf_name(name, config.family)}"
+        state[theirs] = tensor.to(device=device, dtype=dtype).contiguous()
     return state
 
 

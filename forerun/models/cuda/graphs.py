@@ -8,11 +8,14 @@ request.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
 from forerun.models.cuda.attention import PagedAttention
+from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.stack import MAX_ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
@@ -105,13 +108,24 @@ class _Graph:
         self.graph.replay()
 
 
+def _stack(decoder: Decoder, kv: KV, page_size: int) -> Stack | None:
+    """The decoder as one launch, where it fits and can be compiled (a driver older than the compiler refuses it)."""
+    if not fits(decoder, page_size):
+        return None
+    try:
+        return Stack(decoder, kv, page_size)
+    except CompileError as error:
+        warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
 class GraphRunner:
     """Chooses and captures graphs. `run` returns None for batches that no graph fits."""
 
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
         self.decoder, self.kv, self.page_size = decoder, kv, page_size
         self.max_pages = -(-max_context // page_size)
-        self.stack = Stack(decoder, kv, page_size) if fits(decoder, page_size) else None
+        self.stack = _stack(decoder, kv, page_size)
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def run(self, batch: HostBatch) -> Output | None:
