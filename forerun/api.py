@@ -98,7 +98,7 @@ class LLM:
                 raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-        checkpoint = open_checkpoint(resolve(str(model))) if isinstance(model, (str, Path)) else model
+        checkpoint = _opened(model)
         context = _context(max_context, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
@@ -186,6 +186,16 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _opened(model: str | Path | Checkpoint) -> Checkpoint:
+    if isinstance(model, (str, Path)):
+        return open_checkpoint(resolve(str(model)))
+    if not hasattr(model, "tokenizer"):
+        raise BadRequest(
+            f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
+        )
+    return model
 
 
 def default_pool_tokens(decoder: Any, context: int, page_size: int = 16) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -86,6 +87,9 @@ def main(argv: list[str] | None = None) -> None:
         _report(str(error), error.hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
+    finally:
+        if argv is None:  # the process ends here: a second, impatient Ctrl-C must not break the leaving
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _make_streams_usable() -> None:

@@ -34,6 +34,14 @@ class Span:
     pages: array[int]
     want: Seq[int]  # which of the ids need logits
 
+    @property
+    def entries(self) -> range:
+        return range(self.first, self.first + len(self.ids))
+
+    def slots(self, page_size: int) -> list[int]:
+        """Where the entries lie in the pool. Plain integers: most spans are one token, and numpy would cost more."""
+        return [self.pages[e // page_size] * page_size + e % page_size for e in self.entries]
+
     @classmethod
     def of(cls, work: Work) -> Span:
         seq = work.seq
@@ -63,22 +71,15 @@ class Runner:
 
     def batch(self, spans: list[Span]) -> HostBatch:
         """Lay spans out one after the other."""
-        size = self.pool.page_size
         starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
-        entries = np.concatenate([np.arange(s.first, s.first + len(s.ids)) for s in spans])  # [T]
-        pages = [np.frombuffer(span.pages, dtype=np.int32) for span in spans]
-        slots = [
-            table[entries[lo:hi] // size] * np.int64(size) + entries[lo:hi] % size
-            for table, lo, hi in zip(pages, starts, starts[1:], strict=False)
-        ]
         return HostBatch(
             tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
-            entries=entries,
-            slots=np.concatenate(slots),
+            entries=np.array([e for span in spans for e in span.entries], dtype=np.int64),
+            slots=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
             starts=starts,
             contexts=[span.first + len(span.ids) for span in spans],
-            pages=pages,
-            page_size=size,
+            pages=[np.frombuffer(span.pages, dtype=np.int32) for span in spans],
+            page_size=self.pool.page_size,
             want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
         )
 

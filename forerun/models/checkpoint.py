@@ -8,10 +8,14 @@ in the half-split rotary order (a loader undoes GGUF's interleaving), so the dec
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from forerun.errors import CorruptModel, ForerunError
 from forerun.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -40,3 +44,25 @@ class Checkpoint(Protocol):
     def release(self) -> None:
         """Let the operating system drop pages read so far (they stay mapped and can be read again)."""
         ...
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Files come from anywhere: whatever Python makes of a value of the wrong kind in them, the file is damaged."""
+    try:
+        yield
+    except ForerunError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise CorruptModel(f"{what} is inconsistent ({detail:.200})", "fetch or convert the model again") from error
+
+
+def checked(tensor: torch.Tensor, name: str, source: str) -> torch.Tensor:
+    """The tensor, if all of it are numbers; one infinity or NaN (a damaged scale) would spoil every answer."""
+    low, high = map(float, tensor.aminmax())  # one pass at the speed of memory; a NaN comes through
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise CorruptModel(
+            f"{source}: tensor {name!r} holds infinities or NaN", "fetch or copy the model again; it is damaged"
+        )
+    return tensor

@@ -6,8 +6,14 @@ set of values in a loader, not a new decoder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+# Beyond these a value is damage, not a model: tables and lists of that length would fill the memory first
+MAX_LAYERS = 1024
+MAX_CONTEXT = 1 << 22
+MAX_SIZE = 1 << 24  # any other size: vocabulary, widths, heads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
@@ -25,6 +31,12 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: derived from factor
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.theta < math.inf:
+            raise ValueError(f"the rope base is {self.theta}, it must be a number above 1")
+        if not 0.0 < self.factor < math.inf:
+            raise ValueError(f"the rope scaling factor is {self.factor}, it must be a number above 0")
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,12 @@ class ModelConfig:
     bos_id: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_context > MAX_CONTEXT:  # scaling may have stretched it
+            raise ValueError(f"max_context is {self.max_context}, the limit is {MAX_CONTEXT}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, rotary embedding needs an even number")
+        if not 0.0 <= self.norm_eps < 1.0:
+            raise ValueError(f"norm_eps is {self.norm_eps}, allowed is from 0 to 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.window_layers and len(self.window_layers) != self.num_layers:

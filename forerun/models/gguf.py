@@ -171,8 +171,16 @@ class GGUFFile:
             dims = [reader.number("Q", name) for _ in range(rank)]
             entries.append((name, dims, reader.number("I", name), reader.number("Q", name)))
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise CorruptModel(f"{self.path.name}: general.alignment is {alignment!r}", _DAMAGED)
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+            raise CorruptModel(
+                f"{self.path.name}: general.alignment is {alignment!r:.80}, it must be a multiple of 8", _DAMAGED
+            )
+        for name, _, _, at in entries:
+            if at % alignment:  # numbers could not be read in place
+                raise CorruptModel(
+                    f"{self.path.name}: tensor {name!r} lies at {at}, not a multiple of the alignment {alignment}",
+                    _DAMAGED,
+                )
         base = -(-reader.at // alignment) * alignment
         return {name: self._tensor_info(name, dims, kind, base + at, reader.size) for name, dims, kind, at in entries}
 

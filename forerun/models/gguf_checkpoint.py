@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forerun.models.checkpoint import checked, reading
 from forerun.models.dequant import dequantise
 from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import INTERLEAVED, gguf_name, read_config
@@ -43,8 +44,10 @@ class GGUFCheckpoint:
         info = self.file.tensors[gguf_name(name)]
         raw = self._half_split(name, self.file.raw(info.name))
         if info.type in _OWN_FLOATS:
-            return raw.clone().view(_OWN_FLOATS[info.type]).view(info.shape)
-        return dequantise(raw, info.type).view(info.shape)
+            value = raw.clone().view(_OWN_FLOATS[info.type]).view(info.shape)
+        else:
+            value = dequantise(raw, info.type).view(info.shape)
+        return checked(value, info.name, self.source)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         info = self.file.tensors[gguf_name(name)]
@@ -71,7 +74,8 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         from forerun.models.tokenizer_gguf import tokenizer_from_gguf
 
-        return tokenizer_from_gguf(self.file.metadata, self.config, self.source)
+        with reading(f"{self.source}: its tokenizer"):
+            return tokenizer_from_gguf(self.file.metadata, self.config, self.source)
 
     def release(self) -> None:
         self.file.release()

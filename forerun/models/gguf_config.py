@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun.errors import CorruptModel, UnsupportedModel
-from forerun.models.config import FAMILIES, ModelConfig, RopeConfig
+from forerun.models.config import FAMILIES, MAX_CONTEXT, MAX_LAYERS, MAX_SIZE, ModelConfig, RopeConfig
 
 INTERLEAVED = ("llama", "mistral")  # architectures whose files store q and k rows in pairs (2i, 2i+1)
 GEMMA3_PATTERN = 6  # every sixth layer sees everything
@@ -58,12 +58,12 @@ class _Keys:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.arch}.{key}", default)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.get(key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # some converters write one entry per layer
-        if not isinstance(value, int) or value < 1:
-            problem = "is missing" if value is None else f"is {value!r}, expected a positive whole number"
+        if not isinstance(value, int) or not 1 <= value <= most:
+            problem = "is missing" if value is None else f"is {value!r:.80}, expected a whole number from 1 to {most}"
             raise CorruptModel(f"{self.source}: metadata {self.arch}.{key} {problem}", "convert the model again")
         return value
 
@@ -90,12 +90,12 @@ def read_config(
             family=arch,
             vocab_size=shapes["token_embd.weight"][0],
             hidden_size=hidden,
-            num_layers=keys.count("block_count"),
+            num_layers=keys.count("block_count", most=MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=keys.count("attention.head_count_kv", heads),
             head_dim=head_dim,
             intermediate_size=keys.count("feed_forward_length"),
-            max_context=keys.count("context_length"),
+            max_context=keys.count("context_length", most=MAX_CONTEXT),
             norm_eps=_decimal(keys.get("attention.layer_norm_rms_epsilon", 1e-6)),
             tie_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -116,7 +116,7 @@ def _decimal(value: float) -> float:
 
 
 def _gemma3(keys: _Keys, hidden: int, heads: int) -> dict[str, Any]:
-    layers = keys.count("block_count")
+    layers = keys.count("block_count", most=MAX_LAYERS)
     if keys.get("final_logit_softcapping"):
         raise UnsupportedModel(f"{keys.source}: logit soft-capping is not supported", "choose another model")
     pattern = keys.get("attention.sliding_window_pattern", GEMMA3_PATTERN)

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from forerun.errors import CorruptModel, ModelNotFound
+from forerun.models.checkpoint import checked, reading
 from forerun.models.hf_config import hf_name, read_config
 from forerun.models.shapes import check_shapes, expected_shapes
 
@@ -114,7 +115,7 @@ class FolderCheckpoint:
             raise CorruptModel(f"{self.source}: tensor {stored!r} cannot be read ({error})", _AGAIN) from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        value = self._stored(name)
+        value = checked(self._stored(name), self._names[name], self.source)
         if self.config.family == "gemma3" and name.endswith("norm"):
             return value.float() + 1.0  # Gemma stores what is added to one
         return value
@@ -125,7 +126,8 @@ class FolderCheckpoint:
     def tokenizer(self) -> Tokenizer:
         from forerun.tokenizer import Tokenizer
 
-        return Tokenizer.from_folder(self.folder, eos_ids=self.config.eos_ids, bos_id=self.config.bos_id)
+        with reading(f"{self.source}: its tokenizer"):
+            return Tokenizer.from_folder(self.folder, eos_ids=self.config.eos_ids, bos_id=self.config.bos_id)
 
     def release(self) -> None:
         """Close the files: their mappings go once no tensor views them, and open again on the next read."""

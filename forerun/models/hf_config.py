@@ -10,7 +10,7 @@ import math
 from typing import Any, Literal
 
 from forerun.errors import CorruptModel, UnsupportedModel
-from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.config import MAX_CONTEXT, MAX_LAYERS, MAX_SIZE, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -87,10 +87,10 @@ class _Keys:
         value = self.values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            problem = "is missing" if value is None else f"is {value!r}, expected a positive whole number"
+        if not isinstance(value, int) or not 1 <= value <= most:
+            problem = "is missing" if value is None else f"is {value!r:.80}, expected a whole number from 1 to {most}"
             raise CorruptModel(f"{self.source}: {key} {problem} in config.json", "fetch the model's config.json again")
         return value
 
@@ -107,7 +107,7 @@ def read_config(root: dict[str, Any], generation: dict[str, Any], source: str) -
     keys = _Keys(values, family, source)
     _reject(keys, family)
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    layers = keys.count("num_hidden_layers")
+    layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     window, slides = _windows(keys, family, layers)
     rope, local_rope = _ropes(keys, family)
     scalar = keys.get("query_pre_attn_scalar") if family == "gemma3" else None
@@ -116,7 +116,7 @@ def read_config(root: dict[str, Any], generation: dict[str, Any], source: str) -
         activation = keys.get("hidden_activation", "gelu_pytorch_tanh")
     if activation not in _ACTIVATIONS:
         raise keys.unsupported(f"activation {activation!r}")
-    context = keys.count("max_position_embeddings")
+    context = keys.count("max_position_embeddings", most=MAX_CONTEXT)
     try:
         return ModelConfig(
             family=family,

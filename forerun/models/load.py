@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import Checkpoint, reading
 
 _HINT = "give a .gguf file, or a folder with config.json, tokenizer.json and .safetensors files"
 
@@ -18,11 +18,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ggufs = sorted(path.glob("*.gguf"))
         if not (path / "config.json").exists() and len(ggufs) == 1:
             return open_checkpoint(ggufs[0])
-        return FolderCheckpoint(path)
+        with reading(f"{path.resolve().name}: its configuration"):
+            return FolderCheckpoint(path)
     if not path.exists():
         raise ModelNotFound(f"no model at {path}", _HINT)
     if path.suffix != ".gguf":
         raise ModelNotFound(f"{path.name} is neither a folder nor a .gguf file", _HINT)
     from forerun.models.gguf_checkpoint import GGUFCheckpoint
 
-    return GGUFCheckpoint(path)
+    with reading(f"{path.name}: its metadata"):
+        return GGUFCheckpoint(path)
