@@ -2,7 +2,7 @@
 
     python3 lab/cuda_reference.py [--shape 1.5b]
 
-Random weights of a real shape: nothing to fetch, and every path runs (cuBLAS prefill, paged attention, captured graphs).
+Random weights of a real shape: nothing to fetch, and every path runs (cuBLAS prefill, paged attention, graphs).
 """
 
 from __future__ import annotations

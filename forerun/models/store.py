@@ -128,7 +128,8 @@ def remove(name: str) -> None:
     target = _stored(name.lower())
     if not target.exists():
         raise ModelNotFound(f"{name} is not on this machine", "see `forerun models list`")
-    target.unlink()
+    with _disk_errors(target.parent):
+        target.unlink()
 
 
 def list_models() -> list[ModelEntry]:

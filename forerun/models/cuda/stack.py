@@ -1,7 +1,7 @@
 """A whole decoder as one launch: all layers and the head for up to 16 rows, weights streaming without a pause.
 
 Separate kernels leave memory idle at every boundary, about 3 us each and five a layer: more than a small model's
-weights take to read. Here one program per multiprocessor runs all layers (stack.cu says how), bound by memory alone.
+weights take to read. Here one program per multiprocessor runs all layers (stack.cu says how).
 Decoders it does not fit (`fits` says which) run kernel by kernel. Knows no request and no graph; what it needs of a
 batch is a few device tensors that may change between replays.
 """
