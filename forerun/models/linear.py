@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.models.rotation import hadamard
 
+ROUND = 16
 Norm = tuple[Tensor | None, float]  # weight of an RMS norm (None: folded into the matrix behind it) and its epsilon
 
 
@@ -29,6 +30,16 @@ _packed_float32 = _kernel(torch.ops.mkldnn._linear_pointwise.default)
 _packed_float32_add = _kernel(torch.ops.mkldnn._linear_pointwise.binary)
 _packed_float16 = _kernel(torch.ops.quantized.linear_dynamic_fp16.default)
 _packed_int8 = _kernel(torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default)
+
+
+def few_shapes(x: Tensor) -> Tensor:
+    """x [T, in] with rows of zeros up to a multiple of 16, where T is more than that and on a CPU.
+
+    oneDNN compiles and keeps a kernel of some 100 KB for every matrix and number of rows it meets: with any number of
+    rows, a thousand different batches would take hundreds of megabytes, and each new one the time to compile.
+    """
+    missing = -x.shape[0] % ROUND
+    return x if missing == 0 or x.shape[0] <= ROUND or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -60,7 +71,9 @@ class Linear:
         return self.weight.numel() * self.weight.element_size()
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        rows = few_shapes(x)
+        y = F.linear(rows, self.weight, self.bias)
+        y = y if rows is x else y[: x.shape[0]]
         return y if add is None else y.add_(add)
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
@@ -85,9 +98,12 @@ class PackedFloat32(Linear):
         return self._numel * 4
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
-        if add is None:
-            return _packed_float32(x, self.weight, self.bias, "none", [], "")
-        return _packed_float32_add(x, add, self.weight, self.bias, "add")
+        rows = few_shapes(x)
+        if add is not None and rows is x:
+            return _packed_float32_add(x, add, self.weight, self.bias, "add")
+        y = _packed_float32(rows, self.weight, self.bias, "none", [], "")
+        y = y if rows is x else y[: x.shape[0]]
+        return y if add is None else y.add_(add)
 
 
 class PackedFloat16(Linear):
@@ -153,7 +169,7 @@ class PackedInt8(Linear):
 class SpreadInt8(PackedInt8):
     """PackedInt8 for inputs with outliers of their own: mixes each block of channels first, here and in the weights."""
 
-    BLOCK = 64
+    BLOCK = 16  # larger blocks mix no better and cost more
 
     def _pack(self, weight: Tensor) -> None:
         self.mixing = hadamard(min(weight.shape[1] & -weight.shape[1], self.BLOCK))
