@@ -6,6 +6,7 @@ Knows nothing of models: each subcommand lives in `forerun.commands` and imports
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         app(args=args, prog_name="forerun")
     except KeyboardInterrupt:
+        if argv is None:
+            _leave_now()
         raise SystemExit(130) from None
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): leave quietly, also when Python flushes at exit.
@@ -87,9 +90,20 @@ def main(argv: list[str] | None = None) -> None:
         _report(str(error), error.hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
-    finally:
-        if argv is None:  # the process ends here: a second, impatient Ctrl-C must not break the leaving
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except SystemExit as left:
+        if argv is None and left.code == 130:
+            _leave_now()
+        raise
+
+
+def _leave_now() -> None:
+    """End the interrupted process at once: Python would wait for threads that still load weights, and a second Ctrl-C
+    would make it kill them in the middle of C++ code, which aborts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(130)
 
 
 def _make_streams_usable() -> None:

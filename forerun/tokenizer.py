@@ -129,7 +129,7 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation in the model's own format; nothing inside a message can become a control token."""
         if self._chat is None:
-            hint = "use generate with a plain prompt, or an instruct model"
+            hint = "let it continue plain text (`forerun generate --raw`, `llm.generate`), or use an instruct model"
             raise BadRequest(f"{self.source} has no chat template: it is not a chat model", hint)
         pieces = self._chat.render(messages, tools, add_generation_prompt)
         return [i for text, trusted in pieces for i in self.encode(text, parse_special=trusted)]

@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Thousands of tiny requests: memory flat, pages given back?")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--model", default=None, help="a name, folder or .gguf file; default: a tiny random model")
-    parser.add_argument("--pool-tokens", type=int, default=1024)
+    parser.add_argument("--pool-tokens", type=int, default=512)
     parser.add_argument("--limit", type=float, default=8.0, help="MB that resident memory may grow by")
     return parser.parse_args()
 

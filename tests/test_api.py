@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, ForerunError, OutOfPages
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPTS = ["The lamp turns", "A keeper counts the ships", "def turn(lamp):", "twelve times"]
@@ -118,8 +119,73 @@ def test_n_answers_come_as_choices(llm: LLM):
         ({"max_context": 10**9}, "max_context is 1000000000"),
         ({"pool_tokens": 3}, "pool_tokens is 3"),
         ({"threads": -1}, "threads is -1"),
+        ({"threads": "2"}, "threads is '2'"),
+        ({"pool_tokens": 0}, "pool_tokens is 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"max_context": "x"}, "max_context is 'x'"),
     ],
 )
 def test_bad_settings_are_named(tiny_folder: Callable[[str], Path], values: dict, says: str):
     with pytest.raises(BadRequest, match=says):
         LLM(str(tiny_folder("qwen3")), quiet=True, **values)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, b"abc", 1.5, [1.5], [[1.5]], [True], [None], {"role": "user"}, [b"x"], "", [""]]
+)
+def test_prompts_of_the_wrong_kind_are_refused(llm: LLM, prompt: Any):
+    with pytest.raises(BadRequest):
+        llm.generate(prompt, PARAMS)
+    with pytest.raises(BadRequest):
+        next(llm.stream(prompt, PARAMS))
+
+
+@pytest.mark.parametrize("messages", [None, "hi", ["hi"], [], [[]], {"role": "user"}, [{"content": "x"}], [None]])
+def test_conversations_of_the_wrong_kind_are_refused(llm: LLM, messages: Any):
+    with pytest.raises(BadRequest):
+        llm.chat(messages, PARAMS)
+
+
+def test_parameters_and_models_of_the_wrong_kind_are_refused(llm: LLM):
+    with pytest.raises(BadRequest, match="SamplingParams"):
+        llm.generate("hi", {"max_tokens": 1})  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="NoneType"):
+        LLM(None)  # type: ignore[arg-type]
+
+
+def test_a_closed_model_says_so(tiny_folder: Callable[[str], Path]):
+    closed = LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True)
+
+    async def close_while_running() -> str | None:
+        task = asyncio.create_task(closed.agenerate("fog", SamplingParams(max_tokens=900, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        closed.close()
+        return (await asyncio.wait_for(task, 10)).finish_reason
+
+    assert asyncio.run(close_while_running()) == "cancelled"
+    with pytest.raises(ForerunError, match="closed"):
+        closed.generate("fog", PARAMS)
+    with pytest.raises(ForerunError, match="closed"):
+        next(closed.stream("fog", PARAMS))
+    with pytest.raises(ForerunError, match="closed"):
+        asyncio.run(asyncio.wait_for(closed.agenerate("fog", PARAMS), 10))
+    assert closed.engine.idle
+
+
+def test_an_error_in_the_background_reaches_those_who_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(work: object) -> None:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "run", fail)
+        with pytest.raises(RuntimeError, match="boom"):
+            asyncio.run(asyncio.wait_for(llm.agenerate("fog", PARAMS), 10))
+        with pytest.raises(RuntimeError, match="boom"):
+            llm.generate("fog", PARAMS)
+    assert llm.engine.idle
+    assert asyncio.run(llm.agenerate("fog", PARAMS)).text == llm.generate("fog", PARAMS)[0].text
+
+
+def test_a_pool_larger_than_memory_is_refused(tiny_folder: Callable[[str], Path]):
+    with pytest.raises(OutOfPages, match="pool_tokens is 1000000000000"):
+        LLM(str(tiny_folder("qwen3")), quiet=True, threads=1, pool_tokens=10**12)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,3 +176,64 @@ def test_generate_several_choices(tiny_folder: Callable[[str], Path], capsys: py
 def test_system_needs_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "hi", "--raw", "--system", "be brief") == 2
     assert "--system" in capsys.readouterr().err
+
+
+def shell(*args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "forerun.cli", *args]
+    return subprocess.run(command, capture_output=True, timeout=60, **options)
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from forerun import cli; import forerun.models.store; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_an_empty_prompt_is_an_error(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", prompt) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: the prompt is empty") and captured.out == ""
+
+
+def test_standard_input_may_be_closed_or_no_text() -> None:
+    closed = shell("generate", "-", preexec_fn=lambda: os.close(0))
+    assert closed.returncode == 1 and closed.stderr.startswith(b"error: the prompt is empty")
+    garbage = shell(
+        "generate", "-", input=b"\xff\xfe", env=os.environ | {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
+    )
+    assert garbage.returncode == 1 and garbage.stderr.startswith(b"error: standard input is not UTF-8")
+
+
+def test_what_a_terminal_cannot_show_is_replaced(tiny_folder: Callable[[str], Path]) -> None:
+    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "12"]
+    args += ["--temperature", "1.5", "--seed", "3"]  # a random model: half of what it says is no ASCII
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert shell(*args, env=ascii_only).returncode == 0
+    record = json.loads(shell(*args, "--json", env=ascii_only).stdout)
+    assert not record["choices"][0]["text"].isascii()
+
+
+def test_an_error_before_the_first_token_leaves_no_empty_line(
+    tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["generate", "fog " * 500, "--threads", "1", "--model", str(tiny_folder("llama")), "--max-context", "64"]
+    assert run(*args) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "the context holds 64" in captured.err
+
+
+def test_stop_strings_know_line_breaks() -> None:
+    assert options.stop_strings(["\\n\\n", "end"]) == ("\n\n", "end") and options.stop_strings(None) == ()
+
+
+def test_impatient_ctrl_c_is_clean_while_loading(tiny_folder: Callable[[str], Path]) -> None:
+    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "900"]
+    command = [sys.executable, "-m", "forerun.cli", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(1.0)  # it imports, loads or answers: whatever it does, three of these end it without a word
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.strip() == b""

@@ -33,6 +33,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("stop", ("",), "non-empty"),
     ("stop", tuple("abcdefghijklmnopq"), "17 strings"),
     ("logit_bias", {5: 101.0}, "logit_bias\\[5\\]"),
+    ("logit_bias", None, "None"),
+    ("stop", None, "None"),
+    ("stop", 5, "5"),
+    ("max_tokens", 10**400, "10000000"),
+    ("temperature", -(10**400), "from 0.0"),
 ]
 
 

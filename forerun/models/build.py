@@ -82,15 +82,14 @@ def build_decoder(
     builder = _Builder(checkpoint, precision, device)
     config = checkpoint.config
     threads = torch.get_num_threads()
-    with _workers(device) as pool:
-        try:
-            ends = pool.submit(builder.ends)  # the longest job goes first
-            jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
-            layers = [job.result() for job in track(jobs, "loading layers", quiet)]
-            lookup, final_norm, head = ends.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers nobody will use
-            raise
+    pool = _workers(device)
+    try:
+        ends = pool.submit(builder.ends)  # the longest job goes first
+        jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
+        layers = [job.result() for job in track(jobs, "loading layers", quiet)]
+        lookup, final_norm, head = ends.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers nobody will use
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
     decoder = Decoder(
         config=config,

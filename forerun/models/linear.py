@@ -17,7 +17,6 @@ from torch import Tensor
 
 from forerun.models.rotation import hadamard
 
-ROUND = 16
 Norm = tuple[Tensor | None, float]  # weight of an RMS norm (None: folded into the matrix behind it) and its epsilon
 
 
@@ -33,13 +32,14 @@ _packed_int8 = _kernel(torch.ops.quantized.linear_with_input_q_dq_qweight_dq_out
 
 
 def few_shapes(x: Tensor) -> Tensor:
-    """x [T, in] with rows of zeros up to a multiple of 16, where T is more than that and on a CPU.
+    """x [T, in] with rows of zeros below, so that on a CPU some 60 values of T occur and not 512.
 
-    oneDNN compiles and keeps a kernel of some 100 KB for every matrix and number of rows it meets: with any number of
-    rows, a thousand different batches would take hundreds of megabytes, and each new one the time to compile.
+    oneDNN keeps what it has prepared for every matrix and number of rows it meets: with any number of rows, a thousand
+    different batches would take hundreds of megabytes. The cost of a product grows with T, so steps grow with it too.
     """
-    missing = -x.shape[0] % ROUND
-    return x if missing == 0 or x.shape[0] <= ROUND or x.is_cuda else F.pad(x, (0, 0, 0, missing))
+    rows = x.shape[0]
+    missing = -rows % (1 if rows <= 16 or x.is_cuda else 4 if rows <= 64 else 8 if rows <= 128 else 16)
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:

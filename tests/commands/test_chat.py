@@ -12,7 +12,7 @@ from rich.console import Console
 from forerun.commands.chat import Conversation
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, OutOfPages
 
 
 class ScriptedLLM:
@@ -92,3 +92,9 @@ def test_unknown_commands_show_the_known_ones(monkeypatch: pytest.MonkeyPatch) -
     llm = ScriptedLLM()
     assert "/reset" in talk(monkeypatch, llm, "/what")
     assert llm.asked == []
+
+
+def test_any_expected_error_leaves_the_conversation_open(monkeypatch: pytest.MonkeyPatch):
+    llm = ScriptedLLM([OutOfPages("the prompt has 900 tokens", "shorten it")], ["fine"])
+    assert "900 tokens" in talk(monkeypatch, llm, "a very long question", "a short one")
+    assert [m["content"] for m in llm.asked[1]] == ["a short one"]

@@ -224,3 +224,22 @@ def assert_no_state(engine: Engine) -> None:
     engine.clear_cache()
     assert engine.pool.used == 0 and engine.pool.free == engine.pool.num_pages
     assert not engine._texts and engine.idle
+
+
+def test_an_answer_ends_where_a_pool_of_uneven_size_ends(folder: Path):
+    engine = make_engine(folder, pool_tokens=21, page_size=8)  # two whole pages and five tokens that are none
+    answer = Answer(engine, [5, 6, 7], GREEDY)
+    finish(engine, steps=60)
+    assert answer.last.finish_reason == "length" and len(answer.tokens()) == 13
+    with pytest.raises(OutOfPages, match="holds 16"):
+        Answer(engine, [5] * 16, GREEDY)
+
+
+def test_an_error_ends_everybody_with_it(folder: Path):
+    engine = make_engine(folder)
+    answers = [Answer(engine, [5, 6, k], GREEDY) for k in range(3)]
+    engine.step()
+    error = RuntimeError("out of memory")
+    engine.end_all(error)
+    assert all(a.last.finish_reason == "error" and a.last.error is error for a in answers)
+    assert engine.idle and leaked(engine) == 0

@@ -115,3 +115,8 @@ def test_greedy_and_sampled_rows_share_a_batch():
     logprob = mixed[2].logprob
     assert logprob is not None and [t for t, _ in logprob.top] == [0, 1]
     assert logprob.logprob == pytest.approx(math.log(P[0]), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float):
+    assert shaped(temperature=temperature) == [1.0, 0.0, 0.0, 0.0, 0.0]

@@ -97,3 +97,14 @@ def test_smollm2(smollm2: Path) -> None:
     file = GGUFFile(smollm2)
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 49152 and len(file.tensors) == 272
     assert {info.type for info in file.tensors.values()} == {"Q8_0", "Q4_1", "F32"}
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4])
+def test_a_tensor_off_the_alignment_is_damage(small: Path, shift: int) -> None:
+    """Numbers at odd places could not be read in place; the second tensor's offset is the last one of the table."""
+    data = bytearray(small.read_bytes())
+    at = data.index(b"two") + 3 + 4 + 8 + 4  # its name, rank, one dimension and type
+    struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] - shift)
+    small.write_bytes(data)
+    with pytest.raises(CorruptModel, match="'two' lies at"):
+        GGUFFile(small)

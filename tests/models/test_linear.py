@@ -128,3 +128,23 @@ def test_int8_stays_close_to_float32_on_the_real_model(vnni: bool, smollm2: Path
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     for quality in measure_modes(str(smollm2), ["int8"], tokens=384, device="cpu"):
         assert quality.kl < 0.02 and quality.top1 > 0.88
+
+
+@pytest.mark.parametrize("kind", [Linear, PackedFloat32])
+def test_the_kernel_meets_few_shapes(kind: type[Linear], monkeypatch: pytest.MonkeyPatch):
+    """oneDNN keeps a compiled kernel for every number of rows: with every one of them, memory would grow for long."""
+    met: set[int] = set()
+    original = module.few_shapes
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        rows = original(x)
+        met.add(rows.shape[0])
+        return rows
+
+    monkeypatch.setattr(module, "few_shapes", note)
+    weight, linear = random(24, 32, seed=1), kind(random(24, 32, seed=1))
+    for count in range(1, 260):
+        x, add = random(count, 32, seed=count), random(count, 24, seed=count + 1)
+        assert torch.allclose(linear(x), x @ weight.T, atol=1e-4)
+        assert torch.allclose(linear(x, add=add), x @ weight.T + add, atol=1e-4)
+    assert met == {*range(1, 17), *range(20, 65, 4), *range(72, 129, 8), *range(144, 273, 16)}
