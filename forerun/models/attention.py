@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
 
 
 TILE = 256  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
-MANY = 32  # new tokens from which query heads are left apart
+MANY = 128  # new tokens from which query heads are left apart
 ROWS = 4  # rows come in multiples of this
 SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
 
