@@ -155,7 +155,7 @@ class _Builder:
         scale, eps = self.norm(norm)
         if self.basis is None or scale is None:
             return (scale, eps), self.linear(weight, bias)
-        return (None, eps), self.linear(self.basis.apply(weight.float() * scale), bias)
+        return (None, eps), self.linear(self.basis.apply(weight, scale), bias)
 
     def writing(self, weight: Tensor, kind: type[Linear] | None = None) -> Linear:
         """A matrix that adds to the residual stream."""
@@ -196,5 +196,5 @@ class _Builder:
             return (scale, eps), self.linear(self.weights(name))
         weight = torch.empty(self.config.vocab_size, self.config.hidden_size)
         for rows in torch.arange(len(weight)).split(8192):
-            weight[rows[0] : rows[-1] + 1] = self.basis.apply(self.checkpoint.rows(name, rows) * scale)
+            weight[rows[0] : rows[-1] + 1] = self.basis.apply(self.checkpoint.rows(name, rows), scale)
         return (None, eps), self.linear(weight)

