@@ -9,6 +9,7 @@ scattered one.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable
 
 import numpy as np
@@ -84,8 +85,12 @@ class PagePool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory on a CPU until they are written: numpy asks the system for them, torch writes them."""
+    """Zeros that take no memory on a CPU until they are written.
+
+    Mapped from the system page by page: torch would write them all, and numpy asks for huge pages, each of which costs
+    milliseconds at its first write, for every layer and every new place in the pool.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
