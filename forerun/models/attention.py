@@ -44,14 +44,19 @@ class AttentionBackend(ABC):
         """[T, Hq, D] -> [T, Hq * D]."""
 
 
-TILE = 256  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
+TILE = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 MANY = 128  # new tokens from which query heads are left apart
 ROWS = 4  # rows come in multiples of this
 SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
 
 
-def block_keys(context: int) -> int:
-    """Keys to attend over for a context: the kernel's blocks of 512, the last one of 128 where that is enough."""
+def block_keys(context: int, same_bits: bool = True) -> int:
+    """Keys to attend over for a context: the kernel's blocks of 512, the last one of 128 where that is enough.
+
+    Without `same_bits` just a little more than the context, which is less work and rounds differently in each batch.
+    """
+    if not same_bits:
+        return -(-context // 64) * 64
     rest = context % 512
     return context - rest + (0 if rest == 0 else 128 if rest <= 128 else 512)
 
@@ -69,11 +74,15 @@ class _Tile:
 class SdpaAttention(AttentionBackend):
     """The reference: torch's scaled_dot_product_attention per sequence, on views of the cache where pages are one run.
 
-    A token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath choose the order of
-    their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512 (a last one may be
-    128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can flip a rounding and
-    grow from layer to layer.
+    With `same_bits` a token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath choose
+    the order of their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512 (a last
+    one may be 128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can flip a
+    rounding and grow from layer to layer.
     """
+
+    def __init__(self, config: ModelConfig, device: torch.device, max_context: int, same_bits: bool = True) -> None:
+        super().__init__(config, device, max_context)
+        self.same_bits = same_bits
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
@@ -89,7 +98,7 @@ class SdpaAttention(AttentionBackend):
 
     def _tile(self, batch: TokenBatch, s: int, tokens: slice, windows: set[int | None]) -> _Tile:
         context = batch.contexts[s] if batch.tree is not None else int(batch.seen[tokens].max())
-        keys, count = block_keys(context), tokens.stop - tokens.start
+        keys, count = block_keys(context, self.same_bits), tokens.stop - tokens.start
         apart = count >= MANY
         masks = {}
         for window in windows:

@@ -97,7 +97,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=attention_backend(config, device, precision.dtype, max_context),
+        attention=attention_backend(config, device, precision, max_context),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
@@ -114,13 +114,14 @@ def _workers(device: torch.device) -> ThreadPoolExecutor:
 
 
 def attention_backend(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, max_context: int
+    config: ModelConfig, device: torch.device, precision: Precision, max_context: int
 ) -> AttentionBackend:
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and precision.dtype == torch.bfloat16:
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
-    return SdpaAttention(config, device, max_context)
+    rounds = precision.name == "int8"  # where a difference in the last bit would grow
+    return SdpaAttention(config, device, max_context, same_bits=rounds)
 
 
 class _Builder:
