@@ -74,10 +74,10 @@ class _Tile:
 class SdpaAttention(AttentionBackend):
     """The reference: torch's scaled_dot_product_attention per sequence, on views of the cache where pages are one run.
 
-    With `same_bits` a token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath choose
-    the order of their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512 (a last
-    one may be 128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can flip a
-    rounding and grow from layer to layer.
+    With `same_bits` a token's result is the same bits in any batch, chunk or draft. The matrix kernels underneath
+    choose the order of their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512
+    (a last one may be 128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can
+    flip a rounding and grow from layer to layer.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int, same_bits: bool = True) -> None:
