@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import LLM, Choice, Completion
-    from forerun.core import SamplingParams, Usage
+    from forerun.core import Usage
     from forerun.errors import ForerunError
+    from forerun.params import Grammar, SamplingParams, Speculation
 
-__all__ = ["LLM", "Choice", "Completion", "ForerunError", "SamplingParams", "Usage"]
+__all__ = ["LLM", "Choice", "Completion", "ForerunError", "Grammar", "SamplingParams", "Speculation", "Usage"]
 __version__ = "0.1.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
@@ -18,7 +19,9 @@ _HOME = {
     "LLM": "forerun.api",
     "Choice": "forerun.api",
     "Completion": "forerun.api",
-    "SamplingParams": "forerun.core",
+    "Grammar": "forerun.params",
+    "SamplingParams": "forerun.params",
+    "Speculation": "forerun.params",
     "Usage": "forerun.core",
     "ForerunError": "forerun.errors",
 }

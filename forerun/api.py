@@ -16,10 +16,11 @@ import psutil
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.core import SamplingParams, Usage
+from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.decode.workshop import DraftModel
 from forerun.driver import Driver
 from forerun.engine.engine import Engine, EngineConfig
-from forerun.engine.sequence import Event, FinishReason, TokenLogprob
+from forerun.engine.sequence import Event, FinishReason
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.checkpoint import Checkpoint
@@ -74,13 +75,14 @@ class LLM:
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
     bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
-    of the memory that is free.
+    of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool.
     """
 
     def __init__(
         self,
         model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
+        draft: str | Path | Checkpoint | None = None,
         weights: str = "auto",
         device: str = "auto",
         pool_tokens: int | None = None,
@@ -103,15 +105,31 @@ class LLM:
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
         self.config, self.model = self.decoder.config, checkpoint.source
+        drafting = None if draft is None else self._open_draft(draft, where, weights, context, quiet)
+        decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
         config = EngineConfig(
             max_context=context,
-            pool_tokens=_pool_tokens(pool_tokens, self.decoder) or default_pool_tokens(self.decoder, context),
+            pool_tokens=_pool_tokens(pool_tokens, decoders) or default_pool_tokens(decoders, context),
             max_batch=max_batch,
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
         )
-        self.engine = Engine(self.decoder, self.tokenizer, config)
+        self.engine = Engine(self.decoder, self.tokenizer, config, drafting)
         self._driver = Driver(self.engine)
+
+    def _open_draft(
+        self, draft: str | Path | Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
+    ) -> DraftModel:
+        checkpoint = _opened(draft)
+        tokenizer = checkpoint.tokenizer()
+        decoder, _ = build_decoder(checkpoint, where, weights, min(context, checkpoint.config.max_context), quiet)
+        if decoder.weight_bytes > self.decoder.weight_bytes:
+            raise BadRequest(
+                f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "
+                f"{self.model} {self.decoder.weight_bytes / 1e6:,.0f} MB",
+                "a draft must be cheaper than its target: swap them, or leave draft out",
+            )
+        return DraftModel(decoder, tokenizer, self.tokenizer.same_tokens(tokenizer), checkpoint.source)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -173,6 +191,10 @@ class LLM:
             "resident": psutil.Process().memory_info().rss,
         }
 
+    def speculation(self) -> dict[str, Any]:
+        """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
+        return self.engine.speculator.figures()
+
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
         self._driver.clear_cache()
@@ -198,10 +220,14 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model
 
 
-def default_pool_tokens(decoder: Any, context: int, page_size: int = 16) -> int:
+def _page_bytes(decoders: list[Decoder], page_size: int) -> int:
+    return sum(PagePool.page_bytes(d.config, page_size, d.dtype) for d in decoders)
+
+
+def default_pool_tokens(decoders: list[Decoder], context: int, page_size: int = 16) -> int:
     """Room for four full contexts, within a quarter of the memory that is free (CPU) or most of it (CUDA)."""
-    per_page = PagePool.page_bytes(decoder.config, page_size, decoder.dtype)
-    if decoder.device.type == "cuda":
+    per_page = _page_bytes(decoders, page_size)
+    if decoders[0].device.type == "cuda":
         room = int(torch.cuda.mem_get_info()[0] * 0.8)
         return max(2, room // per_page) * page_size
     room = psutil.virtual_memory().available // 4
@@ -209,12 +235,12 @@ def default_pool_tokens(decoder: Any, context: int, page_size: int = 16) -> int:
     return max(2, pages) * page_size
 
 
-def _pool_tokens(asked: int | None, decoder: Decoder, page_size: int = 16) -> int | None:
+def _pool_tokens(asked: int | None, decoders: list[Decoder], page_size: int = 16) -> int | None:
     """What was asked for, if memory can hold it."""
     if asked is None:
         return None
-    needed = asked * PagePool.page_bytes(decoder.config, page_size, decoder.dtype) // page_size
-    cuda = decoder.device.type == "cuda"
+    needed = asked * _page_bytes(decoders, page_size) // page_size
+    cuda = decoders[0].device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
     if needed > free:
         raise OutOfPages(
@@ -273,8 +299,7 @@ def _collect(prompt_ids: list[int], n: int, events: list[Event]) -> Completion:
 
 def _merge(total: Usage, part: Usage, first: bool) -> None:
     """Usage of n answers: the first one's prompt and first token, everybody's answer tokens, the slowest one's end."""
-    total.completion_tokens += part.completion_tokens
-    total.preemptions += part.preemptions
+    total.add(part)
     total.total_s = max(total.total_s, part.total_s)
     if first:
         total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s

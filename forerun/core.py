@@ -1,4 +1,5 @@
-"""The nouns: what is asked (`SamplingParams`), what is run (`TokenBatch`), what is reported (`Usage`).
+"""The nouns: what is asked (`SamplingParams`), what is run (`TokenBatch`), what is guessed and what becomes of it
+(`Draft`, `Verdict`), what is reported (`Usage`).
 
 Invariants are checked where an object is made, lengths are derived, and nothing here knows a model, a cache or a
 device policy.
@@ -6,90 +7,17 @@ device policy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from forerun.errors import BadRequest
+from forerun.params import Grammar, SamplingParams, Speculation
 
-MAX_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose the next token. Temperature 0 (the default) is greedy; every value is checked on creation."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer, multiplicative
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    seed: int | None = None  # None: drawn once per request
-    logprobs: int | None = None  # None: off; k: the chosen token and the k likeliest
-    n: int = 1
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif isinstance(self.stop, (list, set, frozenset)):
-            object.__setattr__(self, "stop", tuple(self.stop))
-        if not isinstance(self.stop, tuple):
-            raise BadRequest(f"stop must be text or a list of texts, got {self.stop!r}", "leave it out for none")
-        if not isinstance(self.logit_bias, dict):
-            raise BadRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "leave it out")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # logits stay far from float32's end
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("top_k", self.top_k, 0, 1_000_000, whole=True)
-        _number("max_tokens", self.max_tokens, 1, 10_000_000, whole=True)
-        _number("n", self.n, 1, 256, whole=True)
-        if self.seed is not None:
-            _number("seed", self.seed, -(2**63), 2**64, whole=True)
-        if self.logprobs is not None:
-            _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
-        if len(self.stop) > 16:
-            raise BadRequest(f"stop has {len(self.stop)} strings, the limit is 16", "keep the few that matter")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise BadRequest(f"stop strings must be non-empty text, got {text!r}", "remove it from `stop`")
-        for token, bias in self.logit_bias.items():
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def penalised(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.logit_bias)
-        )
-
-
-def _number(name: str, value: float, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
-    """Reject what is not a number within [low, high] (or (low, high]), naming the value and the limits."""
-    kind = "a whole number" if whole else "a number"
-    right_type = isinstance(value, int) if whole else isinstance(value, (int, float))
-    if isinstance(value, bool) or not right_type:
-        raise BadRequest(f"{name} must be {kind}, got {value!r}", f"give {kind} from {low} to {high}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
-        above = "above" if open_low else "from"
-        raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", f"choose a {name} in that range")
+__all__ = [
+    *("Draft", "Grammar", "HostBatch", "ROOT", "SamplingParams", "Speculation", "Tally", "TokenBatch"),
+    *("TokenLogprob", "Usage", "Verdict"),
+]
 
 
 @dataclass
@@ -131,16 +59,19 @@ class TokenBatch:
 
 @dataclass
 class HostBatch:
-    """A causal batch still on the host: token t of a sequence sees that sequence's entries before it, and itself."""
+    """A batch still on the host, as lists and numpy arrays; the rules are those of `TokenBatch`."""
 
     tokens: np.ndarray  # [T] int64
-    entries: np.ndarray  # [T] int64, place of each token in its sequence; also its rotary position
+    positions: np.ndarray  # [T] int64
     slots: np.ndarray  # [T] int64
+    seen: np.ndarray  # [T] int32
     starts: list[int]  # [S + 1]
     contexts: list[int]  # [S]
     pages: list[np.ndarray]  # [S] page ids of each sequence
     page_size: int
     want: list[int]  # [N]
+    bits: list[int] | None = None  # [T] bit j: the token sees entry tree_start + j, beside those before `seen`
+    tree_start: list[int] | None = None  # [S]
 
     def to(self, device: torch.device) -> TokenBatch:
         tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
@@ -149,16 +80,117 @@ class HostBatch:
         together = bool((np.diff(self.slots) == 1).all())
         return TokenBatch(
             tokens=torch.from_numpy(self.tokens).to(device),
-            positions=torch.from_numpy(self.entries).to(device),
+            positions=torch.from_numpy(self.positions).to(device),
             slots=torch.from_numpy(self.slots).to(device),
-            seen=torch.from_numpy((self.entries + 1).astype(np.int32)).to(device),
+            seen=torch.from_numpy(self.seen).to(device),
             tables=torch.from_numpy(tables).to(device),
             starts=self.starts,
             contexts=self.contexts,
             page_size=self.page_size,
             want=torch.tensor(self.want, dtype=torch.int64, device=device),
+            tree=None if self.bits is None else _unpack(self.bits).to(device),
+            tree_start=self.tree_start,
             run_start=int(self.slots[0]) if together else None,
         )
+
+
+def _unpack(bits: list[int]) -> torch.Tensor:
+    """Sets of entries as rows of booleans: [T, W]."""
+    width = max(1, max(b.bit_length() for b in bits))
+    return torch.tensor([[bool(b >> j & 1) for j in range(width)] for b in bits])
+
+
+ROOT = -1  # the parent of a draft's first tokens: the last token of the sequence itself
+
+
+@dataclass
+class Draft:
+    """Guesses about what follows a sequence, as a tree of tokens: parents come before their children.
+
+    `chances[i]` is the drafter's own estimate that node i is accepted once its parent is. Deterministic drafters leave
+    `proposals` empty. A drafter that drew the children of a node at random, one after the other without replacement,
+    in the order they have here, gives the distribution it drew them from: `proposals[node]`; such a draft is lossless
+    only whole, so nobody prunes or merges it.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # names of the drafters
+    proposals: dict[int, torch.Tensor] = field(default_factory=dict)  # node or ROOT -> [V] float32
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, token: int, parent: int, chance: float, source: str) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        self.sources.append(source)
+        return len(self.tokens) - 1
+
+    @classmethod
+    def chain(cls, tokens: list[int], chances: list[float], source: str) -> Draft:
+        return cls(list(tokens), list(range(ROOT, len(tokens) - 1)), list(chances), [source] * len(tokens))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the first to `node`; empty for ROOT."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def children(self) -> dict[int, list[int]]:
+        """The children of every node that has some, in their order."""
+        found: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            found.setdefault(parent, []).append(node)
+        return found
+
+    def depths(self) -> list[int]:
+        """1 for the first tokens."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def problem(self, vocab: int) -> str | None:
+        """What is wrong with it, if anything: drafters may be anybody's."""
+        if not len(self.tokens) == len(self.parents) == len(self.chances) == len(self.sources):
+            return "tokens, parents, chances and sources differ in length"
+        for i, (token, parent, chance) in enumerate(zip(self.tokens, self.parents, self.chances, strict=True)):
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                return f"node {i} has token {token!r}, the vocabulary has {vocab}"
+            if not isinstance(parent, int) or not ROOT <= parent < i:
+                return f"node {i} has parent {parent!r}, which does not come before it"
+            if not 0.0 <= chance <= 1.0:
+                return f"node {i} has chance {chance!r}"
+        siblings = list(zip(self.parents, self.tokens, strict=True))
+        return "two children of one node have the same token" if len(set(siblings)) < len(siblings) else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier made of a draft: the accepted path, and the token that follows it."""
+
+    path: list[int]  # nodes, each the child of the one before
+    next_token: int
+
+
+@dataclass
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, best first
+
+
+@dataclass
+class Tally:
+    """What became of one drafter's guesses."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -172,6 +204,37 @@ class Usage:
     queued_s: float = 0.0
     ttft_s: float = 0.0  # from submission to the first token
     total_s: float = 0.0
+    steps: int = 0  # passes of the target that gave at least one token of the answer
+    drafted: int = 0
+    accepted: int = 0
+    drafters: dict[str, Tally] = field(default_factory=dict)
+    verifier: str = ""  # empty: nothing was drafted
+    lossless: bool = True
+    lengths: list[int] = field(default_factory=list)  # drafted tokens that each step accepted
+    draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
+    verify_s: float = 0.0
+
+    def add(self, part: Usage) -> None:
+        """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""
+        for name in ("completion_tokens", "preemptions", "steps", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        for drafter, tally in part.drafters.items():
+            mine = self.drafters.setdefault(drafter, Tally())
+            mine.drafted += tally.drafted
+            mine.accepted += tally.accepted
+        self.lengths += part.lengths
+        self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)
+        self.verifier, self.lossless = self.verifier or part.verifier, self.lossless and part.lossless
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens a pass of the target gave: 1 without speculation."""
+        return self.completion_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def other_s(self) -> float:
+        """Decoding time that was neither drafting nor verifying: sampling, text, waiting for other requests."""
+        return max(0.0, self.total_s - self.ttft_s - self.draft_s - self.verify_s)
 
     @property
     def computed_tokens(self) -> int:

@@ -112,6 +112,10 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode("utf-8")
 
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether an id means the same text in both."""
+        return self.backend.get_vocab(with_added_tokens=True) == other.backend.get_vocab(with_added_tokens=True)
+
     @property
     def add_bos(self) -> bool:
         """Whether the model expects its BOS token before a plain text."""

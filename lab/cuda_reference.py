@@ -15,8 +15,8 @@ import torch
 from forerun.bench.peers.hf_model import hf_from_checkpoint
 from forerun.bench.shapes import RandomCheckpoint, random_ids
 from forerun.cache.pool import PagePool
-from forerun.engine.runner import Runner, Span
 from forerun.models.build import build_decoder
+from forerun.models.runner import Runner, Span
 
 CUDA = torch.device("cuda")
 

@@ -10,28 +10,37 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import random
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from cuda_stack import load, pool_for, replay_ms, spans
+from cuda_stack import load, spans, timed
 
-from forerun.engine.runner import Runner
-from forerun.models.cuda import nvrtc
+from forerun.models.cuda import nvrtc, stack
 
 STEPS = ("qkv", "meet", "attention", "meet", "o", "meet", "gate_up", "meet", "down", "meet")
 MEET = "all_programs_meet(p.meeting, target);"
-MARK = "if (threadIdx.x == 0) trace[blockIdx.x][marks] = clock64(); marks++;"
+MARK = "if (threadIdx.x == 0) trace[blockIdx.x][marks[0]] = clock64(); marks[0]++;"
 MOST = 1024
 
 
 def patched(source: str) -> str:
-    head, main = source.split("__device__ __forceinline__ void compute_all", 1)
-    main = main.replace(MEET, f"{MARK} {MEET} {MARK}").replace("int start = 0, turn", "int marks = 0, start = 0, turn")
-    main = main.replace("choose(p, best, sh.flags);", f"{MARK} choose(p, best, sh.flags); {MARK}")
-    return f"{head}__device__ long long trace[256][{MOST}];\n__device__ __forceinline__ void compute_all{main}"
+    """Marks at the meetings of `compute_layers`, and after the head."""
+    function = "__device__ __forceinline__ void "
+    head, main = source.split(f"{function}compute_layers", 1)
+    main = main.replace("u32& target) {", "u32& target, int* marks) {", 1).replace(
+        "turn, target);", "turn, target, &marks);"
+    )
+    layers, rest = main.split(f"{function}compute_all", 1)
+    layers = layers.replace(MEET, f"{MARK} {MEET} {MARK}")
+    rest = rest.replace("int start = 0, turn = 0;", "int start = 0, turn = 0, marks = 0;")
+    rest = rest.replace("        compute_layers", f"        {MARK.replace('[0]', '')} compute_layers")
+    rest = rest.replace("        leave_best", f"        {MARK.replace('[0]', '')} leave_best")
+    declared = f"__device__ long long trace[256][{MOST}];\n"
+    return f"{head}{declared}{function}compute_layers{layers}{function}compute_all{rest}"
 
 
 def read(kernel: nvrtc.Kernel, programs: int) -> torch.Tensor:
@@ -48,20 +57,20 @@ def main() -> None:
     parser.add_argument("--models", default="1.5b")
     parser.add_argument("--clock", type=float, default=1.82, help="GHz of the multiprocessors")
     args = parser.parse_args()
-    compile_source = nvrtc.compile_source
-    nvrtc.compile_source = lambda source, options: compile_source(patched(source), options)
+    plain = stack._source
+    stack._source = lambda: patched(plain())
     for shape in args.models.split(","):
-        decoder = load(shape, 4096)
-        runner = Runner(decoder, pool_for(decoder, 64 * 40), 4096)
+        runner = load(shape)
         assert runner.graphs is not None and runner.graphs.stack is not None
-        stack, layers = runner.graphs.stack, decoder.config.num_layers
+        one, layers = runner.graphs.stack, runner.decoder.config.num_layers
         for seqs, new in ((1, 1), (1, 16), (16, 1)):
-            work = spans(decoder, seqs, new, 512, torch.Generator().manual_seed(2))
-            ms = replay_ms(runner.graphs, runner, work)
-            marks = read(stack.kernel, stack.cut.programs).double()[:, 1:] / args.clock / 1e3  # us
+            batch = runner.batch(spans(runner.decoder, [(512 - new, new, False)] * seqs, random.Random(2)))
+            runner.graphs.run(batch)
+            ms = timed(one.launch)
+            marks = read(one.kernel, one.cut.programs).double() / args.clock / 1e3  # us
             steps = marks[:, 1 : len(STEPS) * layers + 1] - marks[:, : len(STEPS) * layers]
             steps = steps.view(-1, layers, len(STEPS))
-            end = marks[:, len(STEPS) * layers : len(STEPS) * layers + 3].diff(dim=1)
+            end = marks[:, len(STEPS) * layers : len(STEPS) * layers + 2].diff(dim=1)
             print(
                 f"{shape} {seqs} x {new}: {ms:.3f} ms; a layer {steps.sum(2).mean():.1f}, head {end[:, 0].mean():.1f}"
             )
@@ -70,9 +79,7 @@ def main() -> None:
                 shown = " ".join(f"{float(each[b]):6.2f}" for b in (0, 10, 50, 100, 131))
                 print(f"  {name:10} mean {float(each.mean()):6.2f} least {float(each.min()):6.2f} "
                       f"most {float(each.max()):6.2f} | {shown}", flush=True)  # fmt: skip
-            whole = (marks[:, len(STEPS) * layers + 2] - marks[:, 0]).median()
-            print(f"  whole from the first layer {float(whole):.1f} us")
-        del runner, decoder, stack
+        del runner, one
         torch.cuda.empty_cache()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ COMMANDS = [
     ["bench", "prefill"],
     ["bench", "batch"],
     ["bench", "forward"],
+    ["bench", "speculate"],
     ["check", "model"],
 ]
 
@@ -171,6 +173,54 @@ def test_generate_several_choices(tiny_folder: Callable[[str], Path], capsys: py
     assert run(*args, "--temperature", "1", "--seed", "1") == 0
     out = capsys.readouterr().out
     assert out.startswith("[1] ") and "\n[2] " in out
+
+
+def test_guessing_ahead_does_not_change_the_answer(
+    tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_folder("llama"))
+    args = ["generate", "fog", "--threads", "1", "--model", model, "--max-tokens", "24", "--weights", "float32"]
+    found = {}
+    for name in ("off", "lookup+suffix", "model"):
+        draft = ["--draft", model] if name == "model" else []
+        assert run(*args, *draft, "--speculate", name, "--json") == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    answers = [record["choices"][0]["token_ids"] for record in found.values()]
+    assert answers[0] == answers[1] == answers[2]
+    assert found["off"]["usage"]["drafted"] == 0 and found["off"]["usage"]["accepted_length"] == 1.0
+    assert {"draft_s", "verify_s", "other_s", "lengths", "verifier"} <= set(found["model"]["usage"])
+
+
+def test_an_answer_takes_the_shape_asked_for(
+    tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "24"]
+    assert run(*args, "--regex", "[0-9]{4}-[0-9]{2}", "--stats") == 0
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}\n", captured.out)
+    assert len(captured.err.splitlines()) == 2  # what it cost, and what became of guesses
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("--speculate", "telepathy"), "telepathy"),
+        (("--speculate", "model"), "draft"),
+        (("--verify", "hope"), "hope"),
+        (("--verify", "typical"), "bound"),
+        (("--json-schema", "{"), "schema"),
+        (("--regex", "("), "regex"),
+        (("--json-object", "--lark", "start: A"), "--lark"),
+    ],
+    ids=str,
+)
+def test_guesses_and_shapes_that_cannot_be_are_errors(
+    wrong: tuple[str, ...], named: str, tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "4"]
+    assert run(*args, *wrong) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and named in captured.err and "hint: " in captured.err
 
 
 def test_system_needs_chat(capsys: pytest.CaptureFixture[str]) -> None:

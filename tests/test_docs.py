@@ -1,9 +1,13 @@
-"""The page that lists every module must list every module, and nothing that is gone."""
+"""The page that lists every module must list every module, and examples in the documents must run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
+
+from forerun.decode.drafters.base import _KINDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,3 +23,15 @@ def test_structure_lists_every_module() -> None:
     modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py") if "documents" not in path.parts}
     worth_a_line = {name for name in modules if not name.endswith("__init__.py")} | {"forerun/__init__.py"}
     assert listed == worth_a_line
+
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "speculation.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_speculation_page_run(example: str, smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = dict(_KINDS)
+    exec(compile(example, "example", "exec"), {})
+    _KINDS.clear()
+    _KINDS.update(known)
+    assert capsys.readouterr().out.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from forerun import __version__
@@ -17,6 +18,7 @@ class ForerunSide:
         pool = -(-spec.context * spec.batch * 5 // 4 // 16) * 16 + 64
         self.llm = LLM(
             self._model(spec),
+            draft=spec.draft,
             weights=spec.weights,
             device=spec.device,
             threads=spec.threads,
@@ -36,7 +38,8 @@ class ForerunSide:
         return RandomCheckpoint(spec.shape, choose_device(spec.device))
 
     def about(self) -> dict[str, Any]:
-        return {"weights": self.llm.precision.name, "version": __version__}
+        weights, device = self.llm.precision.name, self.llm.decoder.device.type
+        return {"weights": weights, "device": device, "version": __version__}
 
     def decode(self, ids: list[int], tokens: int) -> Sample:
         self.llm.clear_cache()
@@ -71,6 +74,48 @@ class ForerunSide:
 
     def forward(self, tokens: int, context: int) -> Sample:
         return {"ms": 1000 * self.llm.engine.time_forward(tokens, context)}
+
+    # -- speculation: answers end where the model ends them, since text after an end is unlike any other ---------------
+
+    def answer(self, ids: list[int], params: SamplingParams) -> Sample:
+        """One cold answer and all that became of its drafts."""
+        self._forget()
+        answer = self.llm.generate(ids, params)[0]
+        usage = answer.usage
+        derived = {"decode_s": usage.total_s - usage.ttft_s, "other_s": usage.other_s}
+        return {"token_ids": answer.token_ids, **asdict(usage), **derived}
+
+    def together(self, prompts: list[list[int]], params: SamplingParams) -> Sample:
+        """All prompts at once, cold."""
+        self._forget()
+        asked: list[Prompt] = [*prompts]
+        start = time.perf_counter()
+        answers = self.llm.generate(asked, params)
+        total = time.perf_counter() - start
+        made = sum(answer.usage.completion_tokens for answer in answers)
+        return {"total_s": total, "tokens_per_s": made / total, "token_ids": [answer.token_ids for answer in answers]}
+
+    def conversation(self, messages: list[dict[str, str]], follow_up: str, params: SamplingParams) -> Sample:
+        """Two turns from a cold cache: how much of the second prompt was reused."""
+        self._forget()
+        first = self.llm.chat(messages, params)[0]
+        more = [{"role": "assistant", "content": first.text}, {"role": "user", "content": follow_up}]
+        usage = self.llm.chat([*messages, *more], params)[0].usage
+        return {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+
+    def _forget(self) -> None:
+        """Leave nothing of earlier answers: neither their K/V nor their text. All settings get the same tasks, and
+        a drafter that remembers the answer of the one before would repeat it, ten times as fast as it really is."""
+        self.llm.clear_cache()
+        self.llm.engine.speculator._drafters.pop("suffix", None)
+
+    def speculation(self) -> dict[str, Any]:
+        """Figures over all requests so far, acceptance and cost curves."""
+        return self.llm.speculation()
+
+    def bound(self, survival: list[float], drafter: str | None) -> float:
+        """The speedup that the measured cost curves allow where drafts survive like this."""
+        return self.llm.engine.speculator.controller.bound(survival, drafter)
 
     def _first_token(self, ids: list[int]) -> Sample:
         usage = self.llm.generate(ids, SamplingParams(max_tokens=1, ignore_eos=True))[0].usage

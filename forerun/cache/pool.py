@@ -4,6 +4,9 @@ A page holds `page_size` entries of every layer. Whoever keeps a page holds one 
 tree. The pool knows neither; it only never hands out a page that is referenced, and never grows. Pages of one sequence
 are handed out side by side where that is possible, because attention reads a contiguous run in place and has to copy a
 scattered one.
+
+A draft model's K/V for the same tokens lies in the same pages, on a plane of its own: one budget, one prefix tree, and
+whoever shares a page shares what any model has computed for it.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from forerun.models.attention import SLACK
+from forerun.models.attention import KV, SLACK
 from forerun.models.config import ModelConfig
+
+
+@dataclass
+class Plane:
+    """Another model's K/V on the same pages. `filled`: how many entries of each page, from its first, hold something."""
+
+    kv: KV
+    filled: np.ndarray  # [num_pages] int32
 
 
 class PagePool:
@@ -30,10 +42,19 @@ class PagePool:
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        shape = (num_pages * page_size + SLACK, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
-        self.kv = [(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(config.num_layers)]
+        self.kv = self._make_kv(config, dtype, device)
+        self.planes: list[Plane] = []
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.free = num_pages
+
+    def _make_kv(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KV:
+        shape = (self.num_pages * self.page_size + SLACK, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
+        return [(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(config.num_layers)]
+
+    def add_plane(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Plane:
+        """Room for one more model's K/V on every page."""
+        self.planes.append(Plane(self._make_kv(config, dtype, device), np.zeros(self.num_pages, dtype=np.int32)))
+        return self.planes[-1]
 
     @property
     def used(self) -> int:
@@ -41,7 +62,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.kv)
+        return sum(k.nbytes + v.nbytes for kv in (self.kv, *(plane.kv for plane in self.planes)) for k, v in kv)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -62,6 +83,8 @@ class PagePool:
             self.refs[last] = 1
             pages.append(last)
         self.free -= count
+        for plane in self.planes:
+            plane.filled[pages] = 0
         return pages
 
     def _gap(self, count: int) -> int:

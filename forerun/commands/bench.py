@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forerun.commands import options as opt
+
+if TYPE_CHECKING:
+    from forerun.bench.common import Setup
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,20 +24,53 @@ Shape = Annotated[
     str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
 ]
 OneJson = Annotated[bool, typer.Option("--json", help="Print only the JSON line.")]
+TaskData = Annotated[
+    list[Path] | None,
+    typer.Option("--data", help="Tasks: a folder or a .jsonl(.gz) file; may be repeated. Default: shipped prompts."),
+]
+
+
+@dataclass(frozen=True)
+class SetupOptions:
+    """What is measured, beside whom, how often."""
+
+    model: opt.Model = opt.DEFAULT_MODEL
+    weights: opt.Weights = "auto"
+    device: opt.Device = "auto"
+    against: Against = "transformers"
+    runs: Runs = 5
+    threads: opt.Threads = None
+    data: opt.Data = None
+    random_shape: Shape = None
+
+    def setup(self) -> Setup:
+        from forerun.bench.common import Setup
+
+        return Setup(
+            self.model,
+            self.weights,
+            self.device,
+            self.against,
+            self.runs,
+            self.threads,
+            self.data,
+            self.random_shape,
+        )
+
+
+@dataclass(frozen=True)
+class BatchSetupOptions(SetupOptions):
+    """The same; a batch takes long enough for fewer runs."""
+
+    runs: Runs = 3
 
 
 @app.command()
+@opt.grouped
 def decode(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
-    device: opt.Device = "auto",
-    against: Against = "transformers",
+    options: SetupOptions,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 64,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens of the prompt.")] = 512,
-    runs: Runs = 5,
-    threads: opt.Threads = None,
-    data: opt.Data = None,
-    random_shape: Shape = None,
     as_json: OneJson = False,
 ) -> None:
     """Time per token at batch 1.
@@ -48,27 +86,20 @@ def decode(
     from forerun.bench import common
     from forerun.bench import decode as bench
 
-    setup = common.Setup(model, weights, device, against, runs, threads, data, random_shape)
-    result = bench.run(setup, context, tokens)
-    common.report(result, bench.table(result, against), as_json)
+    result = bench.run(options.setup(), context, tokens)
+    common.report(result, bench.table(result, options.against), as_json)
 
 
 @app.command()
+@opt.grouped
 def prefill(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
-    device: opt.Device = "auto",
-    against: Against = "transformers",
+    options: SetupOptions,
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", min=1, help="Length of the prompt; may be repeated.")
     ] = None,
     shared: Annotated[
         int | None, typer.Option("--shared", min=1, help="Also a second request that shares this many tokens.")
     ] = None,
-    runs: Runs = 5,
-    threads: opt.Threads = None,
-    data: opt.Data = None,
-    random_shape: Shape = None,
     as_json: OneJson = False,
 ) -> None:
     """Time to the first token (default: prompts of 512 and 1,500 tokens).
@@ -82,26 +113,19 @@ def prefill(
     from forerun.bench import common
     from forerun.bench import prefill as bench
 
-    setup = common.Setup(model, weights, device, against, runs, threads, data, random_shape)
-    result = bench.run(setup, tokens or [512, 1500], shared)
-    common.report(result, bench.table(result, against), as_json)
+    result = bench.run(options.setup(), tokens or [512, 1500], shared)
+    common.report(result, bench.table(result, options.against), as_json)
 
 
 @app.command()
+@opt.grouped
 def batch(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
-    device: opt.Device = "auto",
-    against: Against = "transformers",
+    options: BatchSetupOptions,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests at once.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each answer.")] = 64,
     context: Annotated[
         int | None, typer.Option("--context", min=1, help="Tokens of each prompt; default: the shipped prompts.")
     ] = None,
-    runs: Runs = 3,
-    threads: opt.Threads = None,
-    data: opt.Data = None,
-    random_shape: Shape = None,
     as_json: OneJson = False,
 ) -> None:
     """Tokens per second with many requests at once.
@@ -115,9 +139,8 @@ def batch(
     from forerun.bench import batch as bench
     from forerun.bench import common
 
-    setup = common.Setup(model, weights, device, against, runs, threads, data, random_shape)
-    result = bench.run(setup, requests, tokens, context)
-    common.report(result, bench.table(result, against), as_json)
+    result = bench.run(options.setup(), requests, tokens, context)
+    common.report(result, bench.table(result, options.against), as_json)
 
 
 @app.command()
@@ -141,3 +164,59 @@ def forward(
     setup = common.Setup(model, weights, device, "none", runs, threads, None, random_shape)
     result = bench.run(setup, context, [1, 2, 4, 8, 16])
     common.report(result, bench.table(result), as_json)
+
+
+@app.command()
+def speculate(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    draft: opt.Draft = None,
+    weights: opt.Weights = "auto",
+    device: opt.Device = "auto",
+    data: TaskData = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Longest answer in tokens.")] = 128,
+    per_category: Annotated[int, typer.Option("--per-category", min=1, help="Tasks of each category.")] = 2,
+    categories: Annotated[str, typer.Option("--categories", help="Only these, joined by commas.")] = "",
+    drafters: Annotated[
+        str, typer.Option("--drafters", help="What to measure beside plain, joined by commas: auto, lookup, ...")
+    ] = "",
+    batch: Annotated[str, typer.Option("--batch", help="Also throughput at these batch sizes: 1,4,16.")] = "",
+    temperature: opt.Temperature = 0.0,
+    verify: Annotated[
+        str, typer.Option("--verify", help="Also accepted lengths of these rules: match,rejection,bounded:0.1.")
+    ] = "",
+    against: Against = "none",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Passes over all tasks.")] = 2,
+    threads: opt.Threads = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write every answer here as it comes, a line each.")] = None,
+    as_json: OneJson = False,
+) -> None:
+    """What guessing ahead gains over plain decoding, by category and drafter, beside the bound that costs allow.
+
+    [bold]Examples[/bold]
+
+    forerun bench speculate --tokens 64
+
+    forerun bench speculate -m qwen2.5-coder-1.5b-instruct -d qwen2.5-coder-0.5b-instruct --data HumanEval.jsonl.gz
+
+    forerun bench speculate -m BIG -d SMALL --temperature 0.8 --verify rejection,traversal --out answers.jsonl --json
+    """
+    from forerun.bench import common, speculate_table
+    from forerun.bench import speculate as bench
+    from forerun.bench.plan import Plan
+
+    names, rules, sizes = _list(drafters), _list(verify), _sizes(batch)
+    found = tuple(data or ())
+    plan = Plan(draft, found, tokens, per_category, _list(categories), names, sizes, temperature, rules, out)
+    result = bench.run(common.Setup(model, weights, device, against, runs, threads), plan)
+    common.report(result, speculate_table.table(result), as_json)
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _list(text))
+    except ValueError:
+        raise typer.BadParameter(f"--batch {text!r} is no list of numbers such as 1,4,16") from None

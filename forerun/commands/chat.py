@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rich.console import Console
 
 from forerun.commands import options as opt
+from forerun.commands.stats import usage_lines
 from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
@@ -21,22 +22,11 @@ HELP = "/reset forgets the conversation, /quit leaves. Ctrl-C stops an answer; C
 Message = dict[str, str]
 
 
+@opt.grouped
 def chat(
+    opened: opt.ModelOptions,
+    answer: opt.ChatAnswerOptions,
     system: opt.System = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-    pool_tokens: opt.PoolTokens = None,
-    max_context: opt.MaxContext = None,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.7,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 0.95,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.Repetition = 1.0,
-    stop: opt.Stop = None,
-    seed: opt.Seed = None,
     stats: opt.Stats = False,
 ) -> None:
     """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer.
@@ -46,24 +36,15 @@ def chat(
     forerun chat
 
     forerun chat --model qwen2.5-coder-0.5b-instruct --system "You review Python code." --temperature 0 --stats
-    """
-    from forerun import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        max_tokens=max_tokens,
-        stop=opt.stop_strings(stop),
-        seed=seed,
-    )
+    forerun chat --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    """
+    params = answer.params()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
-    with opt.open_llm(model, weights, device, threads, pool_tokens, max_context) as llm:
+    with opened.open() as llm:
         console = Console(stderr=True, highlight=False)
-        console.print(f"{model}. {HELP}", style="dim", markup=False)
+        console.print(f"{opened.model}. {HELP}", style="dim", markup=False)
         Conversation(llm, params, system, stats, console).run()
 
 
@@ -115,7 +96,7 @@ class Conversation:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
                 if event.usage is not None and self.stats:
-                    self.console.print("\n" + opt.usage_line(event.usage, event.finish_reason), style="dim", end="")
+                    self.console.print("\n" + usage_lines(event.usage, event.finish_reason), style="dim", end="")
         except KeyboardInterrupt:
             # Closing the stream cancels the request; its pages go back to the pool before the next question.
             stream.close()

@@ -11,35 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.stats import usage_lines, usage_record
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from forerun import LLM, SamplingParams
 
 
+@opt.grouped
 def generate(
+    opened: opt.ModelOptions,
+    answer: opt.AnswerOptions,
     prompt: Annotated[str | None, typer.Argument(help="The text; `-` reads it from standard input.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="A text file to put before PROMPT (or instead of it).")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
     system: opt.System = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
-    device: opt.Device = "auto",
-    threads: opt.Threads = None,
-    pool_tokens: opt.PoolTokens = None,
-    max_context: opt.MaxContext = None,
-    max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.0,
-    top_k: opt.TopK = 0,
-    top_p: opt.TopP = 1.0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.Repetition = 1.0,
-    presence_penalty: opt.Presence = 0.0,
-    frequency_penalty: opt.Frequency = 0.0,
-    stop: opt.Stop = None,
-    seed: opt.Seed = None,
     n: Annotated[int, typer.Option("--choices", help="How many answers to draw; needs a temperature above 0.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="With --json: log-probabilities of this many likeliest tokens.")
@@ -57,36 +45,29 @@ def generate(
 
     forerun generate "def fibonacci(n):" --raw --stop "\\n\\n" --model ./qwen2.5-coder-0.5b.gguf
 
+    forerun generate "Fix the bug." -f depot.py -m qwen2.5-coder-1.5b-instruct -d qwen2.5-coder-0.5b-instruct --stats
+
+    forerun generate "A ship, as JSON." --json-schema ship.json --speculate grammar+lookup
+
     cat notes.txt | forerun generate - --system "Summarise in one sentence." --json
     """
-    from forerun import SamplingParams
-
-    text = read_prompt(prompt, file)
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        stop=opt.stop_strings(stop),
-        seed=seed,
-        n=n,
-        logprobs=logprobs,
-    )
-    if system is not None and not chat:
-        raise typer.BadParameter("--system needs --chat: raw text has no messages")
-    asked: str | list[dict[str, Any]] = text
-    if chat:
-        asked = [{"role": "system", "content": system}] if system is not None else []
-        asked.append({"role": "user", "content": text})
-    with opt.open_llm(model, weights, device, threads, pool_tokens, max_context) as llm:
+    asked = _asked(read_prompt(prompt, file), chat, system)
+    params = answer.params(n=n, logprobs=logprobs)
+    with opened.open() as llm:
         if as_json or n > 1:
             _whole(llm, asked, params, stats, as_json)
         else:
             _streamed(llm, asked, params, stats)
+
+
+def _asked(text: str, chat: bool, system: str | None) -> str | list[dict[str, Any]]:
+    """What the model gets: messages, or raw text to continue."""
+    if not chat:
+        if system is not None:
+            raise typer.BadParameter("--system needs --chat: raw text has no messages")
+        return text
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    return [*opening, {"role": "user", "content": text}]
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -124,7 +105,7 @@ def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None
         if event is not None:  # an error or Ctrl-C before the first token leaves no empty line
             sys.stdout.write("\n")
     if stats and event is not None and event.usage is not None:
-        print(opt.usage_line(event.usage, event.finish_reason), file=sys.stderr)
+        print(usage_lines(event.usage, event.finish_reason), file=sys.stderr)
 
 
 def _whole(llm: LLM, asked: Any, params: SamplingParams, stats: bool, as_json: bool) -> None:
@@ -134,15 +115,17 @@ def _whole(llm: LLM, asked: Any, params: SamplingParams, stats: bool, as_json: b
             {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "logprobs": c.logprobs}
             for c in completion.choices
         ]
-        usage = completion.usage
-        timing = asdict(usage) | {"tokens_per_second": usage.tokens_per_second}
         escape = sys.stdout.encoding.lower() not in ("utf-8", "utf8")  # what the terminal cannot show stays readable
-        print(json.dumps({"choices": choices, "usage": timing}, ensure_ascii=escape, default=_plain))
+        print(
+            json.dumps(
+                {"choices": choices, "usage": usage_record(completion.usage)}, ensure_ascii=escape, default=_plain
+            )
+        )
         return
     for number, choice in enumerate(completion.choices, 1):
         print(f"[{number}] {choice.text}")
     if stats:
-        print(opt.usage_line(completion.usage, completion.finish_reason), file=sys.stderr)
+        print(usage_lines(completion.usage, completion.finish_reason), file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

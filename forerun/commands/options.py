@@ -1,23 +1,41 @@
-"""Options that several subcommands share, and the objects made from them. Knows no engine until one is asked for."""
+"""Options that several subcommands share, in groups, and the objects made from them.
+
+A command takes a group as one parameter and is wrapped in `@grouped`, which shows typer one option for each of the
+group's fields. Knows no engine until one is asked for.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from forerun.errors import BadRequest
+from forerun.params import Grammar, SamplingParams, Speculation
+
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.core import Usage
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_sampling = functools.partial(typer.Option, rich_help_panel="Choosing tokens")
+_guessing = functools.partial(typer.Option, rich_help_panel="Guessing ahead")
+_shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
 
 Model = Annotated[
     str,
     typer.Option(
         "--model", "-m", help="A known name, a folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."
     ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", help="A smaller model that guesses ahead, named as --model is."),
 ]
 Weights = Annotated[
     str,
@@ -30,20 +48,162 @@ PoolTokens = Annotated[
 ]
 MaxContext = Annotated[int | None, typer.Option("--max-context", min=16, help="Longest prompt and answer together.")]
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer in tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy. 0.7: usual for chat.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this total probability.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens below this share of the likeliest one.")]
-Repetition = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: repeat less, prompt included.")]
-Presence = Annotated[float, typer.Option("--presence-penalty", help="-2 to 2: against tokens already in the answer.")]
-Frequency = Annotated[float, typer.Option("--frequency-penalty", help="-2 to 2: the same, for each time they came.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End the answer before this text; may be repeated.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.")]
+MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", help="Longest answer in tokens.")]
+Temperature = Annotated[float, _sampling("--temperature", "-t", help="0: greedy. 0.7: usual for chat.")]
+TopK = Annotated[int, _sampling("--top-k", help="Keep the k likeliest tokens; 0: all.")]
+TopP = Annotated[float, _sampling("--top-p", help="Keep the likeliest tokens up to this total probability.")]
+MinP = Annotated[float, _sampling("--min-p", help="Drop tokens below this share of the likeliest one.")]
+Repetition = Annotated[float, _sampling("--repetition-penalty", help="Above 1: repeat less, prompt included.")]
+Presence = Annotated[float, _sampling("--presence-penalty", help="-2 to 2: against tokens already in the answer.")]
+Frequency = Annotated[float, _sampling("--frequency-penalty", help="-2 to 2: the same, for each time they came.")]
+Stop = Annotated[list[str] | None, _sampling("--stop", help="End the answer before this text; may be repeated.")]
+Seed = Annotated[int | None, _sampling("--seed", help="Same seed, same answer.")]
+
+Speculate = Annotated[
+    str,
+    _guessing(
+        "--speculate",
+        help="auto: whatever pays; off; or a drafter such as model, lookup, suffix, copy; several joined by +.",
+    ),
+]
+Verify = Annotated[
+    str,
+    _guessing(
+        "--verify",
+        help="How guesses are accepted: auto, match, rejection, block, traversal; lossy: typical, bounded.",
+    ),
+]
+Bound = Annotated[float, _guessing("--bound", help="How far a lossy --verify may stray from the model.")]
+
+JsonSchema = Annotated[
+    str | None, _shaping("--json-schema", help="Answer with JSON that fits this schema: a file, or the schema itself.")
+]
+JsonObject = Annotated[bool, _shaping("--json-object", help="Answer with a JSON object.")]
+Regex = Annotated[str | None, _shaping("--regex", help="Answer with text that this pattern matches as a whole.")]
+Lark = Annotated[str | None, _shaping("--lark", help="Answer in this Lark grammar: a file, or the grammar itself.")]
+
 System = Annotated[str | None, typer.Option("--system", help="A system message to start the conversation with.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Print what the answer cost on stderr.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Prompts of your own: a .jsonl file, or any text file.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model runs, and where."""
+
+    model: Model = DEFAULT_MODEL
+    draft: Draft = None
+    weights: Weights = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    pool_tokens: PoolTokens = None
+    max_context: MaxContext = None
+
+    def open(self) -> LLM:
+        return open_llm(
+            self.model, self.weights, self.device, self.threads, self.pool_tokens, self.max_context, self.draft
+        )
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How an answer is chosen, guessed and shaped."""
+
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: Repetition = 1.0
+    presence_penalty: Presence = 0.0
+    frequency_penalty: Frequency = 0.0
+    stop: Stop = None
+    seed: Seed = None
+    speculate: Speculate = "auto"
+    verify: Verify = "auto"
+    bound: Bound = 0.0
+    json_schema: JsonSchema = None
+    json_object: JsonObject = False
+    regex: Regex = None
+    lark: Lark = None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """`more`: values that only some commands have."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            max_tokens=self.max_tokens,
+            stop=stop_strings(self.stop),
+            seed=self.seed,
+            grammar=self.grammar(),
+            speculate=Speculation(self.speculate, verify=self.verify, bound=self.bound),
+            **more,
+        )
+
+    def grammar(self) -> Grammar | None:
+        given = {
+            "--json-schema": self.json_schema is not None,
+            "--json-object": self.json_object,
+            "--regex": self.regex is not None,
+            "--lark": self.lark is not None,
+        }
+        named = [name for name, there in given.items() if there]
+        if len(named) > 1:
+            raise BadRequest(f"{' and '.join(named)} cannot go together", "give one shape for the answer")
+        if self.json_schema is not None:
+            return Grammar("json_schema", _file_or_text(self.json_schema, "--json-schema", text_starts="{"))
+        if self.json_object:
+            return Grammar("json_object")
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.lark is not None:
+            return Grammar("lark", _file_or_text(self.lark, "--lark", text_has=":"))
+        return None
+
+
+@dataclass(frozen=True)
+class ChatAnswerOptions(AnswerOptions):
+    """The same with what suits a conversation."""
+
+    max_tokens: MaxTokens = 512
+    temperature: Temperature = 0.7
+    top_p: TopP = 0.95
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn each parameter that is a group of options (a dataclass) into one parameter for each of its fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    flat: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            flat.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        kinds = get_type_hints(groups[parameter.name], include_extras=True)
+        for entry in fields(groups[parameter.name]):
+            flat.append(
+                inspect.Parameter(
+                    entry.name, parameter.KEYWORD_ONLY, default=entry.default, annotation=kinds[entry.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        made = {
+            name: kind(**{entry.name: values.pop(entry.name) for entry in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**made, **values)
+
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
 
 
 def open_llm(
@@ -53,10 +213,19 @@ def open_llm(
     threads: int | None = None,
     pool_tokens: int | None = None,
     max_context: int | None = None,
+    draft: str | None = None,
 ) -> LLM:
     from forerun import LLM
 
-    return LLM(model, weights=weights, device=device, threads=threads, pool_tokens=pool_tokens, max_context=max_context)
+    return LLM(
+        model,
+        draft=draft,
+        weights=weights,
+        device=device,
+        threads=threads,
+        pool_tokens=pool_tokens,
+        max_context=max_context,
+    )
 
 
 def stop_strings(given: list[str] | None) -> tuple[str, ...]:
@@ -64,12 +233,14 @@ def stop_strings(given: list[str] | None) -> tuple[str, ...]:
     return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in given or ())
 
 
-def usage_line(usage: Usage, finish_reason: str | None) -> str:
-    """What an answer cost, in one line."""
-    parts = [
-        f"prompt {usage.prompt_tokens:,} tokens ({usage.cached_tokens:,} reused)",
-        f"first token {usage.ttft_s:.2f} s",
-        f"{usage.completion_tokens:,} tokens at {usage.tokens_per_second:.1f}/s",
-        f"total {usage.total_s:.2f} s",
-    ]
-    return " · ".join([*parts, finish_reason or "unfinished"])
+def _file_or_text(given: str, option: str, text_starts: str = "", text_has: str = "") -> str:
+    """What is written in a file of that name; text that cannot be a name is taken as it is."""
+    if (text_starts and given.lstrip().startswith(text_starts)) or (text_has and text_has in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadRequest(
+            f"{option} {given!r:.80} is neither a file that can be read nor what it should be ({error})",
+            "give the path of a UTF-8 file, or the text itself",
+        ) from None

@@ -1,8 +1,8 @@
 """The engine: requests in, events out, one step at a time.
 
-`step` is the whole story: schedule, run, sample, advance. The engine owns the pool, the prefix tree and the sequences;
-it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit` and `cancel` may come
-from any.
+`step` is the whole story: schedule, guess, run, judge, advance. The engine owns the pool, the prefix tree and the
+sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit` and `cancel`
+may come from any.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.core import SamplingParams
-from forerun.engine.runner import Runner
-from forerun.engine.sampler import Sampled, sample
+from forerun.decode.control import Controller
+from forerun.decode.judge import Case, Ruling, judge
+from forerun.decode.speculate import Speculator, Turn
+from forerun.decode.workshop import DraftModel, Workshop
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.engine.text import TextStream
-from forerun.errors import BadRequest, OutOfPages
-from forerun.models.decoder import Decoder
+from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.models.decoder import Decoder, Output
+from forerun.models.runner import Runner, Span
 from forerun.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from forerun.decode.grammar import GrammarCompiler
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,19 @@ class EngineConfig:
 
 
 class Engine:
-    """Continuous batching on one decoder, one page pool and one prefix tree."""
+    """Continuous batching on one decoder, one page pool and one prefix tree; drafters guess ahead.
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    `controller` is for those who bring their own costs; without one the engine measures the models it is given.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        draft: DraftModel | None = None,
+        controller: Controller | None = None,
+    ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
         num_pages = config.pool_tokens // config.page_size
         self.pool = PagePool(decoder.config, num_pages, config.page_size, decoder.dtype, decoder.device)
@@ -69,6 +86,9 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, self.tree if config.prefix_cache else None, config.max_batch, config.chunk_tokens
         )
+        self._grammars: GrammarCompiler | None = None
+        workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
+        self.speculator = Speculator(workshop, controller)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
         self._texts: dict[Sequence, TextStream] = {}
@@ -81,30 +101,82 @@ class Engine:
         work = self.scheduler.schedule()
         if not work:
             return False
-        output = self.runner.run(work)  # one row of logits per work that samples
-        sampled = iter(sample(output, [w.seq for w in work if w.samples]))
+        self._guess(work)  # drafts for the sequences that decode
+        output = self._run(work)  # logits for every work that samples: of its last token, then of its draft's nodes
+        sampling = [w for w in work if w.samples]
+        rulings = iter(judge(output, [Case(w.seq.context, w.draft, w.seq.verifier) for w in sampling]))
         for w in work:
-            self._advance(w, next(sampled) if w.samples else None)
+            self._advance(w, next(rulings) if w.samples else None)
         return True
 
-    def _advance(self, work: Work, sampled: Sampled | None) -> None:
-        """Book what was computed; append and publish the token that was drawn."""
+    def _guess(self, work: list[Work]) -> None:
+        guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.seq.num_generated]
+        room = (self.config.chunk_tokens - sum(w.count for w in work)) // max(1, len(guessed))
+        turns = []
+        for w in guessed:
+            nodes = self.scheduler.reserve(w.seq, min(self._most_nodes(w.seq), room))
+            assert w.seq.guessing is not None
+            turns.append(Turn(w.seq.guessing, w.seq.pages, nodes))
+        if any(turn.nodes > 0 for turn in turns):
+            self.speculator.draft(turns)
+            for w, turn in zip(guessed, turns, strict=True):
+                w.draft = turn.draft
+
+    def _most_nodes(self, seq: Sequence) -> int:
+        """Tokens of a draft that could still become part of the answer."""
+        limit = min(self.config.max_context, self.config.capacity) - len(seq.tokens) - 1
+        return max(0, min(seq.params.speculation.nodes, seq.params.max_tokens - seq.num_generated - 1, limit))
+
+    def _run(self, work: list[Work]) -> Output:
+        start = time.perf_counter()
+        output = self.runner.forward([_span(w) for w in work])
+        if all(w.count == 1 for w in work):  # pure decoding: what the controller's cost curve is about
+            seconds = time.perf_counter() - start
+            longest = max(len(w.seq.tokens) for w in work)
+            self.speculator.observe([len(w.draft) for w in work], longest, seconds)
+            for w in work:
+                w.seq.usage.verify_s += seconds
+        return output
+
+    def _advance(self, work: Work, ruling: Ruling | None) -> None:
+        """Book what was computed; append and publish the tokens that were settled."""
         seq, was_prefilling = work.seq, work.seq.prefilling
         seq.computed += work.count
         if was_prefilling and not seq.prefilling:
             self.scheduler.remember(seq)  # so that others can read the prompt while this one decodes
-        if sampled is not None:
-            self._append(seq, sampled)
+        if ruling is None:
+            return
+        first, path = len(seq.tokens), ruling.verdict.path
+        straight = next((i for i, node in enumerate(path) if node != i), len(path))
+        if straight < len(path):  # a side branch: its K/V moves to where the answer continues
+            source = [first + node for node in path[straight:]]
+            self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
+        try:
+            self._append(seq, ruling, work)
+        except ForerunError as error:  # a grammar at a dead end: this answer is over, the others go on
+            self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
 
-    def _append(self, seq: Sequence, sampled: Sampled) -> None:
+    def _append(self, seq: Sequence, ruling: Ruling, work: Work) -> None:
+        """The settled tokens become part of the answer, up to where it ends."""
         if not seq.num_generated:
             seq.usage.ttft_s = time.perf_counter() - seq.request.arrived
-        seq.tokens.append(sampled.token_id)
-        text = self._text(seq).push(sampled.token_id) if self.tokenizer else ""
-        event = Event(seq.request.id, seq.index, text, [sampled.token_id])
-        if sampled.logprob is not None:
-            event.logprobs.append(sampled.logprob)
-        reason = self._finish_reason(seq)
+        event, reason, first = Event(seq.request.id, seq.index), None, len(seq.tokens)
+        for token in ruling.tokens:
+            seq.tokens.append(token)
+            event.token_ids.append(token)
+            if self.tokenizer is not None:
+                event.text += self._text(seq).push(token)
+            reason = self._finish_reason(seq)
+            if reason is not None:
+                break
+        added = len(event.token_ids)
+        event.logprobs = ruling.logprobs[:added]
+        seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
+        seq.usage.steps += 1
+        if seq.guessing is not None:
+            self.speculator.settle(seq.guessing, work.draft, ruling.verdict, seq.tokens[first:])
+        if seq.grammar is not None:
+            seq.grammar.advance(seq.tokens[first:])
         if reason is not None:
             self._finish(seq, reason, event)
         else:
@@ -124,6 +196,8 @@ class Engine:
         self.scheduler.finish(seq)
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
+        if seq.guessing is not None:
+            self.speculator.close(seq.guessing)
         event.finish_reason, event.usage = reason, seq.usage
         self._send(seq, event)
 
@@ -165,11 +239,25 @@ class Engine:
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
                 "shorten the prompt, or raise pool_tokens",
             )
+        self.speculator.check(params)
+        if params.grammar is not None:
+            self.grammars.compile(params.grammar)
         for token in (*prompt_ids, *params.logit_bias):
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise BadRequest(
                     f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
                 )
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Made when first needed: it reads the whole vocabulary."""
+        if self.tokenizer is None:
+            raise BadRequest("a grammar needs a tokenizer, this engine has none", "leave the grammar out")
+        if self._grammars is None:
+            from forerun.decode.grammar import GrammarCompiler
+
+            self._grammars = GrammarCompiler(self.tokenizer, self.decoder.config.vocab_size)
+        return self._grammars
 
     def take_in(self) -> None:
         """Queue what was submitted and end what was cancelled, without running anything."""
@@ -177,9 +265,18 @@ class Engine:
             request = self._inbox.popleft()
             seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
             for index in range(request.params.n):
-                self.scheduler.add(Sequence(request, index, seed + index))
+                self.scheduler.add(self._sequence(request, index, seed + index))
         while self._cancelled:
             self._drop(self._cancelled.popleft())
+
+    def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
+        seq = Sequence(request, index, seed)
+        if request.params.grammar is not None:
+            seq.grammar = seq.context.constraint = self.grammars.constraint(request.params.grammar)
+        seq.guessing = self.speculator.open(seq.id, seq.context, seq.usage)
+        if seq.guessing is not None:
+            seq.verifier = seq.guessing.verifier
+        return seq
 
     def _drop(self, request_id: int) -> None:
         for seq in [s for s in self.scheduler.everyone if s.request.id == request_id]:
@@ -211,3 +308,11 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all prefixes; running sequences keep their own pages."""
         self.tree.clear()
+
+
+def _span(work: Work) -> Span:
+    """What one work runs: the tokens it is about, then its draft."""
+    seq, draft = work.seq, work.draft
+    ids = seq.tokens[seq.computed : seq.computed + work.count]
+    want: range | tuple[()] = range(work.count - 1, work.count + len(draft)) if work.samples else ()
+    return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents)

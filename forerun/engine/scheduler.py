@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
+from forerun.core import Draft
 from forerun.engine.sequence import Sequence, Status
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """Run the next `count` tokens of a sequence that have no K/V yet."""
+    """Run the next `count` tokens of a sequence that have no K/V yet, and what was guessed to follow them."""
 
     seq: Sequence
     count: int
+    draft: Draft = field(default_factory=Draft)
 
     @property
     def samples(self) -> bool:
@@ -68,6 +70,14 @@ class Scheduler:
             work.append(Work(admitted, count))
             budget -= count
         return work
+
+    def reserve(self, seq: Sequence, nodes: int) -> int:
+        """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
+        free or merely remembered, and never push another sequence out."""
+        missing = self.pool.pages_for(len(seq.tokens) + nodes) - len(seq.pages)
+        if missing > 0 and self._make_room(missing):
+            seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1]))
+        return min(nodes, len(seq.pages) * self.pool.page_size - len(seq.tokens))
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out; its whole pages stay known to the prefix tree."""

@@ -12,20 +12,20 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from forerun.core import SamplingParams, Usage
+from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.decode.sampling import Context
+from forerun.decode.speculate import Guessing
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.match import Match
+
+if TYPE_CHECKING:
+    from forerun.decode.grammar import AnswerGrammar
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 _ids = itertools.count()
-
-
-@dataclass
-class TokenLogprob:
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]  # the likeliest tokens, best first
 
 
 @dataclass
@@ -63,9 +63,14 @@ class Sequence:
     """One answer in the making. `computed` of its `tokens` have K/V in `pages`; the rest are still to run."""
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
+        self.id = next(_ids)
         self.request, self.index, self.seed = request, index, seed
         self.params = request.params
         self.tokens: list[int] = list(request.prompt_ids)
+        self.context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
+        self.grammar: AnswerGrammar | None = None
+        self.guessing: Guessing | None = None  # None: plain decoding
+        self.verifier: Verifier = Match()
         self.pages = array("i")
         self.computed = 0
         self.status = Status.WAITING

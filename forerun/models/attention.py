@@ -8,6 +8,7 @@ sequence after the other: obvious, on any device, and what every faster backend 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,24 +90,33 @@ class SdpaAttention(AttentionBackend):
         self._slots: slice | Tensor = batch.slots
         if batch.run_start is not None:
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
-        windows = {self.config.window(i) for i in range(self.config.num_layers)}
-        self._tiles = [
-            self._tile(batch, s, slice(lo, min(lo + TILE, batch.starts[s + 1])), windows)
-            for s in range(batch.num_seqs)
-            for lo in range(batch.starts[s], batch.starts[s + 1], TILE)
-        ]
+        self._windows = {self.config.window(i) for i in range(self.config.num_layers)}
+        self._tiles = [tile for s in range(batch.num_seqs) for tile in self._sequence(batch, s)]
 
-    def _tile(self, batch: TokenBatch, s: int, tokens: slice, windows: set[int | None]) -> _Tile:
-        context = batch.contexts[s] if batch.tree is not None else int(batch.seen[tokens].max())
+    def _sequence(self, batch: TokenBatch, s: int) -> list[_Tile]:
+        lo, hi = batch.starts[s], batch.starts[s + 1]
+        if batch.tree is not None and batch.tree_start is not None and bool(batch.tree[lo:hi].any()):
+            start = batch.tree_start[s]
+            return [self._tile(batch, s, run, start, path) for run, path in _paths(batch.tree, lo, hi)]
+        tiles = [slice(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
+        return [self._tile(batch, s, tokens, int(batch.seen[tokens].max()), []) for tokens in tiles]
+
+    def _tile(self, batch: TokenBatch, s: int, tokens: slice, start: int, path: list[int]) -> _Tile:
+        """Tokens that see entries before `start`, and then more and more of the entries on `path` behind it."""
+        context = start + len(path)
         keys, count = block_keys(context, self.same_bits), tokens.stop - tokens.start
+        seen = batch.seen[tokens].to(torch.int64)
+        if path:
+            assert batch.tree is not None
+            seen = seen + batch.tree[tokens].sum(-1)
         apart = count >= MANY
         masks = {}
-        for window in windows:
-            mask = _mask(batch, s, tokens, context, keys, window)  # [count, keys]
+        for window in self._windows:
+            mask = _mask(seen, keys, window)  # [count, keys]
             if not apart:
                 mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
             masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROWS))
-        return _Tile(tokens, _key_slots(batch.tables[s], context, keys, batch.page_size), masks, apart)
+        return _Tile(tokens, _key_slots(batch.tables[s], start, path, keys, batch.page_size), masks, apart)
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -151,16 +161,39 @@ class SdpaAttention(AttentionBackend):
         return out.transpose(0, 1).reshape(count, -1)
 
 
-def _key_slots(table: Tensor, context: int, keys: int, page_size: int) -> list[slice]:
-    """Slots of a context's entries, and as many more as the block needs, whatever they hold."""
-    pages = table[: -(-context // page_size)].tolist()
+def _paths(tree: Tensor, lo: int, hi: int) -> Iterator[tuple[slice, list[int]]]:
+    """Runs of tokens, each of which sees what the one before it sees and itself: a branch of the tree at a time."""
+    start, path = lo, tree[lo].nonzero().squeeze(-1).tolist()
+    for t in range(lo + 1, hi):
+        own = tree[t].nonzero().squeeze(-1).tolist()
+        if own[:-1] != path and own != path:
+            yield slice(start, t), path
+            start = t
+        path = own
+    yield slice(start, hi), path
+
+
+def _key_slots(table: Tensor, start: int, path: list[int], keys: int, page_size: int) -> list[slice]:
+    """Slots of the entries before `start`, of those on a path behind it, and as many more as the block needs.
+
+    In the order of the path, not of the entries: a token on a side branch gets the bits it will get as an answer.
+    """
+    straight = path == list(range(len(path)))
+    length = start + len(path) if straight else start
+    pages = table[: -(-length // page_size)].tolist()
     cuts = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
     runs = [
         slice(pages[lo] * page_size, (pages[hi - 1] + 1) * page_size)
         for lo, hi in zip([0, *cuts], [*cuts, len(pages)], strict=True)
     ]
-    runs[-1] = slice(runs[-1].start, runs[-1].stop + keys - len(pages) * page_size)
-    return runs
+    extra = keys - len(pages) * page_size
+    if straight:
+        runs[-1] = slice(runs[-1].start, runs[-1].stop + extra)  # whatever lies there
+        return runs
+    runs[-1] = slice(runs[-1].start, runs[-1].stop - (len(pages) * page_size - start))
+    entries = [start + node for node in path]
+    slots = [int(table[e // page_size]) * page_size + e % page_size for e in entries]
+    return [*runs, *(slice(slot, slot + 1) for slot in slots), slice(0, keys - start - len(path))]
 
 
 def _gather(cache: Tensor, runs: list[slice]) -> Tensor:
@@ -168,15 +201,10 @@ def _gather(cache: Tensor, runs: list[slice]) -> Tensor:
     return cache[runs[0]] if len(runs) == 1 else torch.cat([cache[run] for run in runs])
 
 
-def _mask(batch: TokenBatch, s: int, tokens: slice, context: int, keys: int, window: int | None) -> Tensor:
-    """Additive mask [new tokens, keys]."""
-    seen = batch.seen[tokens].to(torch.int64)[:, None]  # [count, 1]
+def _mask(seen: Tensor, keys: int, window: int | None) -> Tensor:
+    """Additive mask [tokens, keys] for tokens that see so many of their keys, themselves last."""
     entry = torch.arange(keys, device=seen.device)
-    visible = entry < seen
-    if batch.tree is not None and batch.tree_start is not None:
-        start = batch.tree_start[s]
-        width = min(batch.tree.shape[1], context - start)
-        visible[:, start : start + width] |= batch.tree[tokens, :width]
+    visible = entry < seen[:, None]
     if window is not None:
-        visible &= entry > batch.positions[tokens][:, None] - window
+        visible &= entry >= seen[:, None] - window
     return torch.zeros(visible.shape, device=seen.device).masked_fill_(~visible, float("-inf"))

@@ -2,12 +2,13 @@
 
 `forward(batch, kv)` runs any tokens of any sequences. It knows no request, no page owner and no scheduler: what a token
 sees and where its K/V goes is in the batch, how attention is done is the backend's, how products are done the linears'.
-`embed`, `run_layers` and `logits` are the three parts of a forward, for callers that run some layers only.
+`embed`, `run_layers` and `logits` are the three parts of a forward, for callers that run some layers only; `run_blocks`
+is for those that skip some: block 2 i is the attention of layer i, block 2 i + 1 its MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,9 +67,16 @@ class Decoder:
     basis: Rotation | None = None  # what hidden states are rotated by inside; callers always see them as they are
 
     @torch.inference_mode()
-    def forward(self, batch: TokenBatch, kv: KV, taps: Taps | None = None) -> Output:
+    def forward(
+        self, batch: TokenBatch, kv: KV, taps: Taps | None = None, blocks: Sequence[int] | None = None
+    ) -> Output:
+        """`blocks`: run these only, in their order; what others would have added is left out."""
         output = Output(logits=torch.empty(0))
         self.attention.plan(batch)
+        if blocks is not None:
+            x = self.run_blocks(self.embed(batch.tokens), kv, blocks)
+            output.logits = self.logits(x.index_select(0, batch.want))
+            return output
         x = self.run_layers(self.embed(batch.tokens), batch, kv, range(self.config.num_layers), taps, output)
         output.logits = self.logits(x.index_select(0, batch.want))
         return output
@@ -102,12 +110,25 @@ class Decoder:
             output.hidden[layers.stop] = self.hidden(x)
         return x
 
+    def run_blocks(self, x: Tensor, kv: KV, blocks: Sequence[int]) -> Tensor:
+        """The hidden states [T, hidden] after these blocks; the backend must have planned the batch."""
+        for block in blocks:
+            i = block // 2
+            x = self._mlp(x, i) if block % 2 else self._attend(x, i, kv[i])
+        return x
+
     def _layer(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:
+        return self._mlp(self._attend(x, i, kv), i)
+
+    def _attend(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         w, attention = self.layers[i], self.attention
         qkv = w.qkv(x, norm=w.attn_norm)  # [T, (Hq + 2 Hkv) D]
         q = attention.store(qkv, i, kv, w.qk_norms)  # [T, Hq, D]
         a = attention.attend(q, i, kv)  # [T, Hq * D]
-        x = w.o(a, add=x) if w.post_attn_norm is None else x + rms_norm(w.o(a), w.post_attn_norm)
+        return w.o(a, add=x) if w.post_attn_norm is None else x + rms_norm(w.o(a), w.post_attn_norm)
+
+    def _mlp(self, x: Tensor, i: int) -> Tensor:
+        w = self.layers[i]
         h = w.gate_up.gated(x, self.config.activation, norm=w.mlp_norm)  # [T, intermediate]
         return w.down(h, add=x) if w.post_mlp_norm is None else x + rms_norm(w.down(h), w.post_mlp_norm)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.engine.runner import Runner, Span
+from forerun.core import ROOT, Draft
+from forerun.models.runner import Runner, Span
 from forerun.models.attention import SLACK, block_keys
 from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint
@@ -73,6 +74,45 @@ def test_scattered_pages_give_the_same_bits(tiny_folder: Callable[[str], Path]):
     scattered = array("i", [7 * i % 96 for i in range(44)])
     got = runner.forward([Span(IDS, 0, scattered, range(700))]).logits
     assert torch.equal(got, cut(runner, [700]))
+
+
+#         root, then two branches; the second branches again; nodes in an order where branches interleave
+TREE = [ROOT, 0, ROOT, 2, 2, 4, 3, 1]
+
+
+@pytest.mark.parametrize("weights", ["int8", "float32"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("base", [5, 30, 127, 509])
+def test_a_node_of_a_tree_gets_what_it_would_get_as_an_answer(
+    family: str, weights: str, base: int, tiny_folder: Callable[[str], Path]
+):
+    runner = make_runner(tiny_folder(family), weights)
+    pages = array("i", [7 * i % 96 for i in range(44)])  # scattered, and crossing page ends
+    runner.forward([Span(IDS[:base], 0, pages, ())])
+    nodes = IDS[600 : 600 + len(TREE)]
+    span = Span([IDS[base], *nodes], base, pages, range(1 + len(TREE)), base + 1, TREE)
+    got = runner.forward([span, Span([7] * 3, 0, array("i", [95, 1]), ())]).logits
+    for node in range(len(TREE)):
+        path = Draft(nodes, TREE).path(node)
+        line = [*IDS[: base + 1], *(nodes[n] for n in path)]
+        alone = runner.forward([Span(line, 0, array("i", range(44, 80)), (len(line) - 1,))]).logits[0]
+        if weights == "int8":
+            assert torch.equal(got[node + 1], alone)
+        else:
+            assert torch.allclose(got[node + 1], alone, atol=2e-5, rtol=1e-5)
+
+
+def test_an_accepted_branch_moves_to_where_the_answer_continues(tiny_folder: Callable[[str], Path]):
+    runner = make_runner(tiny_folder("llama"), "int8")
+    pages, base = array("i", range(10)), 20
+    runner.forward([Span(IDS[:base], 0, pages, ())])
+    nodes = IDS[600 : 600 + len(TREE)]
+    runner.forward([Span([IDS[base], *nodes], base, pages, (), base + 1, TREE)])
+    path = [2, 4, 5]
+    runner.move(pages, [base + 1 + n for n in path], [base + 1, base + 2, base + 3])
+    got = runner.forward([Span([9], base + 4, pages, (0,))]).logits
+    line = [*IDS[: base + 1], *(nodes[n] for n in path), 9]
+    assert torch.equal(got[0], runner.forward([Span(line, 0, array("i", range(20, 40)), (24,))]).logits[0])
 
 
 @pytest.mark.parametrize(("context", "keys"), [(1, 128), (128, 128), (129, 512), (512, 512), (513, 640), (641, 1024)])

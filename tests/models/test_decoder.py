@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.cache.pool import PagePool
 from forerun.core import TokenBatch
-from forerun.engine.runner import Runner, Span
+from forerun.models.runner import Runner, Span
 from forerun.models.build import build_decoder
 from forerun.models.config import FAMILIES
 from forerun.models.decoder import Decoder, Taps

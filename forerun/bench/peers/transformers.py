@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,16 @@ class TransformersSide:
             torch.set_num_threads(spec.threads)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         checkpoint = _open(spec, self.device)
-        self.model = hf_from_checkpoint(checkpoint, device=self.device, dtype=self.dtype)
-        checkpoint.release()
+        self.eos = list(checkpoint.config.eos_ids)
+        self.model = self._load(checkpoint)
+        self.draft = None if spec.draft is None else self._load(_open(replace(spec, model=spec.draft), self.device))
         # Answers have a fixed length: an end-of-text token is a token like any other.
         self.model.generation_config.eos_token_id = self.model.config.eos_token_id = None
+
+    def _load(self, checkpoint: Checkpoint) -> Any:
+        model = hf_from_checkpoint(checkpoint, device=self.device, dtype=self.dtype)
+        checkpoint.release()
+        return model
 
     def about(self) -> dict[str, Any]:
         weights = str(self.dtype).removeprefix("torch.")
@@ -83,6 +90,15 @@ class TransformersSide:
         total = time.perf_counter() - start
         assert made == tokens * len(prompts), f"{made} tokens instead of {tokens * len(prompts)}"
         return {"total_s": total, "tokens_per_s": made / total}
+
+    def answer(self, ids: list[int], tokens: int, assisted: bool) -> Sample:
+        """One greedy answer that ends where the model ends it; `assisted`: with the draft model."""
+        self._wait()
+        options = {"assistant_model": self.draft} if assisted else {}
+        start = time.perf_counter()
+        out = self._generate(torch.tensor([ids], device=self.device), tokens, eos_token_id=self.eos or None, **options)
+        self._wait()
+        return {"total_s": time.perf_counter() - start, "token_ids": out[0, len(ids) :].tolist()}
 
     def _continuous(self, prompts: list[list[int]], tokens: int) -> int:
         """Its own continuous batching; the manager is kept between runs, so that only the first one pays for it."""

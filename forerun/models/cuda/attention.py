@@ -19,14 +19,14 @@ from forerun.models.linear import Norm
 
 class PagedAttention(AttentionBackend):
     def plan(self, batch: TokenBatch) -> None:
-        self.use(batch, plan_queries(batch.starts, max(batch.contexts), self.device))
+        starts = batch.tree_start
+        first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=self.device)
+        self.use(batch, plan_queries(batch.starts, max(batch.contexts), self.device), first)
         self._fresh = self._fresh_slots(batch)
 
-    def use(self, batch: TokenBatch, queries: QueryPlan) -> None:
+    def use(self, batch: TokenBatch, queries: QueryPlan, tree_start: Tensor | None = None) -> None:
         """Plan from buffers whose contents may change between replays of a captured graph."""
-        self._batch, self._queries, self._fresh = batch, queries, None
-        starts = batch.tree_start
-        self._tree_start = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=self.device)
+        self._batch, self._queries, self._tree_start, self._fresh = batch, queries, tree_start, None
 
     def _fresh_slots(self, batch: TokenBatch) -> slice | None:
         """The slots of a lone prompt that is prefilled from its first token on contiguous pages."""

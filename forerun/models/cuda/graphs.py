@@ -1,82 +1,89 @@
-"""Captured forwards: the whole model as one launch, for the batch shapes that decoding and verification repeat.
+"""Forwards without the host in between, for the batches that decoding and verification repeat.
 
-A graph keeps addresses and grids, so it is captured per bucket (sequences, tokens per sequence) on buffers of its own;
-a step packs its batch into one pinned buffer, copies it, replays, and reads the greedy tokens. Other batches run as
-usual. Up to 16 rows run as one launch of `Stack` where it fits the decoder, others kernel by kernel. Knows no
-request.
+Few rows run as one launch of `Stack` where it fits the decoder. Others run kernel by kernel as captured graphs: a graph
+keeps addresses and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first
+needed. All graphs share their input, their output and their memory, since one runs at a time. Batches that fit nothing
+run as usual. Knows no request.
 """
 
 from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
 from forerun.models.cuda.attention import PagedAttention
+from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
+from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, Bucket, masks_of
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.cuda.stack import MAX_ROWS, Stack, fits
+from forerun.models.cuda.stack import ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
+class _Buffers:
+    """Input and output that all graphs of a decoder share, for up to MAX_ROWS rows."""
 
-class _Graph:
-    """One captured shape: `seqs` sequences of up to `few` tokens, `seqs * few` rows."""
-
-    def __init__(
-        self, decoder: Decoder, kv: KV, stack: Stack | None, seqs: int, few: int, max_pages: int, page_size: int
-    ) -> None:
-        self.seqs, self.few, rows = seqs, few, seqs * few
-        self.stack = stack if rows <= MAX_ROWS else None
-        self.rows = rows
-        head = 4 * rows + seqs + 1  # tokens, positions, slots, seen, cu_q; then the tables, page by page
-        size = head + max_pages * seqs
+    def __init__(self, decoder: Decoder, max_pages: int, page_size: int) -> None:
+        self.max_pages, self.page_size = max_pages, page_size
+        size = 8 * MAX_ROWS + 1 + max_pages * MAX_ROWS  # masks (two words), tokens ... tree_start, starts; then pages
         self.staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self.host = self.staging.numpy()
         self.inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
-        parts = self.inputs[: 4 * rows].view(4, rows)
-        self.head = head
+        self.logits = torch.zeros(MAX_ROWS, decoder.config.vocab_size, device=decoder.device)
+        self.greedy = torch.zeros(MAX_ROWS, dtype=torch.int64).pin_memory()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+class _Graph:
+    """One captured bucket."""
+
+    def __init__(self, decoder: Decoder, kv: KV, bucket: Bucket, buffers: _Buffers) -> None:
+        self.bucket, self.buffers = bucket, buffers
+        rows, seqs, pages = bucket.rows, bucket.seqs, buffers.max_pages
+        inputs, self.head = buffers.inputs, 6 * rows + 2 * seqs + 1
+        parts = inputs[2 * rows : 6 * rows].view(4, rows)
+        self.masks = inputs[: 2 * rows].view(torch.int64)
+        self.tree_start, starts = inputs[6 * rows : 6 * rows + seqs], inputs[6 * rows + seqs : self.head]
         self.batch = TokenBatch(
             tokens=parts[0],
             positions=parts[1],
             slots=parts[2],
             seen=parts[3],
-            tables=self.inputs[head:].view(max_pages, seqs).T,  # [S, P], the pages in use are a prefix of memory
-            starts=[0, *range(few, rows + 1, few)],
-            contexts=[max_pages * page_size] * seqs,
-            page_size=page_size,
+            tables=inputs[self.head : self.head + pages * seqs].view(pages, seqs).T,  # the pages in use come first
+            starts=[0] * seqs + [rows],
+            contexts=[pages * buffers.page_size] * seqs,
+            page_size=buffers.page_size,
             want=torch.arange(rows, device=decoder.device),
         )
-        self.plan = QueryPlan(self.inputs[4 * rows : head], few, 0, max_pages * page_size)
-        self.greedy = torch.zeros(rows, dtype=torch.int64).pin_memory()
+        self.plan = QueryPlan(starts, starts[:-1], rows, bucket.few, 0, pages * buffers.page_size)
         self._fill_idle()
-        self.inputs.copy_(self.staging)
+        inputs.copy_(buffers.staging)
         self._capture(decoder, kv)
 
     def _fill_idle(self) -> None:
         """Rows without a token keep nothing and see nothing."""
-        rows = self.rows
-        self.host[: 4 * rows] = 0
-        self.host[2 * rows : 3 * rows] = -1
-        self.host[4 * rows : self.head] = 0
+        host, rows = self.buffers.host, self.bucket.rows
+        host[: self.head] = 0
+        host[4 * rows : 5 * rows] = -1
 
     def _forward(self, decoder: Decoder, kv: KV) -> None:
-        if self.stack is not None:
-            b, x = self.batch, decoder.embed(self.batch.tokens)
-            self.logits = torch.empty(self.rows, decoder.config.vocab_size, device=decoder.device)
-            chosen = torch.empty(self.rows, dtype=torch.int64, device=decoder.device)
-            self.stack.run(x, b.positions, b.slots, b.seen, self.plan.cu_q, b.tables, self.logits, chosen)
-            self.greedy.copy_(chosen, non_blocking=True)
-            return
         attention = decoder.attention
         assert isinstance(attention, PagedAttention)
-        attention.use(self.batch, self.plan)
-        x = decoder.run_layers(decoder.embed(self.batch.tokens), self.batch, kv, range(decoder.config.num_layers))
-        self.logits = decoder.logits(x)
-        self.greedy.copy_(self.logits.argmax(-1), non_blocking=True)
+        batch, tree_start = self.batch, None
+        if self.bucket.tree:
+            shifts = torch.arange(MASK_BITS, device=decoder.device)
+            batch.tree, tree_start = (self.masks[:, None] >> shifts & 1).to(torch.uint8), self.tree_start
+            batch.tree_start = [0] * self.bucket.seqs
+        attention.use(batch, self.plan, tree_start)
+        x = decoder.run_layers(decoder.embed(batch.tokens), batch, kv, range(decoder.config.num_layers))
+        logits = self.buffers.logits[: self.bucket.rows]
+        logits.copy_(decoder.head(x, norm=decoder.final_norm))
+        self.buffers.greedy[: self.bucket.rows].copy_(logits.argmax(-1), non_blocking=True)
 
     @torch.inference_mode()
     def _capture(self, decoder: Decoder, kv: KV) -> None:
@@ -87,67 +94,93 @@ class _Graph:
                 self._forward(decoder, kv)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=self.buffers.pool):
             self._forward(decoder, kv)
 
     def replay(self, batch: HostBatch) -> None:
-        count, rows, host = len(batch.tokens), self.rows, self.host
+        count, rows, seqs, host = len(batch.tokens), self.bucket.rows, self.bucket.seqs, self.buffers.host
         self._fill_idle()
-        host[:count] = batch.tokens
-        host[rows : rows + count] = batch.entries
-        host[2 * rows : 2 * rows + count] = batch.slots
-        host[3 * rows : 3 * rows + count] = batch.entries + 1
-        host[4 * rows : 4 * rows + len(batch.starts)] = batch.starts
-        host[4 * rows + len(batch.starts) : self.head] = batch.starts[-1]  # empty sequences
+        if batch.bits is not None and batch.tree_start is not None:
+            host[: 2 * count] = np.array(batch.bits, dtype=np.uint64).view(np.int32)
+            host[6 * rows : 6 * rows + len(batch.tree_start)] = batch.tree_start
+        host[2 * rows : 2 * rows + count] = batch.tokens
+        host[3 * rows : 3 * rows + count] = batch.positions
+        host[4 * rows : 4 * rows + count] = batch.slots
+        host[5 * rows : 5 * rows + count] = batch.seen
+        starts = host[6 * rows + seqs : self.head]
+        starts[: len(batch.starts)] = batch.starts
+        starts[len(batch.starts) :] = batch.starts[-1]  # empty sequences
         widest = max(len(pages) for pages in batch.pages)
-        tables = host[self.head : self.head + widest * self.seqs].reshape(widest, self.seqs)
+        used = self.head + widest * seqs
+        tables = host[self.head : used].reshape(widest, seqs)
         for s, pages in enumerate(batch.pages):
             tables[: len(pages), s] = pages
-        used = self.head + widest * self.seqs
-        self.inputs[:used].copy_(self.staging[:used], non_blocking=True)
+        self.buffers.inputs[:used].copy_(self.buffers.staging[:used], non_blocking=True)
         self.graph.replay()
 
 
-def _stack(decoder: Decoder, kv: KV, page_size: int) -> Stack | None:
-    """The decoder as one launch, where it fits and can be compiled (a driver older than the compiler refuses it)."""
-    if not fits(decoder, page_size):
-        return None
-    try:
-        return Stack(decoder, kv, page_size)
-    except CompileError as error:
-        warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
-        return None
-
-
 class GraphRunner:
-    """Chooses and captures graphs. `run` returns None for batches that no graph fits."""
+    """Chooses how a batch runs. `run` returns None for batches that neither a stack nor a graph fits.
+
+    What it returns is read before the next run: the memory is the same.
+    """
 
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
-        self.decoder, self.kv, self.page_size = decoder, kv, page_size
+        self.decoder, self.kv, self.max_context, self.page_size = decoder, kv, max_context, page_size
         self.max_pages = -(-max_context // page_size)
-        self.stack = _stack(decoder, kv, page_size)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
+        self._buffers: _Buffers | None = None
+        self._graphs: dict[Bucket, _Graph] = {}
+        self._mover = Mover(kv)
+        self.stack = self._stack(ROWS[0])
 
     def run(self, batch: HostBatch) -> Output | None:
-        shape = self._bucket(batch)
-        if shape is None:
+        enough, masks = masks_of(batch)
+        if not enough or len(batch.tokens) > MAX_ROWS or max(len(pages) for pages in batch.pages) > self.max_pages:
             return None
-        if shape not in self._graphs:
-            self._graphs[shape] = _Graph(self.decoder, self.kv, self.stack, *shape, self.max_pages, self.page_size)
-        graph = self._graphs[shape]
-        graph.replay(batch)
-        torch.cuda.current_stream().synchronize()
-        if batch.want == list(range(len(batch.tokens))):
-            want: slice | list[int] = slice(len(batch.tokens))
+        if (stack := self._stack(len(batch.tokens))) is not None:
+            stack.run(batch, masks)
+            logits, greedy = stack.logits, stack.greedy[0]
+            assert logits is not None
         else:
-            want = batch.want
-        return Output(logits=graph.logits[want], greedy=graph.greedy[want])
+            graph = self._graph(batch)
+            if graph is None:
+                return None
+            graph.replay(batch)
+            logits, greedy = graph.buffers.logits, graph.buffers.greedy
+        torch.cuda.current_stream().synchronize()
+        return self._output(batch.want, logits, greedy)
 
     @staticmethod
-    def _bucket(batch: HostBatch) -> tuple[int, int] | None:
-        """(sequences, tokens each): pure decoding, or several tokens of one sequence."""
-        seqs, tokens = len(batch.pages), len(batch.tokens)
-        if tokens > BUCKETS[-1] or (seqs > 1 and tokens > seqs):
+    def _output(want: list[int], logits: Tensor, greedy: Tensor) -> Output:
+        if want == list(range(len(want))):
+            return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
+        return Output(logits=logits[want], greedy=greedy[want])
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Enqueue the copy of K/V between slots, in all layers."""
+        self._mover.move(source, target)
+
+    def _stack(self, count: int) -> Stack | None:
+        """The decoder as one launch of so many rows, where it fits and can be compiled."""
+        rows = next((rows for rows in ROWS if rows >= count), None)
+        if rows is None:
             return None
-        size = next(b for b in BUCKETS if b >= tokens)
-        return (1, size) if seqs == 1 else (size, 1)
+        if rows not in self.stacks:
+            self.stacks[rows] = None
+            if fits(self.decoder, self.page_size, rows):
+                try:
+                    self.stacks[rows] = Stack(self.decoder, self.kv, self.max_context, self.page_size, rows)
+                except CompileError as error:  # a driver older than the compiler refuses it
+                    warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
+        return self.stacks[rows]
+
+    def _graph(self, batch: HostBatch) -> _Graph | None:
+        bucket = Bucket.of(batch)
+        if bucket is None or (batch.bits is not None and max(batch.bits) >= 1 << MASK_BITS):
+            return None
+        if self._buffers is None:
+            self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = _Graph(self.decoder, self.kv, bucket, self._buffers)
+        return self._graphs[bucket]

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+Launch = Callable[[], None]
 
 
 class CompileError(RuntimeError):
@@ -46,8 +50,9 @@ def available() -> bool:
     return torch.cuda.is_available() and _compiler() is not None
 
 
-def compile_source(source: str, options: Sequence[str]) -> bytes:
-    """Machine code of a source text for the current device."""
+@cache
+def compile_source(source: str, options: tuple[str, ...]) -> bytes:
+    """Machine code of a source text for the current device. Kept: a model may need the same kernel twice."""
     lib = _compiler()
     if lib is None:
         raise CompileError("no run-time compiler found beside torch")
@@ -94,11 +99,32 @@ class Kernel:
             f"asking for {shared_bytes} bytes of shared memory",
         )
 
-    def launch(self, params: ctypes.Structure) -> None:
-        """Enqueue on torch's current stream."""
+    def prepare(self, params: ctypes.Structure) -> Launch:
+        """A call that enqueues the kernel with what these parameters then hold, on torch's current stream."""
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        result = _driver().cuLaunchCooperativeKernel(
-            self._function, self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, arguments
-        )
-        _check(result, "launching a kernel")
+        start, sizes = _driver().cuLaunchCooperativeKernel, (self.grid, 1, 1, self.threads, 1, 1, self.shared_bytes)
+
+        def launch(kept: ctypes.Structure = params) -> None:
+            _enter()
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _check(start(self._function, *sizes, stream, arguments), "launching a kernel")
+
+        return launch
+
+
+_entered = threading.local()
+
+
+def _enter() -> None:
+    """Make torch's context current on this thread, once: the driver has none on a new one."""
+    if not hasattr(_entered, "done"):
+        torch.cuda.current_stream().synchronize()
+        _entered.done = True
+
+
+def copy_to_device(target: int, source: int, size: int) -> None:
+    """Enqueue a copy from pinned memory on torch's current stream; by address: cheaper than slices of tensors."""
+    _enter()
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = ctypes.c_uint64(target), ctypes.c_void_p(source)
+    _check(_driver().cuMemcpyHtoDAsync_v2(*pointers, ctypes.c_size_t(size), stream), "copying to the device")

@@ -10,6 +10,7 @@ their queries and are not cut. Knows no model and allocates no cache.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class QueryPlan:
     """Where each sequence's new tokens lie, and what the grid must cover (a captured graph keeps its grid)."""
 
     cu_q: torch.Tensor  # [S + 1] int32 on the device: first new token of each sequence, then their end
+    cells: torch.Tensor  # [S] int32 on the device: first token of each sequence among those whose keys are cut
+    num_cells: int  # how many tokens those are, at most
     few: int  # most new tokens among sequences with at most FEW; 0: there are none
     many: int  # most new tokens among sequences with more than FEW; 0: there are none
     max_context: int  # no token sees an entry at or past this
@@ -52,7 +55,10 @@ def plan_queries(starts: Sequence[int], max_context: int, device: torch.device |
     counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     few = max((count for count in counts if count <= FEW), default=0)
     many = max((count for count in counts if count > FEW), default=0)
-    return QueryPlan(torch.tensor(starts, dtype=torch.int32, device=device), few, many, max_context)
+    cut = [count if count <= FEW else 0 for count in counts]
+    cells = [0, *itertools.accumulate(cut)]
+    both = torch.tensor([*starts, *cells], dtype=torch.int32).to(device, non_blocking=True)
+    return QueryPlan(both[: len(starts)], both[len(starts) : -1], cells[-1], few, many, max_context)
 
 
 def lanes_for(kv_heads: int) -> int:
@@ -60,10 +66,10 @@ def lanes_for(kv_heads: int) -> int:
     return max(8, min(64, triton.next_power_of_2(128 // kv_heads)))
 
 
-@triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "few", "lanes"])
+@triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes"])
 def _attend(
-    q, k_cache, v_cache, tables, cu_q, seen, tree, tree_start, out, part, part_ml, scale,
-    table_stride, page_stride, tree_width, few, lanes,
+    q, k_cache, v_cache, tables, cu_q, cells_at, seen, tree, tree_start, out, part, part_ml, scale,
+    table_stride, page_stride, tree_width, lanes,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
@@ -137,7 +143,7 @@ def _attend(
         best = now
 
     if cut:
-        cell = ((s * few + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
+        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
         tl.store(part_ml + cell * 2, best, mask=real)
         tl.store(part_ml + cell * 2 + 1, total, mask=real)
         saw = real & (best > float("-inf"))
@@ -149,7 +155,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["few", "lanes"])
 def _join(
-    part, part_ml, cu_q, out, few, lanes,
+    part, part_ml, cu_q, cells_at, out, few, lanes,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query token and head: sum of the lanes' partial softmaxes."""
@@ -165,7 +171,7 @@ def _join(
         return
     lane = tl.arange(0, LANES)  # all lanes, launched or not: the order of the sum must not depend on the grid
     d = tl.arange(0, DP)
-    cell = ((s * few + index).to(tl.int64) * HEADS + head) * lanes + lane
+    cell = ((tl.load(cells_at + s) + index).to(tl.int64) * HEADS + head) * lanes + lane
     best = tl.load(part_ml + cell * 2, mask=lane < lanes, other=float("-inf"))
     total = tl.load(part_ml + cell * 2 + 1, mask=lane < lanes, other=0.0)
     saw = best > float("-inf")
@@ -215,13 +221,13 @@ def paged_attention(
         if not count:
             continue
         launched = min(lanes, triton.cdiv(plan.max_context, shape.keys)) if cut else 1
-        cells = seqs * count * heads * launched if cut else 0
+        cells = plan.num_cells * heads * launched if cut else 0
         part = torch.empty((cells, dim), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((cells, 2), dtype=torch.float32, device=q.device)
         grid = (triton.cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
         _attend[grid](
-            q, k_cache, v_cache, tables, plan.cu_q, seen, tree, tree_start, out, part, part_ml, scale * LOG2_E,
-            tables.stride(0), tables.stride(1), width, count, launched,
+            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start, out, part, part_ml,
+            scale * LOG2_E, tables.stride(0), tables.stride(1), width, launched,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
             KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
             WIDTH=triton.next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
@@ -229,7 +235,7 @@ def paged_attention(
         )  # fmt: skip
         if cut:
             _join[(seqs * count, heads)](
-                part, part_ml, plan.cu_q, out, count, launched, HEADS=heads, D=dim, DP=dim_padded, LANES=lanes,
-                MOST=FEW, **options(4),
+                part, part_ml, plan.cu_q, plan.cells, out, count, launched, HEADS=heads, D=dim, DP=dim_padded,
+                LANES=lanes, MOST=FEW, **options(4),
             )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
-// All layers of a decoder and its head in one launch, for up to 16 rows of activations.
+// All layers of a decoder and its head in one launch, for up to TOKENS rows of activations.
 //
 // One program per multiprocessor. Four warps fetch weights, and nothing but weights: they go through all products of all
 // layers without waiting for any result, as far ahead as the ring in shared memory lets them, so memory is busy while the
-// other eight warps wait for each other. Those multiply (16 weight rows by 16 tokens; a token's column of the tensor
+// other eight warps wait for each other. Those multiply (16 weight rows by 16 or 32 tokens; a token's column of the tensor
 // cores' output does not depend on the other columns, so a token's result does not depend on its neighbours), and all
 // programs meet after each of the five steps of a layer: q/k/v with rotation and KV write, attention, o, gate and up, down.
 
@@ -31,12 +31,13 @@ template <Kind kind> __device__ __forceinline__ int weight_row(int tile, int r) 
     return tile * 16 + r;
 }
 
-template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& ring, int& start) {
+// True: the programs stopped before these weights were needed.
+template <Kind kind> __device__ __forceinline__ bool fetch(const Params& p, const u16* w, Ring& ring, int& start, const volatile int* stop) {
     using C = Cut<kind>;
     constexpr int ROWS = 16 / PRODUCERS;
     int warp = threadIdx.x / 32 - WARPS, lane = threadIdx.x % 32;
     u64 policy = evict_first();
-    Share share(C::UNITS, start);
+    Share share(kind == HEAD ? p.head_tiles : C::UNITS, start);
     for (int unit = share.first; unit < share.end; unit++) {
         int tile = unit % C::TILES, chunk = unit / C::TILES * C::PER, end = min(chunk + C::PER, C::CHUNKS);
         const u16* from[ROWS];
@@ -45,6 +46,7 @@ template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& r
         for (; chunk < end; chunk++) {
             bool real = C::K % CHUNK == 0 || chunk * CHUNK + lane * 8 < C::K;
             barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+            if (stop && *stop) return true;
             u32 to = ring.data + ring.stage * STAGE_BYTES + warp * ROWS * ROW_BYTES + lane * 16;
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
@@ -55,22 +57,24 @@ template <Kind kind> __device__ __forceinline__ void fetch(const u16* w, Ring& r
             ring.advance();
         }
     }
+    return false;
 }
 
 struct Shared {  // of the multiplying warps, beside the ring and the activations
     float sums[2][WARPS][TOKENS][17];
     Sequences seqs;
-    int flags[32];
+    int flags[32], stop;
     float scales[TOKENS];
     u64 barriers[2 * STAGES];
 };
+static_assert(sizeof(Shared) <= OWN_BYTES, "the host keeps less shared memory for it");
 
 // The norm's factor of each row, from the sums of squares that the tiles left. It multiplies the product's result, so
 // nothing waits for it before that.
 __device__ __forceinline__ void find_scales(const Params& p, Shared& sh) {
     constexpr int TILES = HIDDEN / 16, EACH = (TILES + 31) / 32;
     int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < p.rows; row += WARPS) {
+    for (int row = threadIdx.x / 32; row < sh.seqs.rows; row += WARPS) {
         float part[EACH], square = 0.f;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
@@ -112,47 +116,41 @@ template <int K> __device__ __forceinline__ void load_plain(const u16* x, int fi
 // of rows r and r + 8.
 __device__ __forceinline__ void unit_sums(Ring& ring, int chunks, u32 x, int stride, float (&sums)[WARPS][TOKENS][17], float& low, float& high) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float acc[2][2][4];
-    for (int i = 0; i < 16; i++) acc[i / 8][i / 4 % 2][i % 4] = 0.f;
+    float acc[2][TOKENS / 8][4];
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++) acc[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.f;
     u32 w_at = ring.data + lane % 16 * ROW_BYTES + warp * 64 + lane / 16 * 16;
     u32 x_at = x + (lane / 16 * 8 + lane % 8) * stride + warp * 64 + lane / 8 % 2 * 16;
     for (int chunk = 0; chunk < chunks; chunk++) {
-        u32 b[2][4], a[2][4];
+        u32 b[2][TOKENS / 16][4], a[2][4];
 #pragma unroll
-        for (int k = 0; k < 2; k++) matrix4(b[k], x_at + chunk * CHUNK * 2 + k * 32);
+        for (int i = 0; i < TOKENS / 8; i++)
+            matrix4(b[i % 2][i / 2], x_at + i / 2 * 16 * stride + chunk * CHUNK * 2 + i % 2 * 32);
         barrier_wait(ring.full + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int k = 0; k < 2; k++) matrix4(a[k], w_at + ring.stage * STAGE_BYTES + k * 32);
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            multiply(acc[k][0], a[k], b[k][0], b[k][1]);
-            multiply(acc[k][1], a[k], b[k][2], b[k][3]);
+        for (int i = 0; i < TOKENS / 4; i++) {
+            const u32(&column)[4] = b[i % 2][i / 4];
+            multiply(acc[i % 2][i / 2], a[i % 2], column[i / 2 % 2 * 2], column[i / 2 % 2 * 2 + 1]);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(ring.empty + ring.stage * 8);
         ring.advance();
     }
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int n = 0; n < TOKENS / 8; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
             sums[warp][n * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = acc[0][n][i] + acc[1][n][i];
     meet();
     low = high = 0.f;
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < WORKERS) {
         int token = threadIdx.x / 8, r = threadIdx.x % 8;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) low += sums[w][token][r], high += sums[w][token][r + 8];
     }
 }
-
-struct Best {
-    float value;
-    int at;
-    __device__ __forceinline__ void see(float v, int i) {
-        if (v > value || (v == value && i < at)) value = v, at = i;
-    }
-};
 
 // What becomes of rows r and r + 8 of a tile, for one token.
 template <Kind kind> struct Finish {
@@ -181,7 +179,7 @@ template <Kind kind> struct Finish {
         }
     }
     __device__ __forceinline__ void store(int tile, float low, float high, Best& best) {
-        if (threadIdx.x >= 128) return;
+        if (threadIdx.x >= WORKERS) return;
         if (kind != O) low *= sh.scales[token], high *= sh.scales[token];
         low += to_float(before[0]), high += to_float(before[1]);
         if (kind == O) keep(p, tile, token, r, mine, low, high, next[0], next[1]);
@@ -191,9 +189,11 @@ template <Kind kind> struct Finish {
             float inner = GELU ? 1.5957691216057308f * (low + 0.044715f * low * low * low) : low;
             p.gated[(i64)token * INTER + at] = to_bf16(low / (1.f + __expf(-inner)) * high);
         } else if (kind == HEAD) {
-            p.logits[(i64)token * VOCAB + at] = low;
-            p.logits[(i64)token * VOCAB + at_high] = high;
-            best.see(low, at), best.see(high, at_high);
+            if (p.logits) {
+                p.logits[(i64)token * VOCAB + at] = low;
+                p.logits[(i64)token * VOCAB + at_high] = high;
+            }
+            best.see(low, 1.f, at), best.see(high, 1.f, at_high);
         } else if (kind == QKV) {
             float turned = low * turn[0] - high * turn[1];
             high = high * turn[0] + low * turn[1], low = turned;
@@ -222,7 +222,7 @@ __device__ __forceinline__ void add_slices(const Params& p, const Share& share, 
             sh.flags[threadIdx.x] = last;
         }
         meet();
-        if (threadIdx.x >= 128) continue;
+        if (threadIdx.x >= WORKERS) continue;
         for (int i = 0; i < count; i++) {
             if (!sh.flags[i]) continue;
             int tile = (done + i) % TILES, row = mine ? token : 0;
@@ -248,14 +248,14 @@ template <Kind kind> __device__ __forceinline__ void product(const Params& p, co
                                                              const u16* from, const u16* next_norm, int& start, int& turn, Best& best) {
     using C = Cut<kind>;
     constexpr int STRIDE = C::PER * CHUNK * 2 + 16;
-    Share share(C::UNITS, start);
+    Share share(kind == HEAD ? p.head_tiles : C::UNITS, start);
     int token = threadIdx.x / 8, r = threadIdx.x % 8, loaded = -1;
-    Finish<kind> finish = {p, layer, sh, token, r, token < p.rows && threadIdx.x < 128};
+    Finish<kind> finish = {p, layer, sh, token, r, token < sh.seqs.rows && threadIdx.x < WORKERS};
     for (int unit = share.first; unit < share.end; unit++) {
         int tile = unit % C::TILES, slice = unit / C::TILES;
         if (slice != loaded) {
             if (loaded >= 0) meet();
-            load_plain<C::K>(from, slice * C::PER * CHUNK, C::PER * CHUNK, p.rows, x, STRIDE);
+            load_plain<C::K>(from, slice * C::PER * CHUNK, C::PER * CHUNK, sh.seqs.rows, x, STRIDE);
             if (kind != O && kind != DOWN) find_scales(p, sh);
             copies_done();
             meet();
@@ -274,13 +274,15 @@ template <Kind kind> __device__ __forceinline__ void product(const Params& p, co
     if (kind == DOWN) add_slices(p, share, sh, next_norm, token, r, finish.mine);
 }
 
-// Before the first layer: what its norm needs of the embeddings.
-__device__ __forceinline__ void keep_embeddings(const Params& p, const u16* next_norm) {
+// Before the first layer: the embeddings, and what its norm needs of them.
+__device__ __forceinline__ void keep_embeddings(const Params& p, const Sequences& q, const u16* next_norm) {
     int token = threadIdx.x / 8, r = threadIdx.x % 8;
-    bool mine = token < p.rows;
-    if (threadIdx.x >= 128) return;
+    bool mine = token < q.rows;
+    if (threadIdx.x >= WORKERS) return;
+    int row = mine ? token : 0;
+    const u16* x = p.embed ? p.embed + (i64)q.token[row] * HIDDEN : p.x + (i64)row * HIDDEN;
     for (int tile = blockIdx.x; tile < HIDDEN / 16; tile += gridDim.x) {
-        const u16* x = p.x + (i64)(mine ? token : 0) * HIDDEN + tile * 16 + r;
-        keep(p, tile, token, r, mine, to_float(x[0]), to_float(x[8]), next_norm[tile * 16 + r], next_norm[tile * 16 + r + 8]);
+        int at = tile * 16 + r;
+        keep(p, tile, token, r, mine, to_float(x[at]), to_float(x[at + 8]), next_norm[at], next_norm[at + 8]);
     }
 }

@@ -1,32 +1,38 @@
-"""A whole decoder as one launch: all layers and the head for up to 16 rows, weights streaming without a pause.
+"""A whole decoder as one launch: all layers and the head for up to 16 or 32 rows, weights streaming without a pause.
 
 Separate kernels leave memory idle at every boundary, about 3 us each and five a layer: more than a small model's
-weights take to read. Here one program per multiprocessor runs all layers (stack.cu says how).
-Decoders it does not fit (`fits` says which) run kernel by kernel. Knows no request and no graph; what it needs of a
-batch is a few device tensors that may change between replays.
+weights take to read. Here one program per multiprocessor runs all layers (stack.cu says how), and where several steps
+are asked for, each step's likeliest tokens are the next step's input without the host in between. Rows, sequences and
+steps are read on the device, so nothing is captured or compiled for a new batch shape. Decoders it does not fit (`fits`
+says which) run kernel by kernel. Knows no request.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from forerun.core import HostBatch
 from forerun.models.attention import KV
 from forerun.models.config import ModelConfig
 from forerun.models.cuda import nvrtc
+from forerun.models.cuda.packing import MAX_STEPS, Packed, layout
 from forerun.models.cuda.paged import LOG2_E, lanes_for
 from forerun.models.decoder import Decoder
 
-MAX_ROWS = 16
+ROWS = (16, 32)  # of the kernels there are
 SOURCES = ("stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
 THREADS = 384
 CHUNK = 256  # weights of a row per stage of the ring
 STAGE_BYTES = 16 * (CHUNK * 2 + 16)
 SHARED_BYTES = 232_448  # what a program may have on Hopper
+FEWEST_STAGES = 3  # with fewer, kernel by kernel is faster
+SLICE = 2  # what another slice of the down product costs, in chunks of one program (docs/log.md)
 MAX_HIDDEN = 4096  # 16 rows of it must lie in shared memory beside the ring
 
 
@@ -34,13 +40,13 @@ class _Params(ctypes.Structure):
     """`Params` in stack_base.cu."""
 
     _pointers_ = (
-        *("layers", "final_norm", "head", "rotations", "positions", "slots", "seen", "starts", "tables", "x", "y"),
-        *("squares", "q", "attended", "gated", "part", "part_ml", "sums", "logits", "top", "top_at", "greedy", "joins"),
-        *("arrived", "meeting"),
+        *("layers", "final_norm", "head", "embed", "rotations", "batch", "x", "y", "squares", "q", "attended", "gated"),
+        *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "chances"),
+        *("joins", "arrived", "meeting"),
     )
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _pointers_),
-        *((name, ctypes.c_int) for name in ("rows", "seqs", "table_stride", "page_stride")),
+        ("head_tiles", ctypes.c_int),
         *((name, ctypes.c_float) for name in ("eps", "scale_log2")),
     ]
 
@@ -49,6 +55,7 @@ class _Params(ctypes.Structure):
 class Cut:
     """How a model is laid out on one chip."""
 
+    rows: int
     programs: int
     down_split: int
     lanes: int
@@ -56,24 +63,44 @@ class Cut:
     stages: int
 
     @classmethod
-    def of(cls, c: ModelConfig, programs: int) -> Cut:
-        lanes = lanes_for(c.num_kv_heads)
-        chunks, tiles = -(-c.intermediate_size // CHUNK), c.hidden_size // 16
-        splits = [s for s in range(1, 17) if -(-chunks // s) * CHUNK <= MAX_HIDDEN]
-        split = min(splits, key=lambda s: -(-tiles * s // programs) * -(-chunks // s))  # the busiest program's chunks
-        widest = max(c.hidden_size, c.q_size, -(-chunks // split) * CHUNK)
-        rows = MAX_ROWS * (-(-widest // CHUNK) * CHUNK * 2 + 16)
-        attention = 2 * (2 * 64 + 16) * (c.head_dim + 8) * 2 + max(16 * 68, 32 * lanes) * 4
-        room = -(-max(rows, attention) // 128) * 128
-        own = 2 * 8 * 16 * 17 * 4 + 2048 + 16 * 32
-        return cls(programs, split, lanes, room, min(32, (SHARED_BYTES - own - room) // STAGE_BYTES))
+    def of(cls, c: ModelConfig, programs: int, rows: int = ROWS[0]) -> Cut:
+        split = _split(c, programs)
+        return cls(rows, programs, split, lanes_for(c.num_kv_heads), _room(c, split, rows), _stages(c, split, rows))
 
     def shared_bytes(self) -> int:
-        return 2 * 8 * 16 * 17 * 4 + 2048 + 16 * self.stages + self.room + self.stages * STAGE_BYTES
+        return _own(self.rows) + 16 * self.stages + self.room + self.stages * STAGE_BYTES
 
 
-def fits(decoder: Decoder, page_size: int) -> bool:
-    """Whether this decoder, on this device, can run as one launch."""
+def _split(c: ModelConfig, programs: int) -> int:
+    """Slices of the down product: the busiest program should have few chunks, and few slices need adding.
+
+    The same for any number of rows: a row's sums must not depend on the others.
+    """
+    chunks, tiles = -(-c.intermediate_size // CHUNK), c.hidden_size // 16
+    splits = [s for s in range(1, 17) if -(-chunks // s) * CHUNK <= MAX_HIDDEN]
+    return min(splits, key=lambda s: -(-tiles * s // programs) * -(-chunks // s) + SLICE * s)
+
+
+def _room(c: ModelConfig, split: int, rows: int) -> int:
+    """Bytes for activations, or for attention's tiles."""
+    chunks = -(-c.intermediate_size // CHUNK)
+    widest = max(c.hidden_size, c.q_size, -(-chunks // split) * CHUNK)
+    activations = rows * (-(-widest // CHUNK) * CHUNK * 2 + 16)
+    attention = 2 * (2 * 64 + 16) * (c.head_dim + 8) * 2 + max(16 * 68, 32 * lanes_for(c.num_kv_heads)) * 4
+    return -(-max(activations, attention) // 128) * 128
+
+
+def _stages(c: ModelConfig, split: int, rows: int) -> int:
+    return min(32, (SHARED_BYTES - _own(rows) - 16 * 32 - _room(c, split, rows)) // STAGE_BYTES)
+
+
+def _own(rows: int) -> int:
+    """Bytes of `Shared` without its barriers."""
+    return 2 * 8 * rows * 17 * 4 + 4096
+
+
+def fits(decoder: Decoder, page_size: int, rows: int = ROWS[0]) -> bool:
+    """Whether this decoder, on this device, can run so many rows as one launch."""
     c = decoder.config
     if decoder.dtype != torch.bfloat16 or decoder.device.type != "cuda" or not nvrtc.available():
         return False
@@ -85,54 +112,94 @@ def fits(decoder: Decoder, page_size: int) -> bool:
         and c.intermediate_size % 8 == 0
         and c.vocab_size % 16 == 0
     )
-    return plain and sizes and whole and torch.cuda.get_device_capability(decoder.device)[0] == 9
+    if not (plain and sizes and whole) or torch.cuda.get_device_capability(decoder.device)[0] != 9:
+        return False
+    return Cut.of(c, _programs(decoder.device), rows).stages >= FEWEST_STAGES
+
+
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Stack:
-    """The compiled launch and the scratch memory that all of a decoder's batch shapes share."""
+    """The compiled launch with its input, output and scratch memory. One batch at a time.
 
-    def __init__(self, decoder: Decoder, kv: KV, page_size: int) -> None:
+    `head_rows`: only so many of the vocabulary, from its first, can be chosen. Without `keep_logits` there are no
+    logits, only the likeliest tokens and their probabilities.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KV,
+        max_context: int,
+        page_size: int,
+        rows: int = ROWS[0],
+        head_rows: int | None = None,
+        keep_logits: bool = True,
+    ) -> None:
         c, self.device = decoder.config, decoder.device
-        self.decoder = decoder
-        programs = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.cut = Cut.of(c, programs)
-        source = "\n".join((Path(__file__).parent / name).read_text() for name in SOURCES)
-        sizes = {
-            "HIDDEN": c.hidden_size, "INTER": c.intermediate_size, "HEADS": c.num_heads, "KV_HEADS": c.num_kv_heads,
-            "HEAD_DIM": c.head_dim, "LAYERS": c.num_layers, "VOCAB": c.vocab_size, "PAGE": page_size,
-            "GELU": int(c.activation == "gelu_tanh"), "DOWN_SPLIT": self.cut.down_split, "LANES": self.cut.lanes,
-            "STAGES": self.cut.stages, "ROOM_BYTES": self.cut.room,
-        }  # fmt: skip
-        code = nvrtc.compile_source(source, [f"-D{name}={value}" for name, value in sizes.items()])
-        self.kernel = nvrtc.Kernel(code, "decode", programs, THREADS, self.cut.shared_bytes())
-        rows = [
+        self.decoder, self.rows = decoder, rows
+        self.cut = Cut.of(c, _programs(self.device), rows)
+        code = nvrtc.compile_source(_source(), tuple(f"-D{k}={v}" for k, v in self._sizes(c, page_size).items()))
+        self.kernel = nvrtc.Kernel(code, "decode", self.cut.programs, THREADS, self.cut.shared_bytes())
+        parts: list[list[Tensor | None]] = [
             [w.attn_norm[0], w.qkv.weight, w.qkv.bias, w.o.weight, w.mlp_norm[0], w.gate_up.weight, w.down.weight, k, v]
             for w, (k, v) in zip(decoder.layers, kv, strict=True)
         ]
-        addresses = [[0 if t is None else t.data_ptr() for t in row] for row in rows]
-        self.layers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-        self._kept: list[Tensor | None] = [t for row in rows for t in row]
-        self._scratch = self._make_scratch(c)
+        addresses = [[0 if t is None else t.data_ptr() for t in row] for row in parts]
+        self.packed = Packed(layout(rows), rows * -(-max_context // page_size), max_context, page_size, self.device)
+        self.logits = torch.zeros(rows, c.vocab_size, device=self.device) if keep_logits else None
+        # written by the device straight into the host's memory: nothing to copy when a launch has ended
+        self.greedy = torch.zeros(MAX_STEPS, rows, dtype=torch.int64).pin_memory()
+        self.chances = torch.zeros(MAX_STEPS, rows).pin_memory()
+        # where the table of embeddings is the head's, the launch reads it itself
+        self.looks_up = c.tie_embeddings and c.embed_scale == 1.0 and decoder.basis is None
+        final_norm, eps = decoder.final_norm
+        given: dict[str, Tensor | None] = {
+            "layers": torch.tensor(addresses, dtype=torch.int64, device=self.device), "final_norm": final_norm,
+            "head": decoder.head.weight, "embed": decoder.head.weight if self.looks_up else None,
+            "rotations": decoder.attention.ropes[c.rope].table, "batch": self.packed.device, "logits": self.logits,
+            "greedy": self.greedy, "chances": self.chances, **self._scratch(c),
+        }  # fmt: skip
+        self._kept = [parts, given]  # the launch knows addresses only
+        self._x = given["x"]
+        params = _Params(**{name: None if t is None else t.data_ptr() for name, t in given.items()})
+        params.head_tiles = min(head_rows or c.vocab_size, c.vocab_size) // 16
+        params.eps, params.scale_log2 = eps, c.scale * LOG2_E
+        self.launch = self.kernel.prepare(params)
 
-    def _make_scratch(self, c: ModelConfig) -> dict[str, Tensor]:
-        pairs = c.num_heads // c.num_kv_heads
-        tiles = max(MAX_ROWS * -(-pairs // 16), -(-MAX_ROWS * pairs // 16))  # of 16 sequences, or of one
+    def _sizes(self, c: ModelConfig, page_size: int) -> dict[str, int]:
+        return {
+            "TOKENS": self.rows, "HIDDEN": c.hidden_size, "INTER": c.intermediate_size, "HEADS": c.num_heads,
+            "KV_HEADS": c.num_kv_heads, "HEAD_DIM": c.head_dim, "LAYERS": c.num_layers, "VOCAB": c.vocab_size,
+            "PAGE": page_size, "GELU": int(c.activation == "gelu_tanh"), "DOWN_SPLIT": self.cut.down_split,
+            "LANES": self.cut.lanes, "STAGES": self.cut.stages, "ROOM_BYTES": self.cut.room,
+            "BATCH_BYTES": layout(self.rows).itemsize, "STEPS": MAX_STEPS,
+            "OWN_BYTES": _own(self.rows) + 16 * self.cut.stages,
+        }  # fmt: skip
+
+    def _scratch(self, c: ModelConfig) -> dict[str, Tensor]:
+        rows, pairs = self.rows, c.num_heads // c.num_kv_heads
+        tiles = max(rows * -(-pairs // 16), -(-rows * pairs // 16))  # of as many sequences, or of one
         units = c.num_kv_heads * tiles * self.cut.lanes
         bf16: dict[str, tuple[int, ...]] = {
-            "y": (MAX_ROWS, c.hidden_size),
-            "q": (MAX_ROWS, c.q_size),
-            "attended": (MAX_ROWS, c.q_size),
-            "gated": (MAX_ROWS, c.intermediate_size),
+            "x": (rows, c.hidden_size),
+            "y": (rows, c.hidden_size),
+            "q": (rows, c.q_size),
+            "attended": (rows, c.q_size),
+            "gated": (rows, c.intermediate_size),
         }
         float32: dict[str, tuple[int, ...]] = {
             "part": (units, 16, c.head_dim),
             "part_ml": (units, 16, 2),
-            "sums": (self.cut.down_split, c.hidden_size, MAX_ROWS),
-            "squares": (MAX_ROWS, c.hidden_size // 16),
-            "top": (self.cut.programs, MAX_ROWS),
+            "sums": (self.cut.down_split, c.hidden_size, rows),
+            "squares": (rows, c.hidden_size // 16),
+            "top": (self.cut.programs, rows),
+            "top_sum": (self.cut.programs, rows),
         }
         int32: dict[str, tuple[int, ...]] = {
-            "top_at": (self.cut.programs, MAX_ROWS),
+            "top_at": (self.cut.programs, rows),
             "joins": (units,),
             "arrived": (c.hidden_size // 16,),
             "meeting": (2,),
@@ -144,31 +211,24 @@ class Stack:
             for name, shape in shapes.items()
         }
 
-    def run(
-        self,
-        x: Tensor,  # [rows, hidden] embeddings, overwritten
-        positions: Tensor,  # [rows] int32, as all indices here
-        slots: Tensor,  # [rows]
-        seen: Tensor,  # [rows]
-        starts: Tensor,  # [seqs + 1]
-        tables: Tensor,  # [seqs, pages], any strides
-        logits: Tensor,  # [rows, vocab] float32, written
-        greedy: Tensor,  # [rows] int64, written
-    ) -> None:
-        """One forward of all rows, on the current stream. A sequence's tokens are its last entries, in order."""
-        rows, decoder = x.shape[0], self.decoder
-        final_norm, eps = decoder.final_norm
-        assert final_norm is not None
-        if rows > MAX_ROWS:
-            raise ValueError(f"{rows} rows, one launch takes at most {MAX_ROWS}")
-        given = {
-            "layers": self.layers, "final_norm": final_norm, "head": decoder.head.weight,
-            "rotations": decoder.attention.ropes[decoder.config.rope].table, "positions": positions, "slots": slots,
-            "seen": seen, "starts": starts, "tables": tables, "x": x, "logits": logits, "greedy": greedy,
-        }  # fmt: skip
-        params = _Params(**{name: tensor.data_ptr() for name, tensor in (given | self._scratch).items()})
-        params.rows, params.seqs = rows, starts.numel() - 1
-        params.table_stride, params.page_stride = tables.stride()
-        params.eps = eps
-        params.scale_log2 = decoder.config.scale * LOG2_E
-        self.kernel.launch(params)
+    @torch.inference_mode()
+    def run(self, batch: HostBatch, masks: list[int] | None, steps: int = 1, least: Sequence[float] = ()) -> None:
+        """Enqueue a batch of at most `rows` tokens; the caller waits for the stream before it reads or calls again.
+
+        With several steps, step i + 1 follows step i only where the guesses of a sequence up to there are all right
+        with at least the probability least[i], as the model sees it; otherwise greedy[i + 1, 0] is negative.
+        """
+        if not 1 <= steps <= MAX_STEPS or len(batch.tokens) > self.rows:
+            raise ValueError(f"{len(batch.tokens)} rows and {steps} steps, at most are {self.rows} and {MAX_STEPS}")
+        used = self.packed.fill(batch, masks, steps, least)
+        nvrtc.copy_to_device(self.packed.device.data_ptr(), self.packed.host_address, used)
+        if not self.looks_up:
+            if steps > 1:
+                raise ValueError("several steps need a table of embeddings that is also the head")
+            assert self._x is not None
+            self._x[: len(batch.tokens)] = self.decoder.embed(self.packed.tokens[: len(batch.tokens)])
+        self.launch()
+
+
+def _source() -> str:
+    return "\n".join((Path(__file__).parent / name).read_text() for name in SOURCES)

@@ -18,12 +18,15 @@ struct AttendShared {
     float score[16 * SCORE_ROW];
 };
 
-// What all layers share: found once, when the kernel starts.
+// What all layers share: found once for each step.
 struct Sequences {
     int start[TOKENS + 1], old[TOKENS], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
     // old: entries written by earlier launches; high: entries that anyone sees
-    int limit[TOKENS], position[TOKENS], slot[TOKENS];
+    u64 bits[TOKENS];
+    int limit[TOKENS], position[TOKENS], slot[TOKENS], token[TOKENS];
+    float chance[TOKENS], path[TOKENS];  // of each row's likeliest token; of all of a sequence's guesses so far
     int pages[KEPT][PAGES];  // of this program's first blocks
+    int rows, count, page_stride, going;  // count: of sequences; going: whether another step is worth it
 };
 
 struct Unit {
@@ -55,7 +58,7 @@ __device__ __forceinline__ Unit find_unit(const Sequences& q, int number) {
 }
 
 __device__ __forceinline__ int page_at(const Params& p, const Sequences& seqs, int s, int entry) {
-    return entry < seqs.high[s] ? p.tables[(i64)s * p.table_stride + (i64)(entry / PAGE) * p.page_stride] : 0;
+    return entry < seqs.high[s] ? ((const int*)(p.batch + 1))[(i64)(entry / PAGE) * seqs.page_stride + s] : 0;
 }
 
 // Copy a block's K and V: entries from `from` up, below `below`. Those that this launch writes wait for its q/k/v.
@@ -110,7 +113,11 @@ __device__ __forceinline__ void score_block(const Params& p, const Sequences& se
     for (int i = 0; i < 4; i++) {
         int row = lane / 4 + i / 2 * 8, key = warp * 8 + lane % 4 * 2 + i % 2;
         int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
-        bool seen = token < seqs.start[u.s + 1] && block * KEYS + key < seqs.limit[token];
+        bool seen = false;
+        if (token < seqs.start[u.s + 1]) {
+            int past = block * KEYS + key - seqs.limit[token];  // bits are looked at in the last blocks only
+            seen = past < 0 || (past < 64 && (seqs.bits[token] >> past & 1));
+        }
         score[row * SCORE_ROW + key] = seen ? c[i] * p.scale_log2 : -INF;
     }
 }
@@ -224,7 +231,7 @@ struct Attention {
         block = u.lane;
         return true;
     }
-    // Once, before the first layer: where this program's first blocks lie.
+    // Before the first layer: where this program's first blocks lie.
     __device__ __forceinline__ void find_pages(Sequences& kept) const {
         Unit u = first;
         int block = u.lane;

@@ -1,5 +1,6 @@
 // The instructions that the persistent decoder is made of, and how its programs wait for each other.
-// Compiled at run time without headers; the model's sizes are macros given on the command line.
+// Compiled at run time without headers; the model's sizes are macros given on the command line, as is TOKENS: the rows of
+// activations, padded.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -10,7 +11,7 @@ typedef long long i64;
 #define WARPS 8          // that multiply; PRODUCERS others fetch weights
 #define PRODUCERS 4
 #define THREADS (WARPS * 32)
-#define TOKENS 16        // rows of activations, padded
+#define WORKERS (TOKENS * 8)  // threads that finish a tile: one for each of its tokens and pairs of rows
 #define CHUNK 256        // weights of a row in one stage of the ring
 #define ROW_BYTES (CHUNK * 2 + 16)  // 16 bytes more: eight rows then lie in different banks
 #define STAGE_BYTES (16 * ROW_BYTES)
@@ -138,34 +139,66 @@ struct Ring {
     }
 };
 
+// The likeliest of some tokens, and all their exponentials' sum, divided by its own.
+struct Best {
+    float value, sum;
+    int at;
+    __device__ __forceinline__ void see(float v, float s, int i) {
+        if (v == -INF) return;
+        float gap = __expf(-fabsf(v - value));  // 0 where nothing was seen before
+        sum = v > value ? sum * gap + s : sum + s * gap;
+        if (v > value || (v == value && i < at)) value = v, at = i;
+    }
+    // Of eight threads that follow each other; all get the same.
+    __device__ __forceinline__ void join() {
+        for (int far = 4; far; far /= 2) {
+            float v = __shfl_xor_sync(~0u, value, far), s = __shfl_xor_sync(~0u, sum, far);
+            see(v, s, __shfl_xor_sync(~0u, at, far));
+        }
+    }
+};
+
+// What runs now, as the host lays it out (`layout` in stack.py). The pages of the sequences' entries lie behind it: page b
+// of sequence s at b * page_stride + s.
+struct Batch {
+    int rows, seqs, page_stride, steps;
+    u64 bits[TOKENS];      // bit j: the row sees entry seen + j, beside those before `seen`
+    int tokens[TOKENS], positions[TOKENS];
+    int slots[TOKENS];     // where K/V goes; negative: nowhere
+    int seen[TOKENS];
+    int room[TOKENS];      // entries of each sequence that have a page, and a position that the model knows
+    int starts[TOKENS + 1];
+    float least[STEPS];    // a step follows only where a sequence's guesses so far are all right with this probability
+};
+static_assert(sizeof(Batch) == BATCH_BYTES, "the host lays it out otherwise");
+
 // What a launch is given; the same fields in the same order are in stack.py.
 struct Params {
-    const u64* layers;     // [LAYERS, 9] addresses: attn_norm, qkv, qkv bias, o, mlp_norm, gate_up, down, K, V
+    const u64* layers;     // [LAYERS, 9] addresses, in the order of `Layer`
     const u16* final_norm;
     const u16* head;       // [VOCAB, HIDDEN]
+    const u16* embed;      // [VOCAB, HIDDEN]; 0: the embeddings are in x
     const float* rotations;  // [positions, HEAD_DIM]: cosines, then sines
-    const int* positions;  // [rows]
-    const int* slots;      // [rows], negative: not kept
-    const int* seen;       // [rows]
-    const int* starts;     // [seqs + 1]
-    const int* tables;     // page of block b of sequence s: tables[s * table_stride + b * page_stride]
-    u16* x;                // [rows, HIDDEN] the residual stream, overwritten
-    u16* y;                // [rows, HIDDEN] x times the weight of the norm that comes next
+    const Batch* batch;
+    u16* x;                // [TOKENS, HIDDEN] the residual stream
+    u16* y;                // [TOKENS, HIDDEN] x times the weight of the norm that comes next
     float* squares;        // [TOKENS, HIDDEN / 16] sums of x * x over the columns of a tile
-    u16* q;                // [rows, HEADS * HEAD_DIM]
-    u16* attended;         // [rows, HEADS * HEAD_DIM]
-    u16* gated;            // [rows, INTER]
+    u16* q;                // [TOKENS, HEADS * HEAD_DIM]
+    u16* attended;         // [TOKENS, HEADS * HEAD_DIM]
+    u16* gated;            // [TOKENS, INTER]
     float* part;           // [attention units, 16, HEAD_DIM]
     float* part_ml;        // [attention units, 16, 2]
     float* sums;           // [DOWN_SPLIT, HIDDEN / 16, TOKENS, 16]
-    float* logits;         // [rows, VOCAB]
+    float* logits;         // [TOKENS, VOCAB]; 0: not wanted
     float* top;            // [programs, TOKENS] best logit of each program
+    float* top_sum;        // [programs, TOKENS] its logits' exponentials, divided by the best one's
     int* top_at;           // [programs, TOKENS]
-    i64* greedy;           // [rows]
+    i64* greedy;           // [STEPS, TOKENS]; negative: the step did not follow
+    float* chances;        // [STEPS, TOKENS] probabilities of the greedy tokens
     u32* joins;            // [attention units], zero between launches, as are the two below
     u32* arrived;          // [HIDDEN / 16]
     u32* meeting;          // [2]: barrier, programs that are through
-    int rows, seqs, table_stride, page_stride;
+    int head_tiles;        // of 16 rows of the head, from its first
     float eps, scale_log2;
 };
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from forerun.core import SamplingParams
-from forerun.engine.sampler import distribution, draw, penalise, sample, uniform
-from forerun.engine.sequence import Request, Sequence
-from forerun.models.decoder import Output
+from forerun.decode.sampling import Context, Row, choose, distribution, draw, logprob, shape, uniform
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]])
 P = torch.softmax(LOGITS, -1)[0].tolist()
 
 
-def seq(
-    params: SamplingParams, prompt: list[int] | None = None, generated: tuple[int, ...] = (), seed: int = 1
-) -> Sequence:
-    s = Sequence(Request(prompt or [0], params, sink=lambda event: None), 0, seed)
-    s.tokens += generated
-    return s
+def row(
+    params: SamplingParams,
+    prompt: tuple[int, ...] = (0,),
+    generated: tuple[int, ...] = (),
+    seed: int = 1,
+    path: tuple[int, ...] = (),
+) -> Row:
+    return Row(Context(params, [*prompt, *generated], len(prompt), seed), path)
 
 
 def shaped(**values: float) -> list[float]:
@@ -90,31 +91,52 @@ def test_tokens_of_probability_zero_are_never_drawn():
     assert {draw(probs, [u])[0] for u in (0.0, 0.25, 0.4999999, 0.5, 0.75, 0.999999999)} <= {1, 3}
 
 
-def test_repetition_penalty_covers_prompt_and_answer():
-    got = penalise(LOGITS.clone(), [seq(SamplingParams(repetition_penalty=2.0), [0], (3,))])[0].tolist()
-    assert got == [1.0, 1.0, 0.0, -2.0, -8.0]
+def test_repetition_penalty_covers_prompt_answer_and_drafted_path():
+    params = SamplingParams(repetition_penalty=2.0)
+    assert shape(LOGITS, [row(params, (0,), (3,))])[0].tolist() == [1.0, 1.0, 0.0, -2.0, -8.0]
+    assert shape(LOGITS, [row(params, (0,), (3,), path=(1,))])[0].tolist() == [1.0, 0.5, 0.0, -2.0, -8.0]
 
 
 def test_presence_and_frequency_penalties_cover_the_answer_only():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    got = penalise(LOGITS.clone(), [seq(params, [0], (1, 1, 3))])[0].tolist()
-    assert got == [2.0, 1.0 - 0.5 - 0.5, 0.0, -1.0 - 0.5 - 0.25, -8.0]
+    expected = [2.0, 1.0 - 0.5 - 0.5, 0.0, -1.0 - 0.5 - 0.25, -8.0]
+    assert shape(LOGITS, [row(params, (0,), (1, 1, 3))])[0].tolist() == expected
+    assert shape(LOGITS, [row(params, (0,), (1,), path=(1, 3))])[0].tolist() == expected
 
 
 def test_logit_bias_moves_a_token():
-    tokens = sample(Output(LOGITS), [seq(SamplingParams(logit_bias={4: 50.0}))])
-    assert tokens[0].token_id == 4
+    assert choose(LOGITS, [row(SamplingParams(logit_bias={4: 50.0}))]) == [4]
+
+
+def test_a_constraint_leaves_only_what_it_allows():
+    class Odd:
+        def allowed(self, path: Sequence[int]) -> torch.Tensor:
+            return torch.arange(5) % 2 == 1 if len(path) == 1 else torch.arange(5) == 4
+
+    context = Context(SamplingParams(), [0], 1, 1, Odd())
+    assert choose(LOGITS.repeat(2, 1), [Row(context, [0]), Row(context, [])]) == [1, 4]
 
 
 def test_greedy_and_sampled_rows_share_a_batch():
-    rows = LOGITS.repeat(3, 1)
     hot = SamplingParams(temperature=1.0, seed=3)
-    mixed = sample(Output(rows), [seq(SamplingParams()), seq(hot, seed=9), seq(SamplingParams(logprobs=2))])
-    assert mixed[0].token_id == mixed[2].token_id == 0
-    assert mixed[1].token_id == sample(Output(LOGITS), [seq(hot, seed=9)])[0].token_id
-    logprob = mixed[2].logprob
-    assert logprob is not None and [t for t, _ in logprob.top] == [0, 1]
-    assert logprob.logprob == pytest.approx(math.log(P[0]), abs=1e-6)
+    mixed = choose(LOGITS.repeat(3, 1), [row(SamplingParams()), row(hot, seed=9), row(SamplingParams())])
+    assert mixed[0] == mixed[2] == 0
+    assert mixed[1] == choose(LOGITS, [row(hot, seed=9)])[0]
+
+
+def test_a_drafted_path_shifts_the_position_of_the_draw():
+    hot = SamplingParams(temperature=5.0)
+    drawn = [choose(LOGITS, [row(hot, (0,) * n, path=(1,) * (8 - n))])[0] for n in range(1, 8)]
+    assert len(set(drawn)) == 1  # the number belongs to the position, not to how it was reached
+    others = {choose(LOGITS, [row(hot, (0,) * n)])[0] for n in range(1, 40)}
+    assert len(others) > 1
+
+
+def test_logprobs_are_the_models_own():
+    found = logprob(LOGITS[0], 0, SamplingParams(logprobs=2, temperature=3.0))
+    assert found is not None and [t for t, _ in found.top] == [0, 1]
+    assert found.logprob == pytest.approx(math.log(P[0]), abs=1e-6)
+    assert logprob(LOGITS[0], 0, SamplingParams()) is None
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44])

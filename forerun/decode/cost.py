@@ -1,0 +1,214 @@
+"""What a forward costs: seconds against its tokens, its sequences and their context.
+
+A curve starts from a few timed forwards and is corrected by every step that follows. Knows no model and no drafter; it
+only ever sees numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+NOISE = 0.05  # share by which a quiet machine's steps vary
+LARGEST_SURPRISE = 0.3  # of one observation, in log seconds: more is the operating system's doing
+FASTEST, SLOWEST = 0.25, 0.02  # share of a surprise that a size believes at once: when new, when well known
+COMMON = 0.05  # share that all sizes believe: another program, a warmer processor
+REFRESH = 16  # observations between two rebuilds of the table
+LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
+
+DEEPEST = 16  # rounds a paid drafter is planned for
+LOOK_AHEAD = 3  # rounds that the next one may need to pay
+MARGIN = 0.01  # gain below which nothing is drafted, for every doubling of the batch: it would be lost in variance
+
+
+class CostCurve:
+    """Seconds of one forward. Sizes in between are interpolated, larger ones follow the last slope."""
+
+    def __init__(
+        self, points: dict[int, float], per_context: float = 0.0, per_context_token: float = 0.0, base_context: int = 0
+    ) -> None:
+        """`points`: tokens -> seconds of one sequence at `base_context`; the others: seconds per entry of context."""
+        if not points or any(size < 1 or not 0.0 < s < math.inf for size, s in points.items()):
+            raise ValueError(f"a cost curve needs positive sizes and seconds, got {points!r:.200}")
+        self.per_context, self.per_context_token = per_context, per_context_token
+        self._sizes = sorted(points)
+        timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
+        # Noise only ever adds time, so a size that took longer than a larger one is the one that is wrong.
+        for i in range(len(timed) - 2, -1, -1):
+            timed[i] = min(timed[i], timed[i + 1])
+        floor = 0.1 * min(points.values())
+        self._logs = [math.log(max(seconds, floor)) for seconds in timed]
+        self._visits = {size: 2 for size in self._sizes}
+        self._common = 0.0  # log of the factor between now and when the points were timed
+        self._spread = NOISE
+        self._pending = 0
+        self._table: list[float] = []  # seconds by tokens, without context
+        self._slope = 0.0
+        self._build()
+
+    @classmethod
+    def measure(
+        cls, time_forward: Callable[[int, int], float], sizes: Sequence[int], contexts: Sequence[int]
+    ) -> CostCurve:
+        """Time every size at the first context, and two sizes at each further one."""
+        sizes = sorted(set(sizes))
+        base = contexts[0]
+        points = {size: time_forward(size, base) for size in sizes}
+        small, large = sizes[0], sizes[len(sizes) // 2]
+        slopes: dict[int, list[float]] = {small: [], large: []}
+        for context in contexts[1:]:
+            if context > base:
+                for size, found in slopes.items():
+                    found.append(max(0.0, time_forward(size, context) - points[size]) / (context - base))
+        if not slopes[small]:
+            return cls(points)
+        at_small, at_large = (min(slopes[size]) for size in (small, large))  # noise only adds
+        by_token = max(0.0, at_large - at_small) / (large - small) if large > small else 0.0
+        return cls(points, max(0.0, at_small - small * by_token), by_token, base)
+
+    def seconds(self, tokens: int, sequences: int = 1, context: int = 0) -> float:
+        """Of a forward with so many tokens in all, of so many sequences with `context` entries each (on average)."""
+        table = self._table
+        base = table[tokens] if tokens < len(table) else self._beyond(tokens)
+        return base + context * (sequences * self.per_context + tokens * self.per_context_token)
+
+    def row(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
+        """`seconds` of every number of tokens from `first` to `last`."""
+        table, around = self._table, context * sequences * self.per_context
+        base = table[first : last + 1]
+        base += [self._beyond(tokens) for tokens in range(max(first, len(table)), last + 1)]
+        each = context * self.per_context_token
+        return [s + around + tokens * each for tokens, s in enumerate(base, first)]
+
+    def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
+        """Correct the curve by a step that held nothing but these tokens."""
+        if tokens < 1 or not 0.0 < seconds < math.inf:
+            return
+        around = context * (sequences * self.per_context + tokens * self.per_context_token)
+        expected = math.exp(self._log_at(tokens) + self._common) + around
+        surprise = math.log(seconds / expected)
+        # What counts is the middle of the observations, not their mean: surprises are cut to about their usual size.
+        limit = min(LARGEST_SURPRISE, 2.0 * self._spread)
+        cut = max(-limit, min(limit, surprise))
+        self._spread += 0.05 * (max(NOISE, min(LARGEST_SURPRISE, abs(surprise))) - self._spread)
+        place = bisect_left(self._sizes, tokens)
+        if place == len(self._sizes) or self._sizes[place] != tokens:
+            if tokens >= LARGEST_TABLE:
+                return
+            self._logs.insert(place, self._log_at(tokens))
+            self._sizes.insert(place, tokens)
+        visits = self._visits[tokens] = self._visits.get(tokens, 0) + 1
+        self._common += COMMON * cut
+        self._logs[place] += max(SLOWEST, FASTEST / visits) * cut
+        self._pending += 1
+        if self._pending >= REFRESH:
+            self._build()
+
+    def points(self) -> dict[int, float]:
+        """Seconds at every size that was timed or met, without context."""
+        return {size: self.seconds(size) for size in self._sizes}
+
+    def _log_at(self, tokens: int) -> float:
+        """Log seconds, before the common factor: straight lines in seconds between sizes."""
+        sizes, logs = self._sizes, self._logs
+        i = bisect_left(sizes, tokens)
+        if i < len(sizes) and sizes[i] == tokens:
+            return logs[i]
+        if i == 0 or len(sizes) == 1:  # below the smallest, or nothing to draw a line through
+            return logs[0]
+        if i == len(sizes):
+            return math.log(self._beyond(tokens)) - self._common
+        low, high = math.exp(logs[i - 1]), math.exp(logs[i])
+        share = (tokens - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return math.log(low + share * (high - low))
+
+    def _beyond(self, tokens: int) -> float:
+        return self._table[-1] + self._slope * (tokens - len(self._table) + 1)
+
+    def _build(self) -> None:
+        """Seconds of every size up to the largest, never falling: what falls is pooled with its neighbours."""
+        self._pending = 0
+        values: list[tuple[float, float, int]] = []  # log seconds, weight, how many sizes
+        for size, value in zip(self._sizes, self._logs, strict=True):
+            weight, count = float(self._visits[size]), 1
+            while values and values[-1][0] > value:
+                before, heavy, many = values.pop()
+                value = (value * weight + before * heavy) / (weight + heavy)
+                weight, count = weight + heavy, count + many
+            values.append((value, weight, count))
+        pooled = [math.exp(value + self._common) for value, _, count in values for _ in range(count)]
+        sizes = self._sizes
+        table = [pooled[0]] * (sizes[0] + 1)
+        for i in range(1, len(sizes)):
+            step = (pooled[i] - pooled[i - 1]) / (sizes[i] - sizes[i - 1])
+            table.extend(pooled[i - 1] + step * n for n in range(1, sizes[i] - sizes[i - 1] + 1))
+        self._table = table
+        # The slope goes on from a wide stretch: two neighbouring sizes may lie on one step of a staircase.
+        half = sizes[-1] // 2
+        self._slope = (table[-1] - table[half]) / (sizes[-1] - half)
+
+
+class Plan:
+    """The rate of a batch as a paid drafter adds rounds to it."""
+
+    def __init__(
+        self, target: CostCurve, curve: CostCurve, sequences: int, context: int, size: int, gains: list[float], s: float
+    ) -> None:
+        self.target, self.curve, self.sequences, self.context = target, curve, sequences, context
+        # Of the step as it is without the drafter: tokens to verify, tokens each sequence can expect, rate of them all
+        self.size, self.gains, self.tokens = size, gains, sum(gains)
+        self.rate = self.tokens / s
+        self.least = self.rate * (1.0 + MARGIN * sequences.bit_length())  # rate from which drafting is worth it
+
+    def seconds(self, size: int) -> float:
+        return self.target.seconds(size, self.sequences, self.context)
+
+    def round_s(self, active: int) -> float:
+        return self.curve.seconds(active, active, self.context) if active else 0.0
+
+    def can_pay(self) -> bool:
+        """Whether drafts that are always right would be worth it, for one sequence or for all."""
+        for active in {1, self.sequences}:
+            one = self.round_s(active)
+            for k in (1, 2, 4, 8):
+                size = self.sequences + active * k  # also the tokens, where all are right
+                step_s = self.seconds(max(size, self.size)) + k * one
+                if max(size, self.tokens) > self.least * step_s:
+                    return True
+        return False
+
+    def best(self, asked: list[tuple[int, list[float], list[float], int]]) -> tuple[dict[int, int], float, float]:
+        """Rounds by sequence, none where they do not pay; the rate then; a step's time over a plain one's.
+
+        `asked`: sequence, acceptance by depth, chance by depth that a free draft reaches it, most rounds.
+        """
+        steps: list[tuple[float, int, int, float]] = []  # path's chance, sequence, depth, gain over the free draft
+        for i, ahead, free, limit in asked:
+            path = 1.0
+            for depth, chance in enumerate(ahead[:limit]):
+                path *= chance
+                if path < 0.02:
+                    break
+                steps.append((path, i, depth, path - min(path, free[depth]) if depth < len(free) else path))
+        steps.sort(key=itemgetter(0), reverse=True)
+        active = [0] * (DEEPEST + 1)
+        rounds = [self.round_s(n) for n in range(len(asked) + 1)]
+        seconds = self.target.row(self.size, self.size + len(steps), self.sequences, self.context)
+        tokens, spent, best, best_rate = self.tokens, 0.0, 0, self.least
+        for n, (_, _, depth, gain) in enumerate(steps, 1):
+            spent += rounds[active[depth] + 1] - rounds[active[depth]]
+            active[depth] += 1
+            tokens += gain
+            rate = tokens / (seconds[n] + spent)
+            if rate > best_rate:
+                best, best_rate = n, rate
+            elif n > best + LOOK_AHEAD * len(asked) and rate < 0.9 * best_rate and self.size == self.sequences:
+                break  # gains only fall from here, as no free draft covers the first of them
+        depths: dict[int, int] = {}
+        gains = list(self.gains)
+        for _, i, depth, gain in steps[:best]:
+            depths[i] = depth + 1
+            gains[i] += gain
+        return depths, best_rate, sum(gains) / best_rate / self.seconds(self.sequences)

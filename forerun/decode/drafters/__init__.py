@@ -1,0 +1,9 @@
+"""The drafters that come with Forerun; importing them here registers their names."""
+
+from forerun.decode.drafters import copying, cross, grammar, lookup, model, selfdraft, suffix
+from forerun.decode.drafters.base import Ask, Drafter, register, registered
+
+__all__ = [
+    *("Ask", "Drafter", "register", "registered"),
+    *("copying", "cross", "grammar", "lookup", "model", "selfdraft", "suffix"),
+]

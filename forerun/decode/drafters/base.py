@@ -1,0 +1,80 @@
+"""The drafting contract: what a drafter may know of a sequence (`Ask`), what it gives (`Draft`), and the list of names.
+
+A drafter of your own is one class: derive from `Drafter`, give it a name, and `@register` it. It need not be right: a
+draft is verified, and one that raises or is malformed only ends drafting for that request. Knows no verifier, no
+controller and no scheduler.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from forerun.core import Draft
+from forerun.decode.sampling import Context
+from forerun.errors import BadRequest
+
+if TYPE_CHECKING:
+    from forerun.decode.workshop import Workshop
+
+
+@dataclass
+class Ask:
+    """One sequence that wants guesses about what follows its last token. Nothing here may be changed."""
+
+    id: int  # the same for all asks of a sequence
+    context: Context  # its tokens, sampling parameters and grammar
+    depth: int  # longest path that can be of use
+    nodes: int  # most tokens
+    pages: array[int]  # its pages; they hold `len(tokens) + nodes` entries
+    offered: Draft | None = None  # what free drafters guessed, for drafters that can tell how good it is
+    at_random: bool = False  # draw from the drafter's own distribution and give it as `proposals`
+    worth: Callable[[float, int], bool] | None = None  # (chance of the path, depth): is one more forward worth it?
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.context.tokens
+
+
+class Drafter(ABC):
+    """`propose` is called with the sequences of one step, at most once a step."""
+
+    name: ClassVar[str]
+    free: ClassVar[bool] = True  # costs no forward of a model
+
+    @classmethod
+    def problem(cls, workshop: Workshop) -> BadRequest | None:
+        """Why this drafter cannot work here, if it cannot: asked before it is made."""
+        return None
+
+    @abstractmethod
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        """One draft for each ask, in order; an empty one where there is nothing to guess."""
+
+    def behind(self, ask: Ask) -> int:
+        """Tokens a paid drafter must run before it can guess for this sequence."""
+        return 0
+
+    def time_round(self, tokens: int, context: int) -> float:
+        """Of paid drafters: seconds of one round with so many tokens, after a context of this length."""
+        raise NotImplementedError(f"drafter {self.name!r} is not free, so it must tell what a round costs")
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:  # noqa: B027
+        """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or keep state."""
+
+
+_KINDS: dict[str, type[Drafter]] = {}
+
+
+def register(kind: type[Drafter]) -> type[Drafter]:
+    """Make a drafter available by its name: `@register` above a class whose constructor takes a `Workshop`."""
+    _KINDS[kind.name] = kind
+    return kind
+
+
+def registered() -> dict[str, type[Drafter]]:
+    """All drafters by name."""
+    return dict(sorted(_KINDS.items()))

@@ -1,0 +1,166 @@
+"""Prompt lookup: what followed the last tokens when they stood in the prompt or the answer before.
+
+Each sequence has an index of its pairs of tokens, extended as it grows. The newest occurrences of the last pair are
+compared backwards; what followed them becomes a small tree, the longest match first. Knows nothing of other sequences
+(see suffix.py) and nothing of documents (see copying.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from itertools import islice
+from math import exp
+from typing import TYPE_CHECKING, TypeVar
+
+from forerun.core import ROOT, Draft
+from forerun.decode.drafters.base import Ask, Drafter, register
+
+if TYPE_CHECKING:
+    from forerun.decode.workshop import Workshop
+
+_SHIFT = 24  # bits of a token in a key; a collision would only be a bad guess
+_TRIED = 8  # newest occurrences of the last pair that are compared
+_SINGLES = 4  # the same of the last token, where the pair is new
+LONGEST = 12  # a longer match says no more
+_LEAST = 0.02  # paths less likely than this are of no use to anybody
+
+# Log odds that the token after a match is the target's own, by the length of the match (0 is unused): measured on
+# greedy answers of a 1.5B model, as are the weights below. A match of length l of which d more tokens were accepted is
+# as good as one of length l + d.
+_ODDS = (0.0, -0.9, -0.3, 0.1, 0.5, 0.9, 1.2, 1.3, 1.4, 1.6, 1.7, 1.9, 3.2)
+_IN_PROMPT = 0.9  # answers repeat their prompt more faithfully than themselves
+_AGREED = 0.9  # several occurrences, one continuation
+_DISPUTED = (0.0, 0.0, -0.9, -1.2, -1.6)  # by the number of continuations
+_MAJORITY = 0.6  # the first of several has more than half of the occurrences
+
+State = TypeVar("State")
+Child = tuple[int, float, State]  # token, chance given its parent, what follows it
+Continuation = tuple[int, int, int]  # length of the match, place that comes next, distance to what it matches
+
+
+def chance_of(log_odds: float) -> float:
+    return 1.0 / (1.0 + exp(-log_odds))
+
+
+def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], ask: Ask, source: str) -> Draft:
+    """The likeliest paths of a tree that `expand` unfolds, best first, until the ask's nodes or depth are used up."""
+    draft = Draft()
+    tokens, parents, chances = draft.tokens, draft.parents, draft.chances
+    frontier: list[tuple[float, int, int, float, int, int, State]] = []
+    made, node, depth, path, state = 0, ROOT, 1, 1.0, root
+    while True:
+        if depth <= ask.depth:
+            for token, chance, child in expand(state):
+                if path * chance >= _LEAST:
+                    made += 1  # ties go to the older, and states are never compared
+                    heappush(frontier, (-path * chance, made, token, chance, node, depth, child))
+        if not frontier or len(tokens) >= ask.nodes:
+            break
+        key, _, token, chance, parent, depth, state = heappop(frontier)
+        node, path, depth = len(tokens), -key, depth + 1
+        tokens.append(token)
+        parents.append(parent)
+        chances.append(chance)
+    draft.sources = [source] * len(tokens)
+    return draft
+
+
+class NgramIndex:
+    """Where the tokens and pairs of tokens of a growing list stood before: amortised O(1) for each token.
+
+    Place p is the gap before `tokens[p]`.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0  # tokens that are in the index
+        self._single: dict[int, int] = {}  # token -> the place after its newest occurrence
+        self._pair: dict[int, int] = {}  # pair -> the place after its newest occurrence
+        self._pair_before = array("i", [-1])  # place -> the place of the same pair before it, or -1
+        self._single_before = array("i", [-1])
+
+    def extend(self, tokens: list[int], end: int) -> None:
+        """Take in `tokens[size:end]`."""
+        single, single_before, pair, pair_before = self._single, self._single_before, self._pair, self._pair_before
+        before = tokens[self.size - 1] if self.size else -1
+        for place, token in enumerate(islice(tokens, self.size, end), start=self.size + 1):
+            key = before << _SHIFT | token
+            pair_before.append(pair.get(key, -1))
+            single_before.append(single.get(token, -1))
+            single[token] = pair[key] = place
+            before = token
+        self.size = max(self.size, end)
+
+    def matches(self, indexed: list[int], tokens: list[int], end: int) -> list[tuple[int, int]]:
+        """(length, place) of the last tokens before `end` in what is indexed, longest and then newest first.
+
+        Where both are one list the index must hold less than `end` tokens: they would match themselves.
+        """
+        if end < 2:
+            return []
+        found: list[tuple[int, int]] = []
+        place = self._pair.get(tokens[end - 2] << _SHIFT | tokens[end - 1], -1)
+        while place >= 0 and len(found) < _TRIED:
+            length, most = 2, min(LONGEST, place, end)
+            while length < most and indexed[place - 1 - length] == tokens[end - 1 - length]:
+                length += 1
+            found.append((length, place))
+            place = self._pair_before[place]
+        if found:
+            found.sort(key=lambda match: -match[0])  # stable: the newest stays first among equals
+            return found
+        place = self._single.get(tokens[end - 1], -1)
+        while place >= 0 and len(found) < _SINGLES:
+            found.append((1, place))
+            place = self._single_before[place]
+        return found
+
+
+@register
+class Lookup(Drafter):
+    name = "lookup"
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._indices: dict[int, NgramIndex] = {}
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: Ask) -> Draft:
+        tokens = ask.tokens
+        index = self._indices.get(ask.id)
+        if index is None or index.size >= len(tokens):
+            index = self._indices[ask.id] = NgramIndex()
+        index.extend(tokens, len(tokens) - 1)
+        matches = index.matches(tokens, tokens, len(tokens))
+        if not matches:
+            return Draft()
+        size, num_prompt = len(tokens), ask.context.num_prompt
+
+        def expand(matches: list[Continuation]) -> list[Child[list[Continuation]]]:
+            groups: dict[int, list[Continuation]] = {}
+            for length, place, period in matches:
+                if place == size:  # the match was a repetition, and goes on as one
+                    place -= period
+                groups.setdefault(tokens[place], []).append((length + 1, place + 1, period))
+            return self._weigh(groups, len(matches), num_prompt)
+
+        return grow([(length, place, size - place) for length, place in matches], expand, ask, self.name)
+
+    @staticmethod
+    def _weigh(groups: dict[int, list[Continuation]], matches: int, num_prompt: int) -> list[Child[list[Continuation]]]:
+        """The continuations with their chances, the one after the longest match first."""
+        first = next(iter(groups.values()))
+        length, place, _ = first[0]
+        log_odds = _ODDS[min(length - 1, LONGEST)] + (_IN_PROMPT if place <= num_prompt else 0.0)
+        if len(groups) > 1:
+            log_odds += _DISPUTED[min(len(groups), 4)] + (_MAJORITY if 2 * len(first) > matches else 0.0)
+        elif matches > 1:
+            log_odds += _AGREED
+        chance = chance_of(log_odds)
+        other = (1.0 - chance) / len(groups) ** 2  # measured: of two, the other is right in a quarter of the misses
+        return [(token, chance if group is first else other, group) for token, group in groups.items()]
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        self._indices.pop(seq_id, None)

@@ -1,0 +1,88 @@
+"""The target drafts for itself: some of its blocks are skipped, the rest guess. No second model and no training.
+
+The blocks that run read the target's own K/V, which is exact for all but the last token, so there is nothing to catch
+up with. What they write for guesses lies in entries that the verification writes again before anybody else reads them.
+Knows no verifier; which blocks to run is `layer_search`'s to find.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from forerun.cache.pool import PagePool
+from forerun.core import Draft
+from forerun.decode.drafters.base import Ask, register
+from forerun.decode.drafters.model import ModelDrafter, _State
+from forerun.decode.layer_search import find_blocks
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadRequest
+from forerun.models.decoder import Output
+from forerun.models.runner import Runner, Span
+
+
+class PartialRunner:
+    """A runner whose forwards run some blocks only."""
+
+    def __init__(self, runner: Runner, blocks: Sequence[int]) -> None:
+        self.runner, self.blocks = runner, tuple(blocks)
+
+    def forward(self, spans: list[Span]) -> Output:
+        return self.runner.forward(spans, blocks=self.blocks)
+
+    def time_forward(self, tokens: int, context: int, repeats: int) -> float:
+        """Median seconds of one forward, on K/V of its own: this is asked while requests hold the pool's pages."""
+        decoder, size = self.runner.decoder, self.runner.pool.page_size
+        pages = -(-(context + tokens) // size)
+        kv = PagePool(decoder.config, pages, size, decoder.dtype, decoder.device).kv
+        batch = self.runner.batch([Span([0] * tokens, context, array("i", range(pages)), range(tokens))])
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            decoder.forward(batch.to(decoder.device), kv, blocks=self.blocks).logits[-1, 0].item()
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[1:]))
+
+
+@register
+class SelfDrafter(ModelDrafter):
+    """Grows trees as a draft model does."""
+
+    name = "self"
+
+    def __init__(self, workshop: Workshop, blocks: Sequence[int] | None = None) -> None:
+        """`blocks`: run these, without a search."""
+        if blocks is None:
+            assert workshop.tokenizer is not None
+            blocks = find_blocks(workshop.runner, workshop.tokenizer, workshop.max_context).blocks
+        self._runner = PartialRunner(workshop.runner, blocks)  # type: ignore[assignment]
+        self._pool = workshop.pool
+
+    @classmethod
+    def problem(cls, workshop: Workshop) -> BadRequest | None:
+        if workshop.tokenizer is None:
+            return BadRequest(
+                f"the drafter {cls.name!r} needs a tokenizer to find the layers it can skip", "use another drafter"
+            )
+        return None
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        drafts = super().propose(asks)
+        for draft in drafts:
+            draft.sources = [self.name] * len(draft)
+        return drafts
+
+    def behind(self, ask: Ask) -> int:
+        return 1
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        """Nothing was kept."""
+
+    def _state(self, ask: Ask) -> _State:
+        return _State(ask.pages, len(ask.tokens) - 1)
+
+    def _advance(self, state: _State, valid: int) -> None:
+        """The pages are the target's own: what it has computed there is its own business."""

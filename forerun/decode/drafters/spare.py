@@ -1,0 +1,64 @@
+"""Pages that nobody uses, used until somebody does: a draft's K/V lies on free pages without taking them.
+
+The pool counts them as free and hands them out as if nothing were there, so drafts never keep a sequence waiting and
+never push one out. Handing a page out marks it as empty on every plane, by which its borrower sees that it is gone;
+then what was on it and behind it has to be computed again. Knows the pool and one plane of it; no tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from forerun.cache.pool import PagePool, Plane
+
+
+class SparePages:
+    """`holder` is any number that stands for one list of pages."""
+
+    def __init__(self, pool: PagePool, plane: Plane) -> None:
+        self._pool, self._plane = pool, plane
+        self._holders = np.full(pool.num_pages, -1, dtype=np.int64)
+
+    def intact(self, holder: int, pages: array[int]) -> int:
+        """How many of the pages, from the first, still hold what was written; the others are let go."""
+        mine = np.array(pages, dtype=np.int64)
+        good = (self._pool.refs[mine] == 0) & (self._plane.filled[mine] > 0) & (self._holders[mine] == holder)
+        count = len(pages) if good.all() else int(np.argmin(good))
+        self.drop(holder, pages, count)
+        return count
+
+    def extend(self, holder: int, pages: array[int], count: int) -> bool:
+        """Borrow until there are `count` pages; False, and nothing new, where not as many are free."""
+        missing = count - len(pages)
+        if missing <= 0:
+            return True
+        free = (self._pool.refs == 0) & (self._holders < 0)
+        if int(free.sum()) < missing:
+            return False
+        found = self._choose(free, missing, pages[-1] if pages else None)
+        self._holders[found] = holder
+        self._plane.filled[found] = self._pool.page_size
+        pages.extend(found)
+        return True
+
+    def drop(self, holder: int, pages: array[int], keep: int = 0) -> None:
+        """Let go of all but the first `keep` pages."""
+        gone = np.array(pages[keep:], dtype=np.int64)
+        mine = gone[self._holders[gone] == holder]
+        self._holders[mine] = -1
+        self._plane.filled[mine[self._pool.refs[mine] == 0]] = 0
+        del pages[keep:]
+
+    @staticmethod
+    def _choose(free: np.ndarray, count: int, after: int | None) -> list[int]:
+        """Side by side where possible, and at the end of the pool, which sequences come to last."""
+        found: list[int] = []
+        if after is not None:
+            while len(found) < count and (after := after + 1) < len(free) and free[after]:
+                found.append(after)
+        rest = np.flatnonzero(free)[::-1]
+        taken = set(found)
+        others = [int(page) for page in rest if int(page) not in taken][: count - len(found)]
+        return found + others[::-1]

@@ -1,0 +1,87 @@
+"""From one forward's logits to verdicts: every sequence's rows go to the verifier it asked for.
+
+Sequences that follow the target's own draws (`match`, and whoever drafted nothing) are walked together, a token at a
+time, so that a batch costs as many sampling calls as its longest accepted path. Knows no drafter and no scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.core import ROOT, Draft, TokenLogprob, Verdict
+from forerun.decode.sampling import Context, logprob
+from forerun.decode.target import SeededDice, Target, draw_all
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.match import Match
+from forerun.models.decoder import Output
+
+
+@dataclass
+class Case:
+    """A sequence whose next tokens are to be settled."""
+
+    context: Context
+    draft: Draft
+    verifier: Verifier
+
+
+@dataclass
+class Ruling:
+    """The new tokens of a sequence: the accepted path, then one drawn by the target."""
+
+    verdict: Verdict
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+
+
+def judge(output: Output, cases: list[Case]) -> list[Ruling]:
+    """`output` has 1 + nodes rows for each case, in order."""
+    greedy: list[int] | None = None
+    if any(case.context.plain for case in cases):
+        greedy = (output.logits.argmax(-1) if output.greedy is None else output.greedy).tolist()
+    targets, at = [], 0
+    for case in cases:
+        rows = slice(at, at + 1 + len(case.draft))
+        known = greedy[rows] if greedy is not None else None
+        targets.append(Target(output.logits[rows], case.context, case.draft, known))
+        at = rows.stop
+    verdicts = _follow([i for i, case in enumerate(cases) if _matches(case)], cases, targets)
+    for i, case in enumerate(cases):
+        if i not in verdicts:
+            dice = SeededDice(case.context.seed, len(case.context.tokens))
+            verdicts[i] = case.verifier.verify(case.draft, targets[i], dice)
+    return [_ruling(targets[i], verdicts[i]) for i in range(len(cases))]
+
+
+def _matches(case: Case) -> bool:
+    return not len(case.draft) or isinstance(case.verifier, Match)
+
+
+def _follow(rows: list[int], cases: list[Case], targets: list[Target]) -> dict[int, Verdict]:
+    """`Match.verify` of many sequences at once."""
+    verdicts: dict[int, Verdict] = {}
+    children = {i: cases[i].draft.children() for i in rows}
+    paths: dict[int, list[int]] = {i: [] for i in rows}
+    while rows:
+        nodes = [paths[i][-1] if paths[i] else ROOT for i in rows]
+        open_rows = []
+        for i, node, token in zip(rows, nodes, draw_all([targets[i] for i in rows], nodes), strict=True):
+            tokens = cases[i].draft.tokens
+            child = next((c for c in children[i].get(node, ()) if tokens[c] == token), None)
+            if child is None:
+                verdicts[i] = Verdict(paths[i], token)
+            else:
+                paths[i].append(child)
+                open_rows.append(i)
+        rows = open_rows
+    return verdicts
+
+
+def _ruling(target: Target, verdict: Verdict) -> Ruling:
+    tokens = [*(target.draft.tokens[node] for node in verdict.path), verdict.next_token]
+    params = target.context.params
+    if params.logprobs is None:
+        return Ruling(verdict, tokens, [])
+    rows = [ROOT, *verdict.path]
+    found = [logprob(target.logits[row + 1], token, params) for row, token in zip(rows, tokens, strict=True)]
+    return Ruling(verdict, tokens, [entry for entry in found if entry is not None])

@@ -1,0 +1,170 @@
+"""From logits to the next token, the same for a request whatever else is in its batch.
+
+`distribution` is the target's distribution after penalties, grammar, temperature, top-k, top-p and min-p: whatever
+accepts or rejects a guess compares with this one. Randomness is a function of (seed, position), not of a shared
+generator, so a request draws the same tokens alone, in any batch, with any draft, and after a preemption. Knows no
+scheduler and no text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.core import SamplingParams, TokenLogprob
+
+_HEAD = 1024  # likeliest tokens looked at first for top-p; a full sort only where they hold too little mass
+_MASK = (1 << 64) - 1
+_COLD = 1e-6  # below this a temperature is as good as none, and not yet zero in float32
+
+
+class Constraint(Protocol):
+    """What a grammar says about the answer of one sequence; see decode/grammar.py."""
+
+    def allowed(self, path: Sequence[int]) -> Tensor:
+        """Which tokens may follow the answer so far and then `path`: [V] bool on the CPU."""
+        ...
+
+
+@dataclass
+class Context:
+    """All that shapes a sequence's next token beside the logits. `tokens` is the sequence's own list, not a copy."""
+
+    params: SamplingParams
+    tokens: list[int]  # prompt and answer so far
+    num_prompt: int
+    seed: int
+    constraint: Constraint | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.params.greedy and not self.shaped
+
+    @property
+    def shaped(self) -> bool:
+        """Whether logits must be changed before anything else."""
+        return self.params.penalised or self.constraint is not None
+
+
+@dataclass
+class Row:
+    """One row of logits: what follows a context and, in a draft, the tokens of a path after it."""
+
+    context: Context
+    path: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        return len(self.context.tokens) + len(self.path)
+
+
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """A number in [0, 1) that depends on nothing else (splitmix64 of all three). Stream 0 draws answers; whoever needs
+    more numbers at a position takes another stream."""
+    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+    z ^= (stream * 0xA0761D6478BD642F) & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & _MASK
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def choose(logits: Tensor, rows: list[Row]) -> list[int]:
+    """The next token of each row: the likeliest, or drawn with the number that belongs to its position."""
+    shaped = shape(logits, rows)
+    if all(row.context.params.greedy for row in rows):
+        return shaped.argmax(-1).tolist()
+    tokens = shaped.argmax(-1).tolist()
+    drawn = [i for i, row in enumerate(rows) if not row.context.params.greedy]
+    probs = distribution(shaped[drawn], [rows[i].context.params for i in drawn])
+    numbers = [uniform(rows[i].context.seed, rows[i].position) for i in drawn]
+    for i, token in zip(drawn, draw(probs, numbers), strict=True):
+        tokens[i] = token
+    return tokens
+
+
+def shape(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Logit bias, penalties and grammar masks, row by row; other rows are untouched."""
+    if not any(row.context.shaped for row in rows):
+        return logits
+    logits = logits.clone()
+    for i, row in enumerate(rows):
+        if row.context.params.penalised:
+            _penalise(logits[i], row)
+        if row.context.constraint is not None:
+            allowed = row.context.constraint.allowed(row.path).to(logits.device)
+            logits[i].masked_fill_(~allowed, float("-inf"))
+    return logits
+
+
+def _penalise(logits: Tensor, row: Row) -> None:
+    p, context, device = row.context.params, row.context, logits.device
+    if p.logit_bias:
+        ids = torch.tensor(list(p.logit_bias), device=device)
+        logits[ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+    if p.repetition_penalty != 1.0:
+        ids = torch.tensor(sorted({*context.tokens, *row.path}), device=device)
+        values = logits[ids]
+        logits[ids] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = Counter([*context.tokens[context.num_prompt :], *row.path])
+        if counts:
+            ids = torch.tensor(list(counts), device=device)
+            times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=device)
+            logits[ids] -= p.presence_penalty + p.frequency_penalty * times
+
+
+def distribution(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Probabilities [N, V] after temperature, top-k, top-p and min-p; rows are independent of each other."""
+    column = lambda values: torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # noqa: E731
+    # The likeliest at zero before dividing: a tiny temperature must not push it to infinity
+    centred = logits - logits.amax(-1, keepdim=True)
+    probs = torch.softmax(centred / column([max(p.temperature, _COLD) for p in params]), -1)
+    cutoff = probs.amax(-1, keepdim=True) * column([p.min_p for p in params])
+    if any(p.top_k or p.top_p < 1 for p in params):
+        cutoff = torch.maximum(cutoff, _cutoffs(probs, params))
+    probs = probs.masked_fill_(probs < cutoff, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _cutoffs(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Least probability [N, 1] that top-k, then top-p among what top-k left, keep."""
+    vocab = probs.shape[-1]
+    return torch.stack([_cutoff(probs[i], p, vocab) for i, p in enumerate(params)])[:, None]
+
+
+def _cutoff(row: Tensor, p: SamplingParams, vocab: int) -> Tensor:
+    limit = min(p.top_k or vocab, vocab)
+    head = row.topk(min(limit, _HEAD)).values
+    if p.top_p < 1 and limit > _HEAD and head.sum(dtype=torch.float64) < p.top_p:
+        head = row.sort(descending=True).values
+    head = head if limit >= head.numel() else head[:limit]
+    if p.top_p >= 1:
+        if not p.top_k:
+            return row.new_zeros(())
+        return head[-1] if limit <= head.numel() else row.topk(limit).values[-1]
+    mass = head.cumsum(-1, dtype=torch.float64)
+    total = mass[-1] if p.top_k else 1.0
+    return head[min(int((mass < p.top_p * total).sum()), head.numel() - 1)]
+
+
+def draw(probs: Tensor, draws: list[float]) -> list[int]:
+    """Invert the cumulative distribution: one token per row, for one number in [0, 1) each."""
+    mass = probs.cumsum(-1, dtype=torch.float64)  # [N, V]
+    target = torch.tensor(draws, dtype=torch.float64, device=probs.device)[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max_(probs.shape[-1] - 1).tolist()
+
+
+def logprob(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprob | None:
+    """Log-probabilities under the model itself, before temperature and penalties; None unless they were asked for."""
+    if params.logprobs is None:
+        return None
+    logprobs = torch.log_softmax(logits, -1)
+    top = logprobs.topk(params.logprobs) if params.logprobs else None
+    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else []
+    return TokenLogprob(token, float(logprobs[token]), pairs)

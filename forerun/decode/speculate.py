@@ -1,0 +1,320 @@
+"""Speculation in one place: who guesses for a sequence, which guesses are checked, and what is learnt from the outcome.
+
+Each step `draft` asks the free drafters, lets the controller say whether a paid one is worth its forwards, joins the
+trees and keeps the nodes that pay; `settle` tells everybody what came of it. A drafter that fails is dropped for the
+requests it failed on, which go on without it. Knows drafters and the controller; not the scheduler, the target's logits
+or how guesses are accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
+from forerun.decode import tree
+from forerun.decode.control import Controller, RequestStats
+from forerun.decode.cost import CostCurve
+from forerun.decode.drafters import Ask, Drafter, registered
+from forerun.decode.drafters.grammar import prune
+from forerun.decode.sampling import Context
+from forerun.decode.verifiers import make_verifier
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadRequest
+
+log = logging.getLogger("forerun")
+
+FREE = ("grammar", "copy", "suffix", "lookup")  # who guesses under `auto`, beside a draft model where there is one
+
+
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens of the forwards that are timed at the start
+CONTEXTS = (32, 512)
+MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both guess at the same place
+
+
+def measure(time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
+    """Times a few forwards within `limit` tokens in all."""
+    sizes = [size for size in SIZES if size <= max(1, limit // 4)]
+    contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
+    return CostCurve.measure(time_forward, sizes, contexts)
+
+
+@dataclass(eq=False)
+class Guessing:
+    """Speculation for one sequence."""
+
+    id: int
+    context: Context
+    usage: Usage
+    names: list[str]  # drafters that may guess for it
+    verifier: Verifier
+    stats: RequestStats
+    proposed: list[Draft] = field(default_factory=list)  # in this step, before anything was pruned
+    asked: dict[str, float] = field(default_factory=dict)  # seconds that free drafters took in this step
+
+    @property
+    def at_random(self) -> bool:
+        return self.verifier.draws and not self.context.params.greedy
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the answer may still have."""
+        return self.context.params.max_tokens - (len(self.context.tokens) - self.context.num_prompt)
+
+
+@dataclass(eq=False)
+class Turn:
+    """A sequence that decodes in this step."""
+
+    guessing: Guessing
+    pages: array[int]
+    nodes: int  # most tokens that can be of use and have room
+    draft: Draft = field(default_factory=Draft)
+    offers: list[Draft] = field(default_factory=list)  # with calibrated chances
+
+    def ask(self, depth: int) -> Ask:
+        g = self.guessing
+        return Ask(g.id, g.context, depth, self.nodes, self.pages, at_random=g.at_random)
+
+
+class Speculator:
+    def __init__(self, workshop: Workshop, controller: Controller | None = None) -> None:
+        self.workshop = workshop
+        self.controller = controller or Controller(measure(self._time_target, self._limit), {})
+        self.totals = Usage()
+        self._drafters: dict[str, Drafter] = {}
+        self._failed: set[str] = set()
+        for name in self._names(SamplingParams()):
+            self._drafter(name)
+
+    @property
+    def _limit(self) -> int:
+        """Tokens of the longest forward that can be timed."""
+        pool = self.workshop.pool
+        return min(self.workshop.max_context, pool.num_pages * pool.page_size)
+
+    def _time_target(self, tokens: int, context: int) -> float:
+        return self.workshop.runner.time_forward(tokens, context, repeats=2)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def check(self, params: SamplingParams) -> None:
+        """Reject a request that names a drafter or a verifier there is none of."""
+        make_verifier(params.speculation)
+        for name in self._names(params):
+            problem = registered()[name].problem(self.workshop)
+            if problem is not None:
+                raise problem
+
+    def open(self, seq_id: int, context: Context, usage: Usage) -> Guessing | None:
+        """Speculation for a new sequence; None where it is off."""
+        if context.params.speculation.off:
+            return None
+        verifier = make_verifier(context.params.speculation)
+        return Guessing(seq_id, context, usage, self._names(context.params), verifier, self.controller.open())
+
+    def close(self, guessing: Guessing) -> None:
+        for drafter in self._drafters.values():
+            try:
+                drafter.finish(guessing.id, guessing.context.tokens, guessing.context.num_prompt)
+            except Exception as error:
+                self._report(drafter.name, f"{type(error).__name__}: {error}")
+
+    def _names(self, params: SamplingParams) -> list[str]:
+        """Drafters a request asks for; a grammar always guesses for the answers it constrains."""
+        asked = params.speculation.drafter
+        if params.speculation.off:
+            return []
+        if asked != "auto":
+            names = [name.strip() for name in asked.split("+")]
+            unknown = [name for name in names if name not in registered()]
+            if unknown:
+                known = ", ".join(["auto", "off", *registered()])
+                raise BadRequest(f"no drafter is called {unknown[0]!r}", f"use one of {known}, or several joined by +")
+            return names if params.grammar is None or "grammar" in names else ["grammar", *names]
+        free = [name for name in FREE if name != "grammar" or params.grammar is not None]
+        draft = self.workshop.draft
+        return free if draft is None else [*free, "model" if draft.same_tokens else "cross"]
+
+    def _drafter(self, name: str) -> Drafter:
+        """Made when first needed; one that runs a model tells what that costs."""
+        if name not in self._drafters:
+            drafter = self._drafters[name] = registered()[name](self.workshop)
+            if not drafter.free and name not in self.controller.drafters:
+                self.controller.drafters[name] = measure(drafter.time_round, self._limit)
+        return self._drafters[name]
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def draft(self, turns: list[Turn]) -> None:
+        """Give each turn a draft, maybe an empty one."""
+        start = time.perf_counter()
+        context = sum(len(turn.guessing.context.tokens) for turn in turns) // len(turns)
+        for turn in turns:
+            turn.guessing.proposed, turn.guessing.asked = [], {}
+        able = [turn for turn in turns if turn.nodes > 0]
+        self._ask_free([turn for turn in able if not turn.guessing.at_random])
+        self._join(able)
+        paid_s = self._ask_paid(able, context)
+        self._select(turns, context, paid_s)
+        seconds = time.perf_counter() - start
+        self.totals.draft_s += seconds
+        for turn in turns:
+            turn.guessing.usage.draft_s += seconds
+
+    def _ask_free(self, turns: list[Turn]) -> None:
+        for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
+            drafter = self._drafter(name)
+            mine = [turn for turn in turns if name in turn.guessing.names]
+            if not drafter.free or not mine or not self.controller.asks(name):
+                continue
+            start = time.perf_counter()
+            drafts = self._propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
+            seconds = (time.perf_counter() - start) / len(mine)
+            for turn, draft in zip(mine, drafts, strict=True):
+                turn.guessing.asked[name] = seconds
+                self._offer(turn, draft)
+
+    def _ask_paid(self, turns: list[Turn], context: int) -> float:
+        """Drafters that run a model, where the controller thinks it pays; returns the seconds that took."""
+        start = time.perf_counter()
+        for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
+            drafter = self._drafter(name)
+            mine = [turn for turn in turns if name in turn.guessing.names]
+            if drafter.free or not mine:
+                continue
+            depths = self._depths(drafter, mine, context)
+            chosen = [turn for turn, depth in zip(mine, depths, strict=True) if depth]
+            asks = [turn.ask(depth) for turn, depth in zip(mine, depths, strict=True) if depth]
+            for turn, ask in zip(chosen, asks, strict=True):
+                ask.offered = turn.draft
+                ask.worth = self.controller.worth(turn.guessing.stats, name, len(chosen), context)
+            for turn, draft in zip(chosen, self._propose(drafter, chosen, asks), strict=True):
+                self._offer(turn, draft)
+            self._join(chosen)
+        return time.perf_counter() - start
+
+    def _depths(self, drafter: Drafter, turns: list[Turn], context: int) -> list[int]:
+        curve = self.controller.drafters[drafter.name]
+        behind = [drafter.behind(turn.ask(1)) for turn in turns]
+        return self.controller.depth(
+            [turn.guessing.stats for turn in turns],
+            [turn.draft for turn in turns],
+            [turn.draft.chances for turn in turns],
+            drafter.name,
+            [turn.nodes for turn in turns],
+            context,
+            start_s=[curve.seconds(tokens) if tokens > 8 else 0.0 for tokens in behind],
+            remaining=[turn.guessing.remaining for turn in turns],
+        )
+
+    def _offer(self, turn: Turn, draft: Draft) -> None:
+        """Join a drafter's guesses to what a turn has, with chances that experience has corrected."""
+        g = turn.guessing
+        if g.context.constraint is not None and not draft.proposals:
+            draft = prune(draft, g.context.constraint)
+        if not len(draft):
+            return
+        g.proposed.append(draft)
+        if draft.proposals:
+            turn.draft = draft
+            return
+        turn.offers.append(replace(draft, chances=self.controller.calibrate(g.stats, draft)))
+
+    def _join(self, turns: list[Turn]) -> None:
+        """One tree of everything offered to each turn. A model has seen the whole text, so its word counts for more."""
+        for turn in turns:
+            if not turn.draft.proposals:
+                weights = [1.0 if self._drafter(draft.sources[0]).free else MODEL_WEIGHT for draft in turn.offers]
+                turn.draft = tree.merge(turn.offers, weights)
+
+    def _select(self, turns: list[Turn], context: int, spent_s: float) -> None:
+        drafts = [turn.draft for turn in turns]
+        if not any(len(draft) for draft in drafts):
+            return
+        chances = [draft.chances for draft in drafts]
+        stats = [turn.guessing.stats for turn in turns]
+        kept = self.controller.select(stats, drafts, chances, [turn.nodes for turn in turns], context, spent_s)
+        for turn, nodes in zip(turns, kept, strict=True):
+            if not turn.draft.proposals:
+                turn.draft = tree.keep(turn.draft, nodes)
+
+    # -- drafters may be anybody's -------------------------------------------------------------------------------------
+
+    def _propose(self, drafter: Drafter, turns: list[Turn], asks: list[Ask]) -> list[Draft]:
+        """What a drafter proposes; nothing, and never again for that request, where it fails."""
+        if not asks:
+            return []
+        try:
+            drafts = drafter.propose(asks)
+            problem = None if len(drafts) == len(asks) else f"{len(drafts)} drafts for {len(asks)} sequences"
+        except Exception as error:
+            drafts, problem = [], f"{type(error).__name__}: {error}"
+        if problem is not None:
+            if len(asks) > 1:  # one of them may be at fault; the others keep their drafter
+                return [d for t, a in zip(turns, asks, strict=True) for d in self._propose(drafter, [t], [a])]
+            self._give_up(drafter.name, turns[0], problem)
+            return [Draft()]
+        vocab = self.workshop.runner.decoder.config.vocab_size
+        for i, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
+            wrong = draft.problem(vocab) if isinstance(draft, Draft) else f"a {type(draft).__name__} is no Draft"
+            if wrong is not None:
+                self._give_up(drafter.name, turn, wrong)
+                drafts[i] = Draft()
+        return drafts
+
+    def _give_up(self, name: str, turn: Turn, problem: str) -> None:
+        turn.guessing.names = [other for other in turn.guessing.names if other != name]
+        self._report(name, problem)
+
+    def _report(self, name: str, problem: str) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            log.warning("drafter %r failed and is left out of the requests it fails on: %s", name, problem)
+
+    # -- the outcome ---------------------------------------------------------------------------------------------------
+
+    def observe(self, nodes: list[int], context: int, seconds: float) -> None:
+        """What a step of pure decoding took: one token of each sequence, and the nodes of its draft."""
+        self.controller.target.observe(len(nodes) + sum(nodes), len(nodes), context, seconds)
+        self.totals.steps += len(nodes)
+        self.totals.verify_s += seconds
+
+    def settle(self, guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
+        """Book a draft's outcome, and learn from it: every guess that was made, checked or not."""
+        for usage in (guessing.usage, self.totals):
+            usage.drafted += len(draft)
+            usage.accepted += len(verdict.path)
+            for node, source in enumerate(draft.sources):
+                tally = usage.drafters.setdefault(source, Tally())
+                tally.drafted += 1
+                tally.accepted += node in verdict.path
+        guessing.usage.lengths.append(len(verdict.path))
+        if len(draft):
+            guessing.usage.verifier = guessing.verifier.name
+            guessing.usage.lossless = guessing.verifier.lossless
+        gained = {proposed.sources[0]: tree.came_true(proposed, emitted) for proposed in guessing.proposed}
+        for name, seconds in guessing.asked.items():
+            self.controller.asked(name, seconds, gained.get(name, 0))
+        for proposed in guessing.proposed:
+            self.controller.learn(guessing.stats, proposed, emitted)
+        guessing.proposed, guessing.asked = [], {}
+
+    def figures(self) -> dict[str, Any]:
+        """Guesses of all requests so far, and what the controller goes by."""
+        t = self.totals
+        by_drafter = {name: {"drafted": d.drafted, "accepted": d.accepted} for name, d in t.drafters.items()}
+        return {
+            "steps": t.steps,
+            "drafted": t.drafted,
+            "accepted": t.accepted,
+            "drafters": by_drafter,
+            "draft_s": t.draft_s,
+            "verify_s": t.verify_s,
+            "control": self.controller.report(),
+        }

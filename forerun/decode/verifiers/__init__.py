@@ -1,0 +1,43 @@
+"""Acceptance rules by name. Lossless ones keep the target's distribution; lossy ones must be named, with a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.block import Block
+from forerun.decode.verifiers.lossy import Bounded, Typical
+from forerun.decode.verifiers.match import Match
+from forerun.decode.verifiers.rejection import Rejection
+from forerun.decode.verifiers.transport import Transport
+from forerun.decode.verifiers.traversal import Traversal
+from forerun.errors import BadRequest
+from forerun.params import Speculation
+
+AUTO = Match.name
+LOSSLESS: dict[str, Callable[[], Verifier]] = {
+    kind.name: kind for kind in (Match, Rejection, Block, Traversal, Transport)
+}
+LOSSY: dict[str, Callable[[float], Verifier]] = {kind.name: kind for kind in (Typical, Bounded)}
+
+
+def make_verifier(spec: Speculation) -> Verifier:
+    name = AUTO if spec.verify == "auto" else spec.verify
+    if name in LOSSLESS:
+        if spec.bound > 0:
+            raise BadRequest(
+                f"the verifier {name!r} is lossless, so a bound of {spec.bound} means nothing to it",
+                f"leave the bound out, or name a lossy verifier: {', '.join(LOSSY)}",
+            )
+        return LOSSLESS[name]()
+    if name in LOSSY:
+        if spec.bound == 0:
+            raise BadRequest(f"the verifier {name!r} is lossy and has no bound", "give a bound above 0, 1 at most")
+        return LOSSY[name](spec.bound)
+    raise BadRequest(
+        f"there is no verifier {spec.verify!r}",
+        f"use auto, {', '.join(LOSSLESS)}, or one that is lossy: {', '.join(LOSSY)}",
+    )
+
+
+__all__ = ["AUTO", "LOSSLESS", "LOSSY", "Verifier", "make_verifier"]

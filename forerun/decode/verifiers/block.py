@@ -1,0 +1,17 @@
+"""Block verification (Sun et al. 2024): the best lossless rule for chains. Of a tree it sees first children only."""
+
+from __future__ import annotations
+
+from forerun.core import Draft, Verdict
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.traversal import traverse
+
+
+class Block(Verifier):
+    name = "block"
+    draws = True
+
+    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+        first = {node: children[:1] for node, children in draft.children().items()}
+        return traverse(draft, first, target, dice)

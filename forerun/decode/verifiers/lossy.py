@@ -1,0 +1,88 @@
+"""Rules that accept more than the target would say, by a bound that is theirs to explain. Never used unless named.
+
+Neither ever answers with a token that the target rules out: top-k, top-p, min-p and grammars hold, and greedy sampling
+stays greedy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forerun.core import ROOT, Draft, Verdict
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.rejection import Rejection
+from forerun.decode.verifiers.residual import Residual
+from forerun.errors import BadRequest
+
+
+class Typical(Verifier):
+    """Typical acceptance (Medusa, Cai et al. 2024): a token is good enough if p(x) >= min(eps, sqrt(eps) * exp(-H(p))).
+
+    The surer the target is, the likelier a token must be. `bound` is 1 - eps: near 0 only tokens pass that are at least
+    as likely as the target's typical one, near 1 all do; 0.91 is what Medusa uses. The longest path of such tokens is
+    taken. No statement about the distribution of answers follows from the bound; `bounded` makes one.
+    """
+
+    name = "typical"
+    lossless = False
+
+    def __init__(self, bound: float) -> None:
+        self.bound = _checked(self.name, bound)
+
+    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+        depths = {ROOT: 0}  # of nodes on good paths
+        deepest = ROOT
+        for node, children in draft.children().items():  # parents come before their children
+            if node not in depths:
+                continue
+            probs = target.probs(node)
+            least = self._least(probs)
+            for child in children:
+                chance = float(probs[draft.tokens[child]])
+                if chance > 0.0 and chance >= least:
+                    depths[child] = depths[node] + 1
+                    deepest = child if depths[child] > depths[deepest] else deepest
+        return Verdict(draft.path(deepest), target.draw(deepest))
+
+    def _least(self, probs: Tensor) -> float:
+        entropy = -float(torch.special.xlogy(probs, probs).sum(dtype=torch.float64))
+        eps = 1.0 - self.bound
+        return min(eps, math.sqrt(eps) * math.exp(-entropy))
+
+
+class Bounded(Rejection):
+    """Rejection sampling against a target that leans towards the draft, in the manner of Cactus (Hao and Mou 2026).
+
+    At every position the answer's next token has a distribution whose total variation distance from the target's is at
+    most `bound`: no event there is more than `bound` likelier or less likely than it should be. Within that, as much as
+    possible is accepted of each child in turn: `bound` of the target's mass moves from tokens that are drafted too
+    rarely to those drafted too often. With a bound of zero this is `rejection`, number for number.
+    """
+
+    name = "bounded"
+    lossless = False
+
+    def __init__(self, bound: float) -> None:
+        self.bound = _checked(self.name, bound)
+
+    def _choose(self, draft: Draft, children: list[int], residual: Residual, dice: Dice) -> int | None:
+        budget, reached = self.bound, 1.0  # reached: how likely it is that a child's turn comes
+        for child in children:
+            token = draft.tokens[child]
+            if budget > 0.0 and reached > 0.0:
+                budget -= reached * residual.lean(token, budget / reached)
+            ((_, chance),) = residual.shares([token])
+            if dice.flip(chance):
+                return child
+            reached *= residual.reject([token])
+        return None
+
+
+def _checked(name: str, bound: float) -> float:
+    if not 0.0 <= bound <= 1.0:
+        raise BadRequest(f"the bound of {name!r} is {bound}, allowed is from 0 to 1", "choose a bound in that range")
+    return bound

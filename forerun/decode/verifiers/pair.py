@@ -1,0 +1,114 @@
+"""Two siblings at once: how much of what the target wants goes to each of two tokens drawn without replacement.
+
+Trying the first drawn token first wastes what both could take. Here the one that the target wants most, compared with
+how often it is drafted, is tried first, whichever was drawn first; a token that is drafted too often is thus left for
+pairs that have nothing better. Of three such orders the one that takes most is used: nearly the best that any lossless
+rule can do with two siblings (see docs/log.md), and computed with sums along the order. Tokens too rare to matter all
+come last, so that only few are sorted.
+
+How it stays exact: `first` and `second` are the chances that a token is tried first, or second after the first was
+turned down, over all pairs that could have been drawn. A token is then taken with the share of that which the target
+wants, which adds up to no more than the target wants, and the rest is `left`. So it must be settled before drawing that
+there are two, and the order must not depend on what was drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILTS = (0.0, -0.2, 0.2)  # how much further than that, in powers of its probability, a likely draft is preferred
+
+
+class _Order:
+    """Tokens in the order they are tried, and how often each is; all [H]."""
+
+    def __init__(self, head: Tensor, wanted: Tensor, chance: Tensor, odds: Tensor, tail: Tensor, tail_odds: Tensor):
+        self.head, self.wanted = head, wanted
+        # y and z are drawn, in either order, with probability odds[y] * chance[z] + odds[z] * chance[y]
+        self.first = odds * (_after(chance) + tail) + chance * (_after(odds) + tail_odds)
+        # how often a token that is tried first is turned down
+        passed = torch.where(self.first > wanted, 1.0 - wanted / self.first, 0.0)
+        self.second = chance * _before(passed * odds) + odds * _before(passed * chance)
+        self.passed_chance, self.passed_odds = float((passed * chance).sum()), float((passed * odds).sum())
+        self.taken = float(torch.minimum(wanted, self.first + self.second).sum())
+
+    def place(self, token: int) -> int | None:
+        found = (self.head == token).nonzero()
+        return int(found[0, 0]) if len(found) else None
+
+    def share_first(self, place: int) -> float:
+        return _share(float(self.wanted[place]), float(self.first[place]))
+
+    def share_second(self, place: int) -> float:
+        return _share(float(self.wanted[place] - self.first[place]), float(self.second[place]))
+
+
+class Pair:
+    """`wanted` [V]: what the target wants, at most one in sum; `proposal` [V]: what both tokens were drawn from."""
+
+    def __init__(self, wanted: Tensor, proposal: Tensor, rare: float) -> None:
+        mass = float(proposal.sum(dtype=torch.float64))
+        head = (proposal >= rare * mass).nonzero()[:, 0]
+        raw, wants = proposal[head].double(), wanted[head].double()
+        self.wanted = wanted
+        self.tail = proposal.double() / mass  # [V] rare tokens
+        self.tail[head] = 0.0
+        self.tail_odds = self.tail / (1.0 - self.tail)
+        chance, odds = raw / mass, raw / _others(proposal, head, raw, mass)  # odds: drawn first to not drawn first
+        rest = self.tail.sum(), self.tail_odds.sum()
+        orders = []
+        for tilt in TILTS:
+            by = (wants / chance * chance**tilt).argsort(descending=True, stable=True)
+            orders.append(_Order(head[by], wants[by], chance[by], odds[by], *rest))
+        self.order = max(orders, key=lambda order: order.taken)
+
+    def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
+        """(place in `tokens`, share) in the order to try them."""
+        a, b = (self.order.place(token) for token in tokens)
+        if a is None and b is None:
+            return [(0, 0.0), (1, 0.0)]  # two rare ones: so unlikely that they are given nothing
+        if a is None or (b is not None and b < a):
+            assert b is not None
+            return [(1, self.order.share_first(b)), (0, self._share_second(a, tokens[0]))]
+        return [(0, self.order.share_first(a)), (1, self._share_second(b, tokens[1]))]
+
+    def left(self) -> Tensor:
+        """What is still wanted [V] once both are turned down."""
+        order = self.order
+        left = (self.wanted - self.tail * order.passed_odds - self.tail_odds * order.passed_chance).clamp_min_(0.0)
+        left[order.head] = (order.wanted - order.first - order.second).clamp_min(0.0)
+        return left
+
+    def _share_second(self, place: int | None, token: int) -> float:
+        if place is not None:
+            return self.order.share_second(place)
+        tried = (
+            float(self.tail[token]) * self.order.passed_odds + float(self.tail_odds[token]) * self.order.passed_chance
+        )
+        return _share(float(self.wanted[token]), tried)
+
+
+def _share(wanted: float, tried: float) -> float:
+    return min(1.0, max(0.0, wanted / tried)) if tried > 0.0 else 0.0
+
+
+def _others(proposal: Tensor, head: Tensor, raw: Tensor, mass: float) -> Tensor:
+    """Mass of all tokens but each of the head [H]. Where one has nearly all of it, subtraction would leave noise."""
+    others = mass - raw
+    if len(raw) and float(raw.max()) > 0.5 * mass:
+        most = int(raw.argmax())
+        rest = proposal.double()
+        rest[head[most]] = 0.0
+        others[most] = rest.sum(dtype=torch.float64)
+    return others
+
+
+def _after(x: Tensor) -> Tensor:
+    sums = x.flip(0).cumsum(0).flip(0)
+    return torch.cat((sums[1:], sums.new_zeros(min(1, len(x)))))
+
+
+def _before(x: Tensor) -> Tensor:
+    sums = x.cumsum(0)
+    return torch.cat((sums.new_zeros(min(1, len(x))), sums[:-1]))

@@ -1,0 +1,37 @@
+"""Rejection sampling with the residual distribution (Chen et al. 2023), token by token from the root.
+
+At a node its children are tried in the order they were drawn; a child x is taken with probability min(1, p(x) / q(x)),
+else p becomes what is left of it and the next child is tried. The last token comes from what is left in the end.
+"""
+
+from __future__ import annotations
+
+from forerun.core import ROOT, Draft, Verdict
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.residual import Residual
+
+
+class Rejection(Verifier):
+    name = "rejection"
+    draws = True
+
+    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+        children = draft.children()
+        node, path = ROOT, list[int]()
+        while True:
+            residual = Residual(target, node, draft.proposals.get(node))
+            child = self._choose(draft, children.get(node, []), residual, dice)
+            if child is None:
+                return Verdict(path, residual.draw(dice))
+            node = child
+            path.append(child)
+
+    def _choose(self, draft: Draft, children: list[int], residual: Residual, dice: Dice) -> int | None:
+        for child in children:
+            token = draft.tokens[child]
+            ((_, chance),) = residual.shares([token])
+            if dice.flip(chance):
+                return child
+            residual.reject([token])
+        return None

@@ -1,0 +1,132 @@
+"""What is left of the target's distribution at one node while its drafted children are turned down.
+
+All sampling rules rest on one step. Let `share` be the chance that the answer goes on through this node and `p` what
+follows it. A child drawn from `q` takes min(share * p, q); when it is turned down, max(share * p - q, 0) is left, for
+the next child or to draw from. The two add up to share * p for every token, whatever `q` is, so one more child never
+changes what is answered, and by induction no draft does: it may have any shape and grow in any order, as long as
+whether a child is drawn does not depend on the token that is drawn. A child without a proposal was certain: its `q`
+has everything on one token.
+
+Knows no tree and no verdict.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.pair import Pair
+
+RARE = 1e-4  # tokens drafted less often than this are not sorted
+
+
+class Residual:
+    """State at one node. Distributions are fetched when first needed: many nodes never need theirs."""
+
+    def __init__(
+        self, target: TargetView, node: int, proposal: Tensor | None, share: float = 1.0, rare: float = RARE
+    ) -> None:
+        self.share, self.rare = share, rare
+        self._target, self._node, self._proposal = target, node, proposal
+        self._left: Tensor | None = None  # [V], sums to _mass
+        self._mass = self._drawable = 1.0
+        self._believed = True
+        self._pair: Pair | None = None
+
+    @property
+    def left(self) -> Tensor:
+        if self._left is None:
+            self._left = self._target.probs(self._node)
+            self._mass = float(self._left.sum(dtype=torch.float64))
+            if self._proposal is not None:
+                self._believed = self._proposal.shape == self._left.shape
+                self._proposal = self._proposal.to(self._left, copy=True)
+                self._weigh()
+        return self._left
+
+    def draw(self, dice: Dice) -> int:
+        return dice.pick(self.left)
+
+    def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
+        """The next child, or the next two: (place in `tokens`, chance that it or something below it is taken), in the
+        order to try them."""
+        if len(tokens) == 1:
+            return [(0, self._chance(tokens[0]))]
+        wanted = self._wanted()
+        if not self._believed:
+            return [(0, 0.0), (1, 0.0)]
+        assert self._proposal is not None
+        self._pair = Pair(wanted, self._proposal, self.rare)
+        return self._pair.shares(tokens)
+
+    def reject(self, tokens: list[int]) -> float:
+        """Turn down the children that `shares` was asked about; returns how likely that was before they were drawn."""
+        wanted = self._wanted()
+        if not self._believed:
+            return 1.0  # children that are ignored take nothing
+        if self._proposal is None:
+            wanted[tokens[0]] = 0.0
+        else:
+            if self._pair is not None:
+                wanted = self._pair.left()
+            else:
+                wanted.sub_(self._proposal, alpha=1.0 / self._drawable).clamp_min_(0.0)
+            self._proposal[tokens] = 0.0  # children are drawn without replacement
+            self._weigh()
+        self._pair = None
+        return self._keep(wanted)
+
+    def lean(self, token: int, most: float) -> float:
+        """Move up to `most` of what is left towards the next child's proposal; returns how much was moved.
+
+        This is the least change that makes the child so much likelier to be taken. Nothing goes to tokens that the
+        target rules out: they may be against a grammar.
+        """
+        left = self.left / self._mass
+        if most <= 0.0 or not self._believed:
+            return 0.0
+        if self._proposal is None:
+            drawn = torch.zeros_like(left)
+            drawn[token] = 1.0
+        else:
+            drawn = self._proposal / self._drawable
+        gain = (drawn - left).clamp_min_(0.0).masked_fill_(left <= 0.0, 0.0)
+        loss = (left - drawn).clamp_min_(0.0)
+        room, excess = float(gain.sum(dtype=torch.float64)), float(loss.sum(dtype=torch.float64))
+        moved = min(most, room)
+        if moved <= 0.0 or excess <= 0.0:
+            return 0.0
+        self._left = left.add_(gain, alpha=moved / room).sub_(loss, alpha=moved / excess).clamp_min_(0.0)
+        self._mass = float(self._left.sum(dtype=torch.float64))
+        return moved
+
+    def _chance(self, token: int) -> float:
+        wanted = self.share * float(self.left[token]) / self._mass
+        if not self._believed:
+            return 0.0
+        if self._proposal is None:
+            return min(1.0, wanted)
+        drawn = float(self._proposal[token]) / self._drawable
+        return min(1.0, wanted / drawn) if drawn > 0.0 else 0.0
+
+    def _wanted(self) -> Tensor:
+        return self.left * (self.share / self._mass)  # the property first: it sets the mass
+
+    def _keep(self, left: Tensor) -> float:
+        mass = float(left.sum(dtype=torch.float64))
+        rejected = mass + 1.0 - self.share
+        if rejected <= 0.0:
+            return 0.0  # only rounding turns down a child that is certain to be taken: what was left before must do
+        self.share = mass / rejected
+        if mass > 0.0:
+            self._left, self._mass = left, mass
+        return rejected
+
+    def _weigh(self) -> None:
+        """Children drawn from something that is no distribution are ignored."""
+        assert self._proposal is not None
+        self._drawable = float(self._proposal.sum(dtype=torch.float64))
+        self._believed = self._believed and math.isfinite(self._drawable) and self._drawable > 0.0

@@ -1,0 +1,24 @@
+"""Traversal that tries siblings two at a time, in the order that wastes least (`pair.py`): close to optimal transport.
+
+Accepts most on trees whose siblings have equally deep trees below them. It needs more of a drafter than the other rules
+do: how many children a node gets must be settled before the first of them is drawn.
+"""
+
+from __future__ import annotations
+
+from forerun.core import Draft, Verdict
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.residual import RARE
+from forerun.decode.verifiers.traversal import traverse
+
+
+class Transport(Verifier):
+    name = "transport"
+    draws = True
+
+    def __init__(self, rare: float = RARE) -> None:
+        self.rare = rare
+
+    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+        return traverse(draft, draft.children(), target, dice, pairs=True, rare=self.rare)

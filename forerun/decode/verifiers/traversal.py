@@ -1,0 +1,72 @@
+"""Traversal verification (Weng et al. 2025): whole paths are taken or turned down, from the leaves to the root.
+
+Going down, a node's share is what its path deserves of the target, relative to how often it is drafted: a child x has
+min(1, share * p(x) / q(x)). A token drafted too often is thus made up for by one below it that is drafted too rarely,
+which token by token verification cannot do. The first leaf is taken with its share; when it is turned down, its parent
+keeps the residual and goes on with its next child, or is put to the test itself. The root is always taken. On a chain
+this is block verification (Sun et al. 2024), which no lossless rule exceeds there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forerun.core import ROOT, Draft, Verdict
+from forerun.decode.target import Dice, TargetView
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.residual import RARE, Residual
+
+
+class Traversal(Verifier):
+    name = "traversal"
+    draws = True
+
+    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+        return traverse(draft, draft.children(), target, dice)
+
+
+@dataclass
+class _Visit:
+    node: int
+    residual: Residual
+    todo: list[list[int]]  # children not tried yet, in groups that are tried together; the next one last
+    group: list[int] = field(default_factory=list)  # children being tried
+    trying: list[tuple[int, float]] = field(default_factory=list)  # of these, with their shares; the next one last
+
+
+def traverse(
+    draft: Draft,
+    children: dict[int, list[int]],
+    target: TargetView,
+    dice: Dice,
+    pairs: bool = False,
+    rare: float = RARE,
+) -> Verdict:
+    """Depth first over `children`, with a stack of our own: a draft may be deeper than Python's."""
+
+    def visit(node: int, share: float) -> _Visit:
+        proposal, kids = draft.proposals.get(node), children.get(node, [])
+        size = 2 if pairs and proposal is not None else 1
+        groups = [kids[i : i + size] for i in range(0, len(kids), size)]
+        return _Visit(node, Residual(target, node, proposal, share, rare), groups[::-1])
+
+    def tokens(group: list[int]) -> list[int]:
+        return [draft.tokens[child] for child in group]
+
+    stack = [visit(ROOT, 1.0)]
+    while True:
+        here = stack[-1]
+        if here.trying:
+            child, share = here.trying.pop()
+            if share > 0.0:
+                stack.append(visit(child, share))
+        elif here.group:
+            here.residual.reject(tokens(here.group))
+            here.group = []
+        elif here.todo:
+            here.group = here.todo.pop()
+            here.trying = [(here.group[i], share) for i, share in here.residual.shares(tokens(here.group))][::-1]
+        elif here.node == ROOT or dice.flip(here.residual.share):
+            return Verdict([v.node for v in stack[1:]], here.residual.draw(dice))
+        else:
+            stack.pop()

@@ -1,0 +1,43 @@
+"""What an engine offers its drafters: the target as a runner, an optional draft model, the page pool, the tokenizers.
+
+Only a bundle: it runs nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from forerun.cache.pool import PagePool
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Runner
+from forerun.tokenizer import Tokenizer
+
+
+@dataclass
+class DraftModel:
+    """A second model that is cheaper to run than the target."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    same_tokens: bool  # whether its token ids mean the same as the target's
+    source: str = "draft"
+
+
+@dataclass
+class Workshop:
+    pool: PagePool
+    runner: Runner  # runs the target on the pool
+    tokenizer: Tokenizer | None
+    max_context: int
+    draft: DraftModel | None = None
+    draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
+
+    @classmethod
+    def equip(
+        cls, pool: PagePool, runner: Runner, tokenizer: Tokenizer | None, max_context: int, draft: DraftModel | None
+    ) -> Workshop:
+        """Gives the draft model, if there is one, its plane of the pool."""
+        if draft is None:
+            return cls(pool, runner, tokenizer, max_context)
+        plane = pool.add_plane(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
+        context = min(max_context, draft.decoder.config.max_context)
+        return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv))

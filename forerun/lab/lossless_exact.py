@@ -1,0 +1,251 @@
+"""Exact part of `forerun check lossless`: every registered drafter with every lossless verifier, on four tokens.
+
+Real drafters propose (those that run a model run a tiny random one), every outcome of drafting and verifying is weighed
+by its probability, and the law of the answer is compared with the target's own. Targets are tables in float64, shaped
+as real ones are: temperature, top-k, top-p, penalties, a grammar. Knows no real model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from unittest.mock import patch
+
+import tokenizers
+import torch
+
+from forerun.bench.shapes import RandomCheckpoint
+from forerun.cache.pool import PagePool
+from forerun.core import Draft, Grammar, SamplingParams
+from forerun.decode.drafters import Ask, Drafter, registered
+from forerun.decode.sampling import Context
+from forerun.decode.target import Dice
+from forerun.decode.verifiers import LOSSLESS, Verifier
+from forerun.decode.workshop import DraftModel, Workshop
+from forerun.lab.enumeration import (
+    EXACT,
+    VOCAB,
+    Law,
+    MakeDraft,
+    TinyTarget,
+    Tokens,
+    difference,
+    outcomes,
+    output_distribution,
+    target_distribution,
+    tiny_logits,
+)
+from forerun.lab.lossless_common import Finding
+from forerun.models.build import build_decoder
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Runner
+from forerun.models.shapes import expected_shapes
+from forerun.tokenizer import Tokenizer
+
+PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that whoever looks back finds something
+LENGTH = 3  # tokens of an answer whose law is compared
+PAGE = 4
+CONTEXT = 64
+CPU = torch.device("cpu")
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, and how many nodes a draft for it may have: what is drawn at random must stay few enough to count."""
+
+    target: TinyTarget
+    nodes: int
+
+
+# ---- a tiny world ----
+
+
+class _Tiny(RandomCheckpoint):
+    """A decoder of four tokens that has opinions: the usual small weights would find all of them equally likely."""
+
+    def __init__(self, seed: int) -> None:
+        self.config = ModelConfig(
+            family="llama",
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            intermediate_size=32,
+            max_context=CONTEXT,
+        )
+        self.device, self.source, self._seed = CPU, f"random {seed}", seed
+        self._shapes = expected_shapes(self.config)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name.endswith("norm"):
+            return torch.ones(self._shapes[name])
+        draw = torch.Generator().manual_seed(self._seed * 1000 + list(self._shapes).index(name))
+        return torch.empty(self._shapes[name]).normal_(0.0, 0.25, generator=draw)
+
+
+def _decoder(seed: int) -> Decoder:
+    return build_decoder(_Tiny(seed), CPU, "float32", CONTEXT, quiet=True)[0]
+
+
+def tiny_tokenizer(first: str = "a", second: str = "b") -> Tokenizer:
+    """Two letters, both of them together, and an end."""
+    vocab = {first: 0, second: 1, first + second: 2, "<end>": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [(first, second)]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, eos_ids=[3], source="four tokens")
+
+
+@cache
+def tiny_worlds() -> tuple[Workshop, ...]:
+    """What an engine would offer: with a draft model of the same tokens, and of others."""
+    worlds = []
+    for same in (True, False):
+        target, draft = _decoder(1), _decoder(2)
+        pool = PagePool(target.config, 2 * CONTEXT // PAGE, PAGE, torch.float32, CPU)
+        mine = tiny_tokenizer()
+        theirs = mine if same else tiny_tokenizer("b", "a")
+        model = DraftModel(draft, theirs, same, "a tiny draft")
+        worlds.append(Workshop.equip(pool, Runner(target, pool, CONTEXT), mine, CONTEXT, model))
+    return tuple(worlds)
+
+
+def cases() -> list[Case]:
+    """One of each kind that shapes a distribution, greedy included."""
+    ask = SamplingParams
+    found = [
+        Case(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 3),
+        Case(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
+        Case(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
+        Case(TinyTarget("penalties", tiny_logits(0.5), ask(frequency_penalty=1.5, repetition_penalty=1.3, **_ONE)), 3),
+        Case(TinyTarget("grammar", tiny_logits(0.9), ask(**_ONE), _grammar), 3),
+        Case(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
+    ]
+    return [replace(case, target=replace(case.target, prompt=PROMPT)) for case in found]
+
+
+_ONE = {"temperature": 1.0}
+
+
+@cache
+def _compiler():  # type: ignore[no-untyped-def]
+    from forerun.decode.grammar import GrammarCompiler
+
+    return GrammarCompiler(tiny_tokenizer(), VOCAB)
+
+
+def _grammar(answer: Tokens):  # type: ignore[no-untyped-def]
+    """Letters whose beginning is certain but can be spelt in two ways."""
+    constraint = _compiler().constraint(Grammar("regex", "ab(a|b)b*"))
+    constraint.advance(answer)
+    return constraint
+
+
+# ---- drafting, every outcome of it ----
+
+
+def draft_law(drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool) -> list[tuple[float, Draft]]:
+    """All that a drafter can propose after this answer, with probabilities."""
+    modules = {module for kind in type(drafter).__mro__ if hasattr(module := _module(kind), "SeededDice")}
+
+    def propose(dice: Dice) -> Draft:
+        stack = [patch.object(module, "SeededDice", lambda *about: dice) for module in modules]
+        for change in stack:
+            change.start()
+        try:
+            return _propose(drafter, workshop, case, answer, at_random)
+        finally:
+            for change in stack:
+                change.stop()
+
+    return list(outcomes(propose))
+
+
+def _module(kind: type):  # type: ignore[no-untyped-def]
+    import sys
+
+    return sys.modules[kind.__module__]
+
+
+def _propose(drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool) -> Draft:
+    target, pool = case.target, workshop.pool
+    tokens = [*target.prompt, *answer]
+    constraint = target.constraint(answer) if target.constraint is not None else None
+    context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
+    pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
+    ask = Ask(next(_ids), context, case.nodes, case.nodes, pages, at_random=at_random)
+    try:
+        draft = drafter.propose([ask])[0]
+    finally:
+        drafter.finish(ask.id, tokens, len(target.prompt))
+        pool.release(pages)
+    problem = draft.problem(VOCAB)
+    if problem is not None:
+        raise AssertionError(f"drafter {drafter.name!r}: {problem}")
+    return draft
+
+
+class Proposals:
+    """A real drafter as the enumeration wants it. What it can propose is found out once for each answer."""
+
+    def __init__(self, drafter: Drafter, workshop: Workshop) -> None:
+        self.drafter, self.workshop = drafter, workshop
+        self.drafted = 0
+        self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
+
+    def of(self, case: Case, at_random: bool) -> MakeDraft:
+        def make(tokens: list[int], dice: Dice) -> Draft:
+            weights, drafts = self._law(case, at_random, tuple(tokens[len(case.target.prompt) :]))
+            return drafts[dice.pick(weights)] if len(drafts) > 1 else drafts[0]
+
+        return make
+
+    def _law(self, case: Case, at_random: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
+        key = (case.target.name, at_random, answer)
+        if key not in self._laws:
+            law = draft_law(self.drafter, self.workshop, case, answer, at_random)
+            self.drafted += sum(len(draft) for _, draft in law)
+            self._laws[key] = torch.tensor([c for c, _ in law], dtype=torch.float64), [draft for _, draft in law]
+        return self._laws[key]
+
+
+# ---- the check ----
+
+
+def check_exact(say: Callable[[str], None] = lambda text: None) -> Iterator[Finding]:
+    """One finding for each drafter and verifier, over all targets."""
+    verifiers = [make() for make in LOSSLESS.values()]
+    targets = cases()
+    plain = {case.target.name: target_distribution(case.target, LENGTH) for case in targets}
+    for name, kind in registered().items():
+        workshop = next((world for world in tiny_worlds() if kind.problem(world) is None), None)
+        if workshop is None:
+            yield Finding("exact", name, True, "cannot work on four tokens", checked=False)
+            continue
+        proposals = Proposals(kind(workshop), workshop)
+        for verifier in verifiers:
+            say(f"every outcome of {name} with {verifier.name}")
+            yield _pair(proposals, verifier, targets, plain)
+
+
+def _pair(proposals: Proposals, verifier: Verifier, targets: list[Case], plain: dict[str, Law]) -> Finding:
+    found: dict[str, float] = {}
+    for case in targets:
+        at_random = verifier.draws and not case.target.params.greedy
+        # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
+        steps = 1 if at_random and not proposals.drafter.free else 2
+        law = output_distribution(proposals.of(case, at_random), case.target, verifier, LENGTH, steps)
+        found[case.target.name] = difference(law, plain[case.target.name])
+    worst = max(found, key=lambda name: found[name])
+    passed = found[worst] < EXACT
+    name = f"{proposals.drafter.name}, {verifier.name}"
+    detail = f"largest difference of a probability {found[worst]:.0e} ({worst}), allowed {EXACT:.0e}"
+    return Finding("exact", name, passed, detail, proposals.drafted > 0, {"differences": found, "allowed": EXACT})

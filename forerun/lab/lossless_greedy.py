@@ -1,0 +1,152 @@
+"""Greedy part of `forerun check lossless`: plain answers, against those of every drafter, alone and in a batch.
+
+Beside the drafters of the engine there is one that knows the plain answers and drafts trees of right and wrong tokens
+from them: with any model, on any prompt, tokens are accepted on side branches, and rejected after some were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from forerun import data
+from forerun.api import LLM, Completion, Prompt
+from forerun.core import ROOT, Draft, Grammar, SamplingParams, Speculation, Usage
+from forerun.decode.drafters import Ask, Drafter, registered
+from forerun.decode.workshop import Workshop
+from forerun.lab.lossless_common import Finding, available, everything_pays, forget
+from forerun.lab.lossless_noise import Difference, compare, summary
+
+NODES = 12  # of a draft: enough for branches
+SHAPE = Grammar("json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}')
+
+
+class Knowing(Drafter):
+    """Knows what plain decoding answers, and lies about some of it, in turns: a wrong token first and the right one
+    beside it, a right beginning that goes wrong, the whole truth."""
+
+    name = "knowing"
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._vocab = workshop.runner.decoder.config.vocab_size
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: Ask) -> Draft:
+        answer = self.answers.get(tuple(ask.tokens[: ask.context.num_prompt]), [])
+        at, draft = len(ask.tokens) - ask.context.num_prompt, Draft()
+        node, room = ROOT, min(ask.nodes, 10)
+        for depth, token in enumerate(answer[at : at + 4]):
+            kind = (at + depth) % 4
+            wrong = (token + 1 + kind) % self._vocab
+            if kind in (1, 2) and len(draft) + 2 < room:  # a lie, and what would follow it
+                lie = draft.add(wrong, node, 0.9, self.name)
+                draft.add(token, lie, 0.9, self.name)
+            if kind == 3 and depth:  # the truth ends here
+                break
+            if len(draft) >= room:
+                break
+            node = draft.add(token, node, 0.9, self.name)
+        if len(draft) < room and node != ROOT:
+            draft.add((draft.tokens[node] + 7) % self._vocab, node, 0.5, self.name)
+        return draft
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts with their plain answers, each computed alone."""
+
+    prompts: list[list[int]]
+    plain: list[list[int]]
+    params: SamplingParams  # without speculation
+
+
+def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Asked:
+    params = replace(params, speculate="off")
+    llm.clear_cache()
+    return Asked(prompts, [llm.generate(ids, params)[0].token_ids for ids in prompts], params)
+
+
+def choose_prompts(llm: LLM, count: int, limit: int) -> list[list[int]]:
+    """Shipped prompts of every kind in turn, in the model's own format, cut to `limit` tokens."""
+    kinds: dict[str, list[str]] = {}
+    for prompt in data.read_prompts():
+        kinds.setdefault(prompt.kind, []).append(prompt.text)
+    rounds = max(map(len, kinds.values()))
+    texts = [texts[i] for i in range(rounds) for texts in kinds.values() if i < len(texts)]
+    chat = llm.tokenizer.has_chat_template
+    chosen = []
+    for i in range(count):
+        text = texts[i % len(texts)] if i < len(texts) else f"{i}. {texts[i % len(texts)]}"
+        ids = llm.encode([{"role": "user", "content": text}]) if chat else llm.encode(text)
+        chosen.append(ids if len(ids) <= limit else [*ids[: limit // 2], *ids[len(ids) - limit + limit // 2 :]])
+    return chosen
+
+
+def check_greedy(
+    llm: LLM, prompts: list[list[int]], tokens: int, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Finding]:
+    say("greedy: plain answers, one by one")
+    asked = ask_plain(llm, prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    batch = f"batch of {len(prompts)}"
+    yield _run(llm, asked, "off", f"plain, {batch}", together=True, say=say)
+    yield _run(llm, asked, "auto", "auto, one by one", together=False, say=say)
+    yield _run(llm, asked, "auto", f"auto, {batch}", together=True, say=say)
+    for name in usable(llm):
+        if name != "grammar":
+            yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, say=say)
+    yield from _knowing(llm, asked, batch, say)
+    say("greedy: plain answers within a grammar")
+    shaped = ask_plain(llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=SHAPE, ignore_eos=False))
+    yield _run(llm, shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", together=True, pays=True, say=say)
+
+
+def usable(llm: LLM) -> list[str]:
+    workshop = llm.engine.speculator.workshop
+    return [name for name, kind in registered().items() if kind.problem(workshop) is None]
+
+
+def _knowing(llm: LLM, asked: Asked, batch: str, say: Callable[[str], None]) -> Iterator[Finding]:
+    Knowing.answers = {tuple(ids): answer for ids, answer in zip(asked.prompts, asked.plain, strict=True)}
+    with available(Knowing):
+        try:
+            for together, how in ((False, "one by one"), (True, batch)):
+                name = f"right and wrong guesses, {how}"
+                yield _run(llm, asked, Knowing.name, name, together, pays=True, say=say)
+        finally:
+            forget(llm.engine, Knowing.name)
+
+
+def _run(
+    llm: LLM, asked: Asked, drafter: str, name: str, together: bool, say: Callable[[str], None], pays: bool = False
+) -> Finding:
+    say(f"greedy: {name}")
+    params = replace(asked.params, speculate=Speculation(drafter, nodes=NODES) if pays else drafter)
+    llm.clear_cache()
+    with ExitStack() as stack:
+        if pays:
+            stack.enter_context(everything_pays(llm.engine))
+        prompts: list[Prompt] = [*asked.prompts]
+        answers = llm.generate(prompts, params) if together else [llm.generate(p, params)[0] for p in prompts]
+    return _finding(llm, asked, name, answers, drafter)
+
+
+def _finding(llm: LLM, asked: Asked, name: str, answers: list[Completion], drafter: str) -> Finding:
+    found: list[Difference] = []
+    usage = Usage()
+    for number, (plain, answer) in enumerate(zip(asked.plain, answers, strict=True)):
+        usage.add(answer.usage)
+        difference = compare(llm, number, asked.prompts, plain, answer.token_ids, asked.params)
+        if difference is not None:
+            found.append(difference)
+    detail = summary(len(answers), found)
+    if drafter != "off":
+        detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
+    figures = {"drafted": usage.drafted, "accepted": usage.accepted, "answers": len(answers)}
+    passed = all(d.tie for d in found)
+    checked = drafter == "off" or usage.drafted > 0
+    return Finding("greedy", name, passed, detail, checked, {**figures, "differences": [d.record() for d in found]})

@@ -1,0 +1,120 @@
+"""Batches on their way to the device: laid out as `Batch` in stack_base.cu reads them, and sorted into graphs' buckets.
+
+One copy brings all of a step to the device. Host-side only, apart from the buffer it is copied to; needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.core import HostBatch
+
+MASK_BITS = 64
+MAX_STEPS = 16  # of one launch
+MAX_ROWS = 64
+DECODING = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)  # rows of sequences with one token each, or of one sequence
+MIXED = (4, 8, 16, 32, 48, 64)  # rows of several sequences with several tokens
+SEQUENCES = (4, 16, 64)
+TOKENS = (4, 16, 64)  # of a sequence among several
+
+
+def _up(count: int, sizes: tuple[int, ...]) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a graph is captured for: at most so many of each."""
+
+    rows: int
+    seqs: int
+    few: int  # tokens of a sequence
+    tree: bool
+
+    @classmethod
+    def of(cls, batch: HostBatch) -> Bucket | None:
+        """The smallest bucket that holds a batch; fewer kinds where sequences differ, as each costs a capture."""
+        rows, seqs, tree = len(batch.tokens), len(batch.pages), batch.bits is not None
+        if rows > MAX_ROWS:
+            return None
+        few = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
+        if few == 1:
+            return cls(_up(rows, DECODING), _up(rows, DECODING), 1, tree)
+        if seqs == 1:
+            return cls(_up(rows, DECODING), 1, _up(rows, DECODING), tree)
+        rows = _up(rows, MIXED)
+        return cls(rows, min(rows, _up(seqs, SEQUENCES)), min(rows, _up(few, TOKENS)), tree)
+
+
+def layout(rows: int) -> np.dtype:
+    """`Batch` in stack_base.cu for so many rows: the same fields in the same order, aligned as C aligns them."""
+    per_row = ("tokens", "positions", "slots", "seen", "room")
+    return np.dtype(
+        [
+            *((name, np.int32) for name in ("rows", "seqs", "page_stride", "steps")),
+            ("bits", np.uint64, (rows,)),
+            *((name, np.int32, (rows,)) for name in per_row),
+            ("starts", np.int32, (rows + 1,)),
+            ("least", np.float32, (MAX_STEPS,)),
+        ],
+        align=True,
+    )
+
+
+def masks_of(batch: HostBatch) -> tuple[bool, list[int] | None]:
+    """(whether 64 bits are enough, what each token sees from entry `seen` of its sequence on; None: nothing)."""
+    if batch.bits is None or batch.tree_start is None:
+        return True, None
+    masks: list[int] = []
+    for s, start in enumerate(batch.tree_start):
+        for t in range(batch.starts[s], batch.starts[s + 1]):
+            bits, ahead = batch.bits[t], start - int(batch.seen[t])
+            masks.append(bits << ahead if ahead >= 0 else bits >> -ahead)
+    return all(mask < 1 << MASK_BITS for mask in masks), masks
+
+
+class Packed:
+    """The buffer on the host and its copy on the device: a `Batch`, then the pages, page by page of all sequences."""
+
+    def __init__(self, kind: np.dtype, most_pages: int, max_context: int, page_size: int, device: torch.device) -> None:
+        size = kind.itemsize + 4 * most_pages
+        pinned = device.type == "cuda"
+        self._staging = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host_address, self.head = self._staging.data_ptr(), kind.itemsize
+        host = self._staging.numpy()
+        fields = host[: self.head].view(kind)
+        self.field = {name: fields[name][0] if fields[name].ndim > 1 else fields[name] for name in kind.names or ()}
+        self._tables = host[self.head :].view(np.int32)
+        assert kind.fields is not None
+        offset = kind.fields["tokens"][1]
+        self.tokens = self.device[offset : offset + 4 * len(self.field["tokens"])].view(torch.int32)
+        self.max_context, self.page_size = max_context, page_size
+
+    def fill(self, batch: HostBatch, masks: list[int] | None, steps: int, least: Sequence[float] = ()) -> int:
+        """Lay a batch out; returns how many bytes of the buffer it takes."""
+        field, count, seqs = self.field, len(batch.tokens), len(batch.pages)
+        field["rows"][0], field["seqs"][0], field["page_stride"][0], field["steps"][0] = count, seqs, seqs, steps
+        field["bits"][:count] = 0 if masks is None else np.array(masks, dtype=np.uint64)
+        field["tokens"][:count] = batch.tokens
+        field["positions"][:count] = batch.positions
+        field["slots"][:count] = batch.slots
+        field["seen"][:count] = batch.seen
+        field["starts"][: seqs + 1] = batch.starts
+        widest = max(len(pages) for pages in batch.pages)
+        if seqs == 1:
+            self._tables[:widest] = batch.pages[0]
+        else:
+            tables = self._tables[: widest * seqs].reshape(widest, seqs)
+            for s, pages in enumerate(batch.pages):
+                tables[: len(pages), s] = pages
+        if steps > 1:
+            room = [min(len(pages) * self.page_size, self.max_context) for pages in batch.pages]
+            field["room"][:seqs] = room
+            field["least"][:] = 0
+            field["least"][: len(least)] = least
+        return self.head + 4 * widest * seqs

@@ -1,0 +1,158 @@
+"""From tokens of sequences to logits: lays them out as a batch and runs one decoder on one plane of the page pool.
+
+Serves the target and draft models alike. Knows tokens, pages and draft trees; not why they were chosen nor what becomes
+of the logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import PagePool
+from forerun.core import ROOT, HostBatch
+from forerun.models.attention import KV
+from forerun.models.decoder import Decoder, Output, Taps
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.graphs import GraphRunner
+
+
+@dataclass
+class Span:
+    """Tokens of one sequence that run now: its entries `first`, `first + 1`, ..., on its pages.
+
+    Entries from `tree_first` on are nodes of a draft tree with these `parents` (ROOT: the entry before the tree). Nodes
+    that ran in an earlier span are listed too, so that later ones can see them.
+    """
+
+    ids: list[int]
+    first: int
+    pages: array[int]
+    want: Seq[int]  # which of the ids need logits
+    tree_first: int = 0
+    parents: list[int] = field(default_factory=list)
+
+    @property
+    def entries(self) -> range:
+        return range(self.first, self.first + len(self.ids))
+
+    @property
+    def branches(self) -> bool:
+        """Whether a token must not see some entry before it."""
+        return any(parent != node - 1 for node, parent in enumerate(self.parents))
+
+    def slots(self, page_size: int) -> list[int]:
+        """Where the entries lie in the pool. Plain integers: most spans are one token, and numpy would cost more."""
+        return [self.pages[e // page_size] * page_size + e % page_size for e in self.entries]
+
+    def positions(self) -> list[int]:
+        """Depth decides the position of a node: nodes of different branches share one."""
+        if not self.branches:
+            return list(self.entries)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        return [e if e < self.tree_first else self.tree_first + depths[e - self.tree_first] for e in self.entries]
+
+    def ancestors(self) -> list[int]:
+        """For each id the nodes it sees, itself included, as a set of bits; 0 before the tree."""
+        sets: list[int] = []
+        for node, parent in enumerate(self.parents):
+            sets.append((0 if parent == ROOT else sets[parent]) | 1 << node)
+        return [0 if e < self.tree_first else sets[e - self.tree_first] for e in self.entries]
+
+
+class Runner:
+    """Runs batches on one decoder and its K/V; on CUDA as captured graphs where one fits."""
+
+    def __init__(self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None) -> None:
+        """`kv`: the decoder's plane of the pool, where it is not the pool's own model."""
+        self.decoder, self.pool, self.kv = decoder, pool, pool.kv if kv is None else kv
+        self.graphs: GraphRunner | None = None
+        if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
+            from forerun.models.cuda.graphs import GraphRunner
+
+            self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
+
+    def forward(self, spans: list[Span], taps: Taps | None = None, blocks: Seq[int] | None = None) -> Output:
+        """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
+        batch = self.batch(spans)
+        whole = taps is None and blocks is None
+        output = self.graphs.run(batch) if self.graphs is not None and whole else None
+        return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks)
+
+    def batch(self, spans: list[Span]) -> HostBatch:
+        """Lay spans out one after the other."""
+        starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
+        seen = [e + 1 for span in spans for e in span.entries]
+        batch = HostBatch(
+            tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
+            positions=np.array([p for span in spans for p in span.positions()], dtype=np.int64),
+            slots=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
+            seen=np.array(seen, dtype=np.int32),
+            starts=starts,
+            contexts=[span.first + len(span.ids) for span in spans],
+            pages=[np.frombuffer(span.pages, dtype=np.int32) for span in spans],
+            page_size=self.pool.page_size,
+            want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
+        )
+        if any(span.branches for span in spans):
+            self._add_trees(batch, spans)
+        return batch
+
+    @staticmethod
+    def _add_trees(batch: HostBatch, spans: list[Span]) -> None:
+        """Say by bits what the nodes of branching trees see; all other tokens go on by `seen` alone."""
+        batch.bits = [b for span in spans for b in (span.ancestors() if span.branches else [0] * len(span.ids))]
+        batch.tree_start = [span.tree_first if span.branches else 0 for span in spans]
+        for start, span in zip(batch.starts, spans, strict=False):
+            if span.branches:
+                own = slice(start, start + len(span.ids))
+                batch.seen[own] = np.minimum(batch.seen[own], span.tree_first)
+
+    def move(self, pages: array[int], source: list[int], target: list[int]) -> None:
+        """Copy K/V of a sequence's entries to other entries of it: an accepted branch becomes its continuation."""
+        size = self.pool.page_size
+        slots = [[pages[e // size] * size + e % size for e in entries] for entries in (source, target)]
+        if self.graphs is not None:
+            self.graphs.move(*slots)
+            return
+        src, dst = (torch.tensor(s, device=self.decoder.device) for s in slots)
+        for layer in self.kv:
+            for cache in layer:
+                cache[dst] = cache[src]
+
+    def score(self, ids: list[int], chunk: int) -> Tensor:
+        """Logits at every position of a text, [len(ids), V] float32, on pages borrowed from the pool."""
+        pages = array("i", self.pool.allocate(self.pool.pages_for(len(ids))))
+        try:
+            parts = [
+                self.forward([Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])))]).logits
+                for lo in range(0, len(ids), chunk)
+            ]
+        finally:
+            self.pool.release(pages)
+        return torch.cat(parts)
+
+    def time_forward(self, tokens: int, context: int, repeats: int = 5) -> float:
+        """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others."""
+        pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
+        span = Span([0] * tokens, context, pages, range(tokens))
+        times = []
+        try:
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                self.forward([span]).logits[-1, 0].item()  # reading one value waits for the device
+                times.append(time.perf_counter() - start)
+        finally:
+            self.pool.release(pages)
+        return float(np.median(times[1:]))

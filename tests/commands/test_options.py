@@ -1,0 +1,78 @@
+"""Groups of options: one parameter each for typer, one object for the command; grammars from files and text."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import pytest
+import typer
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+
+def test_a_group_becomes_one_option_for_each_field() -> None:
+    seen: dict[str, Any] = {}
+
+    @opt.grouped
+    def command(
+        opened: opt.ModelOptions,
+        answer: opt.ChatAnswerOptions,
+        word: Annotated[str | None, typer.Argument()] = None,
+    ) -> None:
+        """Help."""
+        seen.update(opened=opened, answer=answer, word=word)
+
+    parameters = inspect.signature(command).parameters
+    assert {"model", "draft", "temperature", "speculate", "regex", "word"} <= set(parameters)
+    assert not {"opened", "answer"} & set(parameters)
+    assert parameters["max_tokens"].default == 512 and parameters["word"].default is None
+    assert any(isinstance(part, typer.models.OptionInfo) for part in get_args(parameters["draft"].annotation))
+    values = {name: parameter.default for name, parameter in parameters.items()}
+    command(**values | {"model": "big", "draft": "small", "temperature": 0.5, "word": "hi"})
+    assert seen["opened"] == opt.ModelOptions("big", "small") and seen["word"] == "hi"
+    assert seen["answer"] == opt.ChatAnswerOptions(temperature=0.5)
+    assert command.__doc__ == "Help."
+
+
+def test_params_carry_what_was_asked() -> None:
+    params = opt.AnswerOptions(temperature=0.3, stop=["a\\nb"], speculate="lookup", verify="match").params(n=2)
+    assert (params.temperature, params.stop, params.n) == (0.3, ("a\nb",), 2)
+    assert (params.speculation.drafter, params.speculation.verify) == ("lookup", "match")
+    assert opt.AnswerOptions().params().speculation.drafter == "auto"
+    assert opt.AnswerOptions(verify="bounded", bound=0.2).params().speculation.bound == 0.2
+
+
+def test_grammars_come_from_files_or_text(tmp_path: Path) -> None:
+    schema, lark = tmp_path / "ship.json", tmp_path / "ship.lark"
+    schema.write_text('{"type": "object"}')
+    lark.write_text('start: "a"')
+    for answer, kind, source in (
+        (opt.AnswerOptions(json_schema=str(schema)), "json_schema", '{"type": "object"}'),
+        (opt.AnswerOptions(json_schema=' {"type": "array"}'), "json_schema", ' {"type": "array"}'),
+        (opt.AnswerOptions(json_object=True), "json_object", ""),
+        (opt.AnswerOptions(regex="[0-9]+"), "regex", "[0-9]+"),
+        (opt.AnswerOptions(lark=str(lark)), "lark", 'start: "a"'),
+        (opt.AnswerOptions(lark='start: "b"'), "lark", 'start: "b"'),
+    ):
+        grammar = answer.params().grammar
+        assert grammar is not None and (grammar.kind, grammar.source) == (kind, source)
+    assert opt.AnswerOptions().params().grammar is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (opt.AnswerOptions(json_schema="no-such-file.json"), "no-such-file.json"),
+        (opt.AnswerOptions(lark="x" * 5000), "--lark"),
+        (opt.AnswerOptions(lark="nul\0"), "--lark"),
+        (opt.AnswerOptions(json_object=True, regex="a"), "--json-object and --regex"),
+    ],
+    ids=["file", "long", "nul", "two"],
+)
+def test_grammars_that_cannot_be_are_named(answer: opt.AnswerOptions, named: str) -> None:
+    with pytest.raises(BadRequest, match=named) as caught:
+        answer.params()
+    assert caught.value.hint

@@ -1,0 +1,58 @@
+"""What `--stats` says about an answer."""
+
+from __future__ import annotations
+
+import json
+
+from forerun.commands.stats import usage_lines, usage_record
+from forerun.core import Tally, Usage
+
+
+def spoken() -> Usage:
+    return Usage(
+        prompt_tokens=1200,
+        cached_tokens=1000,
+        completion_tokens=21,
+        ttft_s=1.0,
+        total_s=3.0,
+        steps=7,
+        drafted=30,
+        accepted=14,
+        drafters={"lookup": Tally(10, 4), "model": Tally(20, 10)},
+        verifier="match",
+        draft_s=0.25,
+        verify_s=1.5,
+    )
+
+
+def test_the_second_line_is_about_guesses() -> None:
+    first, second = usage_lines(spoken(), "stop").split("\n")
+    assert (
+        first == "prompt 1,200 tokens (1,000 reused) · first token 1.00 s · 21 tokens at 10.0/s · total 3.00 s · stop"
+    )
+    assert second == (
+        "drafted 30, accepted 14 · 3.00 tokens a pass · model 71%, lookup 29%"
+        " · draft 250 ms, verify 1,500 ms, other 250 ms · match"
+    )
+
+
+def test_without_guesses_it_says_so() -> None:
+    first, second = usage_lines(Usage(completion_tokens=1), None).split("\n")
+    assert first.endswith("unfinished") and "nothing was drafted" in second
+
+
+def test_nothing_accepted_names_no_shares() -> None:
+    usage = Usage(drafted=4, drafters={"lookup": Tally(4, 0)}, verifier="match", steps=2, completion_tokens=2)
+    assert "accepted 0" in usage_lines(usage, "length") and "lookup" not in usage_lines(usage, "length")
+
+
+def test_lossy_rules_are_called_lossy() -> None:
+    usage = spoken()
+    usage.verifier, usage.lossless = "typical", False
+    assert "typical (lossy" in usage_lines(usage, "stop")
+
+
+def test_the_record_has_derived_figures_and_is_json() -> None:
+    record = json.loads(json.dumps(usage_record(spoken())))
+    assert record["drafters"]["model"] == {"drafted": 20, "accepted": 10}
+    assert (record["accepted_length"], record["other_s"], record["tokens_per_second"]) == (3.0, 0.25, 10.0)

@@ -1,0 +1,316 @@
+"""A draft model of another tokenizer: text there and back, pages that nobody misses, answers of plain decoding."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from forerun.cache.pool import PagePool
+from forerun.core import SamplingParams, Speculation
+from forerun.decode.control import Controller
+from forerun.decode.cost import CostCurve
+from forerun.decode.drafters.cross import CrossDrafter
+from forerun.decode.drafters.retoken import Transcript, retokenise, shares, whole_characters
+from forerun.decode.drafters.spare import SparePages
+from forerun.decode.workshop import DraftModel
+from forerun.engine.engine import Engine, EngineConfig
+from forerun.errors import BadRequest
+from forerun.models.build import build_decoder
+from forerun.models.config import ModelConfig
+from forerun.models.load import open_checkpoint
+from forerun.tokenizer import Tokenizer
+from tests import tiny
+from tests.engine.common import Answer, finish, leaked, run
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
+STORY = "The keeper's lamp 🌊 was naïve: 12 ships, 3 gulls… and «Größe» 漢字!\n    def turn(lamp):\n\treturn 30 👩‍🚀\n"
+
+
+def train(text: str, size: int) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|im_end|>", "<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([text], trainer)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder: Callable[[str], Path]) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_folder("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def other() -> Tokenizer:
+    """Trained on other text, to another size: few ids and few cuts in common with the tiny models' tokenizer."""
+    return Tokenizer(train("return the ships; keeper of gulls and Größe. " * 3 + STORY, 400), eos_ids=[0])
+
+
+# -- text between tokenizers -------------------------------------------------------------------------------------------
+
+
+def read(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    return b"".join(tokenizer.token_bytes(i) for i in ids)
+
+
+@given(st.text(max_size=300), st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_a_transcript_is_the_text_wherever_it_is_interrupted(
+    target: Tokenizer, other: Tokenizer, text: str, step: int
+):
+    text = STORY + text
+    tokens, transcript = target.encode(text), Transcript(target, other)
+    for count in range(1, len(tokens) + step, step):
+        transcript.follow(tokens[:count])
+        assert read(other, transcript.ids) + transcript.rest == read(target, tokens[:count])
+    assert transcript.rest == b""
+
+
+def test_a_transcript_changes_only_near_its_end(target: Tokenizer, other: Tokenizer):
+    tokens = target.encode(STORY * 12)
+    transcript, before = Transcript(target, other), list[int]()
+    for count in range(1, len(tokens) + 1):
+        transcript.follow(tokens[:count])
+        common = next((i for i, (a, b) in enumerate(zip(before, transcript.ids, strict=False)) if a != b), len(before))
+        assert len(read(other, before[common:])) < 40
+        before = list(transcript.ids)
+    assert transcript.fixed > 0.8 * len(before)
+    assert len(before) - len(other.encode(STORY * 12)) < 5  # encoded in pieces, cut as if in one
+
+
+def test_control_tokens_have_counterparts_or_none(target: Tokenizer, other: Tokenizer):
+    start, end = (target.backend.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    transcript = Transcript(target, other)
+    transcript.follow([start, *target.encode("keep"), end, *target.encode("er")])
+    assert transcript.ids == [*other.encode("keep"), 0, *other.encode("er")]
+
+
+@given(st.text(max_size=120), st.data())
+@settings(max_examples=60, deadline=None)
+def test_retokenised_text_continues_the_tokens(target: Tokenizer, text: str, data: st.DataObject):
+    tokens = target.encode(STORY + text)
+    cut = data.draw(st.integers(0, len(tokens)))
+    more = read(target, tokens[cut:])
+    found = retokenise(target, tokens[:cut], more)
+    assert more.startswith(read(target, found))
+    if not more[:1] or more[0] & 0xC0 != 0x80:
+        assert read(target, found) == more
+
+
+def test_text_is_cut_as_the_model_would_cut_it(target: Tokenizer):
+    tokens = target.encode(tiny.TEXT)
+    for cut in range(1, len(tokens), 7):
+        more = read(target, tokens[cut : cut + 9])
+        assert retokenise(target, tokens[:cut], more)[:5] == tokens[cut : cut + 5]
+
+
+def test_a_token_that_stands_is_not_joined_with_what_follows(target: Tokenizer):
+    word = next(i for i in target.encode(tiny.TEXT) if len(target.token_bytes(i)) > 3)
+    whole = target.token_bytes(word)
+    first = target.encode(whole[:1].decode())
+    found = retokenise(target, first, whole[1:])
+    assert read(target, found) == whole[1:] and [*first, *found] != [word]
+
+
+def test_what_a_normaliser_changes_is_not_proposed(other: Tokenizer):
+    backend = train(STORY, 300)
+    backend.normalizer = tokenizers.normalizers.Lowercase()
+    small = Tokenizer(backend)
+    assert read(small, retokenise(small, [], b"ships and GULLS")) == b"ships and "
+
+
+def test_whole_characters():
+    wave = "🌊".encode()
+    assert whole_characters(b"ab" + wave) == b"ab" + wave
+    assert whole_characters(b"ab" + wave[:3]) == b"ab"
+    assert whole_characters(wave[:2]) == b""
+
+
+def test_shares_of_chances():
+    assert shares([(4, 0.25), (2, 0.5)], [2, 4]) == pytest.approx([0.5, 0.25])
+    assert shares([(1, 0.5), (1, 0.5), (2, 0.9)], [2, 2]) == pytest.approx([0.25, 0.9])
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_spare_pages_are_free_for_everybody_else():
+    config = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 64)
+    pool = PagePool(config, 8, 4, torch.float32, CPU)
+    spare, mine, yours = SparePages(pool, pool.add_plane(config, torch.float32, CPU)), array("i"), array("i")
+    assert spare.extend(1, mine, 3) and spare.extend(2, yours, 4)
+    assert not set(mine) & set(yours) and pool.free == 8 and spare.intact(1, mine) == 3
+    assert not spare.extend(1, mine, 5) and len(mine) == 3
+    lost = mine[1]
+    taken = pool.allocate(8)
+    assert pool.free == 0 and lost in taken
+    pool.release(page for page in taken if page != lost)
+    assert spare.intact(1, mine) == 0 and spare.intact(2, yours) == 0  # all were handed out in between
+    assert spare.extend(2, yours, 7) and lost not in yours and not spare.extend(1, mine, 1)
+    spare.drop(2, yours)
+    assert spare.extend(1, mine, 7) and np.all(pool.refs[list(mine)] == 0)
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------
+
+
+def generous() -> Controller:
+    """Costs that make every guess worth checking."""
+    return Controller(CostCurve({1: 1.0, 64: 1.001}), {"cross": CostCurve({1: 1e-4, 64: 1.1e-4})})
+
+
+def engine_of(target: Path, draft: Path, weights: str = "float32", **config: Any) -> Engine:
+    opened, drafting = open_checkpoint(target), open_checkpoint(draft)
+    decoder, _ = build_decoder(opened, CPU, weights, 512)
+    drafter, _ = build_decoder(drafting, CPU, weights, 512)
+    tokenizer, theirs = opened.tokenizer(), drafting.tokenizer()
+    model = DraftModel(drafter, theirs, tokenizer.same_tokens(theirs), "draft")
+    values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+    return Engine(decoder, tokenizer, EngineConfig(**values), model, generous())
+
+
+def params(drafter: str, **values: Any) -> SamplingParams:
+    verify = values.pop("verify", "auto")
+    return SamplingParams(
+        **{"max_tokens": 40, "ignore_eos": True, **values}, speculate=Speculation(drafter, verify=verify)
+    )
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory, other: Tokenizer) -> Path:
+    """Another model with another tokenizer."""
+    folder = tiny.write_folder(tmp_path_factory.mktemp("stranger"), "llama", seed=9, num_hidden_layers=2)
+    other.backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spellers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model that only ever says printable ASCII, byte by byte, and the same model with its vocabulary shuffled."""
+    folder, twin = (tmp_path_factory.mktemp(name) for name in ("speller", "twin"))
+    backend = train("", 258)
+    plain = [i for i in range(258) if (name := backend.id_to_token(i)) and len(name) == 1 and " " < name < "\x7f"]
+    draw = torch.Generator().manual_seed(1)
+    order = torch.randperm(258, generator=draw).tolist()  # id here -> id there
+    for place in (folder, twin):
+        tiny.write_folder(place, "qwen2", vocab_size=258, bos_token_id=None, pad_token_id=None, eos_token_id=0)
+    weights = load_file(folder / "model.safetensors")
+    head = weights["lm_head.weight"]
+    for i in set(range(258)) - set(plain):  # never the likeliest: half of what some other one gets
+        head[i] = 0.5 * head[plain[i % len(plain)]]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    back = torch.tensor(order).argsort()
+    shuffled = {k: v[back].contiguous() if v.shape[0] == 258 else v for k, v in weights.items()}
+    save_file(shuffled, twin / "model.safetensors", {"format": "pt"})
+    stored = json.loads(backend.to_str())
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    stored["model"]["vocab"] = {name: order[i] for name, i in stored["model"]["vocab"].items()}
+    for added in stored["added_tokens"]:
+        added["id"] = order[added["id"]]
+    (twin / "tokenizer.json").write_text(json.dumps(stored))
+    return folder, twin
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}, {"repetition_penalty": 1.3}])
+def test_answers_are_those_of_plain_decoding(
+    values: dict[str, Any], tiny_folder: Callable[[str], Path], stranger: Path
+):
+    plain = run(engine_of(tiny_folder("qwen2"), stranger), PROMPTS, params("off", **values))
+    for name in ("cross", "auto"):
+        engine = engine_of(tiny_folder("qwen2"), stranger)
+        assert run(engine, PROMPTS, params(name, **values)) == plain, name
+        assert leaked(engine) == 0
+    one = engine_of(tiny_folder("qwen2"), stranger)
+    assert [run(one, [prompt], params("cross", **values))[0] for prompt in PROMPTS] == plain
+
+
+@pytest.mark.parametrize("values", [{}, {"max_tokens": 100}, {"repetition_penalty": 1.1}])
+def test_the_same_model_under_other_ids_is_nearly_always_right(values: dict[str, Any], spellers: tuple[Path, Path]):
+    prompts = [list(range(40 + i, 70 + i)) for i in range(0, 16, 4)]
+    plain = run(engine_of(*spellers), prompts, params("off", **values))
+    engine = engine_of(*spellers)
+    answers = [Answer(engine, prompt, params("cross", **values)) for prompt in prompts]
+    finish(engine)
+    assert [answer.tokens() for answer in answers] == plain
+    drafted, accepted = engine.speculator.totals.drafted, engine.speculator.totals.accepted
+    if "repetition_penalty" not in values:
+        assert accepted > 0.95 * drafted and accepted > 2 * engine.speculator.totals.steps
+    assert 0 < accepted <= drafted and leaked(engine) == 0
+
+
+def test_drafts_that_came_true_are_not_run_again(spellers: tuple[Path, Path]):
+    engine = engine_of(*spellers)
+    drafter = engine.speculator._drafter("cross")
+    assert isinstance(drafter, CrossDrafter)
+    ran: list[int] = []
+    original = drafter._runner.forward
+    drafter._runner.forward = lambda spans: (ran.append(sum(len(s.ids) for s in spans)), original(spans))[1]  # type: ignore[assignment,method-assign,misc]
+    run(engine, [list(range(40, 100))], params("cross", max_tokens=60))
+    assert max(ran) >= 59 and sum(ran) < 60 + 2 * 60  # the prompt once, hardly more than the answer
+    assert drafter._states == {}
+
+
+def test_a_long_prompt_is_read_in_parts(spellers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forerun.decode.drafters.cross.CATCH_UP", 50)
+    prompt = [40 + i % 50 for i in range(180)]
+    plain = run(engine_of(*spellers), [prompt], params("off"))
+    engine = engine_of(*spellers)
+    assert run(engine, [prompt], params("cross")) == plain
+    assert engine.speculator.totals.accepted > 10
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "seed": 5}])
+def test_drafts_push_nobody_out(values: dict[str, Any], tiny_folder: Callable[[str], Path], stranger: Path):
+    def figures(drafter: str) -> tuple[list[list[int]], list[int], int]:
+        engine = engine_of(tiny_folder("qwen2"), stranger, pool_tokens=240, chunk_tokens=128)
+        answers = [Answer(engine, prompt, params(drafter, **values)) for prompt in PROMPTS * 2]
+        finish(engine)
+        usages = [a.last.usage for a in answers if a.last.usage]
+        return [a.tokens() for a in answers], [u.preemptions for u in usages], leaked(engine)
+
+    plain, preempted, _ = figures("off")
+    tokens, also, left = figures("cross")
+    assert tokens == plain and left == 0
+    assert sum(also) <= sum(preempted) + 2 and sum(preempted) > 0  # drafts shift who is where, they hold no page
+
+
+@pytest.mark.parametrize("text", ["🌊🌊 naïve 漢字 👩‍🚀", STORY])
+def test_text_beyond_ascii(text: str, tiny_folder: Callable[[str], Path], stranger: Path, target: Tokenizer):
+    tokens = target.encode(text)
+    prompts = [tokens[:cut] for cut in range(len(tokens) - 4, len(tokens) + 1)]  # some end inside a character
+    plain = run(engine_of(tiny_folder("qwen2"), stranger), prompts, params("off"))
+    assert run(engine_of(tiny_folder("qwen2"), stranger), prompts, params("cross")) == plain
+
+
+def test_verifiers_that_draw_take_its_drafts(tiny_folder: Callable[[str], Path], stranger: Path):
+    engine = engine_of(tiny_folder("qwen2"), stranger)
+    answers = run(engine, PROMPTS, params("cross", temperature=0.7, seed=1, verify="rejection"))
+    assert [len(answer) for answer in answers] == [40] * 4 and engine.speculator.totals.drafted > 0
+
+
+def test_where_it_does_not_apply(tiny_folder: Callable[[str], Path], stranger: Path):
+    same = engine_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
+    with pytest.raises(BadRequest, match="target's own") as error:
+        Answer(same, PROMPTS[0], params("cross"))
+    assert "model" in (error.value.hint or "")
+    engine = engine_of(tiny_folder("qwen2"), stranger)
+    with pytest.raises(BadRequest, match="not the target's"):  # ids of two vocabularies are never taken for each other
+        Answer(engine, PROMPTS[0], params("model"))
+    engine.speculator.workshop.draft = None
+    with pytest.raises(BadRequest, match="needs a draft model"):
+        Answer(engine, PROMPTS[0], params("cross"))

@@ -1,0 +1,59 @@
+"""Trees by hand: joining, keeping, and what came true."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core import ROOT, Draft
+from forerun.decode.tree import came_true, keep, merge
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    return {tuple(draft.tokens[n] for n in draft.path(node)) for node in range(len(draft))}
+
+
+def test_merging_shares_what_is_common():
+    left = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2], "left")
+    right = Draft([1, 4, 7], [ROOT, 0, ROOT], [0.6, 0.6, 0.3], ["right"] * 3)
+    merged = merge([left, right, Draft()], [1, 1, 1])
+    assert paths(merged) == {(1,), (1, 2), (1, 2, 3), (1, 4), (7,)}
+    assert merged.sources[0] == "left" == merge([right, left], [1, 1]).sources[0]  # the surer one is named
+    assert merged.problem(vocab=8) is None
+    assert merge([left, Draft()], [1, 1]) is left and len(merge([], [])) == 0
+
+
+def test_merged_chances_are_means_of_those_who_guess_there():
+    left = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2], "left")
+    right = Draft([1, 4, 7], [ROOT, 0, ROOT], [0.6, 0.6, 0.3], ["right"] * 3)
+    merged = merge([left, right], [1, 3])
+    chances = {tuple(merged.tokens[n] for n in merged.path(i)): c for i, c in enumerate(merged.chances)}
+    expected = {(1,): 0.675, (7,): 0.225, (1, 2): 0.125, (1, 4): 0.45, (1, 2, 3): 0.2}
+    assert chances == pytest.approx(expected)  # under (1, 2) only the left one guesses
+
+
+def test_keeping_lays_the_surest_branch_first_and_branches_in_one_piece():
+    draft = Draft([1, 2, 3, 4, 5, 6], [ROOT, ROOT, 0, 1, 3, 1], [0.3, 0.6, 0.9, 0.5, 0.8, 0.4], list("abcdef"))
+    kept = keep(draft, [0, 1, 2, 3, 4, 5])
+    assert kept.tokens == [2, 4, 5, 6, 1, 3] and kept.parents == [ROOT, 0, 1, 0, ROOT, 4]
+    assert kept.sources == list("bdefac")
+    assert paths(keep(draft, [1, 3, 0])) == {(2,), (2, 4), (1,)}
+    assert len(keep(draft, [])) == 0
+
+
+def test_what_came_true_is_the_deepest_path_of_the_tokens():
+    draft = Draft([1, 2, 1, 3, 4], [ROOT, 0, 1, 0, 3], [0.5] * 5, ["x"] * 5)
+    assert came_true(draft, [1, 3, 4, 9]) == 3
+    assert came_true(draft, [1, 2]) == 2
+    assert came_true(draft, [2, 1]) == 0 == came_true(Draft(), [1])
+
+
+def test_problems_of_drafts_are_named():
+    fine = Draft([1, 2], [ROOT, 0], [0.5, 0.5], ["x", "x"])
+    assert fine.problem(3) is None and fine.depths() == [1, 2] and fine.children() == {ROOT: [0], 0: [1]}
+    assert "vocabulary" in (fine.problem(2) or "")
+    assert "parent 1" in (Draft([1, 2], [ROOT, 1], [0.5, 0.5], ["x", "x"]).problem(3) or "")
+    assert "parent -2" in (Draft([1], [-2], [0.5], ["x"]).problem(3) or "")
+    assert "chance" in (Draft([1], [ROOT], [1.5], ["x"]).problem(3) or "")
+    assert "chance" in (Draft([1], [ROOT], [float("nan")], ["x"]).problem(3) or "")
+    assert "length" in (Draft([1], [ROOT], [], ["x"]).problem(3) or "")
+    assert "same token" in (Draft([1, 1], [ROOT, ROOT], [0.5, 0.5], ["x", "x"]).problem(3) or "")

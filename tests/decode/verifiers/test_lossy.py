@@ -1,0 +1,116 @@
+"""Lossy rules stay within what they promise, and become lossless where they promise that."""
+
+import pytest
+import torch
+
+from forerun.core import ROOT, Draft, SamplingParams
+from forerun.decode.verifiers.lossy import Bounded, Typical
+from forerun.decode.verifiers.rejection import Rejection
+from forerun.errors import BadRequest
+from forerun.lab.enumeration import (
+    EveryOutcome,
+    TinyTarget,
+    outcomes,
+    output_distribution,
+    target_distribution,
+    tiny_drafters,
+    tiny_logits,
+    tiny_targets,
+    tiny_tree,
+)
+
+WARM = TinyTarget("warm", tiny_logits(0.3), SamplingParams(temperature=0.8))
+
+
+def first_token_distance(make_draft, verifier, target) -> float:
+    """Total variation of the first token's distribution."""
+    law, plain = output_distribution(make_draft, target, verifier, 1), target_distribution(target, 1)
+    return 0.5 * sum(abs(law.get(tokens, 0.0) - plain.get(tokens, 0.0)) for tokens in {*law, *plain})
+
+
+def accepted(make_draft, verifier, target) -> float:
+    def run(dice):
+        draft = make_draft(list(target.prompt), dice)
+        return len(verifier.verify(draft, target.view((), draft, dice), dice).path)
+
+    return sum(chance * length for chance, length in outcomes(run))
+
+
+@pytest.mark.parametrize("drafter", ["certain tree", "drawn chain", "drawn siblings"])
+def test_bounded_stays_within_its_bound(drafter):
+    make_draft = tiny_drafters()[drafter]
+    for target in tiny_targets():
+        for bound in (0.02, 0.3):
+            assert first_token_distance(make_draft, Bounded(bound), target) <= bound + 1e-12
+
+
+def test_bounded_uses_its_bound():
+    chain = tiny_tree([1])
+    missing = 1.0 - accepted(chain, Rejection(), WARM)
+    assert missing > 0.1
+    assert accepted(chain, Bounded(0.1), WARM) == pytest.approx(1.0 - missing + 0.1)
+    assert first_token_distance(chain, Bounded(0.1), WARM) == pytest.approx(0.1)
+    assert accepted(chain, Bounded(1.0), WARM) == pytest.approx(1.0)
+
+
+def test_bound_of_zero_is_rejection_sampling_number_for_number():
+    for make_draft in (tiny_tree([2, 1], ruled_out=0), tiny_tree([2, 2], certain=(0, 1))):
+
+        def run(dice, rule, make_draft=make_draft):
+            draft = make_draft(list(WARM.prompt), dice)
+            return rule.verify(draft, WARM.view((), draft, dice), dice)
+
+        both = zip(outcomes(lambda d: run(d, Rejection())), outcomes(lambda d: run(d, Bounded(0.0))), strict=True)  # noqa: B023
+        assert all(a == b for a, b in both)
+
+
+@pytest.mark.parametrize("verifier", [Bounded(0.5), Typical(0.99)], ids=lambda v: v.name)
+def test_what_the_target_rules_out_is_never_answered(verifier):
+    grammar = next(target for target in tiny_targets() if target.name == "grammar")
+    for make_draft in (tiny_tree([3, 1], certain=(0, 1)), tiny_tree([2])):
+        law = output_distribution(make_draft, grammar, verifier, 2)
+        assert all(a in (0, 2) and b in (0, 1, 2) for a, b in law)
+
+
+@pytest.mark.parametrize("verifier", [Bounded(0.5), Typical(0.99)], ids=lambda v: v.name)
+def test_greedy_stays_greedy(verifier):
+    greedy = next(target for target in tiny_targets() if target.name == "greedy")
+    law = output_distribution(tiny_tree([3, 2], certain=(0, 1)), greedy, verifier, 3)
+    assert dict(law) == target_distribution(greedy, 3)
+
+
+def probs_target(*rows):
+    """A target that has these distributions at the root, then after each node."""
+
+    class View:
+        def probs(self, node):
+            return torch.tensor(rows[node + 1], dtype=torch.float64)
+
+        def draw(self, node):
+            return int(self.probs(node).argmax())
+
+    return View()
+
+
+def test_typical_takes_the_longest_path_of_likely_tokens():
+    draft = Draft([1, 2, 0, 0], [ROOT, ROOT, 1, 2], [0.5] * 4, ["test"] * 4)
+    flat, sure = [0.4, 0.3, 0.3], [0.98, 0.01, 0.01]
+    target = probs_target(flat, sure, sure, sure, sure)
+    verdict = Typical(0.91).verify(draft, target, EveryOutcome([]))
+    assert verdict.path == [1, 2, 3] and verdict.next_token == 0
+
+
+def test_typical_asks_more_of_a_token_where_the_target_is_sure():
+    draft = Draft([1], [ROOT], [0.5], ["test"])
+    unsure, sure = [0.25, 0.05, *[0.07] * 10], [0.949, 0.05, *[0.0001] * 10]
+    took = [Typical(0.91).verify(draft, probs_target(row, row), EveryOutcome([])).path for row in (unsure, sure)]
+    assert took == [[0], []]
+    took = [Typical(b).verify(draft, probs_target(unsure, unsure), EveryOutcome([])).path for b in (0.01, 0.91)]
+    assert took == [[], [0]]  # a larger bound takes more
+
+
+@pytest.mark.parametrize("rule", [Typical, Bounded])
+@pytest.mark.parametrize("bound", [-0.1, 1.5, float("nan")])
+def test_bounds_are_shares(rule, bound):
+    with pytest.raises(BadRequest, match="from 0 to 1"):
+        rule(bound)

@@ -1,0 +1,195 @@
+"""Speculation inside the engine: whatever is guessed, by whom and how it is verified, the answer is plain decoding's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.core import ROOT, Draft, SamplingParams, Speculation
+from forerun.decode.control import Controller
+from forerun.decode.cost import CostCurve
+from forerun.decode.drafters.base import _KINDS, Ask, Drafter, register
+from forerun.decode.workshop import DraftModel, Workshop
+from forerun.engine.engine import Engine, EngineConfig
+from forerun.errors import BadRequest
+from forerun.models.build import build_decoder
+from forerun.models.load import open_checkpoint
+from tests import tiny
+from tests.engine.common import Answer, finish, leaked, run
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
+NAMES = ("lookup", "suffix", "copy", "model", "model-chain", "model+lookup+suffix", "auto")
+
+
+class Fixed(CostCurve):
+    def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None: ...
+
+
+def generous() -> Controller:
+    """Costs that make every guess worth checking, so that tests do not depend on this machine's speed."""
+    rounds: dict[str, CostCurve] = {name: Fixed({1: 1e-4, 64: 1.1e-4}) for name in ("model", "model-chain")}
+    return Controller(Fixed({1: 1.0, 64: 1.001}), rounds)
+
+
+@pytest.fixture(scope="module")
+def make(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """`make(draft="same"|"other"|None)`: a tiny target, guessed for by itself, by a stranger, or by nobody's model."""
+    stranger = tiny.write_folder(tmp_path_factory.mktemp("stranger"), "qwen2", seed=9, num_hidden_layers=2)
+
+    def engine(draft: str | None = "same", weights: str = "float32", **config: Any) -> Engine:
+        target = open_checkpoint(tiny_folder("qwen2"))
+        decoder, _ = build_decoder(target, CPU, weights, 512)
+        drafting = None
+        if draft is not None:
+            checkpoint = open_checkpoint(tiny_folder("qwen2") if draft == "same" else stranger)
+            drafter, _ = build_decoder(checkpoint, CPU, weights, 512)
+            drafting = DraftModel(drafter, checkpoint.tokenizer(), True, "draft")
+        values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+        return Engine(decoder, target.tokenizer(), EngineConfig(**values), drafting, generous())
+
+    return engine
+
+
+def params(drafter: str, **values: Any) -> SamplingParams:
+    verify = values.pop("verify", "auto")
+    return SamplingParams(
+        **{"max_tokens": 40, "ignore_eos": True, **values}, speculate=Speculation(drafter, verify=verify)
+    )
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_answers_are_those_of_plain_decoding(draft: str, values: dict[str, Any], make: Callable[..., Engine]):
+    plain = run(make(None), PROMPTS, params("off", **values))
+    for name in NAMES:
+        engine = make(draft)
+        assert run(engine, PROMPTS, params(name, **values)) == plain, name
+        assert leaked(engine) == 0
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_one_by_one_and_together(weights: str, make: Callable[..., Engine]):
+    plain = run(make(None, weights), PROMPTS, params("off"))
+    engine = make("other", weights)
+    for prompt, expected in zip(PROMPTS, plain, strict=True):
+        assert run(engine, [prompt], params("auto")) == [expected]
+
+
+def test_a_perfect_draft_is_accepted_whole(make: Callable[..., Engine]):
+    engine = make("same")
+    answer = Answer(engine, PROMPTS[1], params("model-chain", max_tokens=300))
+    finish(engine)
+    usage = answer.last.usage
+    assert usage is not None
+    assert sum(usage.lengths[-10:]) > 40  # random weights are never sure of themselves: experience must correct that
+    assert usage.accepted > 0.9 * usage.drafted and usage.verifier == "match" and usage.lossless
+    assert usage.drafters["model-chain"].accepted == usage.accepted == sum(usage.lengths)
+    assert usage.steps + usage.accepted == usage.completion_tokens
+
+
+def test_preemption_in_the_middle_of_speculation(make: Callable[..., Engine]):
+    plain = run(make(None), PROMPTS * 2, params("off"))
+    engine = make("same", pool_tokens=240, chunk_tokens=128)
+    answers = [Answer(engine, prompt, params("model+suffix")) for prompt in PROMPTS * 2]
+    finish(engine)
+    assert [a.tokens() for a in answers] == plain
+    assert sum(a.last.usage.preemptions for a in answers if a.last.usage) > 0
+    assert leaked(engine) == 0
+
+
+def test_the_prefix_cache_is_hit_as_without_speculation(make: Callable[..., Engine]):
+    def hits(drafter: str) -> list[int]:
+        engine, found, prompt = make("other"), [], PROMPTS[1]
+        for _ in range(4):  # a conversation: each turn continues the last
+            answer = Answer(engine, prompt, params(drafter, max_tokens=17))
+            finish(engine)
+            prompt = [*prompt, *answer.tokens(), 50, 51, 52]
+            found.append(answer.last.usage.cached_tokens if answer.last.usage else -1)
+        return found
+
+    assert hits("auto") == hits("off") != [0, 0, 0, 0]
+
+
+def test_draft_kv_is_inside_the_pool(make: Callable[..., Engine]):
+    alone, both = make(None), make("same")
+    assert both.pool.nbytes == 2 * alone.pool.nbytes  # the same model twice, on the same pages
+    assert both.pool.num_pages == alone.pool.num_pages
+
+
+def test_the_second_reader_of_a_prefix_finds_the_drafts_kv_too(make: Callable[..., Engine]):
+    engine = make("same")
+    run(engine, [PROMPTS[1]], params("model"))
+    drafter = engine.speculator._drafters["model"]
+    ran: list[int] = []
+    runner = drafter._runner  # type: ignore[attr-defined]
+    original = runner.forward
+    runner.forward = lambda spans: (ran.append(sum(len(s.ids) for s in spans)), original(spans))[1]
+    run(engine, [PROMPTS[1]], params("model", max_tokens=2))
+    assert max(ran, default=0) < 20  # not the 70 tokens of the prompt
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+class Broken(Drafter):
+    name = "broken"
+    how = "raise"
+
+    def __init__(self, workshop: Workshop) -> None: ...
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        if self.how == "raise" and any(len(a.tokens) % 3 == 0 for a in asks):
+            raise RuntimeError("drafter out of order")
+        if self.how == "parents":
+            return [Draft([5, 6], [1, ROOT], [0.9, 0.9], ["broken"] * 2) for _ in asks]
+        if self.how == "tokens":
+            return [Draft([10**6], [ROOT], [0.9], ["broken"]) for _ in asks]
+        if self.how == "count":
+            return []
+        return [None for _ in asks]  # type: ignore[misc]
+
+
+@pytest.fixture
+def broken() -> Any:
+    yield register(Broken)
+    del _KINDS["broken"]
+
+
+@pytest.mark.parametrize("how", ["raise", "parents", "tokens", "count", "nothing"])
+def test_a_drafter_that_fails_is_left_out(
+    how: str, broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    monkeypatch.setattr(Broken, "how", how)
+    plain = run(make(None), PROMPTS, params("off"))
+    with caplog.at_level(logging.WARNING, "forerun"):
+        assert run(make(None), PROMPTS, params("broken+lookup")) == plain
+    assert len([r for r in caplog.records if "broken" in r.getMessage()]) == 1
+
+
+def test_unknown_names_are_refused_with_those_that_exist(make: Callable[..., Engine]):
+    engine = make(None)
+    with pytest.raises(BadRequest, match="'medusa'") as error:
+        Answer(engine, PROMPTS[0], params("medusa"))
+    assert "lookup" in (error.value.hint or "")
+    with pytest.raises(BadRequest, match="needs a draft model"):
+        Answer(engine, PROMPTS[0], params("model"))
+    with pytest.raises(BadRequest, match="no verifier"):
+        Answer(engine, PROMPTS[0], params("auto", verify="wishful"))
+    assert engine.idle
+
+
+@pytest.mark.parametrize(("nodes", "fine"), [(0, True), (1, True), (512, True), (1_000_000, False), (-1, False)])
+def test_budgets(nodes: int, fine: bool, make: Callable[..., Engine]):
+    if not fine:
+        with pytest.raises(BadRequest, match=str(nodes)):
+            Speculation(nodes=nodes)
+        return
+    plain = run(make(None), PROMPTS, params("off"))
+    asked = SamplingParams(max_tokens=40, ignore_eos=True, speculate=Speculation("auto", nodes=nodes))
+    assert run(make("same"), PROMPTS, asked) == plain
