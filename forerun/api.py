@@ -19,7 +19,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.decode.workshop import DraftModel
 from forerun.driver import Driver
-from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, FinishReason
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder, choose_device

@@ -15,8 +15,17 @@ import torch
 from forerun.params import Grammar, SamplingParams, Speculation
 
 __all__ = [
-    *("Draft", "Grammar", "HostBatch", "ROOT", "SamplingParams", "Speculation", "Tally", "TokenBatch"),
-    *("TokenLogprob", "Usage", "Verdict"),
+    "Draft",
+    "Grammar",
+    "HostBatch",
+    "ROOT",
+    "SamplingParams",
+    "Speculation",
+    "Tally",
+    "TokenBatch",
+    "TokenLogprob",
+    "Usage",
+    "Verdict",
 ]
 
 

@@ -26,7 +26,9 @@ class Grammar:
         if self.kind not in kinds:
             raise BadRequest(f"a grammar cannot be of kind {self.kind!r}", f"use one of {', '.join(kinds)}")
         if not isinstance(self.source, str):
-            raise BadRequest(f"a grammar's source is text, got {type(self.source).__name__}", "pass a schema as JSON text")
+            raise BadRequest(
+                f"a grammar's source is text, got {type(self.source).__name__}", "pass a schema as JSON text"
+            )
 
 
 @dataclass(frozen=True)

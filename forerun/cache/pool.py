@@ -25,7 +25,7 @@ from forerun.models.config import ModelConfig
 
 @dataclass
 class Plane:
-    """Another model's K/V on the same pages. `filled`: how many entries of each page, from its first, hold something."""
+    """Another model's K/V on the same pages. `filled`: how many entries of each page, from its first, have it."""
 
     kv: KV
     filled: np.ndarray  # [num_pages] int32

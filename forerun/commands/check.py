@@ -1,16 +1,19 @@
-"""`forerun check`: prove on this machine that an answer does not depend on how it was computed."""
+"""`forerun check`: prove on this machine that an answer depends neither on how it was computed nor on guesses."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from forerun.commands import options as opt
+
+if TYPE_CHECKING:
+    from forerun.lab.lossless_common import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Check that results are what they should be; exit status 1 if not.")
 
@@ -56,3 +59,81 @@ def model(
         Console(highlight=False).print(table)
     if not all(finding.passed for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def lossless(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    draft: opt.Draft = None,
+    weights: opt.Weights = "auto",
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=2, max=256, help="How many prompts.")] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", min=4, help="Tokens of each greedy answer.")] = 32,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the sampled part; above 0.")] = 0.8,
+    samples: Annotated[
+        int, typer.Option("--samples", min=64, max=1_000_000, help="Answers of each test: more show less.")
+    ] = 512,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Speculative answers against plain ones: exactly on four tokens, by statistics and token for token on the model.
+
+    Where greedy answers part, the gap between both tokens is compared with the noise of this machine: a tie, or a BUG.
+
+    Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    """
+    from forerun.lab.lossless import check_lossless
+    from forerun.models.store import resolve
+
+    for name in (model, draft):
+        if name is not None:
+            resolve(name)
+    console = Console(stderr=True)
+    findings = []
+    with console.status("starting") as status:
+        checks = check_lossless(
+            model,
+            draft,
+            weights=weights,
+            device=device,
+            threads=threads,
+            prompts=prompts,
+            tokens=tokens,
+            temperature=temperature,
+            samples=samples,
+            say=status.update,
+        )
+        for finding in checks:
+            findings.append(finding)
+            if not as_json:
+                console.print(f"{finding.part}: {finding.name}: {finding.verdict}", highlight=False)
+    if as_json:
+        records = [{**asdict(finding), "verdict": finding.verdict} for finding in findings]
+        print(json.dumps({"check": "lossless", "model": model, "draft": draft, "findings": records}))
+    else:
+        _show_lossless(findings, model, draft)
+    if not all(finding.passed for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show_lossless(findings: list[Finding], model: str, draft: str | None) -> None:
+    console = Console(highlight=False)
+    title = f"check {model}" + (f", drafted for by {draft}" if draft else "")
+    table = Table("part", "drafter and rule", "", "", title=title, title_justify="left")
+    for finding in findings:
+        verdict = "[red]FAIL[/red]" if finding.verdict == "FAIL" else finding.verdict
+        table.add_row(finding.part, finding.name, verdict, finding.detail)
+    console.print(table)
+    for finding in findings:
+        for difference in finding.data.get("differences", ()):
+            if isinstance(difference, dict) and "prompt" in difference:
+                console.print(f"{finding.name}: {describe(difference)}", markup=False)
+
+
+def describe(found: dict[str, object]) -> str:
+    """One difference between two answers, in a line."""
+    return (
+        f"prompt {found['prompt']}, position {found['position']}: plain {found['plain']} {found['plain_text']!r}, "
+        f"speculative {found['other']} {found['other_text']!r}; gap {found['gap']:.3g}, noise {found['noise']:.3g} "
+        f"(a tie up to {found['factor']:g} times): {found['verdict']}"
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 NOISE = 0.05  # share by which a quiet machine's steps vary
 LARGEST_SURPRISE = 0.3  # of one observation, in log seconds: more is the operating system's doing
@@ -20,7 +19,6 @@ LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
 
 DEEPEST = 16  # rounds a paid drafter is planned for
 LOOK_AHEAD = 3  # rounds that the next one may need to pay
-MARGIN = 0.01  # gain below which nothing is drafted, for every doubling of the batch: it would be lost in variance
 
 
 class CostCurve:
@@ -40,10 +38,12 @@ class CostCurve:
             timed[i] = min(timed[i], timed[i + 1])
         floor = 0.1 * min(points.values())
         self._logs = [math.log(max(seconds, floor)) for seconds in timed]
+        self._timed = dict(zip(self._sizes, self._logs, strict=True))
         self._visits = {size: 2 for size in self._sizes}
         self._common = 0.0  # log of the factor between now and when the points were timed
         self._spread = NOISE
         self._pending = 0
+        self.version = 0  # changes whenever `seconds` may
         self._table: list[float] = []  # seconds by tokens, without context
         self._slope = 0.0
         self._build()
@@ -82,6 +82,13 @@ class CostCurve:
         each = context * self.per_context_token
         return [s + around + tokens * each for tokens, s in enumerate(base, first)]
 
+    def side_by_side(self, last: int, context: int = 0) -> list[float]:
+        """`seconds` of 0 to `last` sequences with one token each; none take no time."""
+        each = context * (self.per_context + self.per_context_token)
+        base = self._table[1 : last + 1]
+        base += [self._beyond(tokens) for tokens in range(max(1, len(self._table)), last + 1)]
+        return [0.0, *(s + n * each for n, s in enumerate(base, 1))]
+
     def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
         """Correct the curve by a step that held nothing but these tokens."""
         if tokens < 1 or not 0.0 < seconds < math.inf:
@@ -102,6 +109,16 @@ class CostCurve:
         visits = self._visits[tokens] = self._visits.get(tokens, 0) + 1
         self._common += COMMON * cut
         self._logs[place] += max(SLOWEST, FASTEST / visits) * cut
+        self._pending += 1
+        if self._pending >= REFRESH:
+            self._build()
+
+    def calm(self, share: float) -> None:
+        """Return by so much to what was timed first, where nothing is run any more that could correct the curve."""
+        self._common -= share * self._common
+        for i, size in enumerate(self._sizes):
+            if size in self._timed:
+                self._logs[i] += share * (self._timed[size] - self._logs[i])
         self._pending += 1
         if self._pending >= REFRESH:
             self._build()
@@ -130,6 +147,7 @@ class CostCurve:
     def _build(self) -> None:
         """Seconds of every size up to the largest, never falling: what falls is pooled with its neighbours."""
         self._pending = 0
+        self.version += 1
         values: list[tuple[float, float, int]] = []  # log seconds, weight, how many sizes
         for size, value in zip(self._sizes, self._logs, strict=True):
             weight, count = float(self._visits[size]), 1
@@ -148,67 +166,3 @@ class CostCurve:
         # The slope goes on from a wide stretch: two neighbouring sizes may lie on one step of a staircase.
         half = sizes[-1] // 2
         self._slope = (table[-1] - table[half]) / (sizes[-1] - half)
-
-
-class Plan:
-    """The rate of a batch as a paid drafter adds rounds to it."""
-
-    def __init__(
-        self, target: CostCurve, curve: CostCurve, sequences: int, context: int, size: int, gains: list[float], s: float
-    ) -> None:
-        self.target, self.curve, self.sequences, self.context = target, curve, sequences, context
-        # Of the step as it is without the drafter: tokens to verify, tokens each sequence can expect, rate of them all
-        self.size, self.gains, self.tokens = size, gains, sum(gains)
-        self.rate = self.tokens / s
-        self.least = self.rate * (1.0 + MARGIN * sequences.bit_length())  # rate from which drafting is worth it
-
-    def seconds(self, size: int) -> float:
-        return self.target.seconds(size, self.sequences, self.context)
-
-    def round_s(self, active: int) -> float:
-        return self.curve.seconds(active, active, self.context) if active else 0.0
-
-    def can_pay(self) -> bool:
-        """Whether drafts that are always right would be worth it, for one sequence or for all."""
-        for active in {1, self.sequences}:
-            one = self.round_s(active)
-            for k in (1, 2, 4, 8):
-                size = self.sequences + active * k  # also the tokens, where all are right
-                step_s = self.seconds(max(size, self.size)) + k * one
-                if max(size, self.tokens) > self.least * step_s:
-                    return True
-        return False
-
-    def best(self, asked: list[tuple[int, list[float], list[float], int]]) -> tuple[dict[int, int], float, float]:
-        """Rounds by sequence, none where they do not pay; the rate then; a step's time over a plain one's.
-
-        `asked`: sequence, acceptance by depth, chance by depth that a free draft reaches it, most rounds.
-        """
-        steps: list[tuple[float, int, int, float]] = []  # path's chance, sequence, depth, gain over the free draft
-        for i, ahead, free, limit in asked:
-            path = 1.0
-            for depth, chance in enumerate(ahead[:limit]):
-                path *= chance
-                if path < 0.02:
-                    break
-                steps.append((path, i, depth, path - min(path, free[depth]) if depth < len(free) else path))
-        steps.sort(key=itemgetter(0), reverse=True)
-        active = [0] * (DEEPEST + 1)
-        rounds = [self.round_s(n) for n in range(len(asked) + 1)]
-        seconds = self.target.row(self.size, self.size + len(steps), self.sequences, self.context)
-        tokens, spent, best, best_rate = self.tokens, 0.0, 0, self.least
-        for n, (_, _, depth, gain) in enumerate(steps, 1):
-            spent += rounds[active[depth] + 1] - rounds[active[depth]]
-            active[depth] += 1
-            tokens += gain
-            rate = tokens / (seconds[n] + spent)
-            if rate > best_rate:
-                best, best_rate = n, rate
-            elif n > best + LOOK_AHEAD * len(asked) and rate < 0.9 * best_rate and self.size == self.sequences:
-                break  # gains only fall from here, as no free draft covers the first of them
-        depths: dict[int, int] = {}
-        gains = list(self.gains)
-        for _, i, depth, gain in steps[:best]:
-            depths[i] = depth + 1
-            gains[i] += gain
-        return depths, best_rate, sum(gains) / best_rate / self.seconds(self.sequences)

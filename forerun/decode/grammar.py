@@ -14,15 +14,18 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from forerun.errors import BadRequest, ForerunError
 from forerun.params import Grammar
 from forerun.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_SOURCE = 1_000_000  # characters
 _KEPT_GRAMMARS = 64
@@ -36,6 +39,15 @@ _WAYS_OUT = {
     "regex": "write it in Rust's regex syntax: no look-around, no back-references, no anchors",
     "lark": "see llguidance's Lark syntax; the first rule is called start",
 }
+
+
+def _llguidance() -> Any:
+    """Imported when the first grammar comes: everything else works without it."""
+    try:
+        import llguidance
+    except ImportError:
+        raise BadRequest("grammars need llguidance, which is not installed here", "pip install llguidance") from None
+    return llguidance
 
 
 class DeadEnd(ForerunError):
@@ -54,7 +66,8 @@ class Vocabulary:
         self.eos_token_id, self.bos_token_id = next(i for i in tokenizer.eos_ids if i in self.end_ids), tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(padded)]  # the same bytes that users are shown
         self.special_token_ids = sorted(tokenizer.special_ids | self.end_ids)
-        self.backend = LLTokenizer(TokenizerWrapper(self), eos_token=sorted(self.end_ids))
+        ll = _llguidance()
+        self.backend: LLTokenizer = ll.LLTokenizer(ll.TokenizerWrapper(self), eos_token=sorted(self.end_ids))
         ids = np.arange(padded)
         self.ends = self.mask(np.isin(ids, list(self.end_ids)))
         named = np.array([text != b"" for text in self.tokens])
@@ -250,7 +263,7 @@ def _parse(grammar: Grammar, backend: LLTokenizer) -> LLMatcher:
         raise BadRequest(f"the {name} grammar has {size} characters, the limit is {MAX_SOURCE}", "use a smaller one")
     if lone := re.search("[\ud800-\udfff]", grammar.source):
         raise BadRequest(f"the {name} grammar has a lone surrogate at character {lone.start()}", "pass valid Unicode")
-    parser = LLMatcher(backend, _lark(grammar) + _ALL_SPELLINGS, log_level=0)
+    parser = _llguidance().LLMatcher(backend, _lark(grammar) + _ALL_SPELLINGS, log_level=0)
     if parser.is_error():
         raise BadRequest(_complaint(grammar, parser.get_error()), _WAYS_OUT.get(grammar.kind, ""))
     return parser
@@ -275,7 +288,7 @@ def _lark(grammar: Grammar) -> str:
             raise BadRequest(f"a json_object grammar has no source, got {grammar.source:.60}", "use json_schema")
         return 'start: %json {"type": "object"}'
     if grammar.kind == "regex":
-        return json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
+        return json.loads(_llguidance().LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
     return grammar.source
 
 

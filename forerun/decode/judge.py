@@ -6,13 +6,14 @@ time, so that a batch costs as many sampling calls as its longest accepted path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forerun.core import ROOT, Draft, TokenLogprob, Verdict
 from forerun.decode.sampling import Context, logprob
 from forerun.decode.target import SeededDice, Target, draw_all
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
+from forerun.errors import ForerunError
 from forerun.models.decoder import Output
 
 
@@ -31,11 +32,27 @@ class Ruling:
 
     verdict: Verdict
     tokens: list[int]
-    logprobs: list[TokenLogprob]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: ForerunError | None = None  # a grammar at a dead end: there is no next token
 
 
 def judge(output: Output, cases: list[Case]) -> list[Ruling]:
-    """`output` has 1 + nodes rows for each case, in order."""
+    """`output` has 1 + nodes rows for each case, in order. One case's failure is no other's."""
+    try:
+        return _judge(output, cases)
+    except ForerunError as error:
+        if len(cases) == 1:
+            return [Ruling(Verdict([], -1), [], error=error)]
+    rulings, at = [], 0
+    for case in cases:
+        rows = slice(at, at + 1 + len(case.draft))
+        greedy = None if output.greedy is None else output.greedy[rows]
+        rulings += judge(Output(output.logits[rows], greedy), [case])
+        at = rows.stop
+    return rulings
+
+
+def _judge(output: Output, cases: list[Case]) -> list[Ruling]:
     greedy: list[int] | None = None
     if any(case.context.plain for case in cases):
         greedy = (output.logits.argmax(-1) if output.greedy is None else output.greedy).tolist()
@@ -81,7 +98,7 @@ def _ruling(target: Target, verdict: Verdict) -> Ruling:
     tokens = [*(target.draft.tokens[node] for node in verdict.path), verdict.next_token]
     params = target.context.params
     if params.logprobs is None:
-        return Ruling(verdict, tokens, [])
+        return Ruling(verdict, tokens)
     rows = [ROOT, *verdict.path]
     found = [logprob(target.logits[row + 1], token, params) for row, token in zip(rows, tokens, strict=True)]
     return Ruling(verdict, tokens, [entry for entry in found if entry is not None])

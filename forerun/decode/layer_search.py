@@ -37,9 +37,11 @@ log = logging.getLogger("forerun")
 
 VERSION = 1  # of the search: what an older one found is not used
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 24
-NESTED, EXITS, GAPS, MUTATIONS = 10, 6, 6, 18  # candidates of each kind
+NESTED, EXITS, MUTATIONS = 4, 4, 16  # candidates of each kind
+GAPS = tuple((size, start) for size in (0.3, 0.45, 0.6) for start in (0.35, 0.5, 0.65, 0.8, 1.0))  # layers left out
 VERIFY = 0.05  # what one more token in a verification costs, as a share of the forward
 DEEPEST = 8
+MOST_COST = 0.75  # of a forward: with more than this no agreement can pay
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,14 @@ def search(rehearsal: Rehearsal, decoder: Decoder, quiet: bool = False) -> Found
     best, best_score = Found((), 0.0), 0.0
     candidates = _candidates(rehearsal.influence(), lambda: best.blocks)
     seen: set[tuple[int, ...]] = set()
-    for _ in track(range(NESTED + EXITS + GAPS + MUTATIONS), "finding layers to skip", quiet):
+    for _ in track(range(NESTED + EXITS + len(GAPS) + MUTATIONS), "finding layers to skip", quiet):
         blocks = next(candidates)
-        if blocks in seen:
+        cost = sum(costs[b] for b in blocks) + costs[-1]
+        if blocks in seen or cost > MOST_COST:
             continue
         seen.add(blocks)
         agreement = rehearsal.agreement(blocks)
-        score = speedup(agreement, sum(costs[b] for b in blocks) + costs[-1])
+        score = speedup(agreement, cost)
         if score > best_score:
             best, best_score = Found(blocks, agreement), score
     return best
@@ -102,13 +105,13 @@ def _candidates(influence: list[float], best: Callable[[], tuple[int, ...]]) -> 
     count = len(influence)
     order = sorted(range(count), key=lambda b: influence[b])  # what changes the stream least goes first
     for n in range(NESTED):
-        dropped = set(order[: max(1, (n + 1) * count // (NESTED + 2))])
+        dropped = set(order[: (n + 2) * count // (NESTED + 3)])
         yield tuple(b for b in range(count) if b not in dropped)
     for n in range(EXITS):
-        yield tuple(range(max(2, (n + 2) * count // (EXITS + 2) // 2 * 2)))
-    for n in range(GAPS):  # layers left out in the middle, a little behind it
-        size = (n + 1) * count // (GAPS + 2) // 2 * 2
-        start = (count - size) * 3 // 5 // 2 * 2
+        yield tuple(range((n + 1) * count // (EXITS + 2) // 2 * 2))
+    for share, place in GAPS:  # layers side by side, from a share of the room before them; the last layer stays
+        size = int(count * share) // 2 * 2
+        start = min(int((count - size) * place) // 2 * 2, count - 2 - size)
         yield tuple(b for b in range(count) if not start <= b < start + size)
     draw = random.Random(0)
     weakest = order[: max(2, count * 3 // 4)]

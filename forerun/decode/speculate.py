@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
 from forerun.decode import tree
-from forerun.decode.control import Controller, RequestStats
+from forerun.decode.control import Controller
 from forerun.decode.cost import CostCurve
 from forerun.decode.drafters import Ask, Drafter, registered
 from forerun.decode.drafters.grammar import prune
+from forerun.decode.guessing import Guessing, Turn
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers import make_verifier
-from forerun.decode.verifiers.base import Verifier
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 
@@ -42,44 +41,6 @@ def measure(time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
     sizes = [size for size in SIZES if size <= max(1, limit // 4)]
     contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
     return CostCurve.measure(time_forward, sizes, contexts)
-
-
-@dataclass(eq=False)
-class Guessing:
-    """Speculation for one sequence."""
-
-    id: int
-    context: Context
-    usage: Usage
-    names: list[str]  # drafters that may guess for it
-    verifier: Verifier
-    stats: RequestStats
-    proposed: list[Draft] = field(default_factory=list)  # in this step, before anything was pruned
-    asked: dict[str, float] = field(default_factory=dict)  # seconds that free drafters took in this step
-
-    @property
-    def at_random(self) -> bool:
-        return self.verifier.draws and not self.context.params.greedy
-
-    @property
-    def remaining(self) -> int:
-        """Tokens the answer may still have."""
-        return self.context.params.max_tokens - (len(self.context.tokens) - self.context.num_prompt)
-
-
-@dataclass(eq=False)
-class Turn:
-    """A sequence that decodes in this step."""
-
-    guessing: Guessing
-    pages: array[int]
-    nodes: int  # most tokens that can be of use and have room
-    draft: Draft = field(default_factory=Draft)
-    offers: list[Draft] = field(default_factory=list)  # with calibrated chances
-
-    def ask(self, depth: int) -> Ask:
-        g = self.guessing
-        return Ask(g.id, g.context, depth, self.nodes, self.pages, at_random=g.at_random)
 
 
 class Speculator:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from forerun.core import ROOT, Draft
+from forerun.core import Draft
 from forerun.decode.sampling import Context, Row, choose, distribution, draw, shape, uniform
 
 DICE = 1  # stream of numbers that accept and reject
@@ -85,19 +86,18 @@ class Target:
     def draw(self, node: int) -> int:
         return draw_all([self], [node])[0]
 
+    def known(self, node: int) -> int | None:
+        """The next token where it is the likeliest and the forward found it already."""
+        return self._greedy[node + 1] if self._greedy is not None and self.context.plain else None
+
 
 def draw_all(targets: list[Target], nodes: list[int]) -> list[int]:
     """What plain decoding draws after each of these nodes, one per target, in one go."""
-    known = [t._greedy[n + 1] if t._greedy is not None and t.context.plain else None for t, n in zip(targets, nodes)]  # noqa: B905
-    rest = [i for i, token in enumerate(known) if token is None]
+    tokens = [target.known(node) for target, node in zip(targets, nodes, strict=True)]
+    rest = [i for i, token in enumerate(tokens) if token is None]
     if rest:
-        import torch
-
         logits = torch.stack([targets[i].logits[nodes[i] + 1] for i in rest])
         chosen = choose(logits, [targets[i].row(nodes[i]) for i in rest])
         for i, token in zip(rest, chosen, strict=True):
-            known[i] = token
-    return [token for token in known if token is not None]
-
-
-__all__ = ["DICE", "DRAFTING", "ROOT", "Dice", "SeededDice", "Target", "TargetView", "draw_all"]
+            tokens[i] = token
+    return [token for token in tokens if token is not None]

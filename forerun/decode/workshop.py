@@ -6,6 +6,7 @@ Only a bundle: it runs nothing and decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from forerun.cache.pool import PagePool
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,49 +18,21 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.core import SamplingParams
 from forerun.decode.control import Controller
+from forerun.decode.guessing import Turn
 from forerun.decode.judge import Case, Ruling, judge
-from forerun.decode.speculate import Speculator, Turn
+from forerun.decode.speculate import Speculator
 from forerun.decode.workshop import DraftModel, Workshop
+from forerun.engine.config import EngineConfig
 from forerun.engine.scheduler import Scheduler, Work
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.engine.text import TextStream
-from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Decoder, Output
 from forerun.models.runner import Runner, Span
 from forerun.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import GrammarCompiler
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Limits of one engine; every value is checked on creation."""
-
-    max_context: int
-    pool_tokens: int
-    page_size: int = 16
-    max_batch: int = 64
-    chunk_tokens: int = 512
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_context", "pool_tokens", "page_size", "max_batch", "chunk_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
-        if self.chunk_tokens < self.max_batch:
-            raise BadRequest(
-                f"chunk_tokens is {self.chunk_tokens}, less than max_batch {self.max_batch}",
-                "a step must hold one token of every running request: raise chunk_tokens or lower max_batch",
-            )
-        if self.pool_tokens < 2 * self.page_size:
-            raise BadRequest(f"pool_tokens is {self.pool_tokens}, less than two pages of {self.page_size}", "raise it")
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that whole pages of the pool hold; one sequence can never have more."""
-        return self.pool_tokens // self.page_size * self.page_size
 
 
 class Engine:
@@ -146,15 +117,15 @@ class Engine:
             self.scheduler.remember(seq)  # so that others can read the prompt while this one decodes
         if ruling is None:
             return
+        if ruling.error is not None:  # this answer is over, the others go on
+            self._finish(seq, "error", Event(seq.request.id, seq.index, error=ruling.error))
+            return
         first, path = len(seq.tokens), ruling.verdict.path
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
         if straight < len(path):  # a side branch: its K/V moves to where the answer continues
             source = [first + node for node in path[straight:]]
             self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
-        try:
-            self._append(seq, ruling, work)
-        except ForerunError as error:  # a grammar at a dead end: this answer is over, the others go on
-            self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
+        self._append(seq, ruling, work)
 
     def _append(self, seq: Sequence, ruling: Ruling, work: Work) -> None:
         """The settled tokens become part of the answer, up to where it ends."""
@@ -184,7 +155,8 @@ class Engine:
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         stopped = self.tokenizer is not None and self._text(seq).stopped
-        if stopped or (seq.tokens[-1] in self.decoder.config.eos_ids and not seq.params.ignore_eos):
+        ends = not seq.params.ignore_eos or seq.grammar is not None  # a grammar's end is an end
+        if stopped or (ends and seq.tokens[-1] in self.decoder.config.eos_ids):
             return "stop"
         full = len(seq.tokens) >= min(self.config.max_context, self.config.capacity)
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.decode.guessing import Guessing
 from forerun.decode.sampling import Context
-from forerun.decode.speculate import Guessing
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
 

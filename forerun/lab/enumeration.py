@@ -18,11 +18,12 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from forerun.core import ROOT, Draft, SamplingParams
+from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import Ask
 from forerun.decode.sampling import Constraint, Context, shape
 from forerun.decode.target import Dice, Target
 from forerun.decode.verifiers.base import Verifier
+from forerun.params import SamplingParams
 
 Tokens = tuple[int, ...]
 Law = dict[Tokens, float]  # probability of each sequence of tokens

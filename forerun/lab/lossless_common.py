@@ -1,5 +1,5 @@
-"""What the parts of `forerun check lossless` share: findings, a controller that lets every guess be checked, and drafters
-that are there for a check only. Knows no part of the check itself.
+"""What the parts of `forerun check lossless` share: findings, a controller that has every guess checked, and a way to
+have drafters for the time of a check. Knows no part of the check itself.
 """
 
 from __future__ import annotations

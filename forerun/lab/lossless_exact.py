@@ -8,8 +8,10 @@ as real ones are: temperature, top-k, top-p, penalties, a grammar. Knows no real
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from unittest.mock import patch
@@ -19,8 +21,9 @@ import torch
 
 from forerun.bench.shapes import RandomCheckpoint
 from forerun.cache.pool import PagePool
-from forerun.core import Draft, Grammar, SamplingParams
+from forerun.core import Draft
 from forerun.decode.drafters import Ask, Drafter, registered
+from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context
 from forerun.decode.target import Dice
 from forerun.decode.verifiers import LOSSLESS, Verifier
@@ -42,14 +45,16 @@ from forerun.lab.lossless_common import Finding
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.runner import Runner
+from forerun.models.runner import Runner, Span
 from forerun.models.shapes import expected_shapes
+from forerun.params import Grammar, SamplingParams
 from forerun.tokenizer import Tokenizer
 
 PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that whoever looks back finds something
 LENGTH = 3  # tokens of an answer whose law is compared
+DEPTH = 3  # of a draft
 PAGE = 4
-CONTEXT = 64
+CONTEXT = 256
 CPU = torch.device("cpu")
 _ids = itertools.count()
 
@@ -95,9 +100,9 @@ def _decoder(seed: int) -> Decoder:
 
 
 def tiny_tokenizer(first: str = "a", second: str = "b") -> Tokenizer:
-    """Two letters, both of them together, and an end."""
+    """Two letters, both of them together, and an end; any other letter is the first one, so that no text is empty."""
     vocab = {first: 0, second: 1, first + second: 2, "<end>": 3}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [(first, second)]))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [(first, second)], unk_token=first))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
@@ -110,7 +115,7 @@ def tiny_worlds() -> tuple[Workshop, ...]:
     worlds = []
     for same in (True, False):
         target, draft = _decoder(1), _decoder(2)
-        pool = PagePool(target.config, 2 * CONTEXT // PAGE, PAGE, torch.float32, CPU)
+        pool = PagePool(target.config, CONTEXT // PAGE, PAGE, torch.float32, CPU)
         mine = tiny_tokenizer()
         theirs = mine if same else tiny_tokenizer("b", "a")
         model = DraftModel(draft, theirs, same, "a tiny draft")
@@ -122,27 +127,22 @@ def cases() -> list[Case]:
     """One of each kind that shapes a distribution, greedy included."""
     ask = SamplingParams
     found = [
-        Case(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 3),
+        Case(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 5),
         Case(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
         Case(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
-        Case(TinyTarget("penalties", tiny_logits(0.5), ask(frequency_penalty=1.5, repetition_penalty=1.3, **_ONE)), 3),
-        Case(TinyTarget("grammar", tiny_logits(0.9), ask(**_ONE), _grammar), 3),
+        Case(TinyTarget("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3)), 3),
+        Case(TinyTarget("grammar", tiny_logits(0.9), ask(1.0), _grammar), 3),
         Case(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
     ]
     return [replace(case, target=replace(case.target, prompt=PROMPT)) for case in found]
 
 
-_ONE = {"temperature": 1.0}
-
-
 @cache
-def _compiler():  # type: ignore[no-untyped-def]
-    from forerun.decode.grammar import GrammarCompiler
-
+def _compiler() -> GrammarCompiler:
     return GrammarCompiler(tiny_tokenizer(), VOCAB)
 
 
-def _grammar(answer: Tokens):  # type: ignore[no-untyped-def]
+def _grammar(answer: Tokens) -> AnswerGrammar:
     """Letters whose beginning is certain but can be spelt in two ways."""
     constraint = _compiler().constraint(Grammar("regex", "ab(a|b)b*"))
     constraint.advance(answer)
@@ -152,27 +152,20 @@ def _grammar(answer: Tokens):  # type: ignore[no-untyped-def]
 # ---- drafting, every outcome of it ----
 
 
-def draft_law(drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool) -> list[tuple[float, Draft]]:
+def draft_law(
+    drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool
+) -> list[tuple[float, Draft]]:
     """All that a drafter can propose after this answer, with probabilities."""
-    modules = {module for kind in type(drafter).__mro__ if hasattr(module := _module(kind), "SeededDice")}
+    modules = {sys.modules[kind.__module__] for kind in type(drafter).__mro__}
 
     def propose(dice: Dice) -> Draft:
-        stack = [patch.object(module, "SeededDice", lambda *about: dice) for module in modules]
-        for change in stack:
-            change.start()
-        try:
+        """Drafters draw with dice of the seed; here these show every side in turn."""
+        with ExitStack() as stack:
+            for module in (module for module in modules if hasattr(module, "SeededDice")):
+                stack.enter_context(patch.object(module, "SeededDice", lambda *about: dice))
             return _propose(drafter, workshop, case, answer, at_random)
-        finally:
-            for change in stack:
-                change.stop()
 
     return list(outcomes(propose))
-
-
-def _module(kind: type):  # type: ignore[no-untyped-def]
-    import sys
-
-    return sys.modules[kind.__module__]
 
 
 def _propose(drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool) -> Draft:
@@ -181,8 +174,10 @@ def _propose(drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, a
     constraint = target.constraint(answer) if target.constraint is not None else None
     context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
     pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
-    ask = Ask(next(_ids), context, case.nodes, case.nodes, pages, at_random=at_random)
+    ask = Ask(next(_ids), context, DEPTH, case.nodes, pages, at_random=at_random)
     try:
+        if not drafter.free:  # it may read what the target has computed
+            workshop.runner.forward([Span(tokens[:-1], 0, pages, ())])
         draft = drafter.propose([ask])[0]
     finally:
         drafter.finish(ask.id, tokens, len(target.prompt))
@@ -198,7 +193,7 @@ class Proposals:
 
     def __init__(self, drafter: Drafter, workshop: Workshop) -> None:
         self.drafter, self.workshop = drafter, workshop
-        self.drafted = 0
+        self.drafts = 0  # different ones, empty ones not counted
         self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
 
     def of(self, case: Case, at_random: bool) -> MakeDraft:
@@ -212,7 +207,7 @@ class Proposals:
         key = (case.target.name, at_random, answer)
         if key not in self._laws:
             law = draft_law(self.drafter, self.workshop, case, answer, at_random)
-            self.drafted += sum(len(draft) for _, draft in law)
+            self.drafts += sum(len(draft) > 0 for _, draft in law)
             self._laws[key] = torch.tensor([c for c, _ in law], dtype=torch.float64), [draft for _, draft in law]
         return self._laws[key]
 
@@ -221,22 +216,41 @@ class Proposals:
 
 
 def check_exact(say: Callable[[str], None] = lambda text: None) -> Iterator[Finding]:
-    """One finding for each drafter and verifier, over all targets."""
-    verifiers = [make() for make in LOSSLESS.values()]
+    """One finding for each drafter: with every lossless verifier, over all targets."""
     targets = cases()
     plain = {case.target.name: target_distribution(case.target, LENGTH) for case in targets}
     for name, kind in registered().items():
+        say(f"exact: every outcome of {name}")
         workshop = next((world for world in tiny_worlds() if kind.problem(world) is None), None)
         if workshop is None:
             yield Finding("exact", name, True, "cannot work on four tokens", checked=False)
             continue
-        proposals = Proposals(kind(workshop), workshop)
-        for verifier in verifiers:
-            say(f"every outcome of {name} with {verifier.name}")
-            yield _pair(proposals, verifier, targets, plain)
+        try:
+            yield _finding(Proposals(kind(workshop), workshop), targets, plain)
+        except Exception as error:  # drafters may be anybody's, and an engine would go on without this one
+            yield Finding("exact", name, True, f"failed on four tokens: {type(error).__name__}: {error}", checked=False)
 
 
-def _pair(proposals: Proposals, verifier: Verifier, targets: list[Case], plain: dict[str, Law]) -> Finding:
+def _finding(proposals: Proposals, targets: list[Case], plain: dict[str, Law]) -> Finding:
+    found = {name: _differences(proposals, make(), targets, plain) for name, make in LOSSLESS.items()}
+    worst = {name: max(differences.values()) for name, differences in found.items()}
+    wrong = [name for name in worst if worst[name] >= EXACT]
+    largest = f"largest difference of a probability {max(worst.values()):.1g}, allowed {EXACT:.0e}"
+    if wrong:
+        where = [max(found[name], key=lambda target: found[name][target]) for name in wrong]
+        detail = (
+            "; ".join(f"with {n}: {worst[n]:.2g} ({t})" for n, t in zip(wrong, where, strict=True)) + f"; {largest}"
+        )
+    else:
+        detail = f"with {', '.join(found)}: {largest}"
+    figures = {"differences": found, "allowed": EXACT, "drafts": proposals.drafts}
+    return Finding("exact", proposals.drafter.name, not wrong, detail, proposals.drafts > 0, figures)
+
+
+def _differences(
+    proposals: Proposals, verifier: Verifier, targets: list[Case], plain: dict[str, Law]
+) -> dict[str, float]:
+    """By target: the largest difference in the probability of any answer."""
     found: dict[str, float] = {}
     for case in targets:
         at_random = verifier.draws and not case.target.params.greedy
@@ -244,8 +258,4 @@ def _pair(proposals: Proposals, verifier: Verifier, targets: list[Case], plain: 
         steps = 1 if at_random and not proposals.drafter.free else 2
         law = output_distribution(proposals.of(case, at_random), case.target, verifier, LENGTH, steps)
         found[case.target.name] = difference(law, plain[case.target.name])
-    worst = max(found, key=lambda name: found[name])
-    passed = found[worst] < EXACT
-    name = f"{proposals.drafter.name}, {verifier.name}"
-    detail = f"largest difference of a probability {found[worst]:.0e} ({worst}), allowed {EXACT:.0e}"
-    return Finding("exact", name, passed, detail, proposals.drafted > 0, {"differences": found, "allowed": EXACT})
+    return found

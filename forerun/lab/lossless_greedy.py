@@ -13,14 +13,17 @@ from typing import ClassVar
 
 from forerun import data
 from forerun.api import LLM, Completion, Prompt
-from forerun.core import ROOT, Draft, Grammar, SamplingParams, Speculation, Usage
+from forerun.core import ROOT, Draft, Usage
 from forerun.decode.drafters import Ask, Drafter, registered
 from forerun.decode.workshop import Workshop
 from forerun.lab.lossless_common import Finding, available, everything_pays, forget
 from forerun.lab.lossless_noise import Difference, compare, summary
+from forerun.params import Grammar, SamplingParams, Speculation
 
 NODES = 12  # of a draft: enough for branches
-SHAPE = Grammar("json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}')
+SHAPE = Grammar(
+    "json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}'
+)
 
 
 class Knowing(Drafter):
@@ -101,8 +104,12 @@ def check_greedy(
             yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, say=say)
     yield from _knowing(llm, asked, batch, say)
     say("greedy: plain answers within a grammar")
-    shaped = ask_plain(llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=SHAPE, ignore_eos=False))
-    yield _run(llm, shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", together=True, pays=True, say=say)
+    shaped = ask_plain(
+        llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=SHAPE, ignore_eos=False)
+    )
+    yield _run(
+        llm, shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", together=True, pays=True, say=say
+    )
 
 
 def usable(llm: LLM) -> list[str]:

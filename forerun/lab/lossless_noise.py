@@ -1,4 +1,4 @@
-"""Where two answers part: a tie or a bug? The gap between both tokens' logits is compared with this machine's own noise.
+"""Where two answers part: a tie or a bug? The gap between both tokens' logits is compared with the machine's noise.
 
 Noise is measured, not assumed: the same logits are computed in several ways that plain decoding uses as well (alone, in
 chunks, as the last few tokens, among other sequences), none of which knows drafts. What these ways disagree about is
@@ -10,14 +10,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from forerun.api import LLM
-from forerun.core import SamplingParams
 from forerun.decode.sampling import Context, Row, distribution, shape, uniform
 from forerun.models.runner import Runner, Span
+from forerun.params import SamplingParams
 
 FACTOR = 4.0  # a few ways of computing see less than all of the noise: gaps up to this many times it are ties
 CAP = 0.05  # of the largest logit: no rounding explains more, however much the ways disagree
@@ -45,26 +46,27 @@ class Difference:
     def verdict(self) -> str:
         return "tie" if self.tie else "BUG"
 
-    def __str__(self) -> str:
-        what = f"prompt {self.prompt}, position {self.position}: plain {self.plain} {self.plain_text!r}, "
-        what += f"speculative {self.other} {self.other_text!r}; "
-        return what + f"gap {self.gap:.2g}, noise {self.noise:.2g} (tie up to {FACTOR:g} times): {self.verdict}"
-
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict, "factor": FACTOR}
 
 
 def compare(
-    llm: LLM, number: int, prompts: list[list[int]], plain: list[int], other: list[int], params: SamplingParams, seed: int = 0
+    llm: LLM,
+    number: int,
+    prompts: list[list[int]],
+    plain: list[int],
+    other: list[int],
+    params: SamplingParams,
+    seed: int = 0,
 ) -> Difference | None:
     """None where both answers are the same. `prompts[number]` is whose answers they are, the others run beside it."""
     if plain == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     left, right = (answer[at] if at < len(answer) else None for answer in (plain, other))
-    texts = ["" if t is None else llm.tokenizer.decode([t], skip_special=False) for t in (left, right)]
+    part = partial(Difference, number, at, left, right, _text(llm, left), _text(llm, right))
     if left is None or right is None:  # one is the beginning of the other: lengths are no rounding matter
-        return Difference(number, at, left, right, *texts, 0.0, 0.0, tie=False)
+        return part(0.0, 0.0, tie=False)
     ids = prompts[number] + plain[:at]
     beside = [p for i, p in enumerate(prompts) if i != number]
     rows = logits_in_all_ways(llm, ids, beside)
@@ -73,8 +75,12 @@ def compare(
     gaps = [measure(row[None], context, left, right) for row in rows.values()]
     gap, noise = abs(gaps[0]), max(abs(g - gaps[0]) for g in gaps)
     limit = CAP * float(rows["alone"].abs().max()) if params.greedy else CAP
-    tie = 0.0 < noise and gap <= min(FACTOR * noise, limit)
-    return Difference(number, at, left, right, *texts, gap, noise, tie)
+    tie = noise > 0.0 and gap <= min(FACTOR * noise, limit)
+    return part(gap, noise, tie)
+
+
+def _text(llm: LLM, token: int | None) -> str:
+    return "" if token is None else llm.tokenizer.decode([token], skip_special=False)
 
 
 def _margin(logits: Tensor, context: Context, left: int, right: int) -> float:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from forerun.api import LLM
-from forerun.core import ROOT, Draft, SamplingParams, Speculation, Usage
+from forerun.core import ROOT, Draft, Usage
 from forerun.decode.drafters import Ask, Drafter, registered
 from forerun.decode.sampling import distribution
 from forerun.decode.target import DRAFTING, SeededDice
@@ -25,11 +25,13 @@ from forerun.errors import ForerunError
 from forerun.lab.lossless_common import Finding, available, everything_pays, forget
 from forerun.lab.lossless_noise import Difference, compare, summary
 from forerun.lab.lossless_stats import Cells, Fit, Tokens, cells, detectable, fit
+from forerun.params import SamplingParams, Speculation
 
 LENGTH = 3  # tokens of an answer whose law is compared: the first is never drafted, the others are
 LOOKED_INTO = 12  # beginnings whose next token is looked at one by one
 SIGNIFICANCE, POWER = 0.001, 0.95
 NODES = 6
+WITH_MODELS = "traversal"  # the rule that drafters with a model of their own are tried with
 MATCHED = 48  # seeds whose answers are compared token by token
 MATCHED_TOKENS = 12
 
@@ -109,14 +111,20 @@ def check_sampled(
     Sketch.laws = law.looked_into
     with available(Sketch), everything_pays(llm.engine):
         try:
-            workshop = llm.engine.speculator.workshop
-            for verifier in [name for name, make in LOSSLESS.items() if make().draws]:
-                for name, kind in registered().items():
-                    if not kind.free and kind.problem(workshop) is None:
-                        say(f"sampled: {name} with {verifier}, {samples} answers")
-                        yield _fitted(llm, case, name, verifier)
+            rules = [name for name, make in LOSSLESS.items() if make().draws]
+            pairs = [(Sketch.name, rule) for rule in rules]
+            pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != Sketch.name]
+            for drafter, rule in pairs:
+                say(f"sampled: {drafter} with {rule}, {samples} answers")
+                yield _fitted(llm, case, drafter, rule)
         finally:
             forget(llm.engine, Sketch.name)
+
+
+def _paid(llm: LLM) -> list[str]:
+    """Drafters that run a model, and can here."""
+    workshop = llm.engine.speculator.workshop
+    return [name for name, kind in registered().items() if not kind.free and kind.problem(workshop) is None]
 
 
 def _probs(llm: LLM, prompt: list[int], params: SamplingParams, beginning: Tokens) -> Tensor:
@@ -151,8 +159,7 @@ def _same_seeds(
     jobs = [(prompts[i % len(prompts)], replace(params, seed=seed)) for i, seed in enumerate(seeds)]
     say("sampled: plain answers")
     plain = answers(llm, jobs)
-    paid = [n for n, k in registered().items() if not k.free and k.problem(llm.engine.speculator.workshop) is None]
-    for drafter in ["auto", *paid]:
+    for drafter in ["auto", *_paid(llm)]:
         say(f"sampled: {drafter}, the same seeds")
         llm.clear_cache()
         spec = Speculation(drafter, nodes=NODES)
@@ -206,5 +213,3 @@ def answers(
     if failed:
         raise failed[0] if isinstance(failed[0], ForerunError) else ForerunError(str(failed[0]), "see the log")
     return found
-
-

@@ -54,8 +54,10 @@ def test_match_gives_what_plain_decoding_gives_whatever_was_drafted():
     for i, context in enumerate(contexts):
         right = plain(context, 4)
         wrong = [(t + 1) % VOCAB for t in right]
-        branching = Draft([wrong[0], right[0], wrong[1], right[1], right[2]], [ROOT, ROOT, 1, 1, 3], [0.5] * 5, ["x"] * 5)
-        drafts.append([Draft(), Draft.chain(right, [0.5] * 4, "x"), branching, Draft.chain(wrong, [0.5] * 4, "x")][i % 4])
+        tokens = [wrong[0], right[0], wrong[1], right[1], right[2]]
+        branching = Draft(tokens, [ROOT, ROOT, 1, 1, 3], [0.5] * 5, ["x"] * 5)
+        chains = [Draft.chain(chain, [0.5] * 4, "x") for chain in (right, wrong)]
+        drafts.append([Draft(), chains[0], branching, chains[1]][i % 4])
     rulings = judge(output(contexts, drafts), [Case(c, d, Match()) for c, d in zip(contexts, drafts, strict=True)])
     for i, (context, ruling) in enumerate(zip(contexts, rulings, strict=True)):
         assert ruling.tokens == plain(context, len(ruling.tokens))

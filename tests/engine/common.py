@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from forerun.core import SamplingParams
-from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint

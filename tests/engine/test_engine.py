@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun.core import SamplingParams
-from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.errors import BadRequest, ForerunError, OutOfPages
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 

@@ -1,4 +1,4 @@
-"""Speculation inside the engine: whatever is guessed, by whom and how it is verified, the answer is plain decoding's."""
+"""Speculation inside the engine: whatever is guessed and by whom, the answer is plain decoding's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from forerun.decode.control import Controller
 from forerun.decode.cost import CostCurve
 from forerun.decode.drafters.base import _KINDS, Ask, Drafter, register
 from forerun.decode.workshop import DraftModel, Workshop
-from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forerun.core import ROOT, Draft, SamplingParams, Verdict
+from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
 from forerun.decode.verifiers.rejection import Rejection
@@ -24,6 +24,7 @@ from forerun.lab.enumeration import (
     tiny_targets,
     tiny_tree,
 )
+from forerun.params import SamplingParams
 
 PLAIN = tiny_targets()[0]
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from forerun.cache.pool import PagePool
 from forerun.core import TokenBatch
-from forerun.models.runner import Runner, Span
 from forerun.models.build import build_decoder
 from forerun.models.config import FAMILIES
 from forerun.models.decoder import Decoder, Taps
 from forerun.models.load import open_checkpoint
+from forerun.models.runner import Runner, Span
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -4,6 +4,15 @@ from forerun.decode.drafters import copying, cross, grammar, lookup, model, self
 from forerun.decode.drafters.base import Ask, Drafter, register, registered
 
 __all__ = [
-    *("Ask", "Drafter", "register", "registered"),
-    *("copying", "cross", "grammar", "lookup", "model", "selfdraft", "suffix"),
+    "Ask",
+    "Drafter",
+    "copying",
+    "cross",
+    "grammar",
+    "lookup",
+    "model",
+    "register",
+    "registered",
+    "selfdraft",
+    "suffix",
 ]

@@ -45,6 +45,9 @@ class Drafter(ABC):
     name: ClassVar[str]
     free: ClassVar[bool] = True  # costs no forward of a model
 
+    def __init__(self, workshop: Workshop) -> None:  # noqa: B027
+        """Made once per engine, when a request first asks for it."""
+
     @classmethod
     def problem(cls, workshop: Workshop) -> BadRequest | None:
         """Why this drafter cannot work here, if it cannot: asked before it is made."""

@@ -118,7 +118,7 @@ class ModelDrafter(Drafter):
         """Tokens of a sequence that the draft model has not seen yet."""
         return len(ask.tokens) - self._state(ask).valid
 
-    # -- catching up with the target -------------------------------------------------------------------------------------
+    # -- catching up with the target -----------------------------------------------------------------------------------
 
     def _state(self, ask: Ask) -> _State:
         """What is computed for the tokens as they are now: drafts that came true stay, whole shared pages count."""

@@ -17,7 +17,8 @@ class Match(Verifier):
 
     def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
         children = draft.children()
-        node, path = ROOT, []
+        node = ROOT
+        path: list[int] = []
         while True:
             token = target.draw(node)
             child = next((c for c in children.get(node, ()) if draft.tokens[c] == token), None)

@@ -98,7 +98,7 @@ def _others(proposal: Tensor, head: Tensor, raw: Tensor, mass: float) -> Tensor:
     others = mass - raw
     if len(raw) and float(raw.max()) > 0.5 * mass:
         most = int(raw.argmax())
-        rest = proposal.double()
+        rest = proposal.clone()
         rest[head[most]] = 0.0
         others[most] = rest.sum(dtype=torch.float64)
     return others

@@ -19,7 +19,7 @@ from forerun.models.attention import KV
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
-from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, Bucket, masks_of
+from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.stack import ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
@@ -110,11 +110,7 @@ class _Graph:
         starts = host[6 * rows + seqs : self.head]
         starts[: len(batch.starts)] = batch.starts
         starts[len(batch.starts) :] = batch.starts[-1]  # empty sequences
-        widest = max(len(pages) for pages in batch.pages)
-        used = self.head + widest * seqs
-        tables = host[self.head : used].reshape(widest, seqs)
-        for s, pages in enumerate(batch.pages):
-            tables[: len(pages), s] = pages
+        used = self.head + lay_pages(batch, host[self.head :], seqs, self.buffers.max_pages) * seqs
         self.buffers.inputs[:used].copy_(self.buffers.staging[:used], non_blocking=True)
         self.graph.replay()
 
@@ -136,7 +132,7 @@ class GraphRunner:
 
     def run(self, batch: HostBatch) -> Output | None:
         enough, masks = masks_of(batch)
-        if not enough or len(batch.tokens) > MAX_ROWS or max(len(pages) for pages in batch.pages) > self.max_pages:
+        if not enough or len(batch.tokens) > MAX_ROWS:
             return None
         if (stack := self._stack(len(batch.tokens))) is not None:
             stack.run(batch, masks)

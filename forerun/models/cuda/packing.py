@@ -77,6 +77,19 @@ def masks_of(batch: HostBatch) -> tuple[bool, list[int] | None]:
     return all(mask < 1 << MASK_BITS for mask in masks), masks
 
 
+def lay_pages(batch: HostBatch, tables: np.ndarray, stride: int, most: int) -> int:
+    """Write page b of sequence s to tables[b * stride + s]; returns the longest's pages. Pages from `most` on, which
+    no token can see, are left out."""
+    widest = min(most, max(len(pages) for pages in batch.pages))
+    if stride == 1:
+        tables[:widest] = batch.pages[0][:widest]
+        return widest
+    rows = tables[: widest * stride].reshape(widest, stride)
+    for s, pages in enumerate(batch.pages):
+        rows[: len(pages), s] = pages[:widest]
+    return widest
+
+
 class Packed:
     """The buffer on the host and its copy on the device: a `Batch`, then the pages, page by page of all sequences."""
 
@@ -105,13 +118,7 @@ class Packed:
         field["slots"][:count] = batch.slots
         field["seen"][:count] = batch.seen
         field["starts"][: seqs + 1] = batch.starts
-        widest = max(len(pages) for pages in batch.pages)
-        if seqs == 1:
-            self._tables[:widest] = batch.pages[0]
-        else:
-            tables = self._tables[: widest * seqs].reshape(widest, seqs)
-            for s, pages in enumerate(batch.pages):
-                tables[: len(pages), s] = pages
+        widest = lay_pages(batch, self._tables, seqs, -(-self.max_context // self.page_size))
         if steps > 1:
             room = [min(len(pages) * self.page_size, self.max_context) for pages in batch.pages]
             field["room"][:seqs] = room

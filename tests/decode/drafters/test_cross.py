@@ -24,7 +24,8 @@ from forerun.decode.drafters.cross import CrossDrafter
 from forerun.decode.drafters.retoken import Transcript, retokenise, shares, whole_characters
 from forerun.decode.drafters.spare import SparePages
 from forerun.decode.workshop import DraftModel
-from forerun.engine.engine import Engine, EngineConfig
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forerun.core import ROOT, Draft, SamplingParams
+from forerun.core import ROOT, Draft
 from forerun.decode.verifiers.lossy import Bounded, Typical
 from forerun.decode.verifiers.rejection import Rejection
 from forerun.errors import BadRequest
@@ -18,6 +18,7 @@ from forerun.lab.enumeration import (
     tiny_targets,
     tiny_tree,
 )
+from forerun.params import SamplingParams
 
 WARM = TinyTarget("warm", tiny_logits(0.3), SamplingParams(temperature=0.8))
 

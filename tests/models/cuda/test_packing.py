@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forerun.core import HostBatch
-from forerun.models.cuda.packing import MAX_ROWS, Bucket, Packed, layout, masks_of
+from forerun.models.cuda.packing import MAX_ROWS, Bucket, Packed, lay_pages, layout, masks_of
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,13 @@ def test_fill_leaves_nothing_of_the_batch_before():
     packed.fill(batch([4], [45]), None, 2)
     assert packed.field["bits"][:4].tolist() == [0] * 4
     assert int(packed.field["room"][0]) == 40  # not the page's 48: the model knows no further position
+
+
+def test_pages_past_the_context_are_left_out():
+    given, tables = batch([1, 1], [40, 100]), np.zeros(12, dtype=np.int32)
+    assert lay_pages(given, tables, 3, 4) == 4
+    assert tables.reshape(4, 3).tolist() == [[0, 100, 0], [1, 101, 0], [2, 102, 0], [0, 103, 0]]
+    assert lay_pages(batch([1], [100]), tables, 1, 4) == 4 and tables[:4].tolist() == [0, 1, 2, 3]
 
 
 def test_masks_count_from_what_a_token_sees():

@@ -1,0 +1,50 @@
+"""Speculation for one sequence: what it asked for and has shown (`Guessing`), and what it gets in one step (`Turn`)."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from forerun.core import Draft, Usage
+from forerun.decode.control import RequestStats
+from forerun.decode.drafters.base import Ask
+from forerun.decode.sampling import Context
+from forerun.decode.verifiers.base import Verifier
+
+
+@dataclass(eq=False)
+class Guessing:
+    """Speculation for one sequence."""
+
+    id: int
+    context: Context
+    usage: Usage
+    names: list[str]  # drafters that may guess for it
+    verifier: Verifier
+    stats: RequestStats
+    proposed: list[Draft] = field(default_factory=list)  # in this step, before anything was pruned
+    asked: dict[str, float] = field(default_factory=dict)  # seconds that free drafters took in this step
+
+    @property
+    def at_random(self) -> bool:
+        return self.verifier.draws and not self.context.params.greedy
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the answer may still have."""
+        return self.context.params.max_tokens - (len(self.context.tokens) - self.context.num_prompt)
+
+
+@dataclass(eq=False)
+class Turn:
+    """A sequence that decodes in this step."""
+
+    guessing: Guessing
+    pages: array[int]
+    nodes: int  # most tokens that can be of use and have room
+    draft: Draft = field(default_factory=Draft)
+    offers: list[Draft] = field(default_factory=list)  # with calibrated chances
+
+    def ask(self, depth: int) -> Ask:
+        g = self.guessing
+        return Ask(g.id, g.context, depth, self.nodes, self.pages, at_random=g.at_random)

@@ -1,0 +1,118 @@
+"""Which drafted tokens to verify: those that make the tokens per second of the whole batch largest.
+
+Chances are taken as given, and so is what a forward costs. Knows no drafter and no history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.core import ROOT, Draft
+from forerun.decode.cost import CostCurve
+
+
+@dataclass(slots=True)
+class Selection:
+    """The nodes of each draft that are verified, and what that promises."""
+
+    nodes: list[list[int]]
+    paths: list[list[float]]  # of every node, chosen or not: the chance that it and all above it are accepted
+    gains: list[float]  # tokens that each sequence can expect
+    seconds: float  # of the target
+
+    @property
+    def size(self) -> int:
+        """Tokens of the forward that verifies them."""
+        return len(self.nodes) + sum(map(len, self.nodes))
+
+    def reach(self, draft: Draft, i: int) -> list[float]:
+        """The chance that the chosen nodes of each depth, together, hold the right token of sequence `i`."""
+        if not self.nodes[i]:
+            return []
+        depths = draft.depths()
+        reach = [0.0] * max(depths)
+        for node in self.nodes[i]:
+            reach[depths[node] - 1] += self.paths[i][node]
+        return reach
+
+
+def select(
+    target: CostCurve,
+    drafts: list[Draft],
+    chances: list[list[float]],
+    limits: list[int],
+    context: int,
+    spent_s: float,
+    owed: list[int],
+) -> Selection:
+    """`spent_s` was spent on drafting; `owed` are sequences that this step must not slow down."""
+    sequences = len(drafts)
+    paths = [_paths(draft, chance) for draft, chance in zip(drafts, chances, strict=True)]
+    found = Selection([[] for _ in drafts], paths, [1.0] * sequences, 0.0)
+    flat: list[float] = []  # paths of all nodes that can be left out
+    owners: list[int] = []
+    firsts = [0] * sequences  # where a sequence's nodes begin in `flat`
+    for i, draft in enumerate(drafts):
+        firsts[i] = len(flat)
+        if draft.proposals:  # dropping what was drawn because of what was drawn would bias the answer
+            found.nodes[i] = list(range(len(draft)))
+            found.gains[i] += sum(paths[i])
+        else:
+            flat += paths[i]
+            owners += [i] * len(paths[i])
+    size = found.size
+    seconds = target.row(size, size + len(flat), sequences, context)
+    plain_s = target.seconds(sequences, sequences, context) if owed else 0.0
+    taken, found.seconds = _best_nodes(flat, owners, found.gains, limits, seconds, spent_s, plain_s, owed)
+    for place in taken:
+        i = owners[place]
+        found.gains[i] += flat[place]
+        found.nodes[i].append(place - firsts[i])
+    for picked in found.nodes:
+        picked.sort()
+    return found
+
+
+def _best_nodes(
+    flat: list[float],
+    owners: list[int],
+    gains: list[float],
+    limits: list[int],
+    seconds: list[float],
+    spent_s: float,
+    plain_s: float,
+    owed: list[int],
+) -> tuple[list[int], float]:
+    """Places of the nodes to verify, and the target's seconds with them: `seconds[n]` with n nodes."""
+    tokens, best, best_s = sum(gains), 0, seconds[0]
+    best_rate = tokens / (best_s + spent_s)
+    most = tokens + sum(flat)
+    waiting = {i: gains[i] for i in owed}
+    taken: list[int] = []
+    room = list(limits)
+    # Parents come first: their paths are no less likely, and equals keep their order.
+    for place in sorted(range(len(flat)), key=flat.__getitem__, reverse=True):
+        i = owners[place]
+        if room[i] <= 0:
+            continue
+        room[i] -= 1
+        taken.append(place)
+        path = flat[place]
+        tokens += path
+        step_s = seconds[len(taken)]
+        taken_s = step_s + spent_s
+        if i in waiting:
+            waiting[i] += path
+        if tokens > best_rate * taken_s and (not waiting or step_s <= plain_s * min(waiting.values())):
+            best_rate, best, best_s = tokens / taken_s, len(taken), step_s
+        elif most <= best_rate * taken_s:
+            break  # not even all the others could make up for what they cost
+    return taken[:best], best_s
+
+
+def _paths(draft: Draft, chances: list[float]) -> list[float]:
+    """The chance that a node and all above it are accepted."""
+    paths: list[float] = []
+    for parent, chance in zip(draft.parents, chances, strict=True):
+        paths.append(chance if parent == ROOT else paths[parent] * chance)
+    return paths
