@@ -37,6 +37,7 @@ class Speculation:
 
     drafter: str = "auto"  # auto, off, a drafter's name, or several joined by +
     nodes: int = 64  # most tokens drafted in a step; 0 is off
+    depth: int = 0  # longest path; 0: as long as it pays, else exactly so, whatever it costs (for studies)
     verify: str = "auto"  # auto, or a verifier's name; lossy ones must be named
     bound: float = 0.0  # of lossy verifiers: how far they may stray, in their own terms
 
@@ -46,6 +47,7 @@ class Speculation:
             if not isinstance(value, str) or not value:
                 raise BadRequest(f"speculation: {name} must be a name, got {value!r}", "use auto")
         _number("speculation: nodes", self.nodes, 0, MAX_NODES, whole=True)
+        _number("speculation: depth", self.depth, 0, MAX_NODES, whole=True)
         _number("speculation: bound", self.bound, 0.0, 100.0)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 from forerun.bench import common
 from forerun.bench.plan import Plan, Work, parse_rule, prepare
 from forerun.bench.sides import SideProcess
-from forerun.bench.speedups import AUTO, LEAST, PLAIN, Record, goals, speedups, worst
+from forerun.bench.speedups import AUTO, LEAST, PLAIN, Record, copied, goals, speedups, worst
 from forerun.bench.tasks import Task
 from forerun.errors import BadRequest
 from forerun.progress import track
@@ -32,6 +32,8 @@ Write = Callable[[dict[str, Any]], None]
 def run(setup: common.Setup, plan: Plan) -> dict[str, Any]:
     if setup.against == "llama.cpp":
         raise BadRequest("llama-cpp-python is not measured with a draft model here", "use --against transformers")
+    if setup.against == "transformers" and plan.temperature:
+        raise BadRequest(f"transformers answers greedily here, --temperature is {plan.temperature}", "leave one out")
     work = prepare(setup, plan)
     with _lines(plan.out) as write:
         with SideProcess(replace(setup.spec("forerun", work.context, plan.most), draft=plan.draft)) as side:
@@ -89,7 +91,8 @@ def answers(side: SideProcess, runs: int, plan: Plan, work: Work, write: Write) 
     records = []
     for run, a, name in track(jobs, "answers"):
         sample = side.call("answer", a.ids, plan.params(name, seed=a.number))
-        records.append({"run": run, "task": a.task.id, "category": a.task.category, "setting": name, **sample})
+        asked = {"run": run, "task": a.task.id, "category": a.task.category, "setting": name}
+        records.append({**asked, "copied": copied(a.ids, sample["token_ids"]), **sample})
         write(records[-1])
     return records
 

@@ -30,7 +30,8 @@ def table(result: dict[str, Any]) -> Table:
     )
     for category, figures in result["categories"].items():
         plain = figures[PLAIN]
-        found.add_row(f"{category} ({figures['tasks']})", "none", f"{plain['tokens_per_s']:.1f}", "1.00", "1.00")
+        label = f"{category} ({figures['tasks']}), {figures['copied']:.0%} copied"
+        found.add_row(label, "none", f"{plain['tokens_per_s']:.1f}", "1.00", "1.00")
         for name in result["settings"]:
             found.add_row("", name, *_cells(figures[name]), style="bold" if name == AUTO else "")
         found.add_section()
@@ -71,7 +72,6 @@ def _notes(result: dict[str, Any]) -> list[str]:
     if "transformers" in result:
         peer = result["transformers"]
         rates = ", ".join(f"{kind} {rate:.1f}" for kind, rate in peer["tokens_per_s"].items())
-        notes.append(
-            f"transformers, tokens/s of {peer['tasks']} tasks: {rates}; forerun makes {peer['ratio']:.2f} times"
-        )
+        notes.append(f"transformers ({peer['weights']}), tokens/s of {peer['tasks']} tasks: {rates}")
+        notes.append(f"forerun ({result['forerun']['weights']}) makes {peer['ratio']:.2f} times as many")
     return notes

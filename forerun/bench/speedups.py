@@ -36,7 +36,11 @@ def _category(records: list[Record], settings: Sequence[str], paid: frozenset[st
     bounds = {name: _bound(by_setting[name], paid, bound) for name in settings}
     if AUTO in bounds:  # it could have done what any of the others did; its own drafts alone would flatter it
         bounds[AUTO] = max(bounds.values())
-    figures: dict[str, Any] = {"tasks": len({(r["category"], r["task"]) for r in plain}), PLAIN: _speed(plain)}
+    figures: dict[str, Any] = {
+        "tasks": len({(r["category"], r["task"]) for r in plain}),
+        "copied": round(sum(r["copied"] for r in plain) / max(sum(r["completion_tokens"] for r in plain), 1), 3),
+        PLAIN: _speed(plain),
+    }
     for name in settings:
         found = by_setting[name]
         speed = {form: spread(_ratios(plain, found, form)) for form in ("decode", "total")}
@@ -49,6 +53,13 @@ def _category(records: list[Record], settings: Sequence[str], paid: frozenset[st
             **_sameness(plain, found),
         }
     return figures
+
+
+def copied(prompt: list[int], answer: list[int], span: int = 8) -> int:
+    """Tokens of an answer that stand in spans of its prompt: what speedups owe to repeating the question."""
+    known = {tuple(prompt[i : i + span]) for i in range(len(prompt) - span + 1)}
+    found = [i for i in range(len(answer) - span + 1) if tuple(answer[i : i + span]) in known]
+    return len({i + j for i in found for j in range(span)})
 
 
 def _speed(records: list[Record]) -> dict[str, float]:

@@ -17,7 +17,7 @@ PAID_WEIGHT = 12.0  # observations that this is worth: a few misses must not end
 KEEP = 0.998  # forgetting of the statistics of all requests, per observation
 REQUEST_KEEP = 0.95  # forgetting of one request's own
 REQUEST_WEIGHT = 4.0  # observations of each kind that speak for this request being like the others
-STRONGEST = 30.0  # odds ratio that a request's record may claim
+WEAKEST, STRONGEST = 1.0 / 30.0, 30.0  # odds ratio that a request's record may claim
 DEPTHS = 8  # acceptance is kept for this many depths; deeper ones count as the last
 BEHIND = 0.01  # share by which a batch may slow down one of its sequences for the good of the others
 
@@ -99,10 +99,11 @@ class OwnRecord:
         self.hits = self.hits * REQUEST_KEEP + hit
         self.misses = self.misses * REQUEST_KEEP + (not hit)
         self.expected = self.expected * REQUEST_KEEP + chance
-        w = REQUEST_WEIGHT
-        odds = (self.hits + w) / (self.misses + w)
-        usual = (self.expected + w) / (self.hits + self.misses - self.expected + w)
-        self.factor = min(STRONGEST, max(1.0 / STRONGEST, odds / usual))
+        hits, misses, expected = self.hits, self.misses, self.expected
+        odds = (hits + REQUEST_WEIGHT) / (misses + REQUEST_WEIGHT)
+        usual = (expected + REQUEST_WEIGHT) / (hits + misses - expected + REQUEST_WEIGHT)
+        factor = odds / usual
+        self.factor = STRONGEST if factor > STRONGEST else factor if factor > WEAKEST else WEAKEST
 
 
 @dataclass(slots=True)
@@ -161,14 +162,17 @@ class Acceptance:
     def learn(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> int:
         """Compare a draft with the tokens that came; how many of a probe's came true."""
         reached = {ROOT: 0}  # node -> its depth, for those that came true
-        tokens, sources, num, probed = draft.tokens, draft.sources, len(emitted), 0
+        tokens, num, probed = draft.tokens, len(emitted), 0
+        last = None
         for node, parent in enumerate(draft.parents):
             above = reached.get(parent)
             if above is None or above >= num:
                 continue
             hit = tokens[node] == emitted[above]
-            source = sources[node]
-            self.record(source).count(stats.record(source), draft.chances[node], above, hit)
+            source = draft.sources[node]
+            if source != last:
+                last, record, own = source, self.record(source), stats.record(source)
+            record.count(own, draft.chances[node], above, hit)
             if hit:
                 reached[node] = above + 1
                 probed += source == stats.probing

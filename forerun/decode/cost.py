@@ -76,18 +76,13 @@ class CostCurve:
 
     def row(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
         """`seconds` of every number of tokens from `first` to `last`."""
-        table, around = self._table, context * sequences * self.per_context
-        base = table[first : last + 1]
-        base += [self._beyond(tokens) for tokens in range(max(first, len(table)), last + 1)]
-        each = context * self.per_context_token
-        return [s + around + tokens * each for tokens, s in enumerate(base, first)]
+        around, each = context * sequences * self.per_context, context * self.per_context_token
+        return [s + around + tokens * each for tokens, s in enumerate(self._bare(first, last), first)]
 
     def side_by_side(self, last: int, context: int = 0) -> list[float]:
         """`seconds` of 0 to `last` sequences with one token each; none take no time."""
         each = context * (self.per_context + self.per_context_token)
-        base = self._table[1 : last + 1]
-        base += [self._beyond(tokens) for tokens in range(max(1, len(self._table)), last + 1)]
-        return [0.0, *(s + n * each for n, s in enumerate(base, 1))]
+        return [0.0, *[s + n * each for n, s in enumerate(self._bare(1, last), 1)]]
 
     def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
         """Correct the curve by a step that held nothing but these tokens."""
@@ -143,6 +138,15 @@ class CostCurve:
 
     def _beyond(self, tokens: int) -> float:
         return self._table[-1] + self._slope * (tokens - len(self._table) + 1)
+
+    def _bare(self, first: int, last: int) -> list[float]:
+        """Seconds of `first` to `last` tokens, without context."""
+        table, slope = self._table, self._slope
+        found = table[first : last + 1]
+        if last >= len(table):
+            top, end = table[-1], len(table) - 1
+            found += [top + slope * (tokens - end) for tokens in range(max(first, end + 1), last + 1)]
+        return found
 
     def _build(self) -> None:
         """Seconds of every size up to the largest, never falling: what falls is pooled with its neighbours."""

@@ -30,6 +30,11 @@ class Guessing:
         return self.verifier.draws and not self.context.params.greedy
 
     @property
+    def depth(self) -> int:
+        """How deep to draft whatever it costs; 0 where the controller decides."""
+        return self.context.params.speculation.depth
+
+    @property
     def remaining(self) -> int:
         """Tokens the answer may still have."""
         return self.context.params.max_tokens - (len(self.context.tokens) - self.context.num_prompt)
@@ -47,4 +52,5 @@ class Turn:
 
     def ask(self, depth: int) -> Ask:
         g = self.guessing
+        depth = min(g.depth or depth, self.nodes)
         return Ask(g.id, g.context, depth, self.nodes, self.pages, at_random=g.at_random)

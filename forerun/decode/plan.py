@@ -96,7 +96,7 @@ class Plan:
     def _steps(
         asked: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
     ) -> list[tuple[float, int, int, float]]:
-        """Path's chance, sequence, depth, gain over the free draft: everything that could be drafted, likeliest first."""
+        """Path's chance, sequence, depth, gain over the free draft: all that could be drafted, likeliest first."""
         steps: list[tuple[float, int, int, float]] = []
         for i in asked:
             path, free = 1.0, reach[i]

@@ -154,7 +154,8 @@ class Speculator:
             asks = [turn.ask(depth) for turn, depth in zip(mine, depths, strict=True) if depth]
             for turn, ask in zip(chosen, asks, strict=True):
                 ask.offered = turn.draft
-                ask.worth = self.controller.worth(turn.guessing.stats, name, len(chosen), context)
+                if not turn.guessing.depth:
+                    ask.worth = self.controller.worth(turn.guessing.stats, name, len(chosen), context)
             for turn, draft in zip(chosen, self._propose(drafter, chosen, asks), strict=True):
                 self._offer(turn, draft)
             self._join(chosen)
@@ -163,7 +164,7 @@ class Speculator:
     def _depths(self, drafter: Drafter, turns: list[Turn], context: int) -> list[int]:
         curve = self.controller.drafters[drafter.name]
         behind = [drafter.behind(turn.ask(1)) for turn in turns]
-        return self.controller.depth(
+        depths = self.controller.depth(
             [turn.guessing.stats for turn in turns],
             [turn.draft for turn in turns],
             [turn.draft.chances for turn in turns],
@@ -173,6 +174,7 @@ class Speculator:
             start_s=[curve.seconds(tokens) if tokens > 8 else 0.0 for tokens in behind],
             remaining=[turn.guessing.remaining for turn in turns],
         )
+        return [turn.guessing.depth or depth for turn, depth in zip(turns, depths, strict=True)]
 
     def _offer(self, turn: Turn, draft: Draft) -> None:
         """Join a drafter's guesses to what a turn has, with chances that experience has corrected."""
@@ -203,7 +205,8 @@ class Speculator:
         kept = self.controller.select(stats, drafts, chances, [turn.nodes for turn in turns], context, spent_s)
         for turn, nodes in zip(turns, kept, strict=True):
             if not turn.draft.proposals:
-                turn.draft = tree.keep(turn.draft, nodes)
+                deep = turn.guessing.depth
+                turn.draft = tree.keep(turn.draft, tree.likeliest(turn.draft, turn.nodes, deep) if deep else nodes)
 
     # -- drafters may be anybody's -------------------------------------------------------------------------------------
 

@@ -61,6 +61,16 @@ def keep(draft: Draft, nodes: Sequence[int]) -> Draft:
     return kept
 
 
+def likeliest(draft: Draft, count: int, depth: int) -> list[int]:
+    """Up to `count` nodes down to a depth whose paths are the likeliest; with a node, all above it."""
+    paths: list[float] = []
+    for parent, chance in zip(draft.parents, draft.chances, strict=True):
+        paths.append(chance if parent == ROOT else paths[parent] * chance)
+    depths = draft.depths()
+    nodes = sorted((n for n in range(len(draft)) if depths[n] <= depth), key=lambda n: (-paths[n], n))
+    return nodes[:count]
+
+
 def came_true(draft: Draft, tokens: Sequence[int]) -> int:
     """How many of these tokens the draft's best path foresaw."""
     reached = {ROOT: 0}  # node -> its depth

@@ -39,6 +39,10 @@ class EverythingPays(Controller):
         names = [name for name, kind in base.registered().items() if not kind.free]
         super().__init__(CostCurve({1: 1.0, 64: 1.001}), {name: CostCurve({1: 1e-4, 64: 1.1e-4}) for name in names})
 
+    def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
+        """A drafter's word is taken: the order of branches is its own, and lies may stay the likeliest."""
+        return list(draft.chances)
+
     def select(
         self,
         stats: list[RequestStats],

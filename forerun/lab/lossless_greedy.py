@@ -1,15 +1,18 @@
 """Greedy part of `forerun check lossless`: plain answers, against those of every drafter, alone and in a batch.
 
-Beside the drafters of the engine there is one that knows the plain answers and drafts trees of right and wrong tokens
+Tokens must be equal, and so must their probabilities, up to noise. Beside the drafters of the engine there is one that knows the plain answers and drafts trees of right and wrong tokens
 from them: with any model, on any prompt, tokens are accepted on side branches, and rejected after some were accepted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from forerun import data
 from forerun.api import LLM, Completion, Prompt
@@ -17,10 +20,12 @@ from forerun.core import ROOT, Draft, Usage
 from forerun.decode.drafters import Ask, Drafter, registered
 from forerun.decode.workshop import Workshop
 from forerun.lab.lossless_common import Finding, available, everything_pays, forget
-from forerun.lab.lossless_noise import Difference, compare, summary
+from forerun.lab.lossless_noise import Difference, compare, logits_in_all_ways, summary
 from forerun.params import Grammar, SamplingParams, Speculation
 
 NODES = 12  # of a draft: enough for branches
+PROBED = 3  # answers at which the noise of probabilities is measured
+DRIFT = 16.0  # a few places see less than all of the noise: beyond so many times it, K/V is wrong though tokens agree
 SHAPE = Grammar(
     "json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}'
 )
@@ -47,13 +52,13 @@ class Knowing(Drafter):
             kind = (at + depth) % 4
             wrong = (token + 1 + kind) % self._vocab
             if kind in (1, 2) and len(draft) + 2 < room:  # a lie, and what would follow it
-                lie = draft.add(wrong, node, 0.9, self.name)
-                draft.add(token, lie, 0.9, self.name)
+                lie = draft.add(wrong, node, 0.95, self.name)  # surer than the truth, so that it is laid out first
+                draft.add(token, lie, 0.95, self.name)
             if kind == 3 and depth:  # the truth ends here
                 break
             if len(draft) >= room:
                 break
-            node = draft.add(token, node, 0.9, self.name)
+            node = draft.add(token, node, 0.7, self.name)
         if len(draft) < room and node != ROOT:
             draft.add((draft.tokens[node] + 7) % self._vocab, node, 0.5, self.name)
         return draft
@@ -64,14 +69,29 @@ class Asked:
     """Prompts with their plain answers, each computed alone."""
 
     prompts: list[list[int]]
-    plain: list[list[int]]
+    plain: list[Completion]
     params: SamplingParams  # without speculation
+    noise: float  # of the logarithm of a token's probability
 
 
 def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Asked:
-    params = replace(params, speculate="off")
+    params = replace(params, speculate="off", logprobs=0)
     llm.clear_cache()
-    return Asked(prompts, [llm.generate(ids, params)[0].token_ids for ids in prompts], params)
+    plain = [llm.generate(ids, params)[0] for ids in prompts]
+    return Asked(prompts, plain, params, _noise(llm, plain))
+
+
+def _noise(llm: LLM, plain: list[Completion]) -> float:
+    """How much ways of computing disagree about the probability of a token, at the ends of a few answers."""
+    worst = 0.0
+    for answer in plain[:PROBED]:
+        ids, beside = [*answer.prompt_ids, *answer.token_ids[:-1]], [p.prompt_ids for p in plain if p is not answer]
+        for at in (len(answer.prompt_ids), len(ids)):
+            token = answer.token_ids[at - len(answer.prompt_ids)]
+            rows = logits_in_all_ways(llm, ids[:at], beside)
+            found = [float(torch.log_softmax(row, -1)[token]) for row in rows.values()]
+            worst = max(worst, max(found) - min(found))
+    return worst
 
 
 def choose_prompts(llm: LLM, count: int, limit: int) -> list[list[int]]:
@@ -118,7 +138,7 @@ def usable(llm: LLM) -> list[str]:
 
 
 def _knowing(llm: LLM, asked: Asked, batch: str, say: Callable[[str], None]) -> Iterator[Finding]:
-    Knowing.answers = {tuple(ids): answer for ids, answer in zip(asked.prompts, asked.plain, strict=True)}
+    Knowing.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
     with available(Knowing):
         try:
             for together, how in ((False, "one by one"), (True, batch)):
@@ -144,16 +164,29 @@ def _run(
 
 def _finding(llm: LLM, asked: Asked, name: str, answers: list[Completion], drafter: str) -> Finding:
     found: list[Difference] = []
-    usage = Usage()
+    usage, drift = Usage(), 0.0
     for number, (plain, answer) in enumerate(zip(asked.plain, answers, strict=True)):
         usage.add(answer.usage)
-        difference = compare(llm, number, asked.prompts, plain, answer.token_ids, asked.params)
+        drift = max(drift, _drift(plain, answer))
+        difference = compare(llm, number, asked.prompts, plain.token_ids, answer.token_ids, asked.params)
         if difference is not None:
             found.append(difference)
     detail = summary(len(answers), found)
+    drifted = drift > DRIFT * asked.noise
+    detail += f"; probabilities of equal tokens {'DRIFT' if drifted else 'differ'} by up to {drift:.1g}"
+    detail += f" (logarithm; noise {asked.noise:.1g}, allowed {DRIFT:g} times)" if drift else ""
     if drafter != "off":
         detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
-    figures = {"drafted": usage.drafted, "accepted": usage.accepted, "answers": len(answers)}
-    passed = all(d.tie for d in found)
+    figures: dict[str, Any] = {"drafted": usage.drafted, "accepted": usage.accepted, "answers": len(answers)}
+    figures |= {"drift": drift, "noise": asked.noise, "drift_factor": DRIFT}
+    passed = all(d.tie for d in found) and not drifted
     checked = drafter == "off" or usage.drafted > 0
     return Finding("greedy", name, passed, detail, checked, {**figures, "differences": [d.record() for d in found]})
+
+
+def _drift(plain: Completion, other: Completion) -> float:
+    """Largest difference in the logarithm of a token's probability, as far as both answers agree. A wrong entry of the
+    cache shows here long before it changes a token."""
+    pairs = zip(plain.choices[0].logprobs, other.choices[0].logprobs, strict=False)
+    same = itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs)
+    return max((abs(a.logprob - b.logprob) for a, b in same), default=0.0)

@@ -115,7 +115,8 @@ def logits_in_all_ways(llm: LLM, ids: list[int], beside: list[list[int]]) -> dic
 
 def _tail(runner: Runner, ids: list[int], count: int, others: list[list[int]]) -> Tensor:
     """Logits after `ids`, whose last tokens run together in one forward, with the last token of each other sequence."""
-    pool, spans, held = runner.pool, [], list[array[int]]()
+    pool, spans = runner.pool, list[Span]()
+    held: list[array[int]] = []
     count = max(1, min(count, len(ids)))
     try:
         for sequence, size in [(ids, count), *((other, 1) for other in others)]:

@@ -23,6 +23,7 @@ from forerun.models.attention import KV
 from forerun.models.decoder import Decoder, Output, Taps
 
 if TYPE_CHECKING:
+    from forerun.models.cuda.chain import Chains
     from forerun.models.cuda.graphs import GraphRunner
 
 
@@ -90,6 +91,12 @@ class Runner:
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks)
 
+    def chains(self, spans: list[Span], depth: int, least: Seq[float]) -> Chains | None:
+        """Greedy continuations of all spans in one launch; None where the device or the decoder cannot."""
+        if self.graphs is None:
+            return None
+        return self.graphs.chains(self.batch(spans), depth, least)
+
     def batch(self, spans: list[Span]) -> HostBatch:
         """Lay spans out one after the other."""
         starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
@@ -136,7 +143,8 @@ class Runner:
         pages = array("i", self.pool.allocate(self.pool.pages_for(len(ids))))
         try:
             parts = [
-                self.forward([Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])))]).logits
+                # a copy: the next forward may reuse the memory of these
+                self.forward([Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])))]).logits.clone()
                 for lo in range(0, len(ids), chunk)
             ]
         finally:

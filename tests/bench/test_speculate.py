@@ -145,18 +145,23 @@ def test_answers_that_part_fail_where_bits_must_agree(
     assert result["categories"]["b"]["auto"]["equal"] == 1.0
 
 
-def test_rules_and_the_peer(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
-    against = Setup(setup.model, against="transformers", runs=1, threads=1)
+def test_rules_are_compared_with_the_first(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
     rules = ("match", "bounded:0.1")
     plan = Plan(data=(data,), tokens=9, draft="small", temperature=0.8, rules=rules, drafters=("auto",))
-    result = speculate.run(against, plan)
-    found = result["rules"]["bounded:0.1"]
-    assert found == {"accepted_length": 3.0, "against_first": 1.0, "steps": 9, "drafted": 24, "accepted": 18}
+    found = speculate.run(setup, plan)["rules"]["bounded:0.1"]
+    assert found == {"accepted_length": 3.0, "against_first": 1.0, "steps": 18, "drafted": 48, "accepted": 36}
+
+
+def test_the_peer_gets_the_same_pair(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
+    against = Setup(setup.model, against="transformers", runs=1, threads=1)
+    result = speculate.run(against, Plan(data=(data,), tokens=9, draft="small", drafters=("auto",)))
     assert [side.spec.engine for side in sides] == ["forerun", "transformers"]
     assert all(side.spec.draft == "small" for side in sides)
     peer = result["transformers"]
     assert peer["tokens_per_s"] == {"plain": 4.5, "assisted": 9.0}
     assert peer["ratio"] == pytest.approx(9 / (1 + 1 / 3) / 9, abs=1e-2)
+    with pytest.raises(BadRequest, match="greedily"):
+        speculate.run(against, Plan(data=(data,), tokens=9, temperature=0.8))
 
 
 def test_rules_without_drafts_are_not_compared(
@@ -174,15 +179,16 @@ def test_rules_without_drafts_are_not_compared(
 
 
 def test_the_table_shows_every_part(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
-    against = Setup(setup.model, against="transformers", runs=1, threads=1)
     plan = Plan(data=(data,), tokens=9, draft="small", temperature=0.8, rules=("match",), batches=(2,))
-    result = speculate.run(against, plan)
+    result = speculate.run(setup, plan)
+    rates = {"plain": 4.5, "assisted": 9.0}
+    result["transformers"] = {"weights": "float32", "tasks": 3, "tokens_per_s": rates, "ratio": 0.75}
     result["goals"]["of_bound"] = {**result["goals"]["of_bound"], "pass": False, "missed": ["a"]}
     text = io.StringIO()
     Console(file=text, width=200).print(table(result))
     shown = text.getvalue()
     for part in (
-        "a (2)",
+        "a (2), 0% copied",
         "lookup 100%",
         "94%",
         "FAIL in a",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.speedups import ALL, goals, speedups, survival
+from forerun.bench.speedups import ALL, copied, goals, speedups, survival
 
 
 def record(setting: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -18,6 +18,7 @@ def record(setting: str, seconds: float, **more: Any) -> dict[str, Any]:
         "setting": setting,
         "token_ids": [1, 2, 3],
         "completion_tokens": 11,
+        "copied": 0,
         "decode_s": seconds,
         "total_s": seconds + 1,
         "steps": 10,
@@ -70,6 +71,15 @@ def test_categories_stay_apart_and_all_joins_them() -> None:
         records += [record("off", plain, category=category), record("auto", fast, category=category)]
     found = speedups(records, ["auto"], [], doubling)
     assert [found[name]["auto"]["decode"]["median"] for name in ("slow", "quick", ALL)] == [1.0, 3.0, 2.0]
+
+
+def test_copied_tokens_stand_in_spans_of_the_prompt() -> None:
+    prompt = list(range(20))
+    assert copied(prompt, [99, *range(3, 13), 98, *range(5)]) == 10  # the last five are too few to count
+    assert copied(prompt, prompt) == 20 and copied(prompt, prompt[::-1]) == 0 and copied([], []) == 0
+    records = [record("off", 4.0, copied=11), record("off", 4.0, task="u"), record("auto", 4.0, copied=5)]
+    records += [record("auto", 4.0, task="u")]
+    assert speedups(records, ["auto"], [], doubling)["c"]["copied"] == 0.5
 
 
 def test_survival_counts_passes_that_accepted_at_least_so_many() -> None:

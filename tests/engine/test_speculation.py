@@ -194,3 +194,29 @@ def test_budgets(nodes: int, fine: bool, make: Callable[..., Engine]):
     plain = run(make(None), PROMPTS, params("off"))
     asked = SamplingParams(max_tokens=40, ignore_eos=True, speculate=Speculation("auto", nodes=nodes))
     assert run(make("same"), PROMPTS, asked) == plain
+
+
+def test_a_fixed_depth_is_kept_whatever_it_costs(make: Callable[..., Engine]):
+    engine = make("other")
+    asked = SamplingParams(
+        max_tokens=30, ignore_eos=True, speculate=Speculation("model-chain", depth=5, nodes=8), temperature=1.0, seed=1
+    )
+    answer = Answer(engine, PROMPTS[1], asked)
+    finish(engine)
+    usage = answer.last.usage
+    assert usage is not None and usage.drafted >= 5 * (usage.steps - 6)
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block", "traversal", "transport"])
+def test_drawn_drafts_with_every_verifier(verify: str, make: Callable[..., Engine]):
+    engine = make("same")
+    asked = SamplingParams(
+        max_tokens=60, ignore_eos=True, temperature=0.9, seed=5, speculate=Speculation("model", 30, 4, verify)
+    )
+    answers = [Answer(engine, prompt, asked) for prompt in PROMPTS]
+    finish(engine)
+    for answer in answers:
+        usage = answer.last.usage
+        assert usage is not None and usage.verifier == verify and len(answer.tokens()) == 60
+        assert usage.accepted_length > 3.5  # the draft is the target itself: drawn tokens are accepted
+    assert leaked(engine) == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,6 +32,7 @@ class Ask:
     pages: array[int]  # its pages; they hold `len(tokens) + nodes` entries
     offered: Draft | None = None  # what free drafters guessed, for drafters that can tell how good it is
     at_random: bool = False  # draw from the drafter's own distribution and give it as `proposals`
+    least: Sequence[float] = ()  # the same for drafters that decide on a device: path chances to go on from, by depth
     worth: Callable[[float, int], bool] | None = None  # (chance of the path, depth): is one more forward worth it?
 
     @property

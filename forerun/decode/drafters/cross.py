@@ -11,7 +11,6 @@ from array import array
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from forerun.core import Draft
 from forerun.decode.drafters.base import Ask, Drafter, register
@@ -22,6 +21,8 @@ from forerun.errors import BadRequest
 from forerun.models.runner import Span
 
 CATCH_UP = 512  # tokens of a prompt that are prefilled in one step at most, so that others do not wait for all of it
+CHOICES = 3  # likeliest tokens of a round: the first is drafted on, the others become side branches of one token
+LEAST = 0.05  # side branches less likely than this are not worth naming
 EXTRA = 4  # rounds beyond the depth asked for, as one token of the target may take several here
 
 
@@ -47,7 +48,9 @@ class _Growth:
     parts: list[tuple[int, float]] = field(default_factory=list)  # bytes and chance of each
     path: float = 1.0
     tokens: list[int] = field(default_factory=list)  # of the target
-    end: tuple[int, float] | None = None  # the target's token for the end of the answer, where the draft ends it
+    others: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # after so many of `drafted`: a token, its chance
     over: bool = False
 
 
@@ -150,46 +153,78 @@ class CrossDrafter(Drafter):
         return g.ask.worth is None or g.ask.worth(g.path, max(1, len(g.tokens)))
 
     def _run(self, growing: list[_Growth], spans: list[Span]) -> None:
-        """One forward, and the likeliest next token of each."""
+        """One forward, and the likeliest next tokens of each."""
         logits = self._runner.forward(spans).logits
         heat = [1.0 if g.ask.context.params.greedy else g.ask.context.params.temperature for g in growing]
-        scaled = logits / torch.tensor(heat, device=logits.device)[:, None]
-        tokens, chances = _likeliest(scaled)
-        for g, span, token, chance in zip(growing, spans, tokens, chances, strict=True):
+        probs = torch.softmax(logits / torch.tensor(heat, device=logits.device)[:, None], -1)
+        top = probs.topk(CHOICES, -1)
+        for g, span, tokens, chances in zip(growing, spans, top.indices.tolist(), top.values.tolist(), strict=True):
             g.state.ran += span.ids
-            self._take(g, token, chance)
+            found = [(len(g.drafted), token, min(1.0, p)) for token, p in zip(tokens, chances, strict=True)]
+            self._take(g, tokens[0], found[0][2])
+            g.others += [other for other in found[0 if g.over else 1 :] if other[2] >= LEAST]
 
     def _take(self, g: _Growth, token: int, chance: float) -> None:
-        part = b"" if token in self._ends else self._draft.token_bytes(token)
-        if not part:
-            other = counterpart(token, self._draft, self._target)
-            g.end, g.over = None if other is None else (other, chance), True
+        """Draft on with the likeliest token, unless it ends the answer or cannot follow."""
+        part = self._bytes(token)
+        if not part or not self._fits(g, g.text + part):
+            g.over = True
             return
         g.drafted.append(token)
         g.text += part
         g.parts.append((len(part), chance))
         g.path *= chance
+        g.tokens = self._cut(g, g.text)
+
+    def _bytes(self, token: int) -> bytes:
+        """Of a token that is text; b"" for one that ends the answer or stands for nothing."""
+        return b"" if token in self._ends else self._draft.token_bytes(token)
+
+    @staticmethod
+    def _fits(g: _Growth, text: bytes) -> bool:
+        """Whether a text can be the rest of a character that the target has begun."""
         rest = g.state.transcript.rest
-        if g.text[: len(rest)] != rest[: len(g.text)]:  # another character than the one that has begun
-            g.tokens, g.over = [], True
-            return
-        new = whole_characters(g.text)[len(rest) :]
-        g.tokens = retokenise(self._target, g.ask.tokens, new) if new else []
+        return text[: len(rest)] == rest[: len(text)]
+
+    def _cut(self, g: _Growth, text: bytes) -> list[int]:
+        """Drafted text as tokens of the target that continue the sequence."""
+        new = whole_characters(text)[len(g.state.transcript.rest) :]
+        return retokenise(self._target, g.ask.tokens, new) if new else []
+
+    # -- the draft -----------------------------------------------------------------------------------------------------
 
     def _finished(self, g: _Growth) -> Draft:
-        """The target's tokens with their share of the chances."""
-        rest = g.state.transcript.rest
-        lengths = [len(rest), *(len(self._target.token_bytes(token)) for token in g.tokens)]
-        chances = shares(g.parts, lengths)[1:] if g.tokens else []
-        tokens = list(g.tokens)
-        if g.end is not None and sum(lengths) == len(g.text) and g.end[0] < self._target.vocab_size:
-            tokens.append(g.end[0])
-            chances.append(g.end[1])
+        """The target's tokens with their share of the chances, and a token for each other way to go on."""
         most = g.ask.nodes
-        return Draft.chain(tokens[:most], chances[:most], self.name)
+        chain = g.tokens[:most]
+        draft = Draft.chain(chain, self._chances(g, g.parts, chain), self.name)
+        known = set(zip(draft.parents, draft.tokens, strict=True))
+        for place, token, chance in g.others:
+            tokens, chances = self._other(g, place, token, chance)
+            same = next((i for i, (a, b) in enumerate(zip(tokens, chain, strict=False)) if a != b), len(chain))
+            if same >= len(tokens) or same > len(chain) or (same - 1, tokens[same]) in known or len(draft) >= most:
+                continue
+            known.add((same - 1, tokens[same]))
+            draft.add(tokens[same], same - 1, chances[same], self.name)
+        return draft
 
+    def _other(self, g: _Growth, place: int, token: int, chance: float) -> tuple[list[int], list[float]]:
+        """The target's tokens where this one of the draft's follows the first `place`, and their chances."""
+        parts = g.parts[:place]
+        text, part = g.text[: sum(length for length, _ in parts)], self._bytes(token)
+        if not self._fits(g, text + part):
+            return [], []
+        parts = [*parts, (len(part), chance)] if part else parts
+        tokens = self._cut(g, text + part)
+        chances = self._chances(g, parts, tokens)
+        end = None if part else counterpart(token, self._draft, self._target)
+        if end is not None and self._length(tokens) + len(g.state.transcript.rest) == len(text):
+            return [*tokens, end], [*chances, chance]
+        return tokens, chances
 
-def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The likeliest token of each row and its probability."""
-    values, tokens = logits.max(-1)
-    return tokens.tolist(), (values - logits.logsumexp(-1)).exp().clamp_max_(1.0).tolist()
+    def _chances(self, g: _Growth, parts: list[tuple[int, float]], tokens: list[int]) -> list[float]:
+        lengths = [len(self._target.token_bytes(token)) for token in tokens]
+        return shares(parts, [len(g.state.transcript.rest), *lengths])[1:] if tokens else []
+
+    def _length(self, tokens: list[int]) -> int:
+        return sum(len(self._target.token_bytes(token)) for token in tokens)

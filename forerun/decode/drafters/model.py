@@ -15,14 +15,13 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import Ask, Drafter, register
-from forerun.decode.sampling import Row, distribution, shape
-from forerun.decode.target import DRAFTING, SeededDice
+from forerun.decode.drafters.growth import Growth
+from forerun.decode.sampling import distribution, shape
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 from forerun.models.runner import Span
 
 CATCH_UP = 512  # tokens of a prompt that are prefilled in one step at most, so that others do not wait for all of it
-LEAST = 0.02  # children less likely than this are not worth naming beside the likeliest
 SCORED = 7  # offered tokens that are scored in the first round
 SIDE = 0.25  # further nodes run in a round if their path is this likely
 
@@ -36,42 +35,6 @@ class _State:
     run: list[int] = field(default_factory=list)  # tokens that ran after those, in consecutive entries
 
 
-@dataclass
-class _Growth:
-    """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
-
-    ask: Ask
-    state: _State
-    source: str
-    draft: Draft = field(default_factory=Draft)
-    path: list[float] = field(default_factory=list)  # chance that each node is reached and accepted
-    depth: list[int] = field(default_factory=list)
-    entries: list[int] = field(default_factory=list)
-
-    def add(self, token: int, parent: int, chance: float) -> int:
-        self.path.append(chance if parent == ROOT else self.path[parent] * chance)
-        self.depth.append(1 if parent == ROOT else self.depth[parent] + 1)
-        return self.draft.add(token, parent, chance, self.source)
-
-    def row(self, node: int) -> Row:
-        return Row(self.ask.context, [self.draft.tokens[i] for i in self.draft.path(node)])
-
-    def straight(self) -> list[int]:
-        """Tokens that ran in consecutive entries, each the child of the one before: what may come true in place."""
-        tokens, last = [], ROOT
-        for node in self.entries:
-            if self.draft.parents[node] != last:
-                break
-            tokens.append(self.draft.tokens[node])
-            last = node
-        return tokens
-
-    def parents(self, nodes: list[int]) -> list[int]:
-        """Parents as places among the entries, for nodes that ran or are about to."""
-        place = {node: i for i, node in enumerate([*self.entries, *nodes])}
-        return [place.get(self.draft.parents[n], ROOT) for n in (*self.entries, *nodes)]
-
-
 @register
 class ModelDrafter(Drafter):
     name = "model"
@@ -82,6 +45,7 @@ class ModelDrafter(Drafter):
     def __init__(self, workshop: Workshop) -> None:
         assert workshop.draft_runner is not None
         self._runner, self._pool = workshop.draft_runner, workshop.pool
+        self._vocab = workshop.runner.decoder.config.vocab_size
         self._plane = next(p for p in workshop.pool.planes if p.kv is self._runner.kv)
         self._states: dict[int, _State] = {}
 
@@ -99,13 +63,14 @@ class ModelDrafter(Drafter):
     # -- the contract --------------------------------------------------------------------------------------------------
 
     def propose(self, asks: list[Ask]) -> list[Draft]:
-        grown = [_Growth(ask, self._state(ask), self.name) for ask in asks]
-        ready = [g for g in grown if self._catch_up(g)]
-        self._first_round(ready)
-        while growing := [(g, nodes) for g in ready if (nodes := self._next_nodes(g))]:
-            self._round(growing)
+        grown = [Growth(ask, self.name) for ask in asks]
+        ready = [g for g in grown if self._catch_up(g.ask)]
+        if ready and not self._grow_chains(ready):
+            self._first_round(ready)
+            while growing := [(g, nodes) for g in ready if (nodes := self._next_nodes(g))]:
+                self._round(growing)
         for g in ready:
-            g.state.run = g.straight()
+            self._states[g.ask.id].run = g.straight()
         return [g.draft for g in grown]
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
@@ -139,9 +104,9 @@ class ModelDrafter(Drafter):
             whole += 1
         return whole * size
 
-    def _catch_up(self, growth: _Growth) -> bool:
+    def _catch_up(self, ask: Ask) -> bool:
         """Run all but the last few missing tokens; False where a long prompt needs another step."""
-        state, tokens = growth.state, growth.ask.tokens
+        state, tokens = self._state(ask), ask.tokens
         missing = len(tokens) - state.valid
         if missing > SCORED + 1:
             count = min(missing - 1, CATCH_UP)
@@ -157,66 +122,72 @@ class ModelDrafter(Drafter):
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def _first_round(self, ready: list[_Growth]) -> None:
+    def _grow_chains(self, ready: list[Growth]) -> bool:
+        """All rounds in one launch, where the device can and the likeliest tokens are wanted; else nothing happens."""
+        if any(g.ask.at_random or g.ask.context.shaped for g in ready):
+            return False
+        spans = [self._unseen(g.ask) for g in ready]
+        chains = self._runner.chains(spans, max(g.ask.depth for g in ready), ready[0].ask.least)
+        if chains is None:
+            return False
+        for g, tokens, chances in zip(ready, chains.tokens, chains.chances, strict=True):
+            node = ROOT
+            for token, chance in list(zip(tokens, chances, strict=True))[: g.ask.depth]:
+                node = g.add(token, node, chance)
+            g.entries = list(range(len(tokens) - 1))[: g.ask.depth]  # the last guess did not run
+            self._advance(self._states[g.ask.id], len(g.ask.tokens))
+        return True
+
+    def _unseen(self, ask: Ask) -> Span:
+        valid = self._states[ask.id].valid
+        ids = ask.tokens[valid:]
+        return Span(ids, valid, ask.pages, range(len(ids) - 1, len(ids)))
+
+    def _first_round(self, ready: list[Growth]) -> None:
         """The tokens the draft has not seen, and what was offered after them."""
         spans = []
         for g in ready:
-            tokens, valid = g.ask.tokens, g.state.valid
-            offered = [] if g.ask.at_random else self._take_offer(g)
-            ids = [*tokens[valid:], *(g.draft.tokens[n] for n in offered)]
-            last = len(tokens) - valid - 1
-            spans.append(Span(ids, valid, g.state.pages, range(last, len(ids)), len(tokens), g.parents(offered)))
-            g.entries += offered
-        if not spans:
-            return
+            span = self._unseen(g.ask)
+            g.entries = [] if g.ask.at_random else self._take_offer(g)
+            span.ids = [*span.ids, *(g.draft.tokens[n] for n in g.entries)]
+            span.want = range(span.want[0], len(span.ids))
+            span.tree_first, span.parents = len(g.ask.tokens), g.parents([])
+            spans.append(span)
         logits = self._runner.forward(spans).logits
         at = 0
         for g in ready:
             nodes = [ROOT, *g.entries]
-            self._rescore(g, logits[at : at + len(nodes)])
             self._expand(g, nodes, logits[at : at + len(nodes)])
-            self._advance(g.state, len(g.ask.tokens))
+            self._advance(self._states[g.ask.id], len(g.ask.tokens))
             at += len(nodes)
 
-    def _take_offer(self, g: _Growth) -> list[int]:
-        offer = g.ask.offered
-        limit = min(SCORED, g.ask.nodes)
-        chosen = range(min(limit, len(offer))) if offer is not None else range(0)
+    def _take_offer(self, g: Growth) -> list[int]:
+        """Free guesses, to be scored in the same forward: parents come first, so some first nodes are a tree."""
+        offer = g.ask.offered or Draft()
         places: dict[int, int] = {ROOT: ROOT}
-        for node in chosen:  # parents come first, so a prefix of the nodes is a tree
-            assert offer is not None
+        for node in range(min(SCORED, g.ask.nodes, len(offer))):
             places[node] = g.add(offer.tokens[node], places[offer.parents[node]], 1.0)
-        return list(range(len(chosen)))
+        return list(range(len(g.draft)))
 
-    def _rescore(self, g: _Growth, logits: Tensor) -> None:
-        """Offered nodes get the chance that the draft model itself gives them."""
-        if not g.entries:
-            return
-        probs = self._probs(g, [ROOT, *g.entries], logits)
-        for node in g.entries:
-            parent = g.draft.parents[node]
-            chance = float(probs[parent + 1, g.draft.tokens[node]])
-            g.draft.chances[node] = chance
-            g.path[node] = chance if parent == ROOT else g.path[parent] * chance
-
-    def _next_nodes(self, g: _Growth) -> list[int]:
+    def _next_nodes(self, g: Growth) -> list[int]:
         """Nodes whose children are worth another forward: the surest, and others that come along for little."""
-        ran = set(g.entries)
         room = g.ask.nodes - len(g.entries)
-        open_nodes = [n for n in range(len(g.draft)) if n not in ran and g.depth[n] < g.ask.depth]
-        if room <= 0 or not open_nodes:
+        nodes = sorted(g.open_nodes(), key=lambda n: -g.path[n])
+        if room <= 0 or not nodes:
             return []
-        best = sorted(open_nodes, key=lambda n: -g.path[n])[: min(1 + self.side_branches, room)]
-        if g.ask.worth is not None and not g.ask.worth(g.path[best[0]], g.depth[best[0]]):
+        if g.ask.worth is not None and not g.ask.worth(g.path[nodes[0]], g.depth[nodes[0]]):
             return []
-        return [n for n in best if n == best[0] or g.path[n] > SIDE]
+        if g.ask.at_random:  # all branches go on: how long they are must not depend on how likely they look
+            return nodes[:room]
+        side = nodes[1 : min(1 + self.side_branches, room)]
+        return [nodes[0], *(n for n in side if g.path[n] > SIDE)]
 
-    def _round(self, growing: list[tuple[_Growth, list[int]]]) -> None:
+    def _round(self, growing: list[tuple[Growth, list[int]]]) -> None:
         spans = []
         for g, nodes in growing:
             first = len(g.ask.tokens) + len(g.entries)
             ids = [g.draft.tokens[n] for n in nodes]
-            spans.append(Span(ids, first, g.state.pages, range(len(ids)), len(g.ask.tokens), g.parents(nodes)))
+            spans.append(Span(ids, first, g.ask.pages, range(len(ids)), len(g.ask.tokens), g.parents(nodes)))
         logits = self._runner.forward(spans).logits
         at = 0
         for g, nodes in growing:
@@ -224,44 +195,28 @@ class ModelDrafter(Drafter):
             self._expand(g, nodes, logits[at : at + len(nodes)])
             at += len(nodes)
 
-    def _expand(self, g: _Growth, nodes: list[int], logits: Tensor) -> None:
+    def _expand(self, g: Growth, nodes: list[int], logits: Tensor) -> None:
         """Children of nodes that just ran: the likeliest tokens, or tokens drawn at random."""
         probs = self._probs(g, nodes, logits)  # [nodes, V]
         if g.ask.at_random:
-            self._draw_children(g, nodes, probs)
+            for node, q in zip(nodes, probs, strict=True):
+                g.drawn(node, q)
             return
+        rows = {node: row for row, node in enumerate(nodes)}
+        for node in range(len(g.draft)):  # what was offered gets the draft model's own chance
+            if g.draft.parents[node] in rows:
+                g.rescore(node, float(probs[rows[g.draft.parents[node]], g.draft.tokens[node]]))
         top = probs.topk(self.children, -1)
-        taken = set(zip(g.draft.parents, g.draft.tokens, strict=True))
         for node, tokens, chances in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
-            for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
-                if (rank == 0 or chance >= LEAST) and (node, token) not in taken:
-                    g.add(token, node, chance)
+            g.likeliest(node, tokens, chances)
 
-    def _probs(self, g: _Growth, nodes: list[int], logits: Tensor) -> Tensor:
-        """The draft's distribution, penalties, grammar and temperature included."""
-        params = g.ask.context.params
+    def _probs(self, g: Growth, nodes: list[int], logits: Tensor) -> Tensor:
+        """The draft's distribution over the target's tokens, penalties, grammar and temperature included."""
+        params, logits = g.ask.context.params, logits[:, : self._vocab]
         shaped = shape(logits, [g.row(node) for node in nodes]) if g.ask.context.shaped else logits
         if g.ask.at_random:
             return distribution(shaped, [params] * len(nodes))
         return torch.softmax(shaped if params.greedy else shaped / params.temperature, -1)
-
-    def _draw_children(self, g: _Growth, nodes: list[int], probs: Tensor) -> None:
-        """Children drawn without replacement. How many is settled before the first is drawn: choosing by what came out
-        would change their distribution."""
-        position = len(g.ask.tokens)
-        for node, q in zip(nodes, probs, strict=True):
-            depth = 0 if node == ROOT else g.depth[node]
-            dice = SeededDice(g.ask.context.seed, position, DRAFTING + ((node + 2) << 40))
-            count = min(max(1, self.children - depth), int((q > 0).sum()))
-            if len(g.draft) + count > g.ask.nodes:
-                break
-            rest = q.double()
-            for _ in range(count):
-                token = dice.pick(rest)
-                g.add(token, node, float(q[token]))
-                rest = rest.clone()
-                rest[token] = 0.0
-            g.draft.proposals[node] = q
 
 
 @register

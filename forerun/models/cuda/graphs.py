@@ -9,6 +9,7 @@ run as usual. Knows no request.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
 from forerun.models.cuda.attention import PagedAttention
+from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
-from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, Bucket, lay_pages, masks_of
+from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.stack import ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
@@ -128,6 +130,7 @@ class GraphRunner:
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
         self._mover = Mover(kv)
+        self._chains: ChainRunner | None = None
         self.stack = self._stack(ROWS[0])
 
     def run(self, batch: HostBatch) -> Output | None:
@@ -152,6 +155,14 @@ class GraphRunner:
         if want == list(range(len(want))):
             return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
         return Output(logits=logits[want], greedy=greedy[want])
+
+    def chains(self, batch: HostBatch, depth: int, least: Sequence[float]) -> Chains | None:
+        """Greedy continuations of every sequence in one launch; None where the decoder or the batch does not fit."""
+        if len(batch.tokens) > ROWS[0] or not can_chain(self.decoder, self.page_size):
+            return None
+        if self._chains is None:
+            self._chains = ChainRunner(self.decoder, self.kv, self.max_context, self.page_size)
+        return self._chains.run(batch, min(depth, MAX_STEPS), least[:MAX_STEPS])
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Enqueue the copy of K/V between slots, in all layers."""

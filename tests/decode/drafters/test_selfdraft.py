@@ -189,7 +189,12 @@ def test_a_kept_result_is_used_for_this_model_only(
     make: Callable[..., Engine], cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     searched: list[int] = []
-    monkeypatch.setattr(layer_search, "search", lambda *_: searched.append(1) or Found((0, 1), 0.5))
+
+    def found(*_: Any) -> Found:
+        searched.append(1)
+        return Found((0, 1), 0.5)
+
+    monkeypatch.setattr(layer_search, "search", found)
     monkeypatch.setattr(layer_search, "Rehearsal", lambda *_: None)
 
     def find(engine: Engine) -> Found:

@@ -1,0 +1,89 @@
+"""One draft tree in the making, for drafters that run a model. Knows no model: tokens and chances come from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from forerun.core import ROOT, Draft
+from forerun.decode.drafters.base import Ask
+from forerun.decode.sampling import Row
+from forerun.decode.target import DRAFTING, SeededDice
+
+LEAST = 0.02  # children less likely than this are not worth naming beside the likeliest
+MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
+
+
+@dataclass
+class Growth:
+    """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
+
+    ask: Ask
+    source: str
+    draft: Draft = field(default_factory=Draft)
+    path: list[float] = field(default_factory=list)  # chance that each node is reached and accepted
+    depth: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, chance: float) -> int:
+        self.path.append(chance if parent == ROOT else self.path[parent] * chance)
+        self.depth.append(1 if parent == ROOT else self.depth[parent] + 1)
+        return self.draft.add(token, parent, chance, self.source)
+
+    def rescore(self, node: int, chance: float) -> None:
+        parent = self.draft.parents[node]
+        self.draft.chances[node] = chance
+        self.path[node] = chance if parent == ROOT else self.path[parent] * chance
+
+    def row(self, node: int) -> Row:
+        return Row(self.ask.context, [self.draft.tokens[i] for i in self.draft.path(node)])
+
+    def straight(self) -> list[int]:
+        """Tokens that ran in consecutive entries, each the child of the one before: what may come true in place."""
+        tokens, last = [], ROOT
+        for node in self.entries:
+            if self.draft.parents[node] != last:
+                break
+            tokens.append(self.draft.tokens[node])
+            last = node
+        return tokens
+
+    def parents(self, nodes: list[int]) -> list[int]:
+        """Parents as places among the entries, for nodes that ran or are about to."""
+        place = {node: i for i, node in enumerate([*self.entries, *nodes])}
+        return [place.get(self.draft.parents[n], ROOT) for n in (*self.entries, *nodes)]
+
+    def open_nodes(self) -> list[int]:
+        """Nodes that have not run and may have children."""
+        ran = set(self.entries)
+        return [n for n in range(len(self.draft)) if n not in ran and self.depth[n] < self.ask.depth]
+
+    def likeliest(self, node: int, tokens: list[int], chances: list[float]) -> None:
+        """The likeliest tokens after a node that just ran become its children; those that are there already stay."""
+        known = {self.draft.tokens[n] for n in range(len(self.draft)) if self.draft.parents[n] == node}
+        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+            if (rank == 0 or chance >= LEAST) and token not in known:
+                self.add(token, node, chance)
+
+    def drawn(self, node: int, q: Tensor) -> None:
+        """Children drawn without replacement from q [V]. How many there are is settled before the first is drawn:
+        choosing by what came out would change their distribution."""
+        depth = 0 if node == ROOT else self.depth[node]
+        count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
+        if len(self.draft) + count > self.ask.nodes:
+            return
+        dice = SeededDice(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
+        rest = q.double()
+        for _ in range(count):
+            token = dice.pick(rest)
+            self.add(token, node, float(q[token]))
+            rest = rest.clone()
+            rest[token] = 0.0
+        self.draft.proposals[node] = q
+
+    def forks(self) -> int:
+        """Levels with two children a node, where all branches can go on to the full depth."""
+        deep, nodes = self.ask.depth, self.ask.nodes
+        fits = [k for k in range(MAX_FORKS + 1) if 2 ** (k + 1) - 2 + 2**k * (deep - k) <= nodes and k <= deep]
+        return fits[-1] if fits else 0
