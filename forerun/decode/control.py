@@ -31,7 +31,7 @@ RECENT_KEEP = 0.9  # forgetting, per step, of the rate that a round has to beat
 GRACE = 1.0  # steps that a sequence may lose for the good of the others, beyond `BEHIND`
 LEFT_OUT = 4  # steps after which a sequence takes part in a round that is run for others
 FREE_SHARE = 0.003  # of a step: drafters that cost less are always asked
-CALMING = 0.002  # share, per step, by which costs return to those first timed where they rule a drafter out
+CALMING = 1e-4  # share, per step, by which costs return to those first timed where they rule a drafter out
 
 
 class Controller:

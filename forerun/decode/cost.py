@@ -110,13 +110,15 @@ class CostCurve:
 
     def calm(self, share: float) -> None:
         """Return by so much to what was timed first, where nothing is run any more that could correct the curve."""
+        self._pending += 1
+        if self._pending < REFRESH:
+            return
+        share *= REFRESH
         self._common -= share * self._common
         for i, size in enumerate(self._sizes):
             if size in self._timed:
                 self._logs[i] += share * (self._timed[size] - self._logs[i])
-        self._pending += 1
-        if self._pending >= REFRESH:
-            self._build()
+        self._build()
 
     def points(self) -> dict[int, float]:
         """Seconds at every size that was timed or met, without context."""

@@ -61,6 +61,9 @@ def select(
             flat += paths[i]
             owners += [i] * len(paths[i])
     size = found.size
+    if not flat:
+        found.seconds = target.seconds(size, sequences, context)
+        return found
     seconds = target.row(size, size + len(flat), sequences, context)
     plain_s = target.seconds(sequences, sequences, context) if owed else 0.0
     taken, found.seconds = _best_nodes(flat, owners, found.gains, limits, seconds, spent_s, plain_s, owed)

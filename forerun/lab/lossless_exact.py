@@ -8,10 +8,8 @@ as real ones are: temperature, top-k, top-p, penalties, a grammar. Knows no real
 from __future__ import annotations
 
 import itertools
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from unittest.mock import patch
@@ -25,7 +23,7 @@ from forerun.core import Draft
 from forerun.decode.drafters import Ask, Drafter, registered
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context
-from forerun.decode.target import Dice
+from forerun.decode.target import Dice, SeededDice
 from forerun.decode.verifiers import LOSSLESS, Verifier
 from forerun.decode.workshop import DraftModel, Workshop
 from forerun.lab.enumeration import (
@@ -156,13 +154,11 @@ def draft_law(
     drafter: Drafter, workshop: Workshop, case: Case, answer: Tokens, at_random: bool
 ) -> list[tuple[float, Draft]]:
     """All that a drafter can propose after this answer, with probabilities."""
-    modules = {sys.modules[kind.__module__] for kind in type(drafter).__mro__}
 
     def propose(dice: Dice) -> Draft:
         """Drafters draw with dice of the seed; here these show every side in turn."""
-        with ExitStack() as stack:
-            for module in (module for module in modules if hasattr(module, "SeededDice")):
-                stack.enter_context(patch.object(module, "SeededDice", lambda *about: dice))
+        sides = {"flip": lambda own, chance: dice.flip(chance), "pick": lambda own, weights: dice.pick(weights)}
+        with patch.multiple(SeededDice, **sides):
             return _propose(drafter, workshop, case, answer, at_random)
 
     return list(outcomes(propose))

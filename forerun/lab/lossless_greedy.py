@@ -1,7 +1,8 @@
 """Greedy part of `forerun check lossless`: plain answers, against those of every drafter, alone and in a batch.
 
-Tokens must be equal, and so must their probabilities, up to noise. Beside the drafters of the engine there is one that knows the plain answers and drafts trees of right and wrong tokens
-from them: with any model, on any prompt, tokens are accepted on side branches, and rejected after some were accepted.
+Tokens must be equal, and so must their probabilities, up to noise. Beside the drafters of the engine there is one that
+knows the plain answers and drafts trees of right and wrong tokens from them: with any model, on any prompt, tokens are
+accepted on side branches, and rejected after some were accepted.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_a_drafter_that_was_ruled_out_by_its_costs_is_tried_again_in_the_end():
         c.observe_round("paid", 1, 1, 0, 10 * CPU[1][1])
     for _ in range(20):
         assert paid_rounds(c, [c.open()]) == [0]
-    assert any(paid_rounds(c, [c.open()]) != [0] for _ in range(3000))
+    assert any(paid_rounds(c, [c.open()]) != [0] for _ in range(12000))
 
 
 def test_costs_that_rise_while_a_batch_is_drafted_for_count_at_once():

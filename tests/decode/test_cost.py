@@ -80,6 +80,24 @@ def test_stairs_are_learnt():
     assert curve.seconds(12) == pytest.approx(1.85e-3, rel=0.04)
 
 
+def test_calming_returns_to_what_was_timed_and_by_no_more():
+    curve = CostCurve(CPU)
+    for _ in range(300):
+        curve.observe(1, 1, 0, 3 * CPU[1])
+    slow = curve.seconds(1)
+    for _ in range(100):
+        curve.calm(0.001)
+    assert 0.85 * slow < curve.seconds(1) < 0.95 * slow
+    for _ in range(10_000):
+        curve.calm(0.001)
+    assert curve.points() == pytest.approx(CPU, rel=0.001)
+
+
+def test_one_token_of_each_sequence():
+    curve = CostCurve(CPU, 1e-6, 1e-7)
+    assert curve.side_by_side(40, 500) == pytest.approx([0.0, *(curve.seconds(n, n, 500) for n in range(1, 41))])
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.floats(1e-4, 10.0)), max_size=80))
 def test_more_tokens_never_cost_less(observed: list[tuple[int, float]]):

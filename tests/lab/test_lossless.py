@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from forerun.api import LLM
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.drafters import registered
-from forerun.decode.drafters.model import ChainDrafter, _Growth
+from forerun.decode.drafters import Ask, registered
+from forerun.decode.drafters.model import ChainDrafter
 from forerun.decode.target import Dice, TargetView
 from forerun.decode.verifiers import LOSSLESS
 from forerun.decode.verifiers.base import Verifier
@@ -114,11 +113,11 @@ class Tepid(ChainDrafter):
 
     name = "tepid"
 
-    def _draw_children(self, g: _Growth, nodes: list[int], probs: Tensor) -> None:
-        super()._draw_children(g, nodes, torch.softmax(probs.clamp_min(1e-9).log() * 0.5, -1))
-        for node, q in zip(nodes, probs, strict=True):
-            if node in g.draft.proposals:
-                g.draft.proposals[node] = q
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        drafts = super().propose(asks)
+        for draft in drafts:
+            draft.proposals = {node: torch.softmax(q.log() * 2.0, -1) for node, q in draft.proposals.items()}
+        return drafts
 
 
 def test_acceptance_without_the_residual_is_caught_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
