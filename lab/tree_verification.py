@@ -2,11 +2,11 @@
 
     python lab/tree_verification.py --model 1.5B.gguf --draft 0.5B.gguf --data HumanEval.jsonl.gz --out trees.jsonl
 
-Trees are drawn by the draft model along answers that the target itself drew, one every few tokens; every verifier judges
-every tree with the same number of dice. To judge thousands of times in reasonable time, the vocabulary is cut to the
-tokens that are among the likeliest of any node, drafted tokens included; the rest (its share is printed) is one token.
-Prints the mean accepted length (drafted tokens that were accepted, and one), its ratio to `rejection`, and the standard
-error of that ratio over trees.
+Trees are drawn by the draft model along answers that the target itself drew, one every few tokens; every verifier
+judges every tree with the same number of dice. To judge thousands of times in reasonable time, the vocabulary is cut to
+tokens that are among the likeliest of any node, drafted tokens included; the rest (its share is written down) is one
+token. Prints the mean accepted length (drafted tokens that were accepted, and one), its ratio to `rejection`, and the
+standard error of that ratio over trees.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def small(draft: Draft, probs: torch.Tensor) -> tuple[Draft, torch.Tensor, float
 
     def cut(rows: torch.Tensor) -> torch.Tensor:
         own = rows[:, kept].double()
-        return torch.cat([own, (rows.double().sum(-1, keepdim=True) - own.sum(-1, keepdim=True)).clamp_min(0)], -1).cpu()
+        rest = rows.double().sum(-1, keepdim=True) - own.sum(-1, keepdim=True)
+        return torch.cat([own, rest.clamp_min(0)], -1).cpu()
 
     target, proposals = cut(probs), cut(q)
     tokens = [place[token] for token in draft.tokens]
@@ -134,15 +135,18 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, float]] = []
     cores = max(1, (os.cpu_count() or 2) - 1)
-    with LLM(args.model, draft=args.draft, max_context=2048, pool_tokens=8192) as llm, args.out.open("w") as out:
-        with multiprocessing.get_context("spawn").Pool(cores) as pool:
-            for task in read_tasks(args.data)[: args.prompts]:
-                ids = llm.encode([{"role": "user", "content": task.text}])
-                jobs = [(*tree, args.dice) for tree in trees(llm, ids, args)]
-                for job, row in zip(jobs, pool.map(judge, jobs, chunksize=1), strict=True):
-                    rows.append(row)
-                    out.write(json.dumps(row | {"nodes": len(job[0]), "rest": job[2]}) + "\n")
-                out.flush()
+    with (
+        LLM(args.model, draft=args.draft, max_context=2048, pool_tokens=8192) as llm,
+        args.out.open("w") as out,
+        multiprocessing.get_context("spawn").Pool(cores) as pool,
+    ):
+        for task in read_tasks([args.data])[: args.prompts]:
+            jobs = [(*tree, args.dice) for tree in trees(llm, task.ids(llm.tokenizer), args)]
+            for job, row in zip(jobs, pool.map(judge, jobs, chunksize=1), strict=True):
+                rows.append(row)
+                out.write(json.dumps(row | {"nodes": len(job[0]), "rest": job[2]}) + "\n")
+            out.flush()
+            if rows:
                 print(json.dumps(summary(rows)), flush=True)
 
 

@@ -104,10 +104,9 @@ class ForerunSide:
         return {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
 
     def _forget(self) -> None:
-        """Leave nothing of earlier answers: neither their K/V nor their text. All settings get the same tasks, and
-        a drafter that remembers the answer of the one before would repeat it, ten times as fast as it really is."""
+        """Leave nothing of earlier answers, neither their K/V nor what drafters remember of their text: all settings
+        get the same tasks, and one that remembers the answer before would repeat it, ten times as fast as it is."""
         self.llm.clear_cache()
-        self.llm.engine.speculator._drafters.pop("suffix", None)
 
     def speculation(self) -> dict[str, Any]:
         """Figures over all requests so far, acceptance and cost curves."""

@@ -115,7 +115,7 @@ def prepare(setup: Setup, plan: Plan) -> Work:
 
 
 def _asked(task: Task, number: int, tokenizer: Tokenizer) -> Asked:
-    ids = tokenizer.apply_chat_template(task.messages)
+    ids = task.ids(tokenizer)
     return Asked(task, number, ids, len(ids) + len(tokenizer.encode(task.follow_up)) + 64)
 
 
@@ -127,7 +127,7 @@ def _crowd(tasks: list[Task], tokenizer: Tokenizer, count: int, longest: int) ->
             if len(found) == count:
                 return found
             text = f"({turn}) {task.turns[0]}" if turn else task.turns[0]
-            ids = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+            ids = task.ids(tokenizer, text)
             if len(ids) <= longest:
                 found.append(ids)
     if len(found) < count:

@@ -31,6 +31,7 @@ RECENT_KEEP = 0.9  # forgetting, per step, of the rate that a round has to beat
 GRACE = 1.0  # steps that a sequence may lose for the good of the others, beyond `BEHIND`
 LEFT_OUT = 4  # steps after which a sequence takes part in a round that is run for others
 FREE_SHARE = 0.003  # of a step: drafters that cost less are always asked
+LEAST_AGE = 16  # steps that thresholds for devices are kept
 CALMING = 1e-4  # share, per step, by which costs return to those first timed where they rule a drafter out
 
 
@@ -43,6 +44,7 @@ class Controller:
         self._probes = Probes()
         self._recent = (0.0, 0.0)  # expected tokens and seconds of recent steps with a paid drafter
         self._paid = False  # whether this step has one
+        self._least: dict[tuple[str, int], tuple[int, list[float]]] = {}  # steps since, and what `least` last gave
         self._shared: tuple[tuple[Any, ...], SharedCosts] | None = None  # costs that `worth` last went by
 
     def open(self) -> RequestStats:
@@ -199,6 +201,16 @@ class Controller:
         tokens, taken = self._recent
         factor = stats.record(drafter).factor
         return Worth(self._acceptance.record(drafter), factor, self._shared[1], tokens / taken if taken else 0.0)
+
+    def least(self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0) -> list[float]:
+        """`worth` for `Ask.least`; worked out anew every few steps only."""
+        if stats.probing == drafter:
+            return [2.0]  # no path is that likely: one round
+        age, known = self._least.get((drafter, sequences), (0, []))
+        if age % LEAST_AGE == 0:
+            known = Worth.least(self.worth(stats, drafter, sequences, context))  # type: ignore[arg-type]
+        self._least[drafter, sequences] = age + 1, known
+        return known
 
     # -- whether to ask a free drafter ---------------------------------------------------------------------------------
 

@@ -82,12 +82,19 @@ def search(rehearsal: Rehearsal, decoder: Decoder, quiet: bool = False) -> Found
 
 
 def speedup(agreement: float, cost: float) -> float:
-    """Tokens per pass of the target's time at the best depth, where a round costs this share of it."""
+    """Tokens per pass of the target's time at the best depth, where a round costs this share of it.
+
+    Below 1, where no depth pays, how much of its cost the first round brings in: comparing times would then prefer the
+    cheapest round, however useless.
+    """
+    step = VERIFY + cost
+    if agreement <= step:
+        return agreement / step
     best, path, tokens = 0.0, 1.0, 1.0
     for depth in range(1, DEEPEST + 1):
         path *= agreement
         tokens += path
-        best = max(best, tokens / (1.0 + depth * (VERIFY + cost)))
+        best = max(best, tokens / (1.0 + depth * step))
     return best
 
 
@@ -108,7 +115,7 @@ def _candidates(influence: list[float], best: Callable[[], tuple[int, ...]]) -> 
         dropped = set(order[: (n + 2) * count // (NESTED + 3)])
         yield tuple(b for b in range(count) if b not in dropped)
     for n in range(EXITS):
-        yield tuple(range((n + 1) * count // (EXITS + 2) // 2 * 2))
+        yield tuple(range((n + 2) * count // (EXITS + 2) // 2 * 2))
     for share, place in GAPS:  # layers side by side, from a share of the room before them; the last layer stays
         size = int(count * share) // 2 * 2
         start = min(int((count - size) * place) // 2 * 2, count - 2 - size)

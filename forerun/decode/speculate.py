@@ -86,6 +86,11 @@ class Speculator:
             except Exception as error:
                 self._report(drafter.name, f"{type(error).__name__}: {error}")
 
+    def forget(self) -> None:
+        """Drop what drafters remember of requests that are over."""
+        for drafter in self._drafters.values():
+            drafter.forget()
+
     def _names(self, params: SamplingParams) -> list[str]:
         """Drafters a request asks for; a grammar always guesses for the answers it constrains."""
         asked = params.speculation.drafter
@@ -147,7 +152,7 @@ class Speculator:
         for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
             drafter = self._drafter(name)
             mine = [turn for turn in turns if name in turn.guessing.names]
-            if drafter.free or not mine:
+            if drafter.free:
                 continue
             depths = self._depths(drafter, mine, context)
             chosen = [turn for turn, depth in zip(mine, depths, strict=True) if depth]
@@ -155,11 +160,21 @@ class Speculator:
             for turn, ask in zip(chosen, asks, strict=True):
                 ask.offered = turn.draft
                 if not turn.guessing.depth:
-                    ask.worth = self.controller.worth(turn.guessing.stats, name, len(chosen), context)
+                    self._limit_cost(drafter, turn, ask, len(chosen), context)
             for turn, draft in zip(chosen, self._propose(drafter, chosen, asks), strict=True):
                 self._offer(turn, draft)
+            for ran in drafter.rounds if chosen else ():
+                self.controller.observe_round(name, ran.tokens, ran.sequences, context, ran.seconds)
             self._join(chosen)
         return time.perf_counter() - start
+
+    def _limit_cost(self, drafter: Drafter, turn: Turn, ask: Ask, sequences: int, context: int) -> None:
+        """Tell a paid drafter when to stop."""
+        stats = turn.guessing.stats
+        if drafter.on_device:
+            ask.least = self.controller.least(stats, drafter.name, sequences, context)
+        else:
+            ask.worth = self.controller.worth(stats, drafter.name, sequences, context)
 
     def _depths(self, drafter: Drafter, turns: list[Turn], context: int) -> list[int]:
         curve = self.controller.drafters[drafter.name]

@@ -11,6 +11,8 @@ import math
 from forerun.decode.acceptance import DEPTHS, Record
 from forerun.decode.cost import DEEPEST, LOOK_AHEAD, CostCurve
 
+_HALVINGS = 7
+
 
 class SharedCosts:
     """One sequence's share of a step's costs, where `sequences` are drafted for side by side.
@@ -68,6 +70,20 @@ class Worth:
             if gain > rate * (verify_s[k + 1] - verify_s[depth] + (k + 1 - depth) * round_s):
                 return True
         return False
+
+    def least(self) -> list[float]:
+        """The same as numbers, for chains that go on by themselves on a device: after so many tokens, the path's least
+        chance that is worth another round. The path is taken to be as sure everywhere."""
+        return [self._threshold(depth) for depth in range(1, DEEPEST)]
+
+    def _threshold(self, depth: int) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            trial = Worth(self._record, self._factor, self._costs, self._recent)
+            trial._rounds = depth - 1
+            low, high = (low, middle) if trial(middle, depth) else (middle, high)
+        return high
 
     def _follow(self, chance: float, depth: int) -> None:
         """Take in a round: one token more, several where it began with another drafter's, or a side branch."""

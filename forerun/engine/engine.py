@@ -278,8 +278,9 @@ class Engine:
         return self.runner.time_forward(tokens, context)
 
     def clear_cache(self) -> None:
-        """Forget all prefixes; running sequences keep their own pages."""
+        """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages."""
         self.tree.clear()
+        self.speculator.forget()
 
 
 def _span(work: Work) -> Span:

@@ -31,7 +31,7 @@ LENGTH = 3  # tokens of an answer whose law is compared: the first is never draf
 LOOKED_INTO = 12  # beginnings whose next token is looked at one by one
 SIGNIFICANCE, POWER = 0.001, 0.95
 NODES = 6
-WITH_MODELS = "traversal"  # the rule that drafters with a model of their own are tried with
+WITH_MODELS = "rejection"  # the rule for drafters with a model: it shows a wrong claim about a draw most directly
 MATCHED = 48  # seeds whose answers are compared token by token
 MATCHED_TOKENS = 12
 

@@ -91,6 +91,11 @@ class Runner:
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks)
 
+    @property
+    def can_chain(self) -> bool:
+        """Whether greedy continuations can run in one launch."""
+        return self.graphs is not None and self.graphs.can_chain
+
     def chains(self, spans: list[Span], depth: int, least: Seq[float]) -> Chains | None:
         """Greedy continuations of all spans in one launch; None where the device or the decoder cannot."""
         if self.graphs is None:

@@ -74,6 +74,10 @@ def test_acceptance_by_depth_goes_on_as_at_the_last_one_known():
     assert len(ahead) == 12
     assert min(ahead[:3]) > 0.9 and ahead[3] < 0.1
     assert ahead[DEPTHS:] == [ahead[DEPTHS - 1]] * (12 - DEPTHS)
+    for _ in range(300):
+        known.learn(RequestStats(), chain, [*range(10), 99])  # now the eleventh does not
+    ahead = known.record("paid").ahead(1.0, 12)
+    assert ahead[0] > 0.95 and 0.7 < ahead[-1] < 0.8  # three of four from the eighth on
     assert Record().ahead(2.0, 2) == pytest.approx([0.8 * 2 / (0.2 + 0.8 * 2)] * 2)  # twice the odds
 
 

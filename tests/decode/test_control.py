@@ -182,3 +182,28 @@ def test_costs_that_rise_while_a_batch_is_drafted_for_count_at_once():
     for _ in range(400):
         c.observe_round("paid", 1, 1, 0, 10 * CPU[1][1])
     assert not c.worth(c.open(), "paid")(0.9, 1)
+
+
+def one_good_one_hopeless() -> tuple[Controller, list[RequestStats]]:
+    c = make(({1: 1.0, 64: 1.5}, {1: 0.2, 64: 0.4}))
+    good, hopeless = c.open(), c.open()
+    guess = Draft.chain([1], [0.8], "paid")
+    for _ in range(60):
+        c.learn(good, guess, [1])
+        c.learn(hopeless, guess, [2])
+    return c, [good, hopeless]
+
+
+def test_a_sequence_that_rounds_are_not_run_for_takes_part_now_and_then():
+    c, stats = one_good_one_hopeless()
+    steps = [paid_rounds(c, stats) for _ in range(8)]
+    assert all(good > 1 for good, _ in steps)
+    assert [hopeless for _, hopeless in steps] == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_nothing_is_drafted_for_others_while_one_is_behind():
+    c, stats = one_good_one_hopeless()
+    stats[1].plain_s, stats[1].taken_s = 10.0, 20.0
+    assert [paid_rounds(c, stats)[0] for _ in range(8)] == [0] * 8
+    stats[1].taken_s = 10.0
+    assert paid_rounds(c, stats)[0] > 1

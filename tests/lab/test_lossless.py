@@ -77,7 +77,7 @@ def test_the_whole_check_passes_on_a_sound_engine(folder: str, monkeypatch: pyte
     assert [f for f in findings if not f.passed] == []
     assert {f.part for f in findings} == {"exact", "sampled", "greedy"}
     names = {f.name for f in findings if f.checked}
-    assert {"model, match", "sketch, rejection", "sketch, traversal", "model, traversal", "model, batch of 2"} <= names
+    assert {"model, match", "sketch, rejection", "sketch, traversal", "model, rejection", "model, batch of 2"} <= names
     assert "right and wrong guesses, one by one" in names and said
 
 
@@ -141,17 +141,17 @@ def test_a_draft_that_ignores_the_temperature_is_caught_exactly() -> None:
 def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless_sampled, "MATCHED", 4)
     monkeypatch.setitem(LOSSLESS, "wishful", Wishful)
-    for name in ("rejection", "block", "transport"):  # seconds each, and no part of this
+    for name in ("traversal", "block", "transport"):  # seconds each, and no part of this
         monkeypatch.delitem(LOSSLESS, name)
     with available(Tepid):
         monkeypatch.setattr(lossless_sampled, "_paid", lambda llm: ["model-chain", "tepid"])
-        findings = list(check_sampled(llm, PROMPTS, temperature=0.25, samples=256))
+        findings = list(check_sampled(llm, PROMPTS, temperature=0.12, samples=256))
         llm.engine.speculator._drafters.pop("tepid")
     passed = {finding.name: finding.passed for finding in findings}
-    assert not passed.pop("sketch, wishful") and not passed.pop("tepid, traversal")
+    assert not passed.pop("sketch, wishful") and not passed.pop("tepid, rejection")
     assert passed.keys() == {
         *("auto, match", "model-chain, match", "tepid, match"),
-        *("sketch, traversal", "model-chain, traversal"),
+        *("sketch, rejection", "model-chain, rejection"),
     }
     assert all(passed.values())
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forerun.core import Draft
 from forerun.decode.sampling import Context
@@ -40,11 +40,21 @@ class Ask:
         return self.context.tokens
 
 
+class Round(NamedTuple):
+    """One forward of a paid drafter that held nothing but new nodes."""
+
+    tokens: int
+    sequences: int
+    seconds: float
+
+
 class Drafter(ABC):
     """`propose` is called with the sequences of one step, at most once a step."""
 
     name: ClassVar[str]
     free: ClassVar[bool] = True  # costs no forward of a model
+    on_device: bool = False  # decides by `Ask.least`, not `Ask.worth`, when to stop
+    rounds: Sequence[Round] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, workshop: Workshop) -> None:  # noqa: B027
         """Made once per engine, when a request first asks for it."""
@@ -68,6 +78,9 @@ class Drafter(ABC):
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:  # noqa: B027
         """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or keep state."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop whatever was learnt from requests that are over."""
 
 
 _KINDS: dict[str, type[Drafter]] = {}

@@ -81,7 +81,10 @@ class CrossDrafter(Drafter):
             )
         if workshop.tokenizer is None or workshop.draft.tokenizer is None:
             missing = "the target" if workshop.tokenizer is None else workshop.draft.source
-            return BadRequest(f"the drafter {cls.name!r} goes through the text, and {missing} has no tokenizer")
+            return BadRequest(
+                f"the drafter {cls.name!r} goes through the text, and {missing} has no tokenizer",
+                "use models that come with their tokenizer",
+            )
         return None
 
     # -- the contract --------------------------------------------------------------------------------------------------

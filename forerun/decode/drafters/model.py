@@ -7,6 +7,7 @@ the draft model agrees with saves it rounds of its own (a cascade). Knows no ver
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
+from forerun.decode.drafters.base import Ask, Drafter, Round, register
 from forerun.decode.drafters.growth import Growth
 from forerun.decode.sampling import distribution, shape
 from forerun.decode.workshop import Workshop
@@ -48,6 +49,8 @@ class ModelDrafter(Drafter):
         self._vocab = workshop.runner.decoder.config.vocab_size
         self._plane = next(p for p in workshop.pool.planes if p.kv is self._runner.kv)
         self._states: dict[int, _State] = {}
+        self.on_device = self._runner.can_chain
+        self.rounds: list[Round] = []
 
     @classmethod
     def problem(cls, workshop: Workshop) -> BadRequest | None:
@@ -63,6 +66,7 @@ class ModelDrafter(Drafter):
     # -- the contract --------------------------------------------------------------------------------------------------
 
     def propose(self, asks: list[Ask]) -> list[Draft]:
+        self.rounds = []
         grown = [Growth(ask, self.name) for ask in asks]
         ready = [g for g in grown if self._catch_up(g.ask)]
         if ready and not self._grow_chains(ready):
@@ -127,9 +131,12 @@ class ModelDrafter(Drafter):
         if any(g.ask.at_random or g.ask.context.shaped for g in ready):
             return False
         spans = [self._unseen(g.ask) for g in ready]
+        start = time.perf_counter()
         chains = self._runner.chains(spans, max(g.ask.depth for g in ready), ready[0].ask.least)
         if chains is None:
             return False
+        steps = len(chains.tokens[0])
+        self.rounds = [Round(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
         for g, tokens, chances in zip(ready, chains.tokens, chains.chances, strict=True):
             node = ROOT
             for token, chance in list(zip(tokens, chances, strict=True))[: g.ask.depth]:
@@ -188,7 +195,10 @@ class ModelDrafter(Drafter):
             first = len(g.ask.tokens) + len(g.entries)
             ids = [g.draft.tokens[n] for n in nodes]
             spans.append(Span(ids, first, g.ask.pages, range(len(ids)), len(g.ask.tokens), g.parents(nodes)))
+        start = time.perf_counter()
         logits = self._runner.forward(spans).logits
+        ran = sum(len(nodes) for _, nodes in growing)
+        self.rounds.append(Round(ran, len(growing), time.perf_counter() - start))
         at = 0
         for g, nodes in growing:
             g.entries += nodes

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from forerun.cache.pool import PagePool
-from forerun.core import Draft
 from forerun.decode.drafters.base import Ask, register
+from forerun.decode.drafters.growth import Growth
 from forerun.decode.drafters.model import ModelDrafter, _State
 from forerun.decode.layer_search import find_blocks
 from forerun.decode.workshop import Workshop
@@ -59,7 +59,8 @@ class SelfDrafter(ModelDrafter):
             assert workshop.tokenizer is not None
             blocks = find_blocks(workshop.runner, workshop.tokenizer, workshop.max_context).blocks
         self._runner = PartialRunner(workshop.runner, blocks)  # type: ignore[assignment]
-        self._pool = workshop.pool
+        self._pool, self._vocab = workshop.pool, workshop.runner.decoder.config.vocab_size
+        self._states = {}
 
     @classmethod
     def problem(cls, workshop: Workshop) -> BadRequest | None:
@@ -69,20 +70,17 @@ class SelfDrafter(ModelDrafter):
             )
         return None
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
-        drafts = super().propose(asks)
-        for draft in drafts:
-            draft.sources = [self.name] * len(draft)
-        return drafts
-
     def behind(self, ask: Ask) -> int:
         return 1
 
-    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
-        """Nothing was kept."""
-
     def _state(self, ask: Ask) -> _State:
-        return _State(ask.pages, len(ask.tokens) - 1)
+        """The target has computed all but the last token, in any step."""
+        state = self._states[ask.id] = _State(ask.pages, len(ask.tokens) - 1)
+        return state
 
     def _advance(self, state: _State, valid: int) -> None:
         """The pages are the target's own: what it has computed there is its own business."""
+
+    def _grow_chains(self, ready: list[Growth]) -> bool:
+        """A launch of several rounds runs every layer."""
+        return False

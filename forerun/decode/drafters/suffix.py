@@ -193,6 +193,9 @@ class Suffix(Drafter):
         seq = self._sequences.pop(seq_id, None) or _Sequence(max(0, len(tokens) - _CHUNK))
         self._take_in(seq, tokens, _CHUNK)
 
+    def forget(self) -> None:
+        self._young, self._old = Automaton(), Automaton()
+
     def _take_in(self, seq: _Sequence, tokens: list[int], most: int) -> int:
         if len(self._young) >= self._max_states:
             self._young, self._old = Automaton(), self._young

@@ -156,9 +156,13 @@ class GraphRunner:
             return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
         return Output(logits=logits[want], greedy=greedy[want])
 
+    @property
+    def can_chain(self) -> bool:
+        return can_chain(self.decoder, self.page_size)
+
     def chains(self, batch: HostBatch, depth: int, least: Sequence[float]) -> Chains | None:
         """Greedy continuations of every sequence in one launch; None where the decoder or the batch does not fit."""
-        if len(batch.tokens) > ROWS[0] or not can_chain(self.decoder, self.page_size):
+        if len(batch.tokens) > ROWS[0] or not self.can_chain:
             return None
         if self._chains is None:
             self._chains = ChainRunner(self.decoder, self.kv, self.max_context, self.page_size)

@@ -8,22 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tokenizers
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from forerun.cache.pool import PagePool
 from forerun.core import Draft, SamplingParams, Speculation, Verdict
 from forerun.decode.control import Controller
 from forerun.decode.cost import CostCurve
 from forerun.decode.drafters.base import Ask
 from forerun.decode.drafters.cross import CrossDrafter, _Growth, _State
-from forerun.decode.drafters.retoken import Transcript, retokenise, shares, whole_characters
-from forerun.decode.drafters.spare import SparePages
+from forerun.decode.drafters.retoken import Transcript
 from forerun.decode.sampling import Context
 from forerun.decode.speculate import Guessing
 from forerun.decode.workshop import DraftModel
@@ -31,29 +25,16 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
-from forerun.models.config import ModelConfig
 from forerun.models.decoder import Output
 from forerun.models.load import open_checkpoint
 from forerun.models.runner import Span
 from forerun.tokenizer import Tokenizer
 from tests import tiny
+from tests.decode.drafters.common import STORY, other_tokenizer, train
 from tests.engine.common import Answer, finish, leaked, run
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
-STORY = "The keeper's lamp 🌊 was naïve: 12 ships, 3 gulls… and «Größe» 漢字!\n    def turn(lamp):\n\treturn 30 👩‍🚀\n"
-
-
-def train(text: str, size: int) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<|im_end|>", "<pad>"], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([text], trainer)
-    return backend
 
 
 @pytest.fixture(scope="module")
@@ -63,114 +44,7 @@ def target(tiny_folder: Callable[[str], Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def other() -> Tokenizer:
-    """Trained on other text, to another size: few ids and few cuts in common with the tiny models' tokenizer."""
-    return Tokenizer(train("return the ships; keeper of gulls and Größe. " * 3 + STORY, 400), eos_ids=[0])
-
-
-# -- text between tokenizers -------------------------------------------------------------------------------------------
-
-
-def read(tokenizer: Tokenizer, ids: list[int]) -> bytes:
-    return b"".join(tokenizer.token_bytes(i) for i in ids)
-
-
-@given(st.text(max_size=300), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
-def test_a_transcript_is_the_text_wherever_it_is_interrupted(target: Tokenizer, other: Tokenizer, text: str, step: int):
-    text = STORY + text
-    tokens, transcript = target.encode(text), Transcript(target, other)
-    for count in range(1, len(tokens) + step, step):
-        transcript.follow(tokens[:count])
-        assert read(other, transcript.ids) + transcript.rest == read(target, tokens[:count])
-    assert transcript.rest == b""
-
-
-def test_a_transcript_changes_only_near_its_end(target: Tokenizer, other: Tokenizer):
-    tokens = target.encode(STORY * 12)
-    transcript, before = Transcript(target, other), list[int]()
-    for count in range(1, len(tokens) + 1):
-        transcript.follow(tokens[:count])
-        common = next((i for i, (a, b) in enumerate(zip(before, transcript.ids, strict=False)) if a != b), len(before))
-        assert len(read(other, before[common:])) < 40
-        before = list(transcript.ids)
-    assert transcript.fixed > 0.8 * len(before)
-    assert len(before) - len(other.encode(STORY * 12)) < 5  # encoded in pieces, cut as if in one
-
-
-def test_control_tokens_have_counterparts_or_none(target: Tokenizer, other: Tokenizer):
-    start, end = (target.encode(name, parse_special=True)[0] for name in ("<|im_start|>", "<|im_end|>"))
-    transcript = Transcript(target, other)
-    transcript.follow([start, *target.encode("keep"), end, *target.encode("er")])
-    assert transcript.ids == [*other.encode("keep"), 0, *other.encode("er")]
-
-
-@given(st.text(max_size=120), st.data())
-@settings(max_examples=60, deadline=None)
-def test_retokenised_text_continues_the_tokens(target: Tokenizer, text: str, data: st.DataObject):
-    tokens = target.encode(STORY + text)
-    cut = data.draw(st.integers(0, len(tokens)))
-    more = read(target, tokens[cut:])
-    found = retokenise(target, tokens[:cut], more)
-    assert more.startswith(read(target, found))
-    if not more[:1] or more[0] & 0xC0 != 0x80:
-        assert read(target, found) == more
-
-
-def test_text_is_cut_as_the_model_would_cut_it(target: Tokenizer):
-    tokens = target.encode(tiny.TEXT)
-    for cut in range(1, len(tokens), 7):
-        more = read(target, tokens[cut : cut + 9])
-        assert retokenise(target, tokens[:cut], more)[:5] == tokens[cut : cut + 5]
-
-
-def test_a_token_that_stands_is_not_joined_with_what_follows(target: Tokenizer):
-    word = next(i for i in target.encode(tiny.TEXT) if len(target.token_bytes(i)) > 3)
-    whole = target.token_bytes(word)
-    first = target.encode(whole[:1].decode())
-    found = retokenise(target, first, whole[1:])
-    assert read(target, found) == whole[1:] and [*first, *found] != [word]
-
-
-def test_what_a_normaliser_changes_is_not_proposed(other: Tokenizer):
-    backend = train(STORY, 300)
-    backend.normalizer = tokenizers.normalizers.Lowercase()
-    small = Tokenizer(backend)
-    assert read(small, retokenise(small, [], b"ships and GULLS")) == b"ships and "
-
-
-def test_whole_characters():
-    wave = "🌊".encode()
-    assert whole_characters(b"ab" + wave) == b"ab" + wave
-    assert whole_characters(b"ab" + wave[:3]) == b"ab"
-    assert whole_characters(wave[:2]) == b""
-
-
-def test_shares_of_chances():
-    assert shares([(4, 0.25), (2, 0.5)], [2, 4]) == pytest.approx([0.5, 0.25])
-    assert shares([(1, 0.5), (1, 0.5), (2, 0.9)], [2, 2]) == pytest.approx([0.25, 0.9])
-
-
-# -- pages -------------------------------------------------------------------------------------------------------------
-
-
-def test_spare_pages_are_free_for_everybody_else():
-    config = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 64)
-    pool = PagePool(config, 8, 4, torch.float32, CPU)
-    spare, mine, yours = SparePages(pool, pool.add_plane(config, torch.float32, CPU)), array("i"), array("i")
-    assert spare.extend(1, mine, 3) and spare.extend(2, yours, 4)
-    assert not set(mine) & set(yours) and pool.free == 8 and spare.intact(1, mine) == 3
-    assert not spare.extend(1, mine, 5) and len(mine) == 3
-    lost = mine[1]
-    taken = pool.allocate(8)
-    assert pool.free == 0 and lost in taken
-    pool.release(page for page in taken if page != lost)
-    assert spare.intact(1, mine) == 0 and spare.intact(2, yours) == 0  # all were handed out in between
-    assert spare.extend(2, yours, 7) and lost not in yours and not spare.extend(1, mine, 1)
-    spare.drop(2, yours)
-    assert spare.extend(1, mine, 7) and np.all(pool.refs[list(mine)] == 0)
-
-
-# -- in the engine -----------------------------------------------------------------------------------------------------
+    return other_tokenizer()
 
 
 def generous() -> Controller:
