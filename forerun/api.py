@@ -15,19 +15,18 @@ from typing import Any
 import psutil
 import torch
 
-from forerun.cache.pool import PagePool
 from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.decode.workshop import DraftModel
 from forerun.driver import Driver
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, FinishReason
-from forerun.errors import BadRequest, OutOfPages
+from forerun.errors import BadRequest
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.decoder import Decoder
 from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
+from forerun.sizing import checked_pool_tokens, default_pool_tokens
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -110,7 +109,7 @@ class LLM:
         decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
         config = EngineConfig(
             max_context=context,
-            pool_tokens=_pool_tokens(pool_tokens, decoders) or default_pool_tokens(decoders, context),
+            pool_tokens=checked_pool_tokens(pool_tokens, decoders) or default_pool_tokens(decoders, context),
             max_batch=max_batch,
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
@@ -144,19 +143,19 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self._driver.stream(self.encode(prompt), _checked(params))
+        return self._driver.stream(self.encode(prompt), self._checked(params))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` of one prompt for asyncio; run several at once and they share batches."""
-        return await self._acomplete(self.encode(prompt), _checked(params))
+        return await self._acomplete(self.encode(prompt), self._checked(params))
 
     async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """`chat` of one conversation for asyncio."""
-        return await self._acomplete(self.encode(messages), _checked(params))
+        return await self._acomplete(self.encode(messages), self._checked(params))
 
     def astream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> AsyncIterator[Event]:
         """`stream` for asyncio."""
-        return self._driver.astream(self.encode(prompt), _checked(params))
+        return self._driver.astream(self.encode(prompt), self._checked(params))
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
@@ -174,12 +173,22 @@ class LLM:
         return list(prompt)  # type: ignore[arg-type]
 
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
-        params = _checked(params)
+        params = self._checked(params)
         runs = self._driver.run([(ids, params) for ids in prompts])
         return [_collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
 
     async def _acomplete(self, ids: list[int], params: SamplingParams) -> Completion:
         return _collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(
+                f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)"
+            )
+        self._driver.prepare(params)
+        return params
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
@@ -221,48 +230,12 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model
 
 
-def _page_bytes(decoders: list[Decoder], page_size: int) -> int:
-    return sum(PagePool.page_bytes(d.config, page_size, d.dtype) for d in decoders)
-
-
-def default_pool_tokens(decoders: list[Decoder], context: int, page_size: int = 16) -> int:
-    """Room for four full contexts, within a quarter of the memory that is free (CPU) or most of it (CUDA)."""
-    per_page = _page_bytes(decoders, page_size)
-    if decoders[0].device.type == "cuda":
-        room = int(torch.cuda.mem_get_info()[0] * 0.8)
-        return max(2, room // per_page) * page_size
-    room = psutil.virtual_memory().available // 4
-    pages = min(4 * context // page_size, room // per_page)
-    return max(2, pages) * page_size
-
-
-def _pool_tokens(asked: int | None, decoders: list[Decoder], page_size: int = 16) -> int | None:
-    """What was asked for, if memory can hold it."""
-    if asked is None:
-        return None
-    needed = asked * _page_bytes(decoders, page_size) // page_size
-    cuda = decoders[0].device.type == "cuda"
-    free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
-    if needed > free:
-        raise OutOfPages(
-            f"pool_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
-            f"ask for at most {free * asked // needed} tokens, or leave pool_tokens out",
-        )
-    return asked
-
-
 def _context(asked: int | None, limit: int) -> int:
     if asked is None:
         return limit
     if not isinstance(asked, int) or not 2 <= asked <= limit:
         raise BadRequest(f"max_context is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
     return asked
-
-
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)")
-    return params or SamplingParams()
 
 
 def _as_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:

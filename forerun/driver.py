@@ -108,6 +108,12 @@ class Driver:
                 raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
             self.engine.submit(request)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Make what a request needs and does not exist yet, before its time starts to count."""
+        if not self.engine.speculator.ready(params):
+            with self._lock:
+                self.engine.prepare(params)
+
     def _step(self) -> None:
         with self._lock:
             self.engine.step()

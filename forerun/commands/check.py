@@ -73,7 +73,7 @@ def lossless(
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of the sampled part; above 0.")] = 0.8,
     samples: Annotated[
         int, typer.Option("--samples", min=64, max=1_000_000, help="Answers of each test: more show less.")
-    ] = 512,
+    ] = 256,
     as_json: opt.AsJson = False,
 ) -> None:
     """Speculative answers against plain ones: exactly on four tokens, by statistics and token for token on the model.

@@ -19,6 +19,8 @@ LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
 
 DEEPEST = 16  # rounds a paid drafter is planned for
 LOOK_AHEAD = 3  # rounds that the next one may need to pay
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens of the forwards that are timed at the start
+CONTEXTS = (32, 512)
 
 
 class CostCurve:
@@ -67,6 +69,13 @@ class CostCurve:
         at_small, at_large = (min(slopes[size]) for size in (small, large))  # noise only adds
         by_token = max(0.0, at_large - at_small) / (large - small) if large > small else 0.0
         return cls(points, max(0.0, at_small - small * by_token), by_token, base)
+
+    @classmethod
+    def within(cls, time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
+        """`measure` at a few sizes and contexts of at most `limit` tokens in all."""
+        sizes = [size for size in SIZES if size <= max(1, limit // 4)]
+        contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
+        return cls.measure(time_forward, sizes, contexts)
 
     def seconds(self, tokens: int, sequences: int = 1, context: int = 0) -> float:
         """Of a forward with so many tokens in all, of so many sequences with `context` entries each (on average)."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,22 +30,13 @@ log = logging.getLogger("forerun")
 FREE = ("grammar", "copy", "suffix", "lookup")  # who guesses under `auto`, beside a draft model where there is one
 
 
-SIZES = (1, 2, 4, 8, 16, 32)  # tokens of the forwards that are timed at the start
-CONTEXTS = (32, 512)
 MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both guess at the same place
-
-
-def measure(time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
-    """Times a few forwards within `limit` tokens in all."""
-    sizes = [size for size in SIZES if size <= max(1, limit // 4)]
-    contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
-    return CostCurve.measure(time_forward, sizes, contexts)
 
 
 class Speculator:
     def __init__(self, workshop: Workshop, controller: Controller | None = None) -> None:
         self.workshop = workshop
-        self.controller = controller or Controller(measure(self._time_target, self._limit), {})
+        self.controller = controller or Controller(CostCurve.within(self._time_target, self._limit), {})
         self.totals = Usage()
         self._drafters: dict[str, Drafter] = {}
         self._failed: set[str] = set()
@@ -71,6 +61,15 @@ class Speculator:
             problem = registered()[name].problem(self.workshop)
             if problem is not None:
                 raise problem
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Make the drafters a request names, between steps: timing one or searching its layers can take long."""
+        self.check(params)
+        for name in self._names(params):
+            self._drafter(name)
+
+    def ready(self, params: SamplingParams) -> bool:
+        return all(name in self._drafters for name in self._names(params))
 
     def open(self, seq_id: int, context: Context, usage: Usage) -> Guessing | None:
         """Speculation for a new sequence; None where it is off."""
@@ -112,7 +111,7 @@ class Speculator:
         if name not in self._drafters:
             drafter = self._drafters[name] = registered()[name](self.workshop)
             if not drafter.free and name not in self.controller.drafters:
-                self.controller.drafters[name] = measure(drafter.time_round, self._limit)
+                self.controller.drafters[name] = CostCurve.within(drafter.time_round, self._limit)
         return self._drafters[name]
 
     # -- a step --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Only a bundle: it runs nothing and decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forerun.cache.pool import PagePool
@@ -31,6 +32,7 @@ class Workshop:
     max_context: int
     draft: DraftModel | None = None
     draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
+    make_room: Callable[[int], bool] | None = None  # frees pages that are merely remembered, until so many are free
 
     @classmethod
     def equip(

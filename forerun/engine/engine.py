@@ -59,6 +59,7 @@ class Engine:
         )
         self._grammars: GrammarCompiler | None = None
         workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
+        workshop.make_room = self.scheduler.make_room
         self.speculator = Speculator(workshop, controller)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
@@ -187,6 +188,12 @@ class Engine:
         return self._texts[seq]
 
     # -- requests ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Make the drafters that these parameters name; between steps, since it may time forwards."""
+        self.speculator.check(params)
+        self.scheduler.make_room(self.pool.pages_for(1024))
+        self.speculator.prepare(params)
 
     def submit(self, request: Request) -> None:
         """Check a request and queue it; raises `BadRequest` before anything is touched."""

@@ -75,7 +75,7 @@ class Scheduler:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
         free or merely remembered, and never push another sequence out."""
         missing = self.pool.pages_for(len(seq.tokens) + nodes) - len(seq.pages)
-        if missing > 0 and self._make_room(missing):
+        if missing > 0 and self.make_room(missing):
             seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1]))
         return min(nodes, len(seq.pages) * self.pool.page_size - len(seq.tokens))
 
@@ -104,7 +104,7 @@ class Scheduler:
         known = self.tree.match(seq.tokens[:-1]) if self.tree is not None else []
         self.pool.retain(known)
         missing = self.pool.pages_for(len(seq.tokens)) - len(known)
-        if not self._make_room(missing):
+        if not self.make_room(missing):
             self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
             return None
         self.waiting.popleft()
@@ -133,7 +133,7 @@ class Scheduler:
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
         missing = self.pool.pages_for(seq.computed + count) - len(seq.pages)
-        while not self._make_room(missing):
+        while not self.make_room(missing):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is seq:
@@ -142,7 +142,7 @@ class Scheduler:
             seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         return True
 
-    def _make_room(self, count: int) -> bool:
+    def make_room(self, count: int) -> bool:
         """Whether `count` pages are free, after taking them from the prefix tree if need be."""
         if self.tree is not None and count > self.pool.free:
             self.tree.evict(count - self.pool.free)

@@ -29,7 +29,7 @@ def check_lossless(
     prompts: int = 8,
     tokens: int = 32,
     temperature: float = 0.8,
-    samples: int = 512,
+    samples: int = 256,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
     """Findings one by one as they are known; `say` hears what is being done."""

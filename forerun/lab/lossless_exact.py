@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import tokenizers
@@ -157,7 +158,10 @@ def draft_law(
 
     def propose(dice: Dice) -> Draft:
         """Drafters draw with dice of the seed; here these show every side in turn."""
-        sides = {"flip": lambda own, chance: dice.flip(chance), "pick": lambda own, weights: dice.pick(weights)}
+        sides: dict[str, Any] = {
+            "flip": lambda own, chance: dice.flip(chance),
+            "pick": lambda own, weights: dice.pick(weights),
+        }
         with patch.multiple(SeededDice, **sides):
             return _propose(drafter, workshop, case, answer, at_random)
 

@@ -207,7 +207,8 @@ def answers(
         engine.submit(Request(ids, params, sink=lambda event, index=index: sink(index, event)))  # type: ignore[misc]
     try:
         while not engine.idle:
-            engine.step()
+            if not engine.step() and not engine.idle:
+                raise ForerunError("the engine has requests but nothing to run", "report this")
     finally:
         engine.end_all()
     if failed:

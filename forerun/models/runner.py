@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.cache.pool import PagePool
 from forerun.core import ROOT, HostBatch
+from forerun.errors import OutOfPages
 from forerun.models.attention import KV
 from forerun.models.decoder import Decoder, Output, Taps
 
@@ -158,6 +159,12 @@ class Runner:
 
     def time_forward(self, tokens: int, context: int, repeats: int = 5) -> float:
         """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others."""
+        if self.pool.pages_for(context + tokens) > self.pool.free:
+            raise OutOfPages(
+                f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
+                f"{self.pool.free} are free",
+                "ask again when fewer requests run, or raise pool_tokens",
+            )
         pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
         span = Span([0] * tokens, context, pages, range(tokens))
         times = []

@@ -67,7 +67,8 @@ class CrossDrafter(Drafter):
         self._target, self._draft = workshop.tokenizer, draft.tokenizer
         self._ends = {*draft.decoder.config.eos_ids, *draft.tokenizer.eos_ids, *draft.tokenizer.special_ids}
         self._limit = min(workshop.max_context, draft.decoder.config.max_context)
-        self._spare = SparePages(workshop.pool, next(p for p in workshop.pool.planes if p.kv is runner.kv))
+        plane = next(p for p in workshop.pool.planes if p.kv is runner.kv)
+        self._spare = SparePages(workshop.pool, plane, workshop.make_room)
         self._states: dict[int, _State] = {}
 
     @classmethod

@@ -8,6 +8,7 @@ then what was on it and behind it has to be computed again. Knows the pool and o
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from forerun.cache.pool import PagePool, Plane
 class SparePages:
     """`holder` is any number that stands for one list of pages."""
 
-    def __init__(self, pool: PagePool, plane: Plane) -> None:
-        self._pool, self._plane = pool, plane
+    def __init__(self, pool: PagePool, plane: Plane, make_room: Callable[[int], bool] | None = None) -> None:
+        """`make_room`: lets go of pages that are merely remembered until so many are free."""
+        self._pool, self._plane, self._make_room = pool, plane, make_room
         self._holders = np.full(pool.num_pages, -1, dtype=np.int64)
 
     def intact(self, holder: int, pages: array[int]) -> int:
@@ -34,7 +36,10 @@ class SparePages:
         missing = count - len(pages)
         if missing <= 0:
             return True
-        free = (self._pool.refs == 0) & (self._holders < 0)
+        free = self._unclaimed()
+        if int(free.sum()) < missing and self._make_room is not None:
+            self._make_room(self._pool.free + missing - int(free.sum()))
+            free = self._unclaimed()
         if int(free.sum()) < missing:
             return False
         found = self._choose(free, missing, pages[-1] if pages else None)
@@ -50,6 +55,9 @@ class SparePages:
         self._holders[mine] = -1
         self._plane.filled[mine[self._pool.refs[mine] == 0]] = 0
         del pages[keep:]
+
+    def _unclaimed(self) -> np.ndarray:
+        return (self._pool.refs == 0) & (self._holders < 0)
 
     @staticmethod
     def _choose(free: np.ndarray, count: int, after: int | None) -> list[int]:
