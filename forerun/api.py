@@ -122,7 +122,8 @@ class LLM:
     ) -> DraftModel:
         checkpoint = _opened(draft)
         tokenizer = checkpoint.tokenizer()
-        decoder, _ = build_decoder(checkpoint, where, weights, min(context, checkpoint.config.max_context), quiet)
+        limit = min(context, checkpoint.config.max_context)
+        decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, guesses=True)
         if decoder.weight_bytes > self.decoder.weight_bytes:
             raise BadRequest(
                 f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "

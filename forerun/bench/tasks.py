@@ -19,7 +19,6 @@ from forerun.errors import BadRequest
 from forerun.tokenizer import Tokenizer
 
 _EDIT = "This file has a bug. Fix it and write the whole file again, changing nothing else.\n\n```python\n{}```"
-_COMPLETE = "Complete this Python function.\n\n```python\n{}```"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 FOLLOW_UP = "Say the same again in fewer words."  # where a task has only one turn and a second one is wanted
 
@@ -31,12 +30,14 @@ class Task:
     id: str
     category: str
     turns: tuple[str, ...]
-    opening: str = ""  # what the answer begins with: given, not generated
+    raw: bool = False  # text to continue, not a message to answer
 
     def ids(self, tokenizer: Tokenizer, turn: str | None = None) -> list[int]:
-        """The first turn (or another in its place) in the model's chat format, and the answer's beginning."""
-        messages = self.messages if turn is None else [{"role": "user", "content": turn}]
-        return tokenizer.apply_chat_template(messages) + (tokenizer.encode(self.opening) if self.opening else [])
+        """The first turn (or another in its place) as the model gets it."""
+        text = self.turns[0] if turn is None else turn
+        if self.raw:
+            return tokenizer.encode(text, add_special=True)
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -123,8 +124,7 @@ def _task(record: dict[str, Any], path: Path, number: int) -> Task | None:
     if "buggy_solution" in record:
         return _checked(name, "edits", [_EDIT.format(record.get("prompt", "") + record["buggy_solution"])])
     if "entry_point" in record and "prompt" in record:
-        # the answer starts with the code that is given: otherwise most of it would only repeat the question
-        return _checked(name, "humaneval", [_COMPLETE.format(record["prompt"])], f"```python\n{record['prompt']}")
+        return _checked(name, "humaneval", [record["prompt"]], raw=True)
     if "question" in record:
         return _checked(name, record.get("category", path.name.split(".")[0]), [record["question"]])
     if "prompt" in record:
@@ -132,7 +132,7 @@ def _task(record: dict[str, Any], path: Path, number: int) -> Task | None:
     return None
 
 
-def _checked(name: str, category: Any, turns: Any, opening: str = "") -> Task | None:
+def _checked(name: str, category: Any, turns: Any, raw: bool = False) -> Task | None:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         return None
-    return Task(name, str(category), tuple(turns), opening)
+    return Task(name, str(category), tuple(turns), raw)

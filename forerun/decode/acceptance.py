@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.core import ROOT, Draft
+from forerun.decode.tree import side_branches
 
 PRIOR_WEIGHT = 4.0  # observations that a drafter's own word is worth
 PAID_PRIOR = 0.8  # acceptance of a drafter that runs a model, before anything is known
@@ -67,12 +68,13 @@ class Record:
         found = [chance * factor / (1.0 - chance + chance * factor) for chance in self.by_depth()[:deepest]]
         return found + found[-1:] * (deepest - DEPTHS)
 
-    def count(self, own: OwnRecord, raw: float, above: int, hit: bool) -> None:
-        """Take in what became of a node with `above` nodes over it."""
+    def count(self, own: OwnRecord, raw: float, above: int, hit: bool, surest: bool) -> None:
+        """Take in what became of a node with `above` nodes over it; `surest`: among its siblings."""
         cell = (self.later if above else self.first)[_BIN[int(raw * 100.0)]]
         own.count((cell[0] + PRIOR_WEIGHT * raw) / (cell[1] + PRIOR_WEIGHT), hit)
         self.seen += 1
-        for count in (cell, self.depths[above if above < DEPTHS else -1], self.total):
+        # By depth only the surest counts: how far a path goes is what it is asked for, and side branches mostly fail.
+        for count in (cell, self.depths[above if above < DEPTHS else -1], self.total) if surest else (cell,):
             count[0] = count[0] * KEEP + hit
             count[1] = count[1] * KEEP + 1.0
 
@@ -163,7 +165,7 @@ class Acceptance:
         """Compare a draft with the tokens that came; how many of a probe's came true."""
         reached = {ROOT: 0}  # node -> its depth, for those that came true
         tokens, num, probed = draft.tokens, len(emitted), 0
-        last = None
+        last, sides = None, side_branches(draft)
         for node, parent in enumerate(draft.parents):
             above = reached.get(parent)
             if above is None or above >= num:
@@ -172,7 +174,7 @@ class Acceptance:
             source = draft.sources[node]
             if source != last:
                 last, record, own = source, self.record(source), stats.record(source)
-            record.count(own, draft.chances[node], above, hit)
+            record.count(own, draft.chances[node], above, hit, not sides[node])
             if hit:
                 reached[node] = above + 1
                 probed += source == stats.probing

@@ -33,6 +33,7 @@ class CostCurve:
         if not points or any(size < 1 or not 0.0 < s < math.inf for size, s in points.items()):
             raise ValueError(f"a cost curve needs positive sizes and seconds, got {points!r:.200}")
         self.per_context, self.per_context_token = per_context, per_context_token
+        self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
         self._sizes = sorted(points)
         timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
         # Noise only ever adds time, so a size that took longer than a larger one is the one that is wrong.

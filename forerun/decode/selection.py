@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from forerun.core import ROOT, Draft
 from forerun.decode.cost import CostCurve
+from forerun.decode.tree import side_branches
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ def select(
     found = Selection([[] for _ in drafts], paths, [1.0] * sequences, 0.0)
     flat: list[float] = []  # paths of all nodes that can be left out
     owners: list[int] = []
+    sides: list[bool] = []  # whether a node begins a side branch, which attention runs apart
     firsts = [0] * sequences  # where a sequence's nodes begin in `flat`
     for i, draft in enumerate(drafts):
         firsts[i] = len(flat)
@@ -60,13 +62,16 @@ def select(
         else:
             flat += paths[i]
             owners += [i] * len(paths[i])
+            sides += side_branches(draft)
     size = found.size
     if not flat:
         found.seconds = target.seconds(size, sequences, context)
         return found
     seconds = target.row(size, size + len(flat), sequences, context)
     plain_s = target.seconds(sequences, sequences, context) if owed else 0.0
-    taken, found.seconds = _best_nodes(flat, owners, found.gains, limits, seconds, spent_s, plain_s, owed)
+    branch_s = target.per_branch if any(sides) else 0.0
+    extra = [branch_s if side else 0.0 for side in sides]
+    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, spent_s, plain_s, owed)
     for place in taken:
         i = owners[place]
         found.gains[i] += flat[place]
@@ -79,6 +84,7 @@ def select(
 def _best_nodes(
     flat: list[float],
     owners: list[int],
+    extra: list[float],
     gains: list[float],
     limits: list[int],
     seconds: list[float],
@@ -86,13 +92,13 @@ def _best_nodes(
     plain_s: float,
     owed: list[int],
 ) -> tuple[list[int], float]:
-    """Places of the nodes to verify, and the target's seconds with them: `seconds[n]` with n nodes."""
+    """Places of the nodes to verify, and the target's seconds with them: `seconds[n]` with n nodes, and `extra`."""
     tokens, best, best_s = sum(gains), 0, seconds[0]
     best_rate = tokens / (best_s + spent_s)
     most = tokens + sum(flat)
     waiting = {i: gains[i] for i in owed}
     taken: list[int] = []
-    room = list(limits)
+    room, extra_s = list(limits), 0.0
     # Parents come first: their paths are no less likely, and equals keep their order.
     for place in sorted(range(len(flat)), key=flat.__getitem__, reverse=True):
         i = owners[place]
@@ -102,7 +108,8 @@ def _best_nodes(
         taken.append(place)
         path = flat[place]
         tokens += path
-        step_s = seconds[len(taken)]
+        extra_s += extra[place]
+        step_s = seconds[len(taken)] + extra_s
         taken_s = step_s + spent_s
         if i in waiting:
             waiting[i] += path

@@ -36,7 +36,7 @@ MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both gue
 class Speculator:
     def __init__(self, workshop: Workshop, controller: Controller | None = None) -> None:
         self.workshop = workshop
-        self.controller = controller or Controller(CostCurve.within(self._time_target, self._limit), {})
+        self.controller = controller or Controller(self._target_costs(), {})
         self.totals = Usage()
         self._drafters: dict[str, Drafter] = {}
         self._failed: set[str] = set()
@@ -49,8 +49,14 @@ class Speculator:
         pool = self.workshop.pool
         return min(self.workshop.max_context, pool.num_pages * pool.page_size)
 
-    def _time_target(self, tokens: int, context: int) -> float:
-        return self.workshop.runner.time_forward(tokens, context, repeats=2)
+    def _target_costs(self) -> CostCurve:
+        time_forward = self.workshop.runner.time_forward
+        curve = CostCurve.within(lambda tokens, context: time_forward(tokens, context, repeats=2), self._limit)
+        nodes, context = 8, min(256, self._limit - 9)
+        if context > 0:
+            chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
+            curve.per_branch = max(0.0, star - chain) / (nodes - 1)
+        return curve
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -257,10 +263,12 @@ class Speculator:
 
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
-    def observe(self, nodes: list[int], context: int, seconds: float) -> None:
+    def observe(self, drafts: list[Draft], context: int, seconds: float) -> None:
         """What a step of pure decoding took: one token of each sequence, and the nodes of its draft."""
-        self.controller.target.observe(len(nodes) + sum(nodes), len(nodes), context, seconds)
-        self.totals.steps += len(nodes)
+        curve, size = self.controller.target, len(drafts) + sum(map(len, drafts))
+        branches = sum(parent != node - 1 for draft in drafts for node, parent in enumerate(draft.parents))
+        curve.observe(size, len(drafts), context, seconds - branches * curve.per_branch)
+        self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
     def settle(self, guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:

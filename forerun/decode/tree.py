@@ -79,3 +79,12 @@ def came_true(draft: Draft, tokens: Sequence[int]) -> int:
         if depth is not None and depth < len(tokens) and tokens[depth] == token:
             reached[node] = depth + 1
     return max(reached.values())
+
+
+def side_branches(draft: Draft) -> list[bool]:
+    """Of every node, whether it has a sibling that is surer."""
+    best: dict[int, int] = {}
+    for node, parent in enumerate(draft.parents):
+        if parent not in best or draft.chances[node] > draft.chances[best[parent]]:
+            best[parent] = node
+    return [best[parent] != node for node, parent in enumerate(draft.parents)]

@@ -105,7 +105,7 @@ class Engine:
         if all(w.count == 1 for w in work):  # pure decoding: what the controller's cost curve is about
             seconds = time.perf_counter() - start
             longest = max(len(w.seq.tokens) for w in work)
-            self.speculator.observe([len(w.draft) for w in work], longest, seconds)
+            self.speculator.observe([w.draft for w in work], longest, seconds)
             for w in work:
                 w.seq.usage.verify_s += seconds
         return output

@@ -19,6 +19,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
 from forerun.models.rotation import Rotation
+from forerun.models.short_head import FREQUENT, ShortHead
 from forerun.progress import track
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
@@ -76,10 +77,16 @@ def fast_bf16(rows: int = 64, size: int = 512) -> bool:
 
 
 def build_decoder(
-    checkpoint: Checkpoint, device: torch.device, weights: str, max_context: int, quiet: bool = False
+    checkpoint: Checkpoint,
+    device: torch.device,
+    weights: str,
+    max_context: int,
+    quiet: bool = False,
+    guesses: bool = False,
 ) -> tuple[Decoder, Precision]:
+    """`guesses`: a draft model: faster, where results may depend on the batch and rare tokens may be left out."""
     precision = choose_precision(weights, device, checkpoint.quantised)
-    builder = _Builder(checkpoint, precision, device)
+    builder = _Builder(checkpoint, precision, device, guesses)
     config = checkpoint.config
     threads = torch.get_num_threads()
     pool = _workers(device)
@@ -97,7 +104,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=attention_backend(config, device, precision, max_context),
+        attention=attention_backend(config, device, precision, max_context, same_bits=not guesses),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
@@ -114,22 +121,23 @@ def _workers(device: torch.device) -> ThreadPoolExecutor:
 
 
 def attention_backend(
-    config: ModelConfig, device: torch.device, precision: Precision, max_context: int
+    config: ModelConfig, device: torch.device, precision: Precision, max_context: int, same_bits: bool
 ) -> AttentionBackend:
     if device.type == "cuda" and precision.dtype == torch.bfloat16:
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
     rounds = precision.name == "int8"  # where a difference in the last bit would grow
-    return SdpaAttention(config, device, max_context, same_bits=rounds)
+    return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
 
 
 class _Builder:
     """Reads tensors by canonical name (opening checked their shapes) and makes linears and norms of them."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device, guesses: bool) -> None:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
+        self.short = guesses and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT
         # norms after a block act in the model's own basis, so models that have them cannot be rotated
         rotated = precision.rotated and not self.config.post_norms
         self.basis = Rotation(self.config.hidden_size) if rotated else None
@@ -193,9 +201,18 @@ class _Builder:
     def _head(self, name: str) -> tuple[Norm, Linear]:
         """Like `reading`, some rows at a time: whole and rotated copies of the largest matrix would double the peak."""
         scale, eps = self.norm("final_norm")
-        if self.basis is None or scale is None:
-            return (scale, eps), self.linear(self.weights(name))
-        weight = torch.empty(self.config.vocab_size, self.config.hidden_size)
-        for rows in torch.arange(len(weight)).split(8192):
-            weight[rows[0] : rows[-1] + 1] = self.basis.apply(self.checkpoint.rows(name, rows), scale)
-        return (None, eps), self.linear(weight)
+        rotated = self.basis is not None and scale is not None
+        norm: Norm = (None, eps) if rotated else (scale, eps)
+
+        def rows(ids: Tensor) -> Tensor:
+            weight = self.checkpoint.rows(name, ids)
+            return weight if self.basis is None or scale is None else self.basis.apply(weight, scale)
+
+        if not rotated and not self.short:
+            return norm, self.linear(self.weights(name))
+        size = FREQUENT if self.short else self.config.vocab_size
+        weight = torch.empty(size, self.config.hidden_size)
+        for ids in torch.arange(size).split(8192):
+            weight[ids[0] : ids[-1] + 1] = rows(ids)
+        head = self.linear(weight)
+        return norm, ShortHead(head, self.config.vocab_size, rows) if self.short else head

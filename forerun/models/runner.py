@@ -157,8 +157,9 @@ class Runner:
             self.pool.release(pages)
         return torch.cat(parts)
 
-    def time_forward(self, tokens: int, context: int, repeats: int = 5) -> float:
-        """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others."""
+    def time_forward(self, tokens: int, context: int, repeats: int = 5, branches: int = 0) -> float:
+        """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others; the last
+        `branches` of them are branches of a tree."""
         if self.pool.pages_for(context + tokens) > self.pool.free:
             raise OutOfPages(
                 f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
@@ -166,7 +167,7 @@ class Runner:
                 "ask again when fewer requests run, or raise pool_tokens",
             )
         pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
-        span = Span([0] * tokens, context, pages, range(tokens))
+        span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
         times = []
         try:
             for _ in range(repeats + 1):

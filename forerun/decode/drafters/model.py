@@ -21,6 +21,7 @@ from forerun.decode.sampling import distribution, shape
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 from forerun.models.runner import Span
+from forerun.models.short_head import ShortHead
 
 CATCH_UP = 512  # tokens of a prompt that are prefilled in one step at most, so that others do not wait for all of it
 SCORED = 7  # offered tokens that are scored in the first round
@@ -33,6 +34,7 @@ class _State:
 
     pages: array[int]
     valid: int  # entries of the sequence's own tokens that have K/V
+    fresh: bool = True  # nothing has been asked yet
     run: list[int] = field(default_factory=list)  # tokens that ran after those, in consecutive entries
 
 
@@ -112,6 +114,9 @@ class ModelDrafter(Drafter):
         """Run all but the last few missing tokens; False where a long prompt needs another step."""
         state, tokens = self._state(ask), ask.tokens
         missing = len(tokens) - state.valid
+        if isinstance(self._runner.decoder.head, ShortHead):
+            self._runner.decoder.head.meet(tokens if state.fresh else tokens[state.valid :])
+            state.fresh = False
         if missing > SCORED + 1:
             count = min(missing - 1, CATCH_UP)
             self._runner.forward([Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())])
