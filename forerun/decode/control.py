@@ -214,14 +214,14 @@ class Controller:
 
     # -- whether to ask a free drafter ---------------------------------------------------------------------------------
 
-    def asks(self, drafter: str) -> bool:
-        """Whether a free drafter's own time is worth spending on this step."""
+    def asks(self, drafter: str, sequences: int = 1) -> bool:
+        """Whether a free drafter's own time is worth spending on this step: in a batch a token costs less time."""
         record = self._acceptance.record(drafter)
-        step_s = self.target.seconds(1)
-        if record.asked_s <= max(FREE_SHARE, record.gained) * step_s:
+        token_s = self.target.seconds(sequences, sequences) / sequences
+        if record.asked_s <= max(FREE_SHARE, record.gained) * token_s:
             return True
         record.waited += 1
-        return record.waited * FREE_SHARE * step_s >= record.asked_s
+        return record.waited * FREE_SHARE * token_s >= record.asked_s
 
     def asked(self, drafter: str, seconds: float, gained: float) -> None:
         """What asking a free drafter took for one sequence, and how many of its tokens came true."""

@@ -30,6 +30,9 @@ log = logging.getLogger("forerun")
 FREE = ("grammar", "copy", "suffix", "lookup")  # who guesses under `auto`, beside a draft model where there is one
 
 
+THINKING = 0.02  # share of time that may go into drafts that come to nothing
+PATIENCE, CROWD = 4, 16  # empty steps before a rest; sequences from which one is enough
+LONGEST_REST = 64
 MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both guess at the same place
 
 
@@ -40,6 +43,7 @@ class Speculator:
         self.totals = Usage()
         self._drafters: dict[str, Drafter] = {}
         self._failed: set[str] = set()
+        self._empty, self._rest = 0, 0  # steps in a row without a draft; steps to come without an attempt
         for name in self._names(SamplingParams()):
             self._drafter(name)
 
@@ -134,15 +138,28 @@ class Speculator:
         paid_s = self._ask_paid(able, context)
         self._select(turns, context, paid_s)
         seconds = time.perf_counter() - start
+        self._settle_down(turns, seconds)
         self.totals.draft_s += seconds
         for turn in turns:
             turn.guessing.usage.draft_s += seconds
+
+    def rests(self) -> bool:
+        """Whether to decode plainly in this step without thinking about it. To be asked once a step."""
+        self._rest -= self._rest > 0
+        return self._rest > 0
+
+    def _settle_down(self, turns: list[Turn], seconds: float) -> None:
+        """Where thinking about drafts takes long for a step and comes to nothing, think less often."""
+        self._empty = 0 if any(len(turn.draft) for turn in turns) else self._empty + 1
+        share = seconds / self.controller.target.seconds(len(turns), len(turns))
+        if self._empty >= (PATIENCE if len(turns) < CROWD else 1):
+            self._rest = min(LONGEST_REST, int(share / THINKING))
 
     def _ask_free(self, turns: list[Turn]) -> None:
         for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
             drafter = self._drafter(name)
             mine = [turn for turn in turns if name in turn.guessing.names]
-            if not drafter.free or not mine or not self.controller.asks(name):
+            if not drafter.free or not mine or not self.controller.asks(name, len(turns)):
                 continue
             start = time.perf_counter()
             drafts = self._propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
@@ -273,6 +290,9 @@ class Speculator:
 
     def settle(self, guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Book a draft's outcome, and learn from it: every guess that was made, checked or not."""
+        guessing.usage.lengths.append(len(verdict.path))
+        if not guessing.asked and not guessing.proposed:
+            return
         for usage in (guessing.usage, self.totals):
             usage.drafted += len(draft)
             usage.accepted += len(verdict.path)
@@ -280,7 +300,6 @@ class Speculator:
                 tally = usage.drafters.setdefault(source, Tally())
                 tally.drafted += 1
                 tally.accepted += node in verdict.path
-        guessing.usage.lengths.append(len(verdict.path))
         if len(draft):
             guessing.usage.verifier = guessing.verifier.name
             guessing.usage.lossless = guessing.verifier.lossless

@@ -83,6 +83,8 @@ class Engine:
 
     def _guess(self, work: list[Work]) -> None:
         guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.seq.num_generated]
+        if not guessed or self.speculator.rests():
+            return
         room = (self.config.chunk_tokens - sum(w.count for w in work)) // max(1, len(guessed))
         turns = []
         for w in guessed:

@@ -72,7 +72,7 @@ class EverythingPays(Controller):
     ) -> Callable[[float, int], bool]:
         return lambda chance, depth: True
 
-    def asks(self, drafter: str) -> bool:
+    def asks(self, drafter: str, sequences: int = 1) -> bool:
         return True
 
 

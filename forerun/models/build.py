@@ -137,6 +137,7 @@ class _Builder:
     def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device, guesses: bool) -> None:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
+        self.guesses = guesses
         self.short = guesses and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT
         # norms after a block act in the model's own basis, so models that have them cannot be rotated
         rotated = precision.rotated and not self.config.post_norms
@@ -182,7 +183,7 @@ class _Builder:
             o=self.writing(self.weights(p + "o")),
             mlp_norm=mlp_norm,
             gate_up=gate_up,
-            down=self.writing(self.weights(p + "down"), self.precision.down),
+            down=self.writing(self.weights(p + "down"), None if self.guesses else self.precision.down),
             qk_norms=(self.norm(p + "q_norm"), self.norm(p + "k_norm")) if c.qk_norm else None,
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
