@@ -164,8 +164,10 @@ class Speculator:
             start = time.perf_counter()
             drafts = self._propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
             seconds = (time.perf_counter() - start) / len(mine)
+            usual = all(turn.guessing.usage.steps > 1 for turn in mine)  # the first time a drafter reads the prompt
             for turn, draft in zip(mine, drafts, strict=True):
-                turn.guessing.asked[name] = seconds
+                if usual:
+                    turn.guessing.asked[name] = seconds
                 self._offer(turn, draft)
 
     def _ask_paid(self, turns: list[Turn], context: int) -> float:

@@ -44,3 +44,9 @@ class Workshop:
         plane = pool.add_plane(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
         return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv))
+
+    def warm_up(self) -> None:
+        """Let both models compile what their first forwards would."""
+        self.runner.warm_up()
+        if self.draft_runner is not None:
+            self.draft_runner.warm_up()

@@ -60,6 +60,7 @@ class Engine:
         self._grammars: GrammarCompiler | None = None
         workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
         workshop.make_room = self.scheduler.make_room
+        workshop.warm_up()
         self.speculator = Speculator(workshop, controller)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()

@@ -42,6 +42,7 @@ class _State:
 class ModelDrafter(Drafter):
     name = "model"
     free = False
+    _short_head: ShortHead | None = None
     side_branches = 2  # nodes beside the surest that may run in a round
     children = 3  # likeliest tokens that become children of a node
 
@@ -51,6 +52,8 @@ class ModelDrafter(Drafter):
         self._vocab = workshop.runner.decoder.config.vocab_size
         self._plane = next(p for p in workshop.pool.planes if p.kv is self._runner.kv)
         self._states: dict[int, _State] = {}
+        head = self._runner.decoder.head
+        self._short_head = head if isinstance(head, ShortHead) else None
         self.on_device = self._runner.can_chain
         self.rounds: list[Round] = []
 
@@ -114,8 +117,8 @@ class ModelDrafter(Drafter):
         """Run all but the last few missing tokens; False where a long prompt needs another step."""
         state, tokens = self._state(ask), ask.tokens
         missing = len(tokens) - state.valid
-        if isinstance(self._runner.decoder.head, ShortHead):
-            self._runner.decoder.head.meet(tokens if state.fresh else tokens[state.valid :])
+        if self._short_head is not None:
+            self._short_head.meet(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
         if missing > SCORED + 1:
             count = min(missing - 1, CATCH_UP)

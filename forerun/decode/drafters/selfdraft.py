@@ -33,6 +33,9 @@ class PartialRunner:
     def forward(self, spans: list[Span]) -> Output:
         return self.runner.forward(spans, blocks=self.blocks)
 
+    def chains(self, spans: list[Span], depth: int, least: Sequence[float]) -> None:
+        """One launch runs whole models only."""
+
     def time_forward(self, tokens: int, context: int, repeats: int) -> float:
         """Median seconds of one forward, on K/V of its own: this is asked while requests hold the pool's pages."""
         decoder, size = self.runner.decoder, self.runner.pool.page_size
