@@ -19,7 +19,7 @@ LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
 
 DEEPEST = 16  # rounds a paid drafter is planned for
 LOOK_AHEAD = 3  # rounds that the next one may need to pay
-SIZES = (1, 2, 4, 8, 16, 32)  # tokens of the forwards that are timed at the start
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the forwards that are timed at the start
 CONTEXTS = (32, 512)
 
 

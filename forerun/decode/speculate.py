@@ -27,12 +27,13 @@ from forerun.errors import BadRequest
 
 log = logging.getLogger("forerun")
 
-FREE = ("grammar", "copy", "suffix", "lookup")  # who guesses under `auto`, beside a draft model where there is one
+FREE = ("grammar", "lookup", "copy", "suffix")  # who guesses under `auto`, beside a draft model where there is one
 
 
 THINKING = 0.02  # share of time that may go into drafts that come to nothing
 PATIENCE, CROWD = 4, 16  # empty steps before a rest; sequences from which one is enough
 LONGEST_REST = 64
+ENOUGH = 8.0  # tokens that one free drafter can expect to be right about: then no other is asked
 MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both guess at the same place
 
 
@@ -169,6 +170,13 @@ class Speculator:
                 if usual:
                     turn.guessing.asked[name] = seconds
                 self._offer(turn, draft)
+            if len(turns) == 1 and self._foresees(turns[0]):
+                return
+
+    @staticmethod
+    def _foresees(turn: Turn) -> bool:
+        """Whether the last offer goes so far that others would only take time."""
+        return bool(turn.offers) and sum(tree.path_chances(turn.offers[-1])) > min(ENOUGH, 0.7 * turn.nodes)
 
     def _ask_paid(self, turns: list[Turn], context: int) -> float:
         """Drafters that run a model, where the controller thinks it pays; returns the seconds that took."""

@@ -61,12 +61,17 @@ def keep(draft: Draft, nodes: Sequence[int]) -> Draft:
     return kept
 
 
-def likeliest(draft: Draft, count: int, depth: int) -> list[int]:
-    """Up to `count` nodes down to a depth whose paths are the likeliest; with a node, all above it."""
+def path_chances(draft: Draft) -> list[float]:
+    """Chance that each node is reached and accepted."""
     paths: list[float] = []
     for parent, chance in zip(draft.parents, draft.chances, strict=True):
         paths.append(chance if parent == ROOT else paths[parent] * chance)
-    depths = draft.depths()
+    return paths
+
+
+def likeliest(draft: Draft, count: int, depth: int) -> list[int]:
+    """Up to `count` nodes down to a depth whose paths are the likeliest; with a node, all above it."""
+    paths, depths = path_chances(draft), draft.depths()
     nodes = sorted((n for n in range(len(draft)) if depths[n] <= depth), key=lambda n: (-paths[n], n))
     return nodes[:count]
 

@@ -86,7 +86,8 @@ class Engine:
         guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.seq.num_generated]
         if not guessed or self.speculator.rests():
             return
-        room = (self.config.chunk_tokens - sum(w.count for w in work)) // max(1, len(guessed))
+        most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
+        room = max(0, most - sum(w.count for w in work)) // len(guessed)
         turns = []
         for w in guessed:
             nodes = self.scheduler.reserve(w.seq, min(self._most_nodes(w.seq), room))

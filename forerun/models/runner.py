@@ -92,6 +92,12 @@ class Runner:
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks)
 
+    def most_rows(self, sequences: int) -> int:
+        """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""
+        if self.graphs is None:
+            return 1 << 20
+        return self.graphs.most_rows(sequences)
+
     @property
     def can_chain(self) -> bool:
         """Whether greedy continuations can run in one launch."""

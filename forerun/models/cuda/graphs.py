@@ -156,6 +156,10 @@ class GraphRunner:
             return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
         return Output(logits=logits[want], greedy=greedy[want])
 
+    def most_rows(self, sequences: int) -> int:
+        """One sequence's buckets are few and captured at the start; several run as one launch or not so fast."""
+        return MAX_ROWS if sequences == 1 or self.stack is None else ROWS[-1]
+
     @property
     def can_chain(self) -> bool:
         return can_chain(self.decoder, self.page_size)
