@@ -202,6 +202,10 @@ class LLM:
             "resident": psutil.Process().memory_info().rss,
         }
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
+        self._checked(params)
+
     def speculation(self) -> dict[str, Any]:
         """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
         return self.engine.speculator.figures()

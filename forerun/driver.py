@@ -110,7 +110,8 @@ class Driver:
 
     def prepare(self, params: SamplingParams) -> None:
         """Make what a request needs and does not exist yet, before its time starts to count."""
-        if not self.engine.speculator.ready(params):
+        self.engine.speculator.check(params)
+        if not self.engine.speculator.crew.ready(params):
             with self._lock:
                 self.engine.prepare(params)
 

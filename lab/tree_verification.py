@@ -53,7 +53,7 @@ def trees(llm: LLM, prompt: list[int], args: argparse.Namespace) -> list[tuple[D
     plain = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.tokens, speculate="off")
     answer = llm.generate(prompt, plain)[0].token_ids
     runner, pool = llm.engine.runner, llm.engine.pool
-    drafter = llm.engine.speculator._drafter("model")
+    drafter = llm.engine.speculator.crew["model"]
     llm.clear_cache()
     pages = array("i", pool.allocate(pool.pages_for(len(prompt) + len(answer) + args.nodes)))
     found, done = [], 0

@@ -43,6 +43,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
     with opened.open() as llm:
+        llm.prepare(params)
         console = Console(stderr=True, highlight=False)
         console.print(f"{opened.model}. {HELP}", style="dim", markup=False)
         Conversation(llm, params, system, stats, console).run()

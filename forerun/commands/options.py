@@ -70,7 +70,7 @@ Verify = Annotated[
     str,
     _guessing(
         "--verify",
-        help="How guesses are accepted: auto, match, rejection, block, traversal; lossy: typical, bounded.",
+        help="How guesses are accepted: auto, match, rejection, block, traversal, transport; lossy: typical, bounded.",
     ),
 ]
 Bound = Annotated[float, _guessing("--bound", help="How far a lossy --verify may stray from the model.")]

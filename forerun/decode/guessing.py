@@ -22,12 +22,9 @@ class Guessing:
     names: list[str]  # drafters that may guess for it
     verifier: Verifier
     stats: RequestStats
+    at_random: bool  # whether drafters that can draw from their own distribution should
     proposed: list[Draft] = field(default_factory=list)  # in this step, before anything was pruned
     asked: dict[str, float] = field(default_factory=dict)  # seconds that free drafters took in this step
-
-    @property
-    def at_random(self) -> bool:
-        return self.verifier.draws and not self.context.params.greedy
 
     @property
     def depth(self) -> int:
@@ -36,8 +33,9 @@ class Guessing:
 
     @property
     def remaining(self) -> int:
-        """Tokens the answer may still have."""
-        return self.context.params.max_tokens - (len(self.context.tokens) - self.context.num_prompt)
+        """Tokens the answer is expected to go on for: about as long as it has lasted, and no longer than it may."""
+        so_far = len(self.context.tokens) - self.context.num_prompt
+        return min(self.context.params.max_tokens - so_far, 16 + 2 * so_far)
 
 
 @dataclass(eq=False)

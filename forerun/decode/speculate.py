@@ -8,7 +8,6 @@ or how guesses are accepted.
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,18 +16,13 @@ from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
 from forerun.decode import tree
 from forerun.decode.control import Controller
 from forerun.decode.cost import CostCurve
-from forerun.decode.drafters import Ask, Drafter, registered
+from forerun.decode.crew import Crew
+from forerun.decode.drafters import Ask, Drafter
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.guessing import Guessing, Turn
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers import make_verifier
 from forerun.decode.workshop import Workshop
-from forerun.errors import BadRequest
-
-log = logging.getLogger("forerun")
-
-FREE = ("grammar", "lookup", "copy", "suffix")  # who guesses under `auto`, beside a draft model where there is one
-
 
 THINKING = 0.02  # share of time that may go into drafts that come to nothing
 PATIENCE, CROWD = 4, 16  # empty steps before a rest; sequences from which one is enough
@@ -40,24 +34,18 @@ MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both gue
 class Speculator:
     def __init__(self, workshop: Workshop, controller: Controller | None = None) -> None:
         self.workshop = workshop
-        self.controller = controller or Controller(self._target_costs(), {})
+        self.controller = controller or Controller(CostCurve({1: 1.0}), {})
+        self.crew = Crew(workshop, self.controller)
+        if controller is None:
+            self.controller.target = self._target_costs()
         self.totals = Usage()
-        self._drafters: dict[str, Drafter] = {}
-        self._failed: set[str] = set()
         self._empty, self._rest = 0, 0  # steps in a row without a draft; steps to come without an attempt
-        for name in self._names(SamplingParams()):
-            self._drafter(name)
-
-    @property
-    def _limit(self) -> int:
-        """Tokens of the longest forward that can be timed."""
-        pool = self.workshop.pool
-        return min(self.workshop.max_context, pool.num_pages * pool.page_size)
+        self.crew.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
-        time_forward = self.workshop.runner.time_forward
-        curve = CostCurve.within(lambda tokens, context: time_forward(tokens, context, repeats=2), self._limit)
-        nodes, context = 8, min(256, self._limit - 9)
+        time_forward, limit = self.workshop.runner.time_forward, self.crew.limit
+        curve = CostCurve.within(lambda tokens, context: time_forward(tokens, context, repeats=2), limit)
+        nodes, context = 8, min(256, limit - 9)
         if context > 0:
             chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
             curve.per_branch = max(0.0, star - chain) / (nodes - 1)
@@ -68,62 +56,15 @@ class Speculator:
     def check(self, params: SamplingParams) -> None:
         """Reject a request that names a drafter or a verifier there is none of."""
         make_verifier(params.speculation)
-        for name in self._names(params):
-            problem = registered()[name].problem(self.workshop)
-            if problem is not None:
-                raise problem
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Make the drafters a request names, between steps: timing one or searching its layers can take long."""
-        self.check(params)
-        for name in self._names(params):
-            self._drafter(name)
-
-    def ready(self, params: SamplingParams) -> bool:
-        return all(name in self._drafters for name in self._names(params))
+        self.crew.check(params)
 
     def open(self, seq_id: int, context: Context, usage: Usage) -> Guessing | None:
         """Speculation for a new sequence; None where it is off."""
         if context.params.speculation.off:
             return None
-        verifier = make_verifier(context.params.speculation)
-        return Guessing(seq_id, context, usage, self._names(context.params), verifier, self.controller.open())
-
-    def close(self, guessing: Guessing) -> None:
-        for drafter in self._drafters.values():
-            try:
-                drafter.finish(guessing.id, guessing.context.tokens, guessing.context.num_prompt)
-            except Exception as error:
-                self._report(drafter.name, f"{type(error).__name__}: {error}")
-
-    def forget(self) -> None:
-        """Drop what drafters remember of requests that are over."""
-        for drafter in self._drafters.values():
-            drafter.forget()
-
-    def _names(self, params: SamplingParams) -> list[str]:
-        """Drafters a request asks for; a grammar always guesses for the answers it constrains."""
-        asked = params.speculation.drafter
-        if params.speculation.off:
-            return []
-        if asked != "auto":
-            names = [name.strip() for name in asked.split("+")]
-            unknown = [name for name in names if name not in registered()]
-            if unknown:
-                known = ", ".join(["auto", "off", *registered()])
-                raise BadRequest(f"no drafter is called {unknown[0]!r}", f"use one of {known}, or several joined by +")
-            return names if params.grammar is None or "grammar" in names else ["grammar", *names]
-        free = [name for name in FREE if name != "grammar" or params.grammar is not None]
-        draft = self.workshop.draft
-        return free if draft is None else [*free, "model" if draft.same_tokens else "cross"]
-
-    def _drafter(self, name: str) -> Drafter:
-        """Made when first needed; one that runs a model tells what that costs."""
-        if name not in self._drafters:
-            drafter = self._drafters[name] = registered()[name](self.workshop)
-            if not drafter.free and name not in self.controller.drafters:
-                self.controller.drafters[name] = CostCurve.within(drafter.time_round, self._limit)
-        return self._drafters[name]
+        verifier, names = make_verifier(context.params.speculation), self.crew.able(context.params)
+        draws = verifier.draws and not context.params.greedy and any(self.crew[name].draws for name in names)
+        return Guessing(seq_id, context, usage, names, verifier, self.controller.open(), draws)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -158,12 +99,12 @@ class Speculator:
 
     def _ask_free(self, turns: list[Turn]) -> None:
         for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
-            drafter = self._drafter(name)
+            drafter = self.crew[name]
             mine = [turn for turn in turns if name in turn.guessing.names]
             if not drafter.free or not mine or not self.controller.asks(name, len(turns)):
                 continue
             start = time.perf_counter()
-            drafts = self._propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
+            drafts = self.crew.propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
             seconds = (time.perf_counter() - start) / len(mine)
             usual = all(turn.guessing.usage.steps > 1 for turn in mine)  # the first time a drafter reads the prompt
             for turn, draft in zip(mine, drafts, strict=True):
@@ -182,7 +123,7 @@ class Speculator:
         """Drafters that run a model, where the controller thinks it pays; returns the seconds that took."""
         start = time.perf_counter()
         for name in dict.fromkeys(name for turn in turns for name in turn.guessing.names):
-            drafter = self._drafter(name)
+            drafter = self.crew[name]
             mine = [turn for turn in turns if name in turn.guessing.names]
             if drafter.free:
                 continue
@@ -193,7 +134,7 @@ class Speculator:
                 ask.offered = turn.draft
                 if not turn.guessing.depth:
                     self._limit_cost(drafter, turn, ask, len(chosen), context)
-            for turn, draft in zip(chosen, self._propose(drafter, chosen, asks), strict=True):
+            for turn, draft in zip(chosen, self.crew.propose(drafter, chosen, asks), strict=True):
                 self._offer(turn, draft)
             for ran in drafter.rounds if chosen else ():
                 self.controller.observe_round(name, ran.tokens, ran.sequences, context, ran.seconds)
@@ -210,7 +151,7 @@ class Speculator:
 
     def _depths(self, drafter: Drafter, turns: list[Turn], context: int) -> list[int]:
         curve = self.controller.drafters[drafter.name]
-        behind = [drafter.behind(turn.ask(1)) for turn in turns]
+        behind = [self.crew.behind(drafter, turn) for turn in turns]
         depths = self.controller.depth(
             [turn.guessing.stats for turn in turns],
             [turn.draft for turn in turns],
@@ -240,7 +181,7 @@ class Speculator:
         """One tree of everything offered to each turn. A model has seen the whole text, so its word counts for more."""
         for turn in turns:
             if not turn.draft.proposals:
-                weights = [1.0 if self._drafter(draft.sources[0]).free else MODEL_WEIGHT for draft in turn.offers]
+                weights = [1.0 if self.crew[draft.sources[0]].free else MODEL_WEIGHT for draft in turn.offers]
                 turn.draft = tree.merge(turn.offers, weights)
 
     def _select(self, turns: list[Turn], context: int, spent_s: float) -> None:
@@ -255,39 +196,6 @@ class Speculator:
                 deep = turn.guessing.depth
                 turn.draft = tree.keep(turn.draft, tree.likeliest(turn.draft, turn.nodes, deep) if deep else nodes)
 
-    # -- drafters may be anybody's -------------------------------------------------------------------------------------
-
-    def _propose(self, drafter: Drafter, turns: list[Turn], asks: list[Ask]) -> list[Draft]:
-        """What a drafter proposes; nothing, and never again for that request, where it fails."""
-        if not asks:
-            return []
-        try:
-            drafts = drafter.propose(asks)
-            problem = None if len(drafts) == len(asks) else f"{len(drafts)} drafts for {len(asks)} sequences"
-        except Exception as error:
-            drafts, problem = [], f"{type(error).__name__}: {error}"
-        if problem is not None:
-            if len(asks) > 1:  # one of them may be at fault; the others keep their drafter
-                return [d for t, a in zip(turns, asks, strict=True) for d in self._propose(drafter, [t], [a])]
-            self._give_up(drafter.name, turns[0], problem)
-            return [Draft()]
-        vocab = self.workshop.runner.decoder.config.vocab_size
-        for i, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
-            wrong = draft.problem(vocab) if isinstance(draft, Draft) else f"a {type(draft).__name__} is no Draft"
-            if wrong is not None:
-                self._give_up(drafter.name, turn, wrong)
-                drafts[i] = Draft()
-        return drafts
-
-    def _give_up(self, name: str, turn: Turn, problem: str) -> None:
-        turn.guessing.names = [other for other in turn.guessing.names if other != name]
-        self._report(name, problem)
-
-    def _report(self, name: str, problem: str) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
-            log.warning("drafter %r failed and is left out of the requests it fails on: %s", name, problem)
-
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
     def observe(self, drafts: list[Draft], context: int, seconds: float) -> None:
@@ -300,16 +208,17 @@ class Speculator:
 
     def settle(self, guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Book a draft's outcome, and learn from it: every guess that was made, checked or not."""
-        guessing.usage.lengths.append(len(verdict.path))
+        path = verdict.path[: len(emitted)]  # an answer may end inside it
+        guessing.usage.lengths.append(len(path))
         if not guessing.asked and not guessing.proposed:
             return
         for usage in (guessing.usage, self.totals):
             usage.drafted += len(draft)
-            usage.accepted += len(verdict.path)
+            usage.accepted += len(path)
             for node, source in enumerate(draft.sources):
                 tally = usage.drafters.setdefault(source, Tally())
                 tally.drafted += 1
-                tally.accepted += node in verdict.path
+                tally.accepted += node in path
         if len(draft):
             guessing.usage.verifier = guessing.verifier.name
             guessing.usage.lossless = guessing.verifier.lossless

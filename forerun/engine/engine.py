@@ -83,7 +83,7 @@ class Engine:
         return True
 
     def _guess(self, work: list[Work]) -> None:
-        guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.seq.num_generated]
+        guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.samples and w.seq.num_generated]
         if not guessed or self.speculator.rests():
             return
         most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
@@ -156,6 +156,7 @@ class Engine:
         if reason is not None:
             self._finish(seq, reason, event)
         else:
+            self.scheduler.trim(seq)
             self._send(seq, event)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
@@ -174,7 +175,7 @@ class Engine:
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
         if seq.guessing is not None:
-            self.speculator.close(seq.guessing)
+            self.speculator.crew.finish(seq.guessing)
         event.finish_reason, event.usage = reason, seq.usage
         self._send(seq, event)
 
@@ -196,8 +197,7 @@ class Engine:
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters that these parameters name; between steps, since it may time forwards."""
         self.speculator.check(params)
-        self.scheduler.make_room(self.pool.pages_for(1024))
-        self.speculator.prepare(params)
+        self.speculator.crew.prepare(params)
 
     def submit(self, request: Request) -> None:
         """Check a request and queue it; raises `BadRequest` before anything is touched."""
@@ -291,7 +291,7 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages."""
         self.tree.clear()
-        self.speculator.forget()
+        self.speculator.crew.forget()
 
 
 def _span(work: Work) -> Span:

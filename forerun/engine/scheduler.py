@@ -73,11 +73,21 @@ class Scheduler:
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
-        free or merely remembered, and never push another sequence out."""
+        free and at most one page that is merely remembered, and never push another sequence out."""
         missing = self.pool.pages_for(len(seq.tokens) + nodes) - len(seq.pages)
-        if missing > 0 and self.make_room(missing):
-            seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1]))
+        if missing > 0 and self.pool.free == 0:
+            self.make_room(1)
+        count = min(missing, self.pool.free)
+        if count > 0:
+            seq.pages.extend(self.pool.allocate(count, after=seq.pages[-1]))
         return min(nodes, len(seq.pages) * self.pool.page_size - len(seq.tokens))
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back the pages that only rejected guesses lay on."""
+        keep = self.pool.pages_for(len(seq.tokens))
+        if len(seq.pages) > keep:
+            self.pool.release(seq.pages[keep:])
+            del seq.pages[keep:]
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out; its whole pages stay known to the prefix tree."""

@@ -98,4 +98,4 @@ def available(kind: type[base.Drafter]) -> Iterator[None]:
 
 
 def forget(engine: Engine, name: str) -> None:
-    engine.speculator._drafters.pop(name, None)
+    engine.speculator.crew.dismiss(name)

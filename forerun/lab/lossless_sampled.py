@@ -42,6 +42,7 @@ class Sketch(Drafter):
 
     name = "sketch"
     free = False
+    draws = True
     laws: ClassVar[dict[Tokens, Tensor]] = {}
 
     def __init__(self, workshop: Workshop) -> None: ...

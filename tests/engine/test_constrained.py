@@ -35,9 +35,7 @@ def test_speculation_changes_nothing_under_a_grammar(values: dict[str, Any], tin
         assert answers(name) == plain
 
 
-def test_a_dead_end_ends_one_request_and_no_other(
-    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dead_end_ends_one_request_and_no_other(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(tiny_folder("qwen2"))
     caught = Answer(engine, PROMPTS[0], Params(max_tokens=20, grammar=PHONE))
     free = Answer(engine, PROMPTS[1], Params(max_tokens=20, ignore_eos=True))

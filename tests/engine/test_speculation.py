@@ -126,7 +126,7 @@ def test_draft_kv_is_inside_the_pool(make: Callable[..., Engine]):
 def test_the_second_reader_of_a_prefix_finds_the_drafts_kv_too(make: Callable[..., Engine]):
     engine = make("same")
     run(engine, [PROMPTS[1]], params("model"))
-    drafter = engine.speculator._drafters["model"]
+    drafter = engine.speculator.crew["model"]
     ran: list[int] = []
     runner = drafter._runner  # type: ignore[attr-defined]
     original = runner.forward
@@ -153,6 +153,16 @@ class Broken(Drafter):
             return [Draft([10**6], [ROOT], [0.9], ["broken"]) for _ in asks]
         if self.how == "count":
             return []
+        if self.how == "sources":
+            return [Draft([5], [ROOT], [0.9], None) for _ in asks]  # type: ignore[arg-type]
+        if self.how == "stranger":
+            return [Draft.chain([5, 6], [0.9, 0.9], "somebody else") for _ in asks]
+        if self.how == "chances":
+            return [Draft([5], [ROOT], [None], ["broken"]) for _ in asks]  # type: ignore[list-item]
+        if self.how == "proposals":
+            return [Draft([5], [ROOT], [0.9], ["broken"], {ROOT: torch.ones(512) / 512}) for _ in asks]
+        if self.how == "tuple":
+            return (Draft([-1], [ROOT], [0.9], ["broken"]),) * len(asks)  # type: ignore[return-value]
         return [None for _ in asks]  # type: ignore[misc]
 
 
@@ -162,7 +172,9 @@ def broken() -> Any:
     del _KINDS["broken"]
 
 
-@pytest.mark.parametrize("how", ["raise", "parents", "tokens", "count", "nothing"])
+@pytest.mark.parametrize(
+    "how", ["raise", "parents", "tokens", "count", "nothing", "sources", "chances", "proposals", "tuple"]
+)
 def test_a_drafter_that_fails_is_left_out(
     how: str, broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
@@ -220,3 +232,104 @@ def test_drawn_drafts_with_every_verifier(verify: str, make: Callable[..., Engin
         assert usage is not None and usage.verifier == verify and len(answer.tokens()) == 60
         assert usage.accepted_length > 3.5  # the draft is the target itself: drawn tokens are accepted
     assert leaked(engine) == 0
+
+
+def test_a_drafter_cannot_speak_for_another(broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Broken, "how", "stranger")
+    engine = make(None)
+    assert run(engine, PROMPTS, params("broken")) == run(make(None), PROMPTS, params("off"))
+    assert set(engine.speculator.totals.drafters) == {"broken"}
+
+
+class Costly(Drafter):
+    """Runs a model, it says, and gets everything wrong."""
+
+    name = "costly"
+    free = False
+
+    def behind(self, ask: Ask) -> int:
+        raise RuntimeError("lost count")
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        return [Draft() for _ in asks]
+
+    def time_round(self, tokens: int, context: int) -> float:
+        return 1e-4
+
+
+class Stillborn(Costly):
+    name = "stillborn"
+
+    def __init__(self, workshop: Workshop) -> None:
+        raise ZeroDivisionError("never worked")
+
+
+def test_a_drafter_that_cannot_even_start(make: Callable[..., Engine], caplog: Any):
+    register(Costly)
+    register(Stillborn)
+    try:
+        plain, engine = run(make(None), PROMPTS, params("off")), make(None)
+        with pytest.raises(BadRequest, match="never worked"):
+            engine.prepare(params("stillborn"))
+        with caplog.at_level(logging.WARNING, "forerun"):
+            assert run(engine, PROMPTS, params("stillborn+lookup+costly")) == plain
+        assert {r.getMessage().split("'")[1] for r in caplog.records} == {"stillborn", "costly"}
+    finally:
+        del _KINDS["costly"], _KINDS["stillborn"]
+
+
+def test_pages_of_guesses_push_nobody_out(make: Callable[..., Engine]):
+    """Two answers that just fit side by side: guesses must not cost one of them its place."""
+
+    def preemptions(drafter: str) -> int:
+        engine = make(None, pool_tokens=88, chunk_tokens=128, prefix_cache=False)
+        short = Answer(engine, list(range(10, 20)), params(drafter, max_tokens=20))
+        long = Answer(engine, [7, 8] * 20, params(drafter, max_tokens=8))
+        finish(engine)
+        usages = [answer.last.usage for answer in (short, long)]
+        return sum(usage.preemptions for usage in usages if usage is not None)
+
+    assert preemptions("lookup+suffix+copy") == preemptions("off") == 0
+
+
+def test_the_drafts_kv_is_shared_after_accepted_drafts(make: Callable[..., Engine]):
+    engine = make("same")
+    first = Answer(engine, PROMPTS[1], params("model-chain", max_tokens=200))
+    finish(engine)
+    plane = engine.pool.planes[0]
+    pages = engine.tree.match([*PROMPTS[1], *first.tokens()])
+    assert len(pages) > 25
+    assert sum(plane.filled[page] == engine.pool.page_size for page in pages) >= len(pages) - 3
+
+
+def test_an_answer_that_ends_inside_a_draft_counts_what_it_has(make: Callable[..., Engine]):
+    engine = make("same")
+    whole = Answer(engine, PROMPTS[1], params("off", max_tokens=120))
+    finish(engine)
+    stop = whole.text()[60:64]
+    ended = Answer(engine, PROMPTS[1], params("model-chain", max_tokens=120, stop=(stop,)))
+    finish(engine)
+    usage = ended.last.usage
+    assert usage is not None and ended.last.finish_reason == "stop"
+    assert usage.accepted == sum(usage.lengths) <= usage.completion_tokens <= usage.steps + usage.accepted
+
+
+def test_a_draft_of_a_shorter_context(make: Callable[..., Engine], tmp_path: Path):
+    tiny.write_folder(tmp_path, "qwen2", max_position_embeddings=64)
+    checkpoint = open_checkpoint(tmp_path)
+    drafter, _ = build_decoder(checkpoint, CPU, "float32", 64)
+    plain = make(None)
+    engine = Engine(
+        plain.decoder, plain.tokenizer, plain.config, DraftModel(drafter, checkpoint.tokenizer(), True, "short")
+    )
+    assert run(engine, PROMPTS, params("auto")) == run(plain, PROMPTS, params("off"))
+
+
+def test_free_drafters_serve_verifiers_that_draw(make: Callable[..., Engine]):
+    engine = make(None)
+    asked = SamplingParams(
+        max_tokens=60, ignore_eos=True, temperature=0.3, seed=5, speculate=Speculation("lookup", verify="traversal")
+    )
+    answer = Answer(engine, [5, 6, 7, 8] * 8, asked)
+    finish(engine)
+    assert answer.last.usage is not None and answer.last.usage.drafted > 0

@@ -146,7 +146,7 @@ def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     with available(Tepid):
         monkeypatch.setattr(lossless_sampled, "_paid", lambda llm: ["model-chain", "tepid"])
         findings = list(check_sampled(llm, PROMPTS, temperature=0.12, samples=256))
-        llm.engine.speculator._drafters.pop("tepid")
+        llm.engine.speculator.crew.dismiss("tepid")
     passed = {finding.name: finding.passed for finding in findings}
     assert not passed.pop("sketch, wishful") and not passed.pop("tepid, rejection")
     assert passed.keys() == {

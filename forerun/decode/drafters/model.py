@@ -42,6 +42,7 @@ class _State:
 class ModelDrafter(Drafter):
     name = "model"
     free = False
+    draws = True
     _short_head: ShortHead | None = None
     side_branches = 2  # nodes beside the surest that may run in a round
     children = 3  # likeliest tokens that become children of a node
@@ -55,12 +56,16 @@ class ModelDrafter(Drafter):
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
         self.on_device = self._runner.can_chain
+        self.longest = min(workshop.max_context, self._runner.decoder.config.max_context)
         self.rounds: list[Round] = []
 
     @classmethod
     def problem(cls, workshop: Workshop) -> BadRequest | None:
         if workshop.draft is None:
-            return BadRequest(f"the drafter {cls.name!r} needs a draft model", "open the model with draft=...")
+            return BadRequest(
+                f"the drafter {cls.name!r} needs a draft model",
+                "open the model with a draft: draft=..., or --draft on the command line",
+            )
         if not workshop.draft.same_tokens:
             return BadRequest(
                 f"the tokens of {workshop.draft.source} are not the target's, so their ids mean different text",
@@ -73,7 +78,8 @@ class ModelDrafter(Drafter):
     def propose(self, asks: list[Ask]) -> list[Draft]:
         self.rounds = []
         grown = [Growth(ask, self.name) for ask in asks]
-        ready = [g for g in grown if self._catch_up(g.ask)]
+        fitting = [g for g in grown if len(g.ask.tokens) + max(g.ask.depth, g.ask.nodes) < self.longest]
+        ready = [g for g in fitting if self._catch_up(g.ask)]
         if ready and not self._grow_chains(ready):
             self._first_round(ready)
             while growing := [(g, nodes) for g in ready if (nodes := self._next_nodes(g))]:
@@ -99,12 +105,13 @@ class ModelDrafter(Drafter):
         state = self._states.get(ask.id)
         if state is None or state.pages is not ask.pages:
             state = self._states[ask.id] = _State(ask.pages, self._filled(ask.pages))
+        valid = state.valid
         for token in state.run:
-            if state.valid >= len(ask.tokens) - 1 or ask.tokens[state.valid] != token:
+            if valid >= len(ask.tokens) - 1 or ask.tokens[valid] != token:
                 break
-            state.valid += 1
-        state.run = []
-        state.valid = min(state.valid, len(ask.tokens) - 1)
+            valid += 1
+        self._advance(state, valid)
+        state.run, state.valid = [], min(valid, len(ask.tokens) - 1)
         return state
 
     def _filled(self, pages: array[int]) -> int:

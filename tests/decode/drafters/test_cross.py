@@ -151,7 +151,7 @@ def test_side_branches_hold_what_the_likeliest_token_misses(spellers: tuple[Path
 
 def test_the_end_of_an_answer_is_drafted_too(spellers: tuple[Path, Path]):
     engine = engine_of(*spellers)
-    drafter = engine.speculator._drafter("cross")
+    drafter = engine.speculator.crew["cross"]
     assert isinstance(drafter, CrossDrafter)
     context = Context(SamplingParams(), list(range(40, 60)), 20, 0)
     g = _Growth(Ask(0, context, 4, 8, array("i")), _State(0, Transcript(drafter._target, drafter._draft)), 4)
@@ -170,7 +170,7 @@ def test_the_end_of_an_answer_is_drafted_too(spellers: tuple[Path, Path]):
 
 def test_drafts_that_came_true_are_not_run_again(spellers: tuple[Path, Path]):
     engine = engine_of(*spellers)
-    drafter = engine.speculator._drafter("cross")
+    drafter = engine.speculator.crew["cross"]
     assert isinstance(drafter, CrossDrafter)
     ran: list[int] = []
     original = drafter._runner.forward

@@ -47,7 +47,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
         costs = Controller(CostCurve({1: 1.0, 64: 1.001}), {"self": CostCurve({1: 1e-4, 64: 1.1e-4})})
         made = Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values), None, costs)
         if blocks is not None:
-            made.speculator._drafters["self"] = SelfDrafter(made.speculator.workshop, blocks)
+            made.speculator.crew._drafters["self"] = SelfDrafter(made.speculator.workshop, blocks)
         return made
 
     return engine
