@@ -63,6 +63,7 @@ class Speculator:
         if context.params.speculation.off:
             return None
         verifier, names = make_verifier(context.params.speculation), self.crew.able(context.params)
+        self._empty = self._rest = 0  # it may be more predictable than those before
         draws = verifier.draws and not context.params.greedy and any(self.crew[name].draws for name in names)
         return Guessing(seq_id, context, usage, names, verifier, self.controller.open(), draws)
 
