@@ -224,8 +224,10 @@ class Speculator:
             guessing.usage.verifier = guessing.verifier.name
             guessing.usage.lossless = guessing.verifier.lossless
         gained = {proposed.sources[0]: tree.came_true(proposed, emitted) for proposed in guessing.proposed}
+        known = 0  # to those who were asked before: only what goes further is a drafter's own merit
         for name, seconds in guessing.asked.items():
-            self.controller.asked(name, seconds, gained.get(name, 0))
+            self.controller.asked(name, seconds, max(0, gained.get(name, 0) - known))
+            known = max(known, gained.get(name, 0))
         for proposed in guessing.proposed:
             self.controller.learn(guessing.stats, proposed, emitted)
         guessing.proposed, guessing.asked = [], {}
