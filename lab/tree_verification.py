@@ -45,7 +45,7 @@ class Table:
         return self._probs[node + 1]
 
     def draw(self, node: int) -> int:
-        raise NotImplementedError("these verifiers do not follow the target's own draws")
+        return int(self._probs[node + 1].argmax())  # none of these verifiers follows the target's own draws
 
 
 def trees(llm: LLM, prompt: list[int], args: argparse.Namespace) -> list[tuple[Draft, torch.Tensor, float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forerun.cache.pool import PagePool
+from forerun.cache.pool import PagePool, Plane
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
 from forerun.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ class Workshop:
     max_context: int
     draft: DraftModel | None = None
     draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
+    draft_plane: Plane | None = None
     make_room: Callable[[int], bool] | None = None  # frees pages that are merely remembered, until so many are free
 
     @classmethod
@@ -43,7 +44,7 @@ class Workshop:
             return cls(pool, runner, tokenizer, max_context)
         plane = pool.add_plane(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
-        return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv))
+        return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv), plane)
 
     def warm_up(self) -> None:
         """Let both models compile what their first forwards would."""

@@ -147,10 +147,7 @@ class Runner:
             for context in (0, 100):
                 if context + tokens < limit:
                     self.time_forward(tokens, context, 0, branches)
-        self.time_chain()
-
-    def time_chain(self) -> None:
-        pages = array("i", self.pool.allocate(4))
+        pages = array("i", self.pool.allocate(1))
         self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
         self.pool.release(pages)
 

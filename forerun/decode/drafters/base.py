@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forerun.core import Draft
 from forerun.decode.sampling import Context
+from forerun.decode.target import Dice
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from forerun.decode.workshop import Workshop
+
+
+CATCH_UP = 512  # tokens of a prompt that a draft model reads in one step at most, so that others do not wait for all
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Ask:
     pages: array[int]  # its pages; they hold `len(tokens) + nodes` entries
     offered: Draft | None = None  # what free drafters guessed, for drafters that can tell how good it is
     at_random: bool = False  # draw from the drafter's own distribution and give it as `proposals`
+    dice: Dice | None = None  # what to draw with; None: numbers of the request's own seed
     least: Sequence[float] = ()  # the same for drafters that decide on a device: path chances to go on from, by depth
     worth: Callable[[float, int], bool] | None = None  # (chance of the path, depth): is one more forward worth it?
 
@@ -76,7 +81,9 @@ class Drafter(ABC):
 
     def time_round(self, tokens: int, context: int) -> float:
         """Of paid drafters: seconds of one round with so many tokens, after a context of this length."""
-        raise NotImplementedError(f"drafter {self.name!r} is not free, so it must tell what a round costs")
+        raise BadRequest(
+            f"the drafter {self.name!r} runs a model and does not tell what a round costs", "give it time_round"
+        )
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:  # noqa: B027
         """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or keep state."""

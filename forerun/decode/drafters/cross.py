@@ -7,20 +7,20 @@ target; text between the tokenizers is `retoken`'s.
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
 import torch
 
 from forerun.core import Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
+from forerun.decode.drafters.base import CATCH_UP, Ask, Drafter, Round, register
 from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, shares, whole_characters
 from forerun.decode.drafters.spare import SparePages
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 from forerun.models.runner import Span
 
-CATCH_UP = 512  # tokens of a prompt that are prefilled in one step at most, so that others do not wait for all of it
 CHOICES = 3  # likeliest tokens of a round: the first is drafted on, the others become side branches of one token
 LEAST = 0.05  # side branches less likely than this are not worth naming
 EXTRA = 4  # rounds beyond the depth asked for, as one token of the target may take several here
@@ -48,9 +48,7 @@ class _Growth:
     parts: list[tuple[int, float]] = field(default_factory=list)  # bytes and chance of each
     path: float = 1.0
     tokens: list[int] = field(default_factory=list)  # of the target
-    others: list[tuple[int, int, float]] = field(
-        default_factory=list
-    )  # after so many of `drafted`: a token, its chance
+    others: list[tuple[int, int, float]] = field(default_factory=list)  # after so many drafted: a token, its chance
     over: bool = False
 
 
@@ -66,15 +64,19 @@ class CrossDrafter(Drafter):
         self._runner, self._pool = runner, workshop.pool
         self._target, self._draft = workshop.tokenizer, draft.tokenizer
         self._ends = {*draft.decoder.config.eos_ids, *draft.tokenizer.eos_ids, *draft.tokenizer.special_ids}
-        self._limit = min(workshop.max_context, draft.decoder.config.max_context)
-        plane = next(p for p in workshop.pool.planes if p.kv is runner.kv)
-        self._spare = SparePages(workshop.pool, plane, workshop.make_room)
+        self.longest = min(workshop.max_context, draft.decoder.config.max_context)
+        assert workshop.draft_plane is not None
+        self._spare = SparePages(workshop.pool, workshop.draft_plane, workshop.make_room)
+        self.rounds: list[Round] = []
         self._states: dict[int, _State] = {}
 
     @classmethod
     def problem(cls, workshop: Workshop) -> BadRequest | None:
         if workshop.draft is None:
-            return BadRequest(f"the drafter {cls.name!r} needs a draft model", "open the model with draft=...")
+            return BadRequest(
+                f"the drafter {cls.name!r} needs a draft model",
+                "open the model with a draft: draft=..., or --draft on the command line",
+            )
         if workshop.draft.same_tokens:
             return BadRequest(
                 f"the tokens of {workshop.draft.source} are the target's own, there is nothing to translate",
@@ -93,8 +95,11 @@ class CrossDrafter(Drafter):
     def propose(self, asks: list[Ask]) -> list[Draft]:
         grown = [_Growth(ask, self._state(ask), ask.depth + EXTRA) for ask in asks]
         ready = self._catch_up(grown)
+        self.rounds = []
         while ready := [g for g in ready if self._goes_on(g)]:
+            start = time.perf_counter()
             self._run(ready, [Span(g.drafted[-1:], len(g.state.ran), g.state.pages, (0,)) for g in ready])
+            self.rounds.append(Round(len(ready), len(ready), time.perf_counter() - start))
         return [self._finished(g) for g in grown]
 
     def behind(self, ask: Ask) -> int:
@@ -132,7 +137,7 @@ class CrossDrafter(Drafter):
         for g in grown:
             state, ids = g.state, g.state.transcript.ids
             entries = len(ids) + g.rounds
-            if not ids or entries > self._limit:
+            if not ids or entries > self.longest:
                 continue
             if not self._spare.extend(state.id, state.pages, self._pool.pages_for(entries)):
                 continue

@@ -73,7 +73,7 @@ class Growth:
         count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
         if len(self.draft) + count > self.ask.nodes:
             return
-        dice = SeededDice(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
+        dice = self.ask.dice or SeededDice(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
         rest = q.double()
         for _ in range(count):
             token = dice.pick(rest)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask, Drafter, Round, register
+from forerun.decode.drafters.base import CATCH_UP, Ask, Drafter, Round, register
 from forerun.decode.drafters.growth import Growth
 from forerun.decode.sampling import distribution, shape
 from forerun.decode.workshop import Workshop
@@ -23,7 +23,6 @@ from forerun.errors import BadRequest
 from forerun.models.runner import Span
 from forerun.models.short_head import ShortHead
 
-CATCH_UP = 512  # tokens of a prompt that are prefilled in one step at most, so that others do not wait for all of it
 SCORED = 7  # offered tokens that are scored in the first round
 SIDE = 0.25  # further nodes run in a round if their path is this likely
 
@@ -51,7 +50,8 @@ class ModelDrafter(Drafter):
         assert workshop.draft_runner is not None
         self._runner, self._pool = workshop.draft_runner, workshop.pool
         self._vocab = workshop.runner.decoder.config.vocab_size
-        self._plane = next(p for p in workshop.pool.planes if p.kv is self._runner.kv)
+        assert workshop.draft_plane is not None
+        self._plane = workshop.draft_plane
         self._states: dict[int, _State] = {}
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
