@@ -8,16 +8,19 @@ device policy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from forerun.params import Grammar, SamplingParams, Speculation
+from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 __all__ = [
     "Draft",
     "Grammar",
     "HostBatch",
+    "Prefill",
+    "PrefillReport",
     "ROOT",
     "SamplingParams",
     "Speculation",
@@ -203,6 +206,30 @@ class Tally:
 
 
 @dataclass
+class PrefillReport:
+    """What drafting a prompt cost and how good it looked; part of `Usage`."""
+
+    tokens: int = 0
+    layers: int = 0
+    source: str = ""
+    chooser: str = ""
+    fell_back: str = ""  # why exact prefill was taken after all; empty: it was not
+    exact: int = 0  # tokens whose K/V is exact: read from the prefix tree, or with nothing approximate before them
+    drafted: int = 0  # tokens that got drafted K/V in some layer
+    accepted: int = 0  # of those, tokens that kept it
+    recomputed: int = 0  # of those, tokens that the target ran through all layers after all
+    token_layers: int = 0  # that the target ran, of tokens * layers
+    cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's
+    rounds: int = 0  # of repair: more than one where checks failed
+    scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the checkpoints
+    spans: list[dict[str, Any]] = field(default_factory=list)  # per checkpoint: first entry, signals, passed
+    depth_runs: list[tuple[int, int]] = field(default_factory=list)  # (depth, tokens) from the first entry on
+    read_s: float = 0.0
+    repair_s: float = 0.0
+    check_s: float = 0.0
+
+
+@dataclass
 class Usage:
     """What one answer cost and what it did not have to compute."""
 
@@ -222,6 +249,7 @@ class Usage:
     lengths: list[int] = field(default_factory=list)  # drafted tokens that each step accepted
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
+    prefill: PrefillReport | None = None  # None: the prompt was computed as usual
 
     def add(self, part: Usage) -> None:
         """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""

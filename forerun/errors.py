@@ -31,3 +31,7 @@ class BadRequest(ForerunError):
 
 class OutOfPages(ForerunError):
     """The request can never fit into the configured KV pool."""
+
+
+class BadProfile(ForerunError):
+    """A profile of speculative prefill is missing, damaged, or was made for other models."""

@@ -1,5 +1,6 @@
 """What is asked: how to choose tokens (`SamplingParams`), what shape the answer has (`Grammar`), how to guess ahead
-(`Speculation`). Every value is checked on creation; nothing here knows a model, a tokenizer or which drafters exist.
+(`Speculation`), how the prompt's K/V comes about (`Prefill`). Every value is checked on creation; nothing here knows a
+model, a tokenizer or which drafters exist.
 """
 
 from __future__ import annotations
@@ -55,6 +56,44 @@ class Speculation:
         return self.drafter == "off" or self.nodes == 0
 
 
+PREFILLS = ("exact", "speculative", "provisional")
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How a prompt's K/V comes about. `exact` computes it; the others draft it and must be asked for.
+
+    `speculative` answers from drafted K/V that was checked and repaired where it was wrong; `provisional` shows such an
+    answer at once and replaces it by the exact one as soon as that is known.
+    """
+
+    mode: str = "exact"
+    budget: float | None = None  # most work, as a share of exact prefill's; None: what the profile suggests
+    quality: float | None = None  # least agreement with exact prefill, as the profile measured it; None: the profile's
+    source: str = "auto"  # who drafts: auto, draft, self, chunk or drop
+    chooser: str = "auto"  # who says which tokens are recomputed: auto, draft, tail, cross, start or random
+    allow_exact: bool = False  # where drafting is impossible, compute exactly and do not raise
+
+    def __post_init__(self) -> None:
+        if self.mode not in PREFILLS:
+            raise BadRequest(f"prefill is {self.mode!r}", f"use one of {', '.join(PREFILLS)}")
+        for name in ("source", "chooser"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise BadRequest(f"prefill: {name} must be a name, got {getattr(self, name)!r}", "use auto")
+        for name in ("budget", "quality"):
+            if getattr(self, name) is not None:
+                _number(f"prefill: {name}", getattr(self, name), 0.0, 1.0, open_low=True)
+        if self.budget is not None and self.quality is not None:
+            raise BadRequest(
+                f"prefill has a budget of {self.budget} and a quality of {self.quality}",
+                "give one of them: the other follows from the profile's curve",
+            )
+
+    @property
+    def exact(self) -> bool:
+        return self.mode == "exact"
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose the next token. Temperature 0 (the default) is greedy; every value is checked on creation."""
@@ -75,12 +114,17 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     grammar: Grammar | None = None
     speculate: Speculation | str = "auto"  # a drafter's name is enough
+    prefill: Prefill | str = "exact"  # a mode's name is enough
 
     def __post_init__(self) -> None:
         if isinstance(self.speculate, str):
             object.__setattr__(self, "speculate", Speculation(self.speculate))
         if not isinstance(self.speculate, Speculation):
             raise BadRequest(f"speculate must be a name or a Speculation, got {self.speculate!r}", "use auto or off")
+        if isinstance(self.prefill, str):
+            object.__setattr__(self, "prefill", Prefill(self.prefill))
+        if not isinstance(self.prefill, Prefill):
+            raise BadRequest(f"prefill must be a name or a Prefill, got {self.prefill!r}", "use exact or speculative")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", "pass Grammar('regex', '[0-9]+')")
         if isinstance(self.stop, str):
@@ -116,6 +160,11 @@ class SamplingParams:
     def speculation(self) -> Speculation:
         assert isinstance(self.speculate, Speculation)  # names were turned into one on creation
         return self.speculate
+
+    @property
+    def prefilling(self) -> Prefill:
+        assert isinstance(self.prefill, Prefill)  # names were turned into one on creation
+        return self.prefill
 
     @property
     def greedy(self) -> bool:

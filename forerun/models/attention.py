@@ -44,6 +44,14 @@ class AttentionBackend(ABC):
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D]."""
 
+    def write(
+        self, k: Tensor, v: Tensor, layer: int, kv: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor
+    ) -> None:
+        """K (not rotated yet) and V [T, Hkv, D] that came from elsewhere, to slots [T]; needs no plan."""
+        rope = self.ropes[self.config.layer_rope(layer)]
+        kv[0].index_copy_(0, slots, rotate(k, *rope.at(positions)).to(kv[0].dtype))
+        kv[1].index_copy_(0, slots, v.to(kv[1].dtype))
+
 
 TILE = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 MANY = 128  # new tokens from which query heads are left apart

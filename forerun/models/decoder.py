@@ -36,6 +36,11 @@ class Layer:
     post_mlp_norm: Norm | None = None
 
 
+# Called in every layer with what runs through it, while it runs: (layer, its input [T, hidden] in the decoder's own
+# basis, rotated queries [T, Hq, D], attention output [T, Hq * D]); at last with the last layer's output and two Nones.
+Watch = Callable[[int, Tensor, Tensor | None, Tensor | None], None]
+
+
 @dataclass(frozen=True)
 class Taps:
     """What a caller wants to see of a forward beside the logits."""
@@ -68,7 +73,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: TokenBatch, kv: KV, taps: Taps | None = None, blocks: Sequence[int] | None = None
+        self,
+        batch: TokenBatch,
+        kv: KV,
+        taps: Taps | None = None,
+        blocks: Sequence[int] | None = None,
+        watch: Watch | None = None,
     ) -> Output:
         """`blocks`: run these only, in their order; what others would have added is left out."""
         output = Output(logits=torch.empty(0))
@@ -77,7 +87,7 @@ class Decoder:
             x = self.run_blocks(self.embed(batch.tokens), kv, blocks)
             output.logits = self.logits(x.index_select(0, batch.want))
             return output
-        x = self.run_layers(self.embed(batch.tokens), batch, kv, range(self.config.num_layers), taps, output)
+        x = self.run_layers(self.embed(batch.tokens), batch, kv, range(self.config.num_layers), taps, output, watch)
         output.logits = self.logits(x.index_select(0, batch.want))
         return output
 
@@ -98,17 +108,25 @@ class Decoder:
         layers: range,
         taps: Taps | None = None,
         output: Output | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """The hidden states [T, hidden] after these layers; the backend must have planned this batch."""
         for i in layers:
             if taps and output and i in taps.hidden:
                 output.hidden[i] = self.hidden(x)
-            x = self._layer(x, i, kv[i])
+            x = self._mlp(self._attend(x, i, kv[i], watch), i)
             if taps and output and i in taps.kv:
                 output.kv[i] = (kv[i][0][batch.slots], kv[i][1][batch.slots])
         if taps and output and layers.stop in taps.hidden:
             output.hidden[layers.stop] = self.hidden(x)
+        if watch is not None and layers.stop == self.config.num_layers:
+            watch(layers.stop, x, None, None)
         return x
+
+    def write_kv(self, x: Tensor, i: int, kv: KV) -> None:
+        """Only the K/V of layer i for its inputs x [T, hidden], for tokens that go no further."""
+        w = self.layers[i]
+        self.attention.store(w.qkv(x, norm=w.attn_norm), i, kv[i], w.qk_norms)
 
     def run_blocks(self, x: Tensor, kv: KV, blocks: Sequence[int]) -> Tensor:
         """The hidden states [T, hidden] after these blocks; the backend must have planned the batch."""
@@ -117,14 +135,13 @@ class Decoder:
             x = self._mlp(x, i) if block % 2 else self._attend(x, i, kv[i])
         return x
 
-    def _layer(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:
-        return self._mlp(self._attend(x, i, kv), i)
-
-    def _attend(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, x: Tensor, i: int, kv: tuple[Tensor, Tensor], watch: Watch | None = None) -> Tensor:
         w, attention = self.layers[i], self.attention
         qkv = w.qkv(x, norm=w.attn_norm)  # [T, (Hq + 2 Hkv) D]
         q = attention.store(qkv, i, kv, w.qk_norms)  # [T, Hq, D]
         a = attention.attend(q, i, kv)  # [T, Hq * D]
+        if watch is not None:
+            watch(i, x, q, a)
         return w.o(a, add=x) if w.post_attn_norm is None else x + rms_norm(w.o(a), w.post_attn_norm)
 
     def _mlp(self, x: Tensor, i: int) -> Tensor:

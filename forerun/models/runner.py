@@ -21,7 +21,7 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.attention import KV
-from forerun.models.decoder import Decoder, Output, Taps
+from forerun.models.decoder import Decoder, Output, Taps, Watch
 
 if TYPE_CHECKING:
     from forerun.models.cuda.chain import Chains
@@ -85,12 +85,18 @@ class Runner:
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
 
-    def forward(self, spans: list[Span], taps: Taps | None = None, blocks: Seq[int] | None = None) -> Output:
+    def forward(
+        self,
+        spans: list[Span],
+        taps: Taps | None = None,
+        blocks: Seq[int] | None = None,
+        watch: Watch | None = None,
+    ) -> Output:
         """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
         batch = self.batch(spans)
-        whole = taps is None and blocks is None
+        whole = taps is None and blocks is None and watch is None
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
-        return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks)
+        return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
 
     def most_rows(self, sequences: int) -> int:
         """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""

@@ -1,0 +1,89 @@
+"""From hidden states of a source to K and V of the target: a shared projection to low rank, a small nonlinear step, and
+one matrix to all layers at once.
+
+A token's features are its hidden states at some layers, each divided by its own root mean square. K comes out as it is
+before rotation, so that a map does not depend on the position. `Maps` are the numbers as calibration leaves them;
+`FastMaps` are the same, ready to run beside a decoder. Neither knows pages, prompts or which model is which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.linear import Linear, Precision
+from forerun.models.rotation import Rotation
+
+EPS = 1e-6
+
+
+@dataclass
+class Maps:
+    """`taps`: inputs of these layers of the source, num_layers for the last one's output."""
+
+    taps: tuple[int, ...]
+    base: int  # target layers below it are not mapped
+    down: Tensor  # [rank, len(taps) * hidden]
+    down_bias: Tensor  # [rank]
+    mix_in: Tensor  # [inner, rank]
+    mix_out: Tensor  # [rank, inner]
+    up: Tensor  # [mapped layers * 2 * kv_size, rank]: K, then V, layer by layer
+    up_bias: Tensor  # [mapped layers * 2 * kv_size]
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds for one token."""
+        return sum(t.numel() for t in (self.down, self.mix_in, self.mix_out, self.up))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("taps", "base")}
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """[..., len(taps) * hidden] -> [..., mapped layers * 2 * kv_size]; differentiable."""
+        z = F.linear(features, self.down, self.down_bias)
+        z = z + F.linear(F.silu(F.linear(z, self.mix_in)), self.mix_out)
+        return F.linear(z, self.up, self.up_bias)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Maps:
+        return Maps(self.taps, self.base, **{k: t.to(device, dtype) for k, t in self.tensors().items()})
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows divided by their root mean square; a rotation of the stream leaves it as it is."""
+    return F.rms_norm(x, (x.shape[-1],), None, EPS)
+
+
+class FastMaps:
+    """Maps in a decoder's precision, for hidden states in its own (perhaps rotated) basis."""
+
+    def __init__(self, maps: Maps, precision: Precision, basis: Rotation | None, device: torch.device) -> None:
+        self.taps, self.base = maps.taps, maps.base
+        down = maps.down.float()
+        if basis is not None:
+            down = torch.cat([basis.apply(part.contiguous()) for part in down.split(basis.size, 1)], 1)
+        dtype = precision.dtype
+
+        def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+            held = weight.float() if precision.linear.packs else weight.to(dtype)
+            return precision.linear(held.to(device), None if bias is None else bias.to(device, dtype))
+
+        self._down = linear(down, maps.down_bias)
+        self._mix_in, self._mix_out = linear(maps.mix_in), linear(maps.mix_out)
+        self._up = linear(maps.up, maps.up_bias)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in (self._down, self._mix_in, self._mix_out, self._up))
+
+    def __call__(self, hidden: list[Tensor]) -> Tensor:
+        """Hidden states at the taps, [T, hidden] each -> [T, mapped layers, 2, kv_size]."""
+        z = self._down(torch.cat([unit(x) for x in hidden], 1))
+        z = self._mix_out(F.silu(self._mix_in(z)), add=z)
+        return self._up(z)

@@ -1,0 +1,122 @@
+"""A profile: what calibration leaves on disk for one target and one source, and nobody else.
+
+One safetensors file: the maps as tensors, everything else as JSON in its metadata. It carries the fingerprints of the
+models it was fitted for and a checksum of its own tensors, and refuses to be used when either differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from forerun.errors import BadProfile
+from forerun.prefill.maps import Maps
+
+VERSION = 1
+_KEY = "forerun_profile"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Quality on held-out text at one share of recomputed tokens."""
+
+    share: float  # of tokens that the target runs through all layers, beside the first ones and the tail
+    cost: float  # all work as a share of exact prefill's, at the length it was measured
+    top1: float  # agreement of the likeliest next token with exact prefill
+    kl: float
+
+
+@dataclass
+class Profile:
+    kind: str  # draft or self: whose hidden states the maps read
+    target: str  # fingerprint of the target's weights
+    source: str  # fingerprint of the source's weights; the target's own for `self`
+    names: dict[str, str]  # role -> what the files were called, for messages only
+    maps: Maps
+    source_cost: float  # reading a token, in tokens of the target's prefill, without the maps
+    share: float  # of tokens recomputed where a request does not say
+    curve: list[Point] = field(default_factory=list)
+    thresholds: dict[str, list[float]] = field(default_factory=dict)  # signal -> worst value that passes, per layer
+    facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
+
+    @property
+    def key(self) -> str:
+        """Drafted K/V is shared only under the same key."""
+        digest = hashlib.sha256(f"{self.kind} {self.target} {self.source} {checksum(self.maps)}".encode())
+        return digest.hexdigest()[:16]
+
+    def share_for(self, budget: float | None, quality: float | None) -> float | None:
+        """The share of recomputed tokens for a request; None: nothing on the curve is good or cheap enough."""
+        if budget is None and quality is None:
+            return self.share
+        points = sorted(self.curve, key=lambda p: p.share)
+        if quality is not None:
+            return next((p.share for p in points if p.top1 >= quality), None)
+        assert budget is not None
+        affordable = [p.share + (budget - p.cost) for p in points if p.cost <= budget]
+        return min(1.0, max(affordable)) if affordable else None
+
+    def save(self, path: Path) -> None:
+        tensors = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
+        rounded = Maps(self.maps.taps, self.maps.base, **tensors)
+        about = {f: getattr(self, f) for f in ("kind", "target", "source", "names", "source_cost", "share")}
+        about |= {"curve": [asdict(p) for p in self.curve], "thresholds": self.thresholds, "facts": self.facts}
+        about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base}
+        about["checksum"] = checksum(rounded)
+        part = path.with_name(path.name + ".part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, part, metadata={_KEY: json.dumps(about)})
+        part.replace(path)  # whoever reads meanwhile sees the old file or the new one, never half of one
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        if not path.is_file():
+            raise BadProfile(f"there is no profile {path}", "make one: forerun calibrate --target ... --out PROFILE")
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {})[_KEY])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if about["version"] != VERSION:
+                raise BadProfile(
+                    f"{path} is a profile of version {about['version']}, this is {VERSION}", "calibrate again"
+                )
+            maps = Maps(tuple(about["taps"]), about["base"], **tensors)
+            profile = cls(
+                maps=maps,
+                curve=[Point(**p) for p in about["curve"]],
+                **{f: about[f] for f in ("kind", "target", "source", "names", "source_cost", "share")},
+                **{f: about[f] for f in ("thresholds", "facts")},
+            )
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise BadProfile(f"{path} is not a whole profile: {error}", "calibrate again, or copy it anew") from None
+        if checksum(maps) != about["checksum"]:
+            raise BadProfile(f"{path} is damaged: its checksum does not fit", "calibrate again, or copy it anew")
+        return profile
+
+    def check(self, target: str, source: str | None) -> None:
+        """Raise unless these are the fingerprints of the models it was made for."""
+        hint = "calibrate for this model: forerun calibrate --target ... --out PROFILE"
+        if target != self.target:
+            raise BadProfile(f"the profile was made for {self.names.get('target')}, not for this target", hint)
+        if self.kind == "draft" and source is None:
+            raise BadProfile(
+                f"the profile drafts with {self.names.get('source')}, and no draft model is open",
+                "open the model with that draft: draft=..., or --draft on the command line",
+            )
+        if self.kind == "draft" and source != self.source:
+            raise BadProfile(f"the profile was made for the draft {self.names.get('source')}, not for this one", hint)
+
+
+def checksum(maps: Maps) -> str:
+    digest = hashlib.sha256(repr((maps.taps, maps.base)).encode())
+    for name, tensor in sorted(maps.tensors().items()):
+        data = tensor.detach().to("cpu", torch.float16).contiguous().view(torch.uint8).numpy()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + data.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,42 @@
+"""The drafting contract of prefill: who can say what a prompt's K/V looks like without running the whole target.
+
+A source reads a prompt some tokens at a time and writes K/V for the target's layers above `base`, approximate, into the
+prompt's own pages. It knows neither which tokens will be recomputed nor whether its K/V is any good.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from forerun.errors import BadRequest
+from forerun.prefill.job import Job
+
+
+class Source(ABC):
+    name: str
+    base: int  # depth that the target itself gives to every token: layers below it are exact as far as their input is
+
+    def problem(self, tokens: int) -> BadRequest | None:
+        """Why a prompt of so many tokens cannot be drafted, if that is so."""
+        return None
+
+    def open(self, job: Job) -> None:  # noqa: B027 (most have nothing to look at)
+        """Look at a prompt before anything runs; `job.read` may be moved on to what needs no reading."""
+
+    @abstractmethod
+    def read(self, job: Job, count: int) -> None:
+        """Read entries job.read .. job.read + count (the tail included), and write K/V for those of them before
+        job.end that are not known yet; sets job.read, job.x and job.scores as it can."""
+
+    @abstractmethod
+    def cost(self, tokens: int) -> float:
+        """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
+
+    def finish(self, job: Job) -> None:  # noqa: B027 (most keep all they know in the job)
+        """The prompt is done or gone: forget it."""
+
+    def scores(self, job: Job) -> np.ndarray | None:
+        """[len(job.tokens)] how much the tail looks at each token, once everything is read; None: it cannot say."""
+        return None
