@@ -9,9 +9,19 @@ if TYPE_CHECKING:
     from forerun.api import LLM, Choice, Completion
     from forerun.core import Usage
     from forerun.errors import ForerunError
-    from forerun.params import Grammar, SamplingParams, Speculation
+    from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
-__all__ = ["LLM", "Choice", "Completion", "ForerunError", "Grammar", "SamplingParams", "Speculation", "Usage"]
+__all__ = [
+    "LLM",
+    "Choice",
+    "Completion",
+    "ForerunError",
+    "Grammar",
+    "Prefill",
+    "SamplingParams",
+    "Speculation",
+    "Usage",
+]
 __version__ = "0.1.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
@@ -20,6 +30,7 @@ _HOME = {
     "Choice": "forerun.api",
     "Completion": "forerun.api",
     "Grammar": "forerun.params",
+    "Prefill": "forerun.params",
     "SamplingParams": "forerun.params",
     "Speculation": "forerun.params",
     "Usage": "forerun.core",

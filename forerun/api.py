@@ -26,6 +26,8 @@ from forerun.models.build import build_decoder, choose_device
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
+from forerun.prefill.profile import Profile
+from forerun.profiles import open_profile, prefilling
 from forerun.sizing import checked_pool_tokens, default_pool_tokens
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -75,7 +77,9 @@ class LLM:
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
     bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
-    of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool.
+    of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool. `profile`: a
+    file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the default model
+    has one.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class LLM:
         model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
         draft: str | Path | Checkpoint | None = None,
+        profile: str | Path | Profile | None = None,
         weights: str = "auto",
         device: str = "auto",
         pool_tokens: int | None = None,
@@ -105,7 +110,9 @@ class LLM:
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
         self.config, self.model = self.decoder.config, checkpoint.source
-        drafting = None if draft is None else self._open_draft(draft, where, weights, context, quiet)
+        guesser = None if draft is None else _opened(draft)
+        drafting = None if guesser is None else self._open_draft(guesser, where, weights, context, quiet)
+        self.profile = open_profile(profile, checkpoint, guesser)
         decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
         config = EngineConfig(
             max_context=context,
@@ -114,13 +121,13 @@ class LLM:
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
         )
-        self.engine = Engine(self.decoder, self.tokenizer, config, drafting)
+        prefiller = None if self.profile is None else prefilling(self.profile)
+        self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller)
         self._driver = Driver(self.engine)
 
     def _open_draft(
-        self, draft: str | Path | Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
+        self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
     ) -> DraftModel:
-        checkpoint = _opened(draft)
         tokenizer = checkpoint.tokenizer()
         limit = min(context, checkpoint.config.max_context)
         decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, guesses=True)
@@ -210,6 +217,11 @@ class LLM:
         """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
         return self.engine.speculator.figures()
 
+    def upgrade(self) -> None:
+        """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens
+        by itself while nobody asks anything."""
+        self._driver.upgrade()
+
     def clear_cache(self) -> None:
         """Forget all cached prefixes."""
         self._driver.clear_cache()
@@ -266,6 +278,8 @@ def _collect(prompt_ids: list[int], n: int, events: list[Event]) -> Completion:
     choices = [Choice() for _ in range(n)]
     total = Usage(prompt_tokens=len(prompt_ids))
     for event in events:
+        if event.provisional:  # what stands of it comes again
+            continue
         choice = choices[event.index]
         choice.text += event.text
         choice.token_ids += event.token_ids
@@ -282,3 +296,4 @@ def _merge(total: Usage, part: Usage, first: bool) -> None:
     total.total_s = max(total.total_s, part.total_s)
     if first:
         total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s
+        total.prefill, total.provisional_s = part.prefill, part.provisional_s

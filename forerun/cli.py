@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from forerun.commands import bench, chat, check, generate, models
+from forerun.commands import bench, calibrate, chat, check, generate, lab, models
 from forerun.demo import demo
 from forerun.errors import ForerunError
 
@@ -45,9 +45,11 @@ app = typer.Typer(
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
 app.command(name="demo")(demo)
+app.command(name="calibrate")(calibrate.calibrate)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
+app.add_typer(lab.app, name="lab")
 
 
 def _version(wanted: bool) -> None:

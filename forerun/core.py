@@ -250,10 +250,13 @@ class Usage:
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
+    provisional: int = 0  # tokens shown before the prompt was computed
+    confirmed: int = 0  # of those, tokens that stayed
+    provisional_s: float = 0.0  # from submission to the first of them
 
     def add(self, part: Usage) -> None:
         """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""
-        for name in ("completion_tokens", "preemptions", "steps", "drafted", "accepted"):
+        for name in ("completion_tokens", "preemptions", "steps", "drafted", "accepted", "provisional", "confirmed"):
             setattr(self, name, getattr(self, name) + getattr(part, name))
         for drafter, tally in part.drafters.items():
             mine = self.drafters.setdefault(drafter, Tally())
@@ -262,6 +265,10 @@ class Usage:
         self.lengths += part.lengths
         self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)
         self.verifier, self.lossless = self.verifier or part.verifier, self.lossless and part.lossless
+
+    @property
+    def confirmed_share(self) -> float:
+        return self.confirmed / self.provisional if self.provisional else 0.0
 
     @property
     def accepted_length(self) -> float:

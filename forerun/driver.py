@@ -2,15 +2,18 @@
 
 A caller that waits steps the engine itself, under one lock, until its own answer is there; steps serve everybody's
 requests, so several waiting threads simply take turns. Callers that must not block (asyncio) let a background thread
-wait for them. The driver knows no prompt, no text and no sampling.
+wait for them; the same thread upgrades approximate K/V while nobody waits. The driver knows no prompt, no text and no
+sampling.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
@@ -26,6 +29,8 @@ class Driver:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._steppers = 0  # callers that step the engine themselves
+        self._readers = 0  # callers that let the thread do it
 
     def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
         """Run jobs to their ends; the events of each, in order. On any error or Ctrl-C none of them goes on."""
@@ -36,17 +41,18 @@ class Driver:
         open_answers = sum(params.n for _, params in jobs)
         done = 0
         seen = [0] * len(jobs)
-        try:
-            for request in requests:
-                self._submit(request)
-            while done < open_answers:
-                self._step()
-                for i, inbox in enumerate(inboxes):
-                    done += sum(_ends(e) for e in inbox[seen[i] :])
-                    seen[i] = len(inbox)
-        except BaseException:
-            self._abandon(requests)
-            raise
+        with self._stepping():
+            try:
+                for request in requests:
+                    self._submit(request)
+                while done < open_answers:
+                    self._step()
+                    for i, inbox in enumerate(inboxes):
+                        done += sum(_ends(e) for e in inbox[seen[i] :])
+                        seen[i] = len(inbox)
+            except BaseException:
+                self._abandon(requests)
+                raise
         return inboxes
 
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Event]:
@@ -55,16 +61,17 @@ class Driver:
         request = Request(ids, params, sink=inbox.append)
         self._submit(request)
         open_answers = params.n
-        try:
-            while open_answers:
-                while not inbox:
-                    self._step()
-                event = inbox.popleft()
-                open_answers -= _ends(event)
-                yield event
-        finally:
-            if open_answers:
-                self._abandon([request])
+        with self._stepping():
+            try:
+                while open_answers:
+                    while not inbox:
+                        self._step()
+                    event = inbox.popleft()
+                    open_answers -= _ends(event)
+                    yield event
+            finally:
+                if open_answers:
+                    self._abandon([request])
 
     async def astream(self, ids: list[int], params: SamplingParams) -> AsyncIterator[Event]:
         """The same for asyncio; a background thread does the stepping."""
@@ -76,6 +83,7 @@ class Driver:
 
         request = Request(ids, params, sink)
         self._submit(request)
+        self._readers += 1  # only the event loop's own thread counts them
         self._background()
         open_answers = params.n
         try:
@@ -87,19 +95,33 @@ class Driver:
             if open_answers:
                 self.engine.cancel(request.id)
                 self._wake.set()
+            self._readers -= 1
+
+    def upgrade(self) -> None:
+        """Block until all that was answered from drafted K/V is known exactly, as far as there is room for it."""
+        busy = True
+        with self._stepping():
+            while busy and not self._closed:
+                with self._lock:
+                    busy = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
 
     def close(self) -> None:
         """Cancel whatever still runs; from now on every call is an error."""
         with self._gate:
             self._closed = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._halt()
         with self._lock:
             self.engine.end_all()
 
+    def _halt(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._halt)
+
     def clear_cache(self) -> None:
-        with self._lock:
+        with self._stepping(), self._lock:
             self.engine.clear_cache()
 
     def _submit(self, request: Request) -> None:
@@ -111,8 +133,9 @@ class Driver:
     def prepare(self, params: SamplingParams) -> None:
         """Make what a request needs and does not exist yet, before its time starts to count."""
         self.engine.speculator.check(params)
+        self.engine.drafting.prepare(params.prefilling)
         if not self.engine.speculator.crew.ready(params):
-            with self._lock:
+            with self._stepping(), self._lock:
                 self.engine.prepare(params)
 
     def _step(self) -> None:
@@ -125,22 +148,46 @@ class Driver:
         with self._lock:
             self.engine.take_in()
 
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Around whatever steps the engine or wants it for itself; upgrades go on when the last such caller is gone."""
+        with self._gate:
+            self._steppers += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._steppers -= 1
+            if not self._steppers and len(self.engine.upgrades):
+                self._background()
+
     def _background(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="forerun-engine", daemon=True)
-            self._thread.start()
+        with self._gate:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._loop, name="forerun-engine", daemon=True)
+                self._thread.start()
+                atexit.register(self._halt)  # a process must not end in the middle of a forward
         self._wake.set()
 
     def _loop(self) -> None:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
-            while not self._closed and not self.engine.idle:
-                try:
-                    self._step()
-                except Exception as error:  # nobody calls this thread: those who wait must hear of it
-                    with self._lock:
-                        self.engine.end_all(error)
+            while not self._closed and self._serve():
+                pass
+
+    def _serve(self) -> bool:
+        """One step for those who wait, or of an upgrade; False when there is nothing for this thread to do."""
+        if self._steppers and not self._readers:
+            return False  # they step by themselves: two threads would only be in each other's way
+        try:
+            with self._lock:
+                return self.engine.upgrade_step() if self.engine.idle else self.engine.step()
+        except Exception as error:  # nobody calls this thread: those who wait must hear of it
+            with self._lock:
+                self.engine.upgrades.clear()
+                self.engine.end_all(error)
+            return True
 
 
 def _ends(event: Event) -> bool:

@@ -8,17 +8,18 @@ from typing import Any
 
 from forerun import __version__
 from forerun.api import LLM, Prompt
+from forerun.bench.common import same_prefix
 from forerun.bench.sides import Sample, SideSpec
-from forerun.core import SamplingParams
+from forerun.core import Prefill, SamplingParams
 
 
 class ForerunSide:
     def __init__(self, spec: SideSpec) -> None:
         # Room for all requests at once and a quarter more, so that cached prefixes never force work on a bench.
         pool = -(-spec.context * spec.batch * 5 // 4 // 16) * 16 + 64
-        self.llm = LLM(
-            self._model(spec),
-            draft=spec.draft,
+        kind, models = self._models(spec)
+        self.llm = kind(
+            **models,
             weights=spec.weights,
             device=spec.device,
             threads=spec.threads,
@@ -29,13 +30,21 @@ class ForerunSide:
         )
 
     @staticmethod
-    def _model(spec: SideSpec) -> Any:
+    def _models(spec: SideSpec) -> tuple[type[LLM], dict[str, Any]]:
+        """Files as they are named; with a shape everything is random, a draft and its profile too."""
         if spec.shape is None:
-            return spec.model
+            named = {"model": spec.model, "draft": spec.draft}
+            return LLM, named if spec.profile is None else named | {"profile": spec.profile}
+        from forerun.bench.random_profile import RandomDraft, RandomLLM, random_profile
         from forerun.bench.shapes import RandomCheckpoint
         from forerun.models.build import choose_device
 
-        return RandomCheckpoint(spec.shape, choose_device(spec.device))
+        where = choose_device(spec.device)
+        model = RandomCheckpoint(spec.shape, where)
+        if spec.draft is None:
+            return LLM, {"model": model}
+        draft = RandomDraft(spec.draft, where, model.config)
+        return RandomLLM, {"model": model, "draft": draft, "profile": random_profile(model, draft)}
 
     def about(self) -> dict[str, Any]:
         weights, device = self.llm.precision.name, self.llm.decoder.device.type
@@ -74,6 +83,32 @@ class ForerunSide:
 
     def forward(self, tokens: int, context: int) -> Sample:
         return {"ms": 1000 * self.llm.engine.time_forward(tokens, context)}
+
+    # -- prefill that is drafted ---------------------------------------------------------------------------------------
+
+    def drafted(self, ids: list[int], prefill: Prefill) -> Sample:
+        """Time to the first token of a prompt never seen before, and what its prefill reports."""
+        self.llm.clear_cache()
+        usage = self.llm.generate(ids, SamplingParams(max_tokens=1, ignore_eos=True, prefill=prefill))[0].usage
+        report = None if usage.prefill is None else asdict(usage.prefill)
+        return {"ttft_s": usage.ttft_s, "report": report}
+
+    def provisional(self, ids: list[int], prefill: Prefill, tokens: int) -> Sample:
+        """When the first provisional and the first confirmed token came, and how many of the former stayed."""
+        self.llm.clear_cache()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, prefill=prefill)
+        start, first, confirmed = time.perf_counter(), None, None
+        shown, final = list[int](), list[int]()
+        for event in self.llm.stream(ids, params):
+            now = time.perf_counter() - start
+            if event.token_ids and event.provisional:
+                first = now if first is None else first
+                shown += event.token_ids
+            elif event.token_ids:
+                confirmed = now if confirmed is None else confirmed
+                final += event.token_ids
+        kept = same_prefix(shown, final)
+        return {"provisional_s": first, "confirmed_s": confirmed, "shown": len(shown), "kept": kept, "token_ids": final}
 
     # -- speculation: answers end where the model ends them, since text after an end is unlike any other ---------------
 

@@ -56,6 +56,21 @@ SHAPES = {
             theta=500_000.0, kind="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
         ),
     ),
+    # Ten times the weights of 0.5b, with its vocabulary: no real model, but what a tenfold draft is timed with.
+    "5b": ModelConfig(
+        family="qwen2",
+        vocab_size=151_936,
+        hidden_size=3072,
+        num_layers=36,
+        num_heads=24,
+        num_kv_heads=4,
+        head_dim=128,
+        intermediate_size=11_264,
+        max_context=32_768,
+        tie_embeddings=True,
+        qkv_bias=True,
+        rope=RopeConfig(theta=1_000_000.0),
+    ),
     # Small enough to try a bench on a CPU within seconds.
     "tiny": ModelConfig(
         family="llama",

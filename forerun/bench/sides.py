@@ -32,7 +32,8 @@ class SideSpec:
     context: int = 1024  # longest prompt and answer together
     batch: int = 1  # most requests at once
     shape: str | None = None  # random weights of this shape instead of a model
-    draft: str | None = None  # a second model that guesses for the first
+    draft: str | None = None  # a second model that guesses for the first; with `shape`: another shape
+    profile: str | None = None  # of speculative prefill
 
 
 class Side(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,28 @@ class PagePool:
         best = int(np.argmax(ends - starts))
         start, length = int(starts[best]), int(ends[best] - starts[best])
         return start if start == 0 else start + max(0, length - count) // 2
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole pages, every model's K/V of them."""
+        self._copy(self.kv, source, target)
+        self.copy_planes(source, target)
+
+    def copy_planes(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what other models have computed for the same tokens and the target pages lack."""
+        for plane in self.planes:
+            src, dst = np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
+            more = plane.filled[src] > plane.filled[dst]
+            if more.any():
+                self._copy(plane.kv, src[more].tolist(), dst[more].tolist())
+                plane.filled[dst[more]] = plane.filled[src[more]]
+
+    def _copy(self, kv: KV, source: Sequence[int], target: Sequence[int]) -> None:
+        slots = self.num_pages * self.page_size
+        src, dst = (torch.tensor(list(pages), device=kv[0][0].device) for pages in (source, target))
+        for layer in kv:
+            for cache in layer:
+                paged = cache[:slots].view(self.num_pages, self.page_size, *cache.shape[1:])  # [P, page, Hkv, D]
+                paged[dst] = paged[src]
 
     def retain(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -94,6 +94,22 @@ class PrefixTree:
             heapq.heappush(self._leaves, entry)
         return freed
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop the pages of a text from its end on, as far as no other text needs them."""
+        data, node, at = pack(tokens), self.root, 0
+        while (child := node.children.get(data[at : at + self._stride])) is not None and data.startswith(
+            child.tokens, at
+        ):
+            node, at = child, at + len(child.tokens)
+        while node.parent is not None and not node.children:
+            parent = node.parent
+            del parent.children[node.tokens[: self._stride]]
+            self.pool.release(node.pages)
+            self.num_pages -= len(node.pages)
+            node.pages, node = [], parent
+        if node.parent is not None and not node.children:
+            self._push(node)
+
     def clear(self) -> None:
         """Forget everything; pages in use by sequences stay with them."""
         for node in self._walk():
@@ -110,7 +126,7 @@ class PrefixTree:
     def _trim(self, node: Node, count: int) -> int:
         """Drop up to `count` pages from the end of a leaf, stopping at one that a sequence still reads."""
         freed = 0
-        while node.pages and freed < count and self.pool.refs[node.pages[-1]] == 1:
+        while node.pages and freed < count and self._can_drop(node.pages[-1]):
             self.pool.release([node.pages.pop()])
             freed += 1
         self.num_pages -= freed
@@ -119,6 +135,9 @@ class PrefixTree:
         if not node.pages and node.parent is not None:
             del node.parent.children[first]
         return freed
+
+    def _can_drop(self, page: int) -> bool:
+        return bool(self.pool.refs[page] == 1)
 
     def _shared_pages(self, node: Node, data: bytes, at: int) -> int:
         """How many leading pages of `node` equal data[at:]."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forerun.commands import options as opt
+from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from forerun.bench.common import Setup
@@ -23,6 +25,7 @@ Runs = Annotated[int, typer.Option("--runs", min=1, help="Measured runs of each 
 Shape = Annotated[
     str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
 ]
+_drafting = functools.partial(typer.Option, rich_help_panel="Speculative prefill")
 OneJson = Annotated[bool, typer.Option("--json", help="Print only the JSON line.")]
 TaskData = Annotated[
     list[Path] | None,
@@ -56,6 +59,42 @@ class SetupOptions:
             self.data,
             self.random_shape,
         )
+
+
+@dataclass(frozen=True)
+class PrefillSetupOptions(SetupOptions):
+    """The same; data may be a folder, and speculative prefill stands beside exact prefill of the same process."""
+
+    data: Annotated[Path | None, typer.Option("--data", help="Text: a file, or with --speculative a folder, too.")] = (
+        None
+    )
+    against: Annotated[
+        str, typer.Option("--against", help="transformers, llama.cpp or none; auto: none with --speculative.")
+    ] = "auto"
+
+    def beside(self, speculative: bool) -> Setup:
+        peer = ("none" if speculative else "transformers") if self.against == "auto" else self.against
+        return replace(self, against=peer).setup()
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """Speculative prefill: who drafts, and how much may be recomputed."""
+
+    speculative: Annotated[bool, _drafting("--speculative", help="Drafted prefill beside exact prefill.")] = False
+    draft: Annotated[
+        str | None, _drafting("--draft", "-d", help="The draft model; a shape where --random-shape names one.")
+    ] = None
+    profile: Annotated[str | None, _drafting("--profile", help="What forerun calibrate made for these models.")] = None
+    budget: Annotated[float | None, _drafting("--budget", help="Most work, as a share of exact prefill's.")] = None
+    quality: Annotated[float | None, _drafting("--quality", help="Least agreement with exact prefill.")] = None
+    source: Annotated[str, _drafting("--source", help="Who drafts: auto, draft, self.")] = "auto"
+    provisional: Annotated[bool, _drafting("--provisional", help="Also answers that begin provisionally.")] = False
+
+    def check(self) -> None:
+        given = [f"--{name}" for name, value in asdict(self).items() if value and value != "auto"]
+        if given and not self.speculative:
+            raise BadRequest(f"{', '.join(given)} without --speculative", "add --speculative")
 
 
 @dataclass(frozen=True)
@@ -93,7 +132,8 @@ def decode(
 @app.command()
 @opt.grouped
 def prefill(
-    options: SetupOptions,
+    options: PrefillSetupOptions,
+    drafting: SpeculativeOptions,
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", min=1, help="Length of the prompt; may be repeated.")
     ] = None,
@@ -102,19 +142,32 @@ def prefill(
     ] = None,
     as_json: OneJson = False,
 ) -> None:
-    """Time to the first token (default: prompts of 512 and 1,500 tokens).
+    """Time to the first token (default: prompts of 512 and 1,500 tokens; with --speculative 2,048 and 4,096).
 
     [bold]Examples[/bold]
 
     forerun bench prefill --tokens 1500 --shared 1400
 
     forerun bench prefill --random-shape 8b --tokens 8192 --device cuda
+
+    forerun bench prefill --speculative -m qwen2.5-coder-1.5b-instruct -d qwen2.5-coder-0.5b-instruct --profile P
+
+    forerun bench prefill --speculative --random-shape 5b --draft 0.5b --tokens 8192 --device cuda
     """
-    from forerun.bench import common
+    from forerun.bench import common, prefill_table, speculative_prefill
     from forerun.bench import prefill as bench
 
-    result = bench.run(options.setup(), tokens or [512, 1500], shared)
-    common.report(result, bench.table(result, options.against), as_json)
+    drafting.check()
+    setup = options.beside(drafting.speculative)
+    if not drafting.speculative:
+        result = bench.run(setup, tokens or [512, 1500], shared)
+        common.report(result, bench.table(result, setup.against), as_json)
+        return
+    if shared is not None:
+        raise BadRequest("--shared is about exact prefill", "leave it or --speculative out")
+    asked = {name: value for name, value in asdict(drafting).items() if name != "speculative"}
+    result = speculative_prefill.run(setup, tokens or [2048, 4096], speculative_prefill.Plan(**asked))
+    common.report(result, prefill_table.table(result, setup.against), as_json)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from rich.console import Console
 
 from forerun.commands import options as opt
+from forerun.commands.screen import Screen
 from forerun.commands.stats import usage_lines
 from forerun.errors import ForerunError
 
@@ -89,13 +90,11 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> str:
-        pieces: list[str] = []
+        screen = Screen(sys.stdout)
         stream = cast("Generator[Event, None, None]", self.llm.stream(self.messages, self.params))
         try:
             for event in stream:
-                pieces.append(event.text)
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+                screen.show(event)
                 if event.usage is not None and self.stats:
                     self.console.print("\n" + usage_lines(event.usage, event.finish_reason), style="dim", end="")
         except KeyboardInterrupt:
@@ -103,4 +102,4 @@ class Conversation:
             stream.close()
             self.console.print(" (stopped)", style="dim", end="")
         print()
-        return "".join(pieces)
+        return screen.text

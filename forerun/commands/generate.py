@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.screen import Screen
 from forerun.commands.stats import usage_lines, usage_record
 from forerun.errors import BadRequest
 
@@ -46,6 +47,8 @@ def generate(
     forerun generate "def fibonacci(n):" --raw --stop "\\n\\n" --model ./qwen2.5-coder-0.5b.gguf
 
     forerun generate "Fix the bug." -f depot.py -m qwen2.5-coder-1.5b-instruct -d qwen2.5-coder-0.5b-instruct --stats
+
+    forerun generate "Who keeps the light?" -f handbook.txt --prefill speculative --quality 0.95 --stats
 
     forerun generate "A ship, as JSON." --json-schema ship.json --speculate grammar+lookup
 
@@ -96,11 +99,10 @@ def _standard_input() -> str:
 
 
 def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None:
-    event = None
+    event, screen = None, Screen(sys.stdout)
     try:
         for event in llm.stream(asked, params):
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
+            screen.show(event)
     finally:
         if event is not None:  # an error or Ctrl-C before the first token leaves no empty line
             sys.stdout.write("\n")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from forerun.errors import BadRequest
-from forerun.params import Grammar, SamplingParams, Speculation
+from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -25,6 +25,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _sampling = functools.partial(typer.Option, rich_help_panel="Choosing tokens")
 _guessing = functools.partial(typer.Option, rich_help_panel="Guessing ahead")
+_prompting = functools.partial(typer.Option, rich_help_panel="Reading the prompt")
 _shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
 
 Model = Annotated[
@@ -75,6 +76,33 @@ Verify = Annotated[
 ]
 Bound = Annotated[float, _guessing("--bound", help="How far a lossy --verify may stray from the model.")]
 
+Profile = Annotated[
+    str | None,
+    _prompting("--profile", help="What `forerun calibrate` made for these models; the default model brings its own."),
+]
+PrefillMode = Annotated[
+    str,
+    _prompting(
+        "--prefill",
+        help="exact; speculative: from drafted K/V, checked; provisional: such an answer at once, the exact one after.",
+    ),
+]
+Budget = Annotated[
+    float | None, _prompting("--budget", help="With --prefill: most work, as a share of exact prefill's.")
+]
+Quality = Annotated[
+    float | None, _prompting("--quality", help="With --prefill: least agreement with exact prefill, such as 0.95.")
+]
+PrefillSource = Annotated[
+    str, _prompting("--prefill-source", help="Who drafts the prompt's K/V: auto, draft, self, chunk or drop.")
+]
+Chooser = Annotated[
+    str, _prompting("--chooser", help="Who says what is recomputed: auto, draft, tail, cross, start or random.")
+]
+AllowExact = Annotated[
+    bool, _prompting("--allow-exact", help="Where the prompt cannot be drafted, compute it instead of giving up.")
+]
+
 JsonSchema = Annotated[
     str | None, _shaping("--json-schema", help="Answer with JSON that fits this schema: a file, or the schema itself.")
 ]
@@ -99,10 +127,18 @@ class ModelOptions:
     threads: Threads = None
     pool_tokens: PoolTokens = None
     max_context: MaxContext = None
+    profile: Profile = None
 
     def open(self) -> LLM:
         return open_llm(
-            self.model, self.weights, self.device, self.threads, self.pool_tokens, self.max_context, self.draft
+            self.model,
+            self.weights,
+            self.device,
+            self.threads,
+            self.pool_tokens,
+            self.max_context,
+            self.draft,
+            self.profile,
         )
 
 
@@ -123,6 +159,12 @@ class AnswerOptions:
     speculate: Speculate = "auto"
     verify: Verify = "auto"
     bound: Bound = 0.0
+    prefill: PrefillMode = "exact"
+    budget: Budget = None
+    quality: Quality = None
+    prefill_source: PrefillSource = "auto"
+    chooser: Chooser = "auto"
+    allow_exact: AllowExact = False
     json_schema: JsonSchema = None
     json_object: JsonObject = False
     regex: Regex = None
@@ -143,8 +185,20 @@ class AnswerOptions:
             seed=self.seed,
             grammar=self.grammar(),
             speculate=Speculation(self.speculate, verify=self.verify, bound=self.bound),
+            prefill=self.prefilling(),
             **more,
         )
+
+    def prefilling(self) -> Prefill:
+        asked = Prefill(
+            self.prefill, self.budget, self.quality, self.prefill_source, self.chooser, allow_exact=self.allow_exact
+        )
+        if asked.exact and asked != Prefill():
+            raise BadRequest(
+                "--budget, --quality, --prefill-source, --chooser and --allow-exact are about drafted prompts",
+                "add --prefill speculative or --prefill provisional",
+            )
+        return asked
 
     def grammar(self) -> Grammar | None:
         given = {
@@ -214,12 +268,14 @@ def open_llm(
     pool_tokens: int | None = None,
     max_context: int | None = None,
     draft: str | None = None,
+    profile: str | None = None,
 ) -> LLM:
     from forerun import LLM
 
     return LLM(
         model,
         draft=draft,
+        profile=profile,
         weights=weights,
         device=device,
         threads=threads,

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.core import Usage
+    from forerun.core import PrefillReport, Usage
 
 
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
-    """One line about the answer, one about the guesses that made it."""
+    """A line about the answer, one or two where its prompt was drafted, one about the guesses that made it."""
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens ({usage.cached_tokens:,} reused)",
         f"first token {usage.ttft_s:.2f} s",
@@ -18,7 +18,32 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
         f"total {usage.total_s:.2f} s",
         finish_reason or "unfinished",
     ]
-    return " · ".join(parts) + "\n" + speculation_line(usage)
+    lines = [" · ".join(parts)]
+    if usage.prefill is not None:
+        lines.append(prefill_line(usage.prefill))
+    if usage.provisional:
+        lines.append(
+            f"first provisional token {usage.provisional_s:.2f} s · "
+            f"{usage.confirmed:,} of {usage.provisional:,} provisional tokens confirmed"
+        )
+    return "\n".join([*lines, speculation_line(usage)])
+
+
+def prefill_line(report: PrefillReport) -> str:
+    """How the prompt's K/V came about, where it was not simply computed."""
+    if report.fell_back:
+        return f"prompt computed exactly after all: {report.fell_back}"
+    seconds = (report.read_s, report.repair_s, report.check_s)
+    scores = [f"{name} {sum(values) / len(values):.3f}" for name, values in report.scores.items() if values]
+    parts = [
+        f"prompt drafted by {report.source}",
+        f"drafted {report.drafted:,}, accepted {report.accepted:,}, recomputed {report.recomputed:,}, "
+        f"exact {report.exact:,} tokens",
+        f"cost {report.cost:.2f} of exact prefill",
+        "checks: " + ", ".join(scores) if scores else "",
+        "read {}, repair {}, check {}".format(*map(_ms, seconds)),
+    ]
+    return " · ".join(part for part in parts if part)
 
 
 def speculation_line(usage: Usage) -> str:
@@ -51,5 +76,6 @@ def usage_record(usage: Usage) -> dict[str, Any]:
         "tokens_per_second": usage.tokens_per_second,
         "accepted_length": usage.accepted_length,
         "other_s": usage.other_s,
+        "confirmed_share": usage.confirmed_share,
     }
     return asdict(usage) | derived

@@ -19,6 +19,7 @@ from forerun.core import Draft
 from forerun.decode import selection
 from forerun.decode.acceptance import Acceptance, RequestStats
 from forerun.decode.cost import DEEPEST, CostCurve
+from forerun.decode.governor import Governor
 from forerun.decode.plan import Plan
 from forerun.decode.probe import Probes
 from forerun.decode.worth import SharedCosts, Worth, first_round_only
@@ -42,6 +43,7 @@ class Controller:
         self.target, self.drafters = target, drafters
         self._acceptance = Acceptance()
         self._probes = Probes()
+        self._governor = Governor()
         self._recent = (0.0, 0.0)  # expected tokens and seconds of recent steps with a paid drafter
         self._paid = False  # whether this step has one
         self._least: dict[tuple[str, int], tuple[int, list[float]]] = {}  # steps since, and what `least` last gave
@@ -49,6 +51,11 @@ class Controller:
 
     def open(self) -> RequestStats:
         return RequestStats()
+
+    def allows(self, sequences: int, tokens: int, now: float) -> bool:
+        """Whether the coming step of so many sequences may guess at all; the one before it gave `tokens`, until `now`.
+        To be asked once a step."""
+        return self._governor.allows(sequences, tokens, now)
 
     # -- how good guesses are ------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class Speculator:
             self.controller.target = self._target_costs()
         self.totals = Usage()
         self._empty, self._rest = 0, 0  # steps in a row without a draft; steps to come without an attempt
+        self._made = 0  # tokens since the last step began
         self.crew.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
@@ -86,10 +87,12 @@ class Speculator:
         for turn in turns:
             turn.guessing.usage.draft_s += seconds
 
-    def rests(self) -> bool:
+    def rests(self, batch: list[Guessing]) -> bool:
         """Whether to decode plainly in this step without thinking about it. To be asked once a step."""
+        allowed = self.controller.allows(len(batch), self._made, time.perf_counter())
+        self._made = 0
         self._rest -= self._rest > 0
-        return self._rest > 0
+        return self._rest > 0 or not (allowed or any(g.depth for g in batch))
 
     def _settle_down(self, turns: list[Turn], seconds: float) -> None:
         """Where thinking about drafts takes long for a step and comes to nothing, think less often."""
@@ -210,6 +213,7 @@ class Speculator:
     def settle(self, guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Book a draft's outcome, and learn from it: every guess that was made, checked or not."""
         path = verdict.path[: len(emitted)]  # an answer may end inside it
+        self._made += len(emitted)
         guessing.usage.lengths.append(len(path))
         if not guessing.asked and not guessing.proposed:
             return

@@ -1,19 +1,20 @@
 """The engine: requests in, events out, one step at a time.
 
-`step` is the whole story: schedule, guess, run, judge, advance. The engine owns the pool, the prefix tree and the
-sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit` and `cancel`
-may come from any.
+`step` is the whole story: draft prompts, schedule, guess, run, judge, advance. The engine owns the pool, what is cached
+and the sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit` and
+`cancel` may come from any.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.core import SamplingParams
@@ -23,22 +24,28 @@ from forerun.decode.judge import Case, Ruling, judge
 from forerun.decode.speculate import Speculator
 from forerun.decode.workshop import DraftModel, Workshop
 from forerun.engine.config import EngineConfig
-from forerun.engine.scheduler import Scheduler, Work
+from forerun.engine.drafting import Drafting
+from forerun.engine.guides import meet, say
+from forerun.engine.intake import Intake
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
-from forerun.engine.text import TextStream
-from forerun.errors import BadRequest, OutOfPages
+from forerun.engine.text import Texts
+from forerun.engine.work import Work
+from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
 from forerun.models.runner import Runner, Span
+from forerun.prefill.upgrade import Upgrader
 from forerun.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from forerun.decode.grammar import GrammarCompiler
+    from forerun.prefill.prefiller import Prefiller
 
 
 class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree; drafters guess ahead.
 
     `controller` is for those who bring their own costs; without one the engine measures the models it is given.
+    `prefiller` makes what drafts prompts; without one only exact prefill can be asked for.
     """
 
     def __init__(
@@ -48,49 +55,57 @@ class Engine:
         config: EngineConfig,
         draft: DraftModel | None = None,
         controller: Controller | None = None,
+        prefiller: Callable[[Workshop], Prefiller] | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
         num_pages = config.pool_tokens // config.page_size
         self.pool = PagePool(decoder.config, num_pages, config.page_size, decoder.dtype, decoder.device)
         self.tree = PrefixTree(self.pool)
         self.runner = Runner(decoder, self.pool, config.max_context)
-        self.scheduler = Scheduler(
-            self.pool, self.tree if config.prefix_cache else None, config.max_batch, config.chunk_tokens
-        )
-        self._grammars: GrammarCompiler | None = None
+        self.approximate = ApproximateCache(self.pool)
+        tree, approximate = (self.tree, self.approximate) if config.prefix_cache else (None, None)
+        self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens)
         workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
         workshop.make_room = self.scheduler.make_room
         workshop.warm_up()
         self.speculator = Speculator(workshop, controller)
+        self.drafting = Drafting(None if prefiller is None else prefiller(workshop), self.scheduler, self._fail)
+        self.scheduler.on_leaving = self._leaves
+        make_room, size = self.scheduler.make_room, config.chunk_tokens
+        self.upgrades = Upgrader(self.runner, self.tree, self.approximate, make_room, size)
+        self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
-        self._texts: dict[Sequence, TextStream] = {}
+        self._texts = Texts(tokenizer)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one batch and send its events; False when there was nothing to do."""
+        """Run one batch and send its events; False when there was nothing to do but upgrades."""
         self.take_in()
-        work = self.scheduler.schedule()
+        drafted = self.drafting.advance()  # a piece of each prompt whose K/V is drafted, not computed
+        work = self.scheduler.schedule(drafted)
         if not work:
-            return False
+            return drafted > 0 or not self.idle
+        work = meet(work, self.scheduler, self._most_nodes)  # provisional words are a draft for a prompt now computed
         self._guess(work)  # drafts for the sequences that decode
         output = self._run(work)  # logits for every work that samples: of its last token, then of its draft's nodes
         sampling = [w for w in work if w.samples]
-        rulings = iter(judge(output, [Case(w.seq.context, w.draft, w.seq.verifier) for w in sampling]))
+        rulings = iter(judge(output, [Case(w.seq.context, w.draft, w.verifier) for w in sampling]))
         for w in work:
             self._advance(w, next(rulings) if w.samples else None)
         return True
 
     def _guess(self, work: list[Work]) -> None:
         guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.samples and w.seq.num_generated]
-        if not guessed or self.speculator.rests():
+        if not guessed or self.speculator.rests([w.seq.guessing for w in guessed if w.seq.guessing is not None]):
             return
         most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
         room = max(0, most - sum(w.count for w in work)) // len(guessed)
         turns = []
         for w in guessed:
-            nodes = self.scheduler.reserve(w.seq, min(self._most_nodes(w.seq), room))
+            useful = min(self._most_nodes(w.seq), w.seq.params.speculation.nodes, room)
+            nodes = self.scheduler.reserve(w.seq, useful)
             assert w.seq.guessing is not None
             turns.append(Turn(w.seq.guessing, w.seq.pages, nodes))
         if any(turn.nodes > 0 for turn in turns):
@@ -101,7 +116,7 @@ class Engine:
     def _most_nodes(self, seq: Sequence) -> int:
         """Tokens of a draft that could still become part of the answer."""
         limit = min(self.config.max_context, self.config.capacity) - len(seq.tokens) - 1
-        return max(0, min(seq.params.speculation.nodes, seq.params.max_tokens - seq.num_generated - 1, limit))
+        return max(0, min(seq.params.max_tokens - seq.num_generated - 1, limit))
 
     def _run(self, work: list[Work]) -> Output:
         start = time.perf_counter()
@@ -122,8 +137,8 @@ class Engine:
             self.scheduler.remember(seq)  # so that others can read the prompt while this one decodes
         if ruling is None:
             return
-        if ruling.error is not None:  # this answer is over, the others go on
-            self._finish(seq, "error", Event(seq.request.id, seq.index, error=ruling.error))
+        if ruling.error is not None:
+            self._fail(seq, ruling.error)
             return
         first, path = len(seq.tokens), ruling.verdict.path
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
@@ -140,8 +155,7 @@ class Engine:
         for token in ruling.tokens:
             seq.tokens.append(token)
             event.token_ids.append(token)
-            if self.tokenizer is not None:
-                event.text += self._text(seq).push(token)
+            event.text += self._texts.push(seq, token, seq.params.stop)
             reason = self._finish_reason(seq)
             if reason is not None:
                 break
@@ -149,28 +163,42 @@ class Engine:
         event.logprobs = ruling.logprobs[:added]
         seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
         seq.usage.steps += 1
-        if seq.guessing is not None:
+        if seq.provisional is not None and not seq.provisional.judged:
+            event.confirmed, event.retracted = seq.provisional.judge(event.token_ids)
+            seq.usage.confirmed = event.confirmed
+        elif seq.guessing is not None:
             self.speculator.settle(seq.guessing, work.draft, ruling.verdict, seq.tokens[first:])
         if seq.grammar is not None:
             seq.grammar.advance(seq.tokens[first:])
-        if reason is not None:
+        if seq.real is not None:
+            say(seq, event, self.scheduler, ends=reason is not None)
+            self._send(seq.real, event)
+        elif reason is not None:
             self._finish(seq, reason, event)
         else:
             self.scheduler.trim(seq)
             self._send(seq, event)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
-        stopped = self.tokenizer is not None and self._text(seq).stopped
         ends = not seq.params.ignore_eos or seq.grammar is not None  # a grammar's end is an end
-        if stopped or (ends and seq.tokens[-1] in self.decoder.config.eos_ids):
+        if self._texts.stopped(seq) or (ends and seq.tokens[-1] in self.decoder.config.eos_ids):
             return "stop"
         full = len(seq.tokens) >= min(self.config.max_context, self.config.capacity)
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None
 
+    def _fail(self, seq: Sequence, error: ForerunError) -> None:
+        """This answer is over, the others go on; a guide's is none."""
+        if seq.real is not None:
+            self.scheduler.dismiss(seq)
+            return
+        self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
+
     def _finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
-        if self.tokenizer is not None:
-            event.text += self._text(seq).flush()
-        self._texts.pop(seq, None)
+        event.text += self._texts.end(seq)
+        if seq.guide is not None:
+            self.scheduler.dismiss(seq.guide)
+        if self.config.prefix_cache and seq.approximate is not None and not seq.drafting and reason != "error":
+            self.upgrades.add(seq.tokens)
         self.scheduler.finish(seq)
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
@@ -179,6 +207,12 @@ class Engine:
         event.finish_reason, event.usage = reason, seq.usage
         self._send(seq, event)
 
+    def _leaves(self, seq: Sequence) -> None:
+        """A sequence loses its pages: for good, or until it is its turn again."""
+        self.drafting.close(seq)
+        if seq.real is not None:
+            self._texts.end(seq)
+
     def _send(self, seq: Sequence, event: Event) -> None:
         """A reader that fails is cut off; nobody else in the batch notices."""
         try:
@@ -186,18 +220,16 @@ class Engine:
         except Exception:
             self._cancelled.append(seq.request.id)
 
-    def _text(self, seq: Sequence) -> TextStream:
-        assert self.tokenizer is not None
-        if seq not in self._texts:
-            self._texts[seq] = TextStream(self.tokenizer.stream(), seq.params.stop)
-        return self._texts[seq]
-
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters that these parameters name; between steps, since it may time forwards."""
         self.speculator.check(params)
         self.speculator.crew.prepare(params)
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raise where a request cannot be answered."""
+        self.intake.check(prompt_ids, params)
 
     def submit(self, request: Request) -> None:
         """Check a request and queue it; raises `BadRequest` before anything is touched."""
@@ -208,71 +240,32 @@ class Engine:
         """End a request at the next step, whatever it is doing, and free its pages."""
         self._cancelled.append(request_id)
 
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        vocab, limit = self.decoder.config.vocab_size, self.config.max_context
-        if not prompt_ids:
-            raise BadRequest("the prompt is empty", "give at least one token of text")
-        if len(prompt_ids) >= limit:
-            raise BadRequest(
-                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
-                "shorten the prompt, or load the model with a larger max_context",
-            )
-        if len(prompt_ids) >= self.config.capacity:
-            raise OutOfPages(
-                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
-                "shorten the prompt, or raise pool_tokens",
-            )
-        self.speculator.check(params)
-        if params.grammar is not None:
-            self.grammars.compile(params.grammar)
-        for token in (*prompt_ids, *params.logit_bias):
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise BadRequest(
-                    f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
-                )
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """Made when first needed: it reads the whole vocabulary."""
-        if self.tokenizer is None:
-            raise BadRequest("a grammar needs a tokenizer, this engine has none", "leave the grammar out")
-        if self._grammars is None:
-            from forerun.decode.grammar import GrammarCompiler
-
-            self._grammars = GrammarCompiler(self.tokenizer, self.decoder.config.vocab_size)
-        return self._grammars
-
     def take_in(self) -> None:
         """Queue what was submitted and end what was cancelled, without running anything."""
         while self._inbox:
-            request = self._inbox.popleft()
-            seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
-            for index in range(request.params.n):
-                self.scheduler.add(self._sequence(request, index, seed + index))
+            for seq in self.intake.sequences(self._inbox.popleft()):
+                self.scheduler.add(seq)
         while self._cancelled:
             self._drop(self._cancelled.popleft())
 
-    def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
-        seq = Sequence(request, index, seed)
-        if request.params.grammar is not None:
-            seq.grammar = seq.context.constraint = self.grammars.constraint(request.params.grammar)
-        seq.guessing = self.speculator.open(seq.id, seq.context, seq.usage)
-        if seq.guessing is not None:
-            seq.verifier = seq.guessing.verifier
-        return seq
-
     def _drop(self, request_id: int) -> None:
-        for seq in [s for s in self.scheduler.everyone if s.request.id == request_id]:
+        for seq in [s for s in self.scheduler.everyone if s.request.id == request_id and s.real is None]:
             self._finish(seq, "cancelled", Event(request_id, seq.index))
 
     def end_all(self, error: Exception | None = None) -> None:
         """End every request: cancelled, or with the error that hit them all."""
         self.take_in()
-        for seq in self.scheduler.everyone:
+        for seq in [s for s in self.scheduler.everyone if s.real is None]:
             self._finish(seq, "error" if error else "cancelled", Event(seq.request.id, seq.index, error=error))
+
+    def upgrade_step(self) -> bool:
+        """Recompute a piece of what was answered from drafted K/V, if nobody waits for anything else; False when there
+        was nothing to do."""
+        return self.idle and self.upgrades.step()
 
     @property
     def idle(self) -> bool:
+        """Whether nobody waits; there may be upgrades to do."""
         return not self._inbox and not self._cancelled and self.scheduler.idle
 
     # -- looking inside ------------------------------------------------------------------------------------------------
@@ -291,6 +284,10 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages."""
         self.tree.clear()
+        self.approximate.clear()
+        self.upgrades.clear()
+        for keeper in self.scheduler.keepers:
+            keeper.clear()
         self.speculator.crew.forget()
 
 

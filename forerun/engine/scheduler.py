@@ -1,41 +1,54 @@
 """What runs next: admits, chunks, preempts. It moves pages and counters; it never sees a tensor or a token's meaning.
 
 Each step is filled in this order: sequences that decode (one token each), then prefills in order of arrival, cut into
-chunks so that a step stays within its token budget and decoding never waits for a whole prompt.
+chunks so that a step stays within its token budget and decoding never waits for a whole prompt. A sequence whose prompt
+is drafted has pages for all of it from the start, and no work here until that is done. A guide is a guest: it is let in
+only where there is room for two, and is the first to go.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol, runtime_checkable
 
+from forerun.cache.approximate import ApproximateCache, ApproximatePages
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
-from forerun.core import Draft
 from forerun.engine.sequence import Sequence, Status
+from forerun.engine.work import Work
+
+GUIDED_SHARE = 4  # a guided prefill runs in chunks of this part of a step's tokens: the guide says a word in each step
 
 
-@dataclass
-class Work:
-    """Run the next `count` tokens of a sequence that have no K/V yet, and what was guessed to follow them."""
+@runtime_checkable
+class Keeper(Protocol):
+    """Whoever else keeps exact pages and gives them back when asked, as a source of prefill that reuses texts."""
 
-    seq: Sequence
-    count: int
-    draft: Draft = field(default_factory=Draft)
+    def remember(self, tokens: Seq[int], pages: Seq[int]) -> None: ...
 
-    @property
-    def samples(self) -> bool:
-        """Whether this brings the sequence to its end, so that its next token is drawn."""
-        return self.seq.computed + self.count == len(self.seq.tokens)
+    def release(self, count: int) -> int: ...
+
+    def clear(self) -> None: ...
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, tree: PrefixTree | None, max_batch: int, chunk_tokens: int) -> None:
-        self.pool, self.tree = pool, tree
+    def __init__(
+        self,
+        pool: PagePool,
+        tree: PrefixTree | None,
+        approximate: ApproximateCache | None,
+        max_batch: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.pool, self.tree, self.approximate = pool, tree, approximate
         self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self.keepers: list[Keeper] = []
+        self.on_leaving: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
         self._preempted = False
 
     def add(self, seq: Sequence) -> None:
@@ -49,27 +62,52 @@ class Scheduler:
     def everyone(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
-    def schedule(self) -> list[Work]:
-        budget = self.chunk_tokens
+    @property
+    def drafting(self) -> list[Sequence]:
+        """Sequences whose prompts are being drafted, in order of admission."""
+        return [seq for seq in self.running if seq.drafting]
+
+    @property
+    def spare_tokens(self) -> int:
+        """Of a step's budget, what drafting prompts may take: not what decodes, nor all that others' prefill needs."""
+        active = self._active()
+        left = max(1, self.chunk_tokens - sum(seq.remaining == 1 for seq in active))
+        return -(-left // 2) if self.waiting or any(seq.remaining > 1 for seq in active) else left
+
+    def schedule(self, spent: int = 0) -> list[Work]:
+        """What one forward runs; `spent` tokens of the step's budget went into something else, but nobody who decodes
+        waits for that."""
+        active = self._active()
+        decoding = [seq for seq in active if seq.remaining == 1]
+        budget = max(self.chunk_tokens - spent, min(self.chunk_tokens, len(decoding)))
         work: list[Work] = []
-        for seq in [s for s in self.running if s.remaining == 1]:
+        for seq in decoding:
             if budget and seq.status is Status.RUNNING and self._grow(seq, 1):
                 work.append(Work(seq, 1))
                 budget -= 1
-        for seq in [s for s in self.running if s.remaining > 1]:
-            count = min(seq.remaining, budget)
-            if count and seq.status is Status.RUNNING and self._grow(seq, count):
+        for seq in [s for s in active if s.remaining > 1]:
+            count = min(seq.remaining, budget, self._chunk(seq))
+            ahead = count if seq.guide is None else seq.remaining  # pages for all that its guide will leave to it
+            if count and seq.status is Status.RUNNING and self._grow(seq, ahead):
                 work.append(Work(seq, count))
                 budget -= count
         if self._preempted:  # what was just taken away is not handed out again in the same step
             self._preempted = False
             return [w for w in work if w.seq.status is Status.RUNNING]
         while budget > 0 and (admitted := self._admit()) is not None:
-            count = min(admitted.remaining, budget)
+            if admitted.drafting or admitted.held:
+                continue
+            count = min(admitted.remaining, budget, self._chunk(admitted))
             self._grow(admitted, count)
             work.append(Work(admitted, count))
             budget -= count
         return work
+
+    def _active(self) -> list[Sequence]:
+        return [seq for seq in self.running if not seq.drafting and not seq.held]
+
+    def _chunk(self, seq: Sequence) -> int:
+        return self.chunk_tokens if seq.guide is None else max(1, self.chunk_tokens // GUIDED_SHARE)
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
@@ -98,13 +136,30 @@ class Scheduler:
         seq.status = Status.FINISHED
         self._give_up_pages(seq)
 
+    def dismiss(self, guide: Sequence) -> None:
+        """A guide goes, whatever it is doing; what it has said stays with the sequence it guided, and so does what a
+        draft model has read for both."""
+        assert guide.real is not None
+        guide.real.guide = None
+        both = min(len(guide.pages), len(guide.real.pages))
+        self.pool.copy_planes(guide.pages[:both], guide.real.pages[:both])
+        self.finish(guide)
+
     def remember(self, seq: Sequence) -> None:
-        """Make what a sequence has computed so far known to others."""
+        """Make what a sequence has computed so far known to others: exact K/V to all, the rest to those who asked for
+        the like of it."""
         if self.tree is not None:
-            self.tree.insert(seq.tokens[: seq.computed], seq.pages)
+            for cache in (self.tree.insert, *(keeper.remember for keeper in self.keepers)):
+                cache(seq.tokens[: seq.exact], seq.pages)
+        own = seq.approximate
+        if self.approximate is not None and own is not None and not own.drafting and seq.real is None:
+            where = ApproximatePages(seq.pages, own.first, own.depths)
+            self.approximate.insert(own.key, seq.tokens[: seq.computed], where)
 
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence on whatever prefix of it is known."""
+        while self.waiting and self.waiting[0].real is not None and not self._room_for_two(self.waiting[0]):
+            self.dismiss(self.waiting[0])
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
         seq = self.waiting[0]
@@ -113,6 +168,8 @@ class Scheduler:
         # at least one token must run, or there would be no logits to sample from
         known = self.tree.match(seq.tokens[:-1]) if self.tree is not None else []
         self.pool.retain(known)
+        if seq.approximate is not None and self.approximate is not None:
+            self.approximate.known(seq.approximate.key, seq.tokens[:-1])  # marks it as used: others are evicted first
         missing = self.pool.pages_for(len(seq.tokens)) - len(known)
         if not self.make_room(missing):
             self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
@@ -122,11 +179,29 @@ class Scheduler:
         seq.status = Status.RUNNING
         seq.pages.extend(known)
         seq.computed = len(known) * self.pool.page_size
+        if seq.approximate is not None:
+            self._start_drafting(seq)
         if not seq.admitted:
             seq.admitted = True
             seq.usage.cached_tokens = seq.computed
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
+
+    def _room_for_two(self, guide: Sequence) -> bool:
+        """Whether a guide would leave room for the sequence it guides."""
+        known = len(self.tree.match(guide.tokens[:-1])) if self.tree is not None else 0
+        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - known)
+        return len(self.running) + 2 <= self.max_batch and self.make_room(missing)
+
+    def _start_drafting(self, seq: Sequence) -> None:
+        """Pages for the whole prompt, with what an earlier draft of it left."""
+        own = seq.approximate
+        assert own is not None
+        own.drafting, own.first = True, seq.computed
+        missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
+        seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
+        if self.approximate is not None:
+            own.depths = self.approximate.read(own.key, seq.tokens[:-1], own.first, seq.pages)
 
     def _prefix_in_flight(self, seq: Sequence) -> bool:
         """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
@@ -134,17 +209,19 @@ class Scheduler:
             return False
         page = self.pool.page_size
         head = seq.tokens[:page]
-        leaders = [r for r in self.running if r.prefilling and r.tokens[:page] == head]
+        leaders = [r for r in self.running if r.prefilling and _can_lead(r, seq) and r.tokens[:page] == head]
         if not leaders or len(seq.tokens) <= page:
             return False
         known = len(self.tree.match(seq.tokens[:-1])) * page
+        if self.approximate is not None and seq.approximate is not None:
+            known = max(known, self.approximate.known(seq.approximate.key, seq.tokens[:-1]))
         return any(_common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
         missing = self.pool.pages_for(seq.computed + count) - len(seq.pages)
         while not self.make_room(missing):
-            victim = self.running[-1]
+            victim = next((guest for guest in self.running if guest.real is not None), self.running[-1])
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -153,25 +230,43 @@ class Scheduler:
         return True
 
     def make_room(self, count: int) -> bool:
-        """Whether `count` pages are free, after taking them from the prefix tree if need be."""
-        if self.tree is not None and count > self.pool.free:
-            self.tree.evict(count - self.pool.free)
+        """Whether `count` pages are free, after taking them from what is merely remembered if need be: approximate K/V
+        goes first."""
+        for cache in (self.approximate, self.tree):
+            if cache is not None and count > self.pool.free:
+                cache.evict(count - self.pool.free)
+        for keeper in self.keepers:  # what they let go of is free once the tree does, too
+            while count > self.pool.free and self.tree is not None and keeper.release(count - self.pool.free):
+                self.tree.evict(count - self.pool.free)
         return count <= self.pool.free
 
     def _preempt(self, seq: Sequence) -> None:
         """Give a sequence's pages back and let it start over later; its tokens stay, so nothing is drawn twice."""
-        self.running.remove(seq)
         self._preempted = True
+        if seq.real is not None:
+            self.dismiss(seq)
+            return
+        self.running.remove(seq)
         seq.status = Status.WAITING
         seq.usage.preemptions += 1
         self._give_up_pages(seq)
         self.waiting.appendleft(seq)
 
     def _give_up_pages(self, seq: Sequence) -> None:
+        self.on_leaving(seq)
         self.remember(seq)
         self.pool.release(seq.pages)
         seq.pages = type(seq.pages)("i")
         seq.computed = 0
+
+
+def _can_lead(leader: Sequence, seq: Sequence) -> bool:
+    """Whether what a leader computes can be read by `seq`."""
+    if leader.real is not None:  # a guide's K/V is nobody else's
+        return False
+    if leader.approximate is None:
+        return True
+    return seq.approximate is not None and seq.approximate.key == leader.approximate.key
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.decode.guessing import Guessing
 from forerun.decode.sampling import Context
@@ -22,6 +24,8 @@ from forerun.decode.verifiers.match import Match
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import AnswerGrammar
+    from forerun.prefill.job import Job
+    from forerun.prefill.provisional import Provisional
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -40,6 +44,9 @@ class Event:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: Exception | None = None
+    provisional: bool = False  # may be taken back: not part of the answer
+    confirmed: int = 0  # provisional tokens that stand: this event's first ones
+    retracted: int = 0  # provisional tokens that are taken back
 
 
 @dataclass
@@ -51,6 +58,17 @@ class Request:
     sink: Callable[[Event], None]
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(eq=False)
+class Approximate:
+    """Of a sequence that does not compute its prompt: whose drafted K/V it may share, and how far its own has come."""
+
+    key: str
+    drafting: bool = False  # nothing of the sequence runs as usual yet
+    first: int = 0  # entries before it are exact all the same
+    depths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))  # layers the target itself computed
+    job: Job | None = None
 
 
 class Status(enum.Enum):
@@ -73,6 +91,10 @@ class Sequence:
         self.verifier: Verifier = Match()
         self.pages = array("i")
         self.computed = 0
+        self.approximate: Approximate | None = None  # None: all of its K/V is exact
+        self.guide: Sequence | None = None  # says provisionally, from drafted K/V, what this one may come to say
+        self.real: Sequence | None = None  # of a guide: whom it guides
+        self.provisional: Provisional | None = None  # what the guide has said
         self.status = Status.WAITING
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.admitted = False
@@ -89,6 +111,20 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.computed < len(self.request.prompt_ids)
+
+    @property
+    def drafting(self) -> bool:
+        return self.approximate is not None and self.approximate.drafting
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits until its guide has begun to speak: the guide's first word must not wait for this one."""
+        return self.guide is not None and not self.guide.num_generated
+
+    @property
+    def exact(self) -> int:
+        """Leading entries whose K/V is exact: no others may ever answer an exact request."""
+        return self.computed if self.approximate is None else min(self.computed, self.approximate.first)
 
     @property
     def generated(self) -> list[int]:

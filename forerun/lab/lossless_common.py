@@ -72,6 +72,9 @@ class EverythingPays(Controller):
     ) -> Callable[[float, int], bool]:
         return lambda chance, depth: True
 
+    def allows(self, sequences: int, tokens: int, now: float) -> bool:
+        return True
+
     def asks(self, drafter: str, sequences: int = 1) -> bool:
         return True
 

@@ -61,9 +61,27 @@ class RopeTable:
         cos, sin = self.table.index_select(0, positions).chunk(2, dim=1)
         return torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None]
 
+    def between(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, signed sin) that take heads rotated at `old` to where they would be at `new`, for `rotate`.
+
+        From the table's own angles, not from the angle of the difference: at long contexts float32 angles are off by a
+        thousandth of a turn, and what is moved must be off by the same as what was computed there.
+        """
+        cos_old, sin_old = self.table.index_select(0, old).chunk(2, dim=1)  # [T, D / 2] each
+        cos_new, sin_new = self.table.index_select(0, new).chunk(2, dim=1)
+        scale = self.table[0, 0] ** 2  # both carry the factor on rotated vectors, which the heads have already
+        cos = (cos_new * cos_old + sin_new * sin_old) / scale
+        sin = (sin_new * cos_old - cos_new * sin_old) / scale
+        return torch.cat((cos, cos), 1)[:, None], torch.cat((-sin, sin), 1)[:, None]
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads [T, H, D] by their positions' angles, in float32, in the dtype of x."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     rotated = (x * cos).addcmul_(swapped, sin)
     return rotated if rotated.dtype == x.dtype else rotated.to(x.dtype)
+
+
+def rerotate(k: Tensor, table: RopeTable, old: Tensor, new: Tensor) -> Tensor:
+    """Heads [T, H, D] as they are stored at positions `old`, as they would be stored at `new`."""
+    return rotate(k, *table.between(old, new))

@@ -94,9 +94,10 @@ class Profile:
                 **{f: about[f] for f in ("kind", "target", "source", "names", "source_cost", "share")},
                 **{f: about[f] for f in ("thresholds", "facts")},
             )
+            intact = checksum(maps) == about["checksum"]
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise BadProfile(f"{path} is not a whole profile: {error}", "calibrate again, or copy it anew") from None
-        if checksum(maps) != about["checksum"]:
+        if not intact:
             raise BadProfile(f"{path} is damaged: its checksum does not fit", "calibrate again, or copy it anew")
         return profile
 

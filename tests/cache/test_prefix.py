@@ -98,3 +98,19 @@ def test_a_large_tree_stays_fast():
         assert len(tree.match(text)) == 62
         best.append(time.perf_counter() - start)
     assert sorted(best)[100] < 0.001
+
+
+def test_forgetting_a_text_drops_its_end_and_keeps_what_others_need():
+    pool, tree = make()
+    put(pool, tree, [1] * 8 + [2] * 8)
+    put(pool, tree, [1] * 8 + [3] * 8)
+    tree.forget([1] * 8 + [2] * 8 + [9] * 3)
+    assert len(tree.match([1] * 8 + [2] * 8)) == 2 and len(tree.match([1] * 8 + [3] * 8)) == 4
+    tree.forget([1] * 8)  # another text goes on from there
+    tree.forget([4] * 8)  # unknown
+    assert tree.num_pages == pool.used == 4
+    tree.forget([1] * 8 + [3] * 8)
+    assert tree.num_pages == pool.used == tree.num_nodes == 0
+    put(pool, tree, [1] * 16)
+    tree.forget([1] * 12)  # not the whole of what is known
+    assert tree.num_pages == 4 and tree.evict(9) == 4

@@ -11,6 +11,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
+from forerun.params import Prefill
 
 
 def test_a_group_becomes_one_option_for_each_field() -> None:
@@ -43,6 +44,21 @@ def test_params_carry_what_was_asked() -> None:
     assert (params.speculation.drafter, params.speculation.verify) == ("lookup", "match")
     assert opt.AnswerOptions().params().speculation.drafter == "auto"
     assert opt.AnswerOptions(verify="bounded", bound=0.2).params().speculation.bound == 0.2
+
+
+def test_drafted_prompts_are_asked_for_by_name() -> None:
+    asked = opt.AnswerOptions(
+        prefill="speculative", budget=0.4, prefill_source="self", chooser="tail", allow_exact=True
+    )
+    assert asked.params().prefilling == Prefill("speculative", 0.4, None, "self", "tail", True)
+    assert opt.AnswerOptions(prefill="provisional", quality=0.9).params().prefilling.quality == 0.9
+    assert opt.AnswerOptions().params().prefilling.exact
+    for alone in (opt.AnswerOptions(budget=0.4), opt.AnswerOptions(allow_exact=True), opt.AnswerOptions(quality=0.9)):
+        with pytest.raises(BadRequest, match="drafted prompts") as caught:
+            alone.params()
+        assert "--prefill speculative" in caught.value.hint
+    with pytest.raises(BadRequest, match="budget is 1.5"):
+        opt.AnswerOptions(prefill="speculative", budget=1.5).params()
 
 
 def test_grammars_come_from_files_or_text(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from forerun.commands.stats import usage_lines, usage_record
-from forerun.core import Tally, Usage
+from forerun.core import PrefillReport, Tally, Usage
 
 
 def spoken() -> Usage:
@@ -56,3 +56,48 @@ def test_the_record_has_derived_figures_and_is_json() -> None:
     record = json.loads(json.dumps(usage_record(spoken())))
     assert record["drafters"]["model"] == {"drafted": 20, "accepted": 10}
     assert (record["accepted_length"], record["other_s"], record["tokens_per_second"]) == (3.0, 0.25, 10.0)
+
+
+def drafted() -> PrefillReport:
+    return PrefillReport(
+        tokens=1200,
+        source="draft",
+        exact=80,
+        drafted=1120,
+        accepted=1000,
+        recomputed=120,
+        cost=0.41,
+        scores={"key": [0.1, 0.3], "attention": [0.99, 0.97], "kl": []},
+        read_s=0.5,
+        repair_s=0.25,
+        check_s=0.01,
+    )
+
+
+def test_a_drafted_prompt_has_a_line_of_its_own() -> None:
+    usage = spoken()
+    usage.prefill = drafted()
+    _, second, third = usage_lines(usage, "stop").split("\n")
+    assert second == (
+        "prompt drafted by draft · drafted 1,120, accepted 1,000, recomputed 120, exact 80 tokens"
+        " · cost 0.41 of exact prefill · checks: key 0.200, attention 0.980 · read 500 ms, repair 250 ms, check 10 ms"
+    )
+    assert third.startswith("drafted 30")
+    usage.prefill.fell_back = "the prompt is short"
+    assert "computed exactly after all: the prompt is short" in usage_lines(usage, "stop")
+
+
+def test_provisional_tokens_are_counted() -> None:
+    usage = spoken()
+    usage.provisional, usage.confirmed, usage.provisional_s = 20, 15, 0.25
+    assert "first provisional token 0.25 s · 15 of 20 provisional tokens confirmed" in usage_lines(usage, "stop")
+    record = usage_record(usage)
+    assert record["confirmed_share"] == 0.75 and usage_record(spoken())["confirmed_share"] == 0.0
+
+
+def test_the_record_has_the_prefill_report() -> None:
+    usage = spoken()
+    assert usage_record(usage)["prefill"] is None
+    usage.prefill = drafted()
+    record = json.loads(json.dumps(usage_record(usage)))
+    assert record["prefill"]["recomputed"] == 120 and record["prefill"]["scores"]["key"] == [0.1, 0.3]

@@ -15,11 +15,11 @@ from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint
 
 
-def make_engine(folder: Path, *, weights: str = "float32", **config: Any) -> Engine:
+def make_engine(folder: Path, *, weights: str = "float32", prefiller: Any = None, **config: Any) -> Engine:
     checkpoint = open_checkpoint(folder)
     decoder, _ = build_decoder(checkpoint, torch.device("cpu"), weights, 512)
     values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
-    return Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values))
+    return Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values), prefiller=prefiller)
 
 
 class Answer:
@@ -57,5 +57,5 @@ def finish(engine: Engine, steps: int = 10_000) -> None:
 
 
 def leaked(engine: Engine) -> int:
-    """Pages that neither a sequence nor the prefix tree accounts for."""
-    return engine.pool.used - engine.tree.num_pages
+    """References to pages that neither of the caches accounts for, when no sequence is left."""
+    return int(engine.pool.refs.sum()) - engine.tree.num_pages - engine.approximate.num_pages

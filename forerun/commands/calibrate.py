@@ -1,0 +1,151 @@
+"""`forerun calibrate`: fit a profile, with which long prompts can be drafted instead of computed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+if TYPE_CHECKING:
+    from forerun.prefill.profile import Profile
+
+Target = Annotated[str, typer.Option("--target", help="The model whose prompts are to be drafted.")]
+Source = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", help="A smaller model of the same vocabulary that drafts; none: the target itself."),
+]
+Text = Annotated[
+    list[Path],
+    typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
+]
+More = Annotated[
+    list[Path] | None, typer.Argument(metavar="[FILE]...", help="More text, as a shell expands --text *.md.")
+]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Where the profile goes; PROFILE.state lies beside it meanwhile.")
+]
+Base = Annotated[
+    int | None,
+    typer.Option("--base", min=1, help="Target layers that every token runs. Default: 1; 30% without --draft."),
+]
+Rank = Annotated[int, typer.Option("--rank", min=1, help="Width of the maps: less is faster and smaller.")]
+Taps = Annotated[
+    int | None, typer.Option("--taps", min=1, help="Layers of the source that the maps read. Default: as many as fit.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Steps of distillation.")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Time for distillation; default: 10.")]
+NoDistill = Annotated[bool, typer.Option("--no-distill", help="Only the ridge fit: quick, and not as good.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of text that are used.")]
+Window = Annotated[int, typer.Option("--window", min=32, help="Tokens of each prompt.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Prompts at a time: fewer need less memory.")]
+Quality = Annotated[
+    float, typer.Option("--quality", min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Decides which text is used, and in which order.")]
+
+
+def calibrate(
+    target: Target,
+    text: Text,
+    out: Out,
+    more: More = None,
+    draft: Source = None,
+    base: Base = None,
+    rank: Rank = 512,
+    taps: Taps = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    no_distill: NoDistill = False,
+    tokens: Tokens = 2_000_000,
+    window: Window = 2048,
+    batch: Batch = 4,
+    quality: Quality = 0.97,
+    seed: Seed = 0,
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Fit maps from a cheap source to a model's K/V, and measure on held-out text how good they are.
+
+    Ctrl-C leaves a state beside the profile: the same command goes on from there.
+
+    Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    --text src/ --text notes.txt --out coder.profile
+    """
+    if steps is not None and minutes is not None:
+        raise BadRequest(f"--steps {steps} and --minutes {minutes:g} cannot go together", "give one of them")
+    if no_distill and (steps is not None or minutes is not None):
+        raise BadRequest("--no-distill leaves nothing to spend --steps or --minutes on", "leave one of them out")
+    import torch
+
+    from forerun.models.build import choose_device
+    from forerun.prefill.calibration.run import calibrate as run
+    from forerun.prefill.calibration.setup import Settings
+    from forerun.prefill.calibration.text import Recipe
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = Settings(
+        base=base,
+        rank=rank,
+        taps=taps,
+        batch=batch,
+        steps=steps,
+        minutes=10.0 if minutes is None else minutes,
+        distill=not no_distill,
+        quality=quality,
+    )
+    recipe = Recipe(prompt=window, tokens=tokens, seed=seed)
+    try:
+        profile = run(target, draft, [*text, *(more or ())], out, settings, recipe, choose_device(device))
+    except KeyboardInterrupt:
+        state = out.with_name(out.name + ".state")
+        if state.exists():
+            print(f"\nstopped; the same command goes on from {state}", file=sys.stderr)
+        raise
+    if as_json:
+        print(json.dumps(_record(profile, out)))
+    else:
+        _show(profile, out)
+
+
+def _record(profile: Profile, out: Path) -> dict[str, Any]:
+    return {
+        "profile": str(out),
+        "kind": profile.kind,
+        "names": profile.names,
+        "bytes": out.stat().st_size,
+        "base": profile.maps.base,
+        "rank": profile.maps.rank,
+        "share": profile.share,
+        "curve": [asdict(point) for point in profile.curve],
+        "thresholds": profile.thresholds,
+        "facts": profile.facts,
+    }
+
+
+def _show(profile: Profile, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{profile.names['target']}, drafted by {'itself' if profile.kind == 'self' else profile.names['source']}"
+    table = Table("recomputed", "cost", "agreement", "KL", "", title=title, title_justify="left")
+    for point in profile.curve:
+        mark = "default" if point.share == profile.share else ""
+        table.add_row(f"{point.share:.0%}", f"{point.cost:.2f}", f"{point.top1:.3f}", f"{point.kl:.4f}", mark)
+    console = Console(highlight=False)
+    console.print(table)
+    if not profile.facts["quality_reached"]:
+        aim = profile.facts["settings"]["quality"]
+        console.print(
+            f"No share reaches an agreement of {aim:g} at a sensible cost: the default is the best of those that do "
+            "not cost too much. More text, more --minutes or a larger --base may reach it."
+        )
+    console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", markup=False)

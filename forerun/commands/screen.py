@@ -1,0 +1,50 @@
+"""An answer in a terminal as it comes. Provisional words are dim, and make way for the answer itself; where output is
+no terminal, only the answer is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, TextIO
+
+from rich.cells import cell_len
+
+if TYPE_CHECKING:
+    from forerun.engine.sequence import Event
+
+DIM, PLAIN, CLEAR = "\x1b[2m", "\x1b[22m", "\x1b[J"
+TAB = 8
+
+
+class Screen:
+    """Writes events from the left edge on; `text` is the answer so far."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.text = ""
+        self._out, self._terminal = out, out.isatty()
+        self._shown = ""  # provisional text that is on the screen
+
+    def show(self, event: Event) -> None:
+        if event.provisional:
+            if not self._terminal:
+                return
+            self._shown += event.text
+            self._out.write(f"{DIM}{event.text}{PLAIN}" if event.text else "")
+        else:
+            self._out.write(self._take_back() + event.text)
+            self.text += event.text
+        self._out.flush()
+
+    def _take_back(self) -> str:
+        """Back to where the provisional text began, with nothing after it."""
+        if not self._shown:
+            return ""
+        up = rows(self._shown, shutil.get_terminal_size().columns) - 1
+        self._shown = ""
+        return "\r" + (f"\x1b[{up}A" if up else "") + CLEAR
+
+
+def rows(text: str, columns: int) -> int:
+    """Lines that a text takes on a screen, from the left edge on."""
+    lines = text.expandtabs(TAB).split("\n")
+    return sum(max(1, -(-cell_len(line) // max(1, columns))) for line in lines)

@@ -1,0 +1,86 @@
+"""From requests to sequences: what is refused before anything is touched, and all that an answer starts with.
+
+Knows no pages and no steps.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from forerun.core import SamplingParams
+from forerun.decode.speculate import Speculator
+from forerun.engine.config import EngineConfig
+from forerun.engine.drafting import Drafting
+from forerun.engine.sequence import Request, Sequence
+from forerun.errors import BadRequest, OutOfPages
+from forerun.models.config import ModelConfig
+from forerun.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from forerun.decode.grammar import GrammarCompiler
+
+
+class Intake:
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        speculator: Speculator,
+        drafting: Drafting,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.speculator, self.drafting = speculator, drafting
+        self._grammars: GrammarCompiler | None = None
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        vocab, limit = self.model.vocab_size, self.config.max_context
+        if not prompt_ids:
+            raise BadRequest("the prompt is empty", "give at least one token of text")
+        if len(prompt_ids) >= limit:
+            raise BadRequest(
+                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
+                "shorten the prompt, or load the model with a larger max_context",
+            )
+        if len(prompt_ids) >= self.config.capacity:
+            raise OutOfPages(
+                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
+                "shorten the prompt, or raise pool_tokens",
+            )
+        self.speculator.check(params)
+        self.drafting.check(params.prefilling, len(prompt_ids))
+        if params.grammar is not None:
+            self.grammars.compile(params.grammar)
+        for token in (*prompt_ids, *params.logit_bias):
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                raise BadRequest(
+                    f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
+                )
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """One for each of the request's answers, and before it its guide, where it has one."""
+        seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
+        made: list[Sequence] = []
+        for index in range(request.params.n):
+            seq = Sequence(request, index, seed + index)
+            seq.guessing = self.speculator.open(seq.id, seq.context, seq.usage)
+            if seq.guessing is not None:
+                seq.verifier = seq.guessing.verifier
+            guide = self.drafting.open(seq)
+            made += [seq] if guide is None else [guide, seq]
+        if request.params.grammar is not None:
+            for seq in made:
+                seq.grammar = seq.context.constraint = self.grammars.constraint(request.params.grammar)
+        return made
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Made when first needed: it reads the whole vocabulary."""
+        if self.tokenizer is None:
+            raise BadRequest("a grammar needs a tokenizer, this engine has none", "leave the grammar out")
+        if self._grammars is None:
+            from forerun.decode.grammar import GrammarCompiler
+
+            self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size)
+        return self._grammars

@@ -1,0 +1,35 @@
+"""What one sequence does in one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forerun.core import Draft
+from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.match import Match
+from forerun.engine.sequence import Sequence
+
+
+@dataclass
+class Work:
+    """Run the next `count` tokens of a sequence that have no K/V yet, and what was guessed to follow them."""
+
+    seq: Sequence
+    count: int
+    draft: Draft = field(default_factory=Draft)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this brings the sequence to its end, so that its next token is drawn."""
+        return self.seq.computed + self.count == len(self.seq.tokens)
+
+    @property
+    def meets_guide(self) -> bool:
+        """Whether the prompt is computed now, so that what a guide said can be judged."""
+        provisional = self.seq.provisional
+        return provisional is not None and not provisional.judged and self.samples
+
+    @property
+    def verifier(self) -> Verifier:
+        """A guide is followed as far as the answer would have gone by itself, whatever rule was asked for."""
+        return Match() if self.meets_guide else self.seq.verifier

@@ -1,0 +1,80 @@
+"""How much the end of a prompt looks at everything before it: attention weights, summed while a model reads the end.
+
+Averaged over the layers and heads that were shown; what the first entries gather, as they always do, is left as it is.
+Knows one model's K/V and pages; not who asks nor what is chosen by it.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.models.runner import Runner
+
+REDUCTIONS = ("mean", "max")  # over the queries of the tail
+
+
+def slots_of(pages: array[int], first: int, end: int, page_size: int) -> np.ndarray:
+    """Where entries first .. end lie in the pool, [end - first] int64."""
+    entries = np.arange(first, end)
+    return np.array(pages, dtype=np.int64)[entries // page_size] * page_size + entries % page_size
+
+
+class TailAttention:
+    """Attention of the queries at entries `tail`, ... over all entries of a sequence of `tokens`."""
+
+    def __init__(self, runner: Runner, pages: array[int], tail: int, tokens: int) -> None:
+        self._config, self._kv = runner.decoder.config, runner.kv
+        self.tail, self.tokens = tail, tokens
+        slots = slots_of(pages, 0, tokens, runner.pool.page_size)
+        together = bool((np.diff(slots) == 1).all())
+        self._start = int(slots[0]) if together else None  # pages side by side are read in place
+        self._slots = torch.from_numpy(slots).to(runner.decoder.device)
+        self._sum = torch.zeros(tokens - tail, tokens, device=runner.decoder.device)  # [Q, tokens]
+        self._layers: set[int] = set()
+        self._seen: set[int] = set()  # entries whose queries were shown
+
+    def see(self, layer: int, q: Tensor, first: int) -> None:
+        """Rotated queries [Q, Hq, D] of entries first, first + 1, ... whose K is in the cache already."""
+        count, end, window = q.shape[0], first + q.shape[0], self._config.window(layer)
+        lo = 0 if window is None else max(0, first + 1 - window)
+        keys = self._keys(layer, lo, end)  # [E, Hkv, D]
+        group = q.shape[1] // keys.shape[1]
+        rows = q.view(count, -1, group, q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2).float()  # [Hkv, group * Q, D]
+        hidden = self._hidden(first, end, lo, window)
+        total = self._sum[first - self.tail : end - self.tail, lo:end]
+        for head in range(keys.shape[1]):  # one at a time: all weights of a long prompt at once would be large
+            scores = ((rows[head] * self._config.scale) @ keys[:, head].float().T).view(group, count, -1)
+            scores.masked_fill_(hidden, float("-inf"))
+            total.add_(torch.softmax(scores, -1).sum(0), alpha=1.0 / q.shape[1])
+        self._layers.add(layer)
+        self._seen.update(range(first, end))
+
+    def _keys(self, layer: int, lo: int, end: int) -> Tensor:
+        cache = self._kv[layer][0]
+        if self._start is not None:
+            return cache[self._start + lo : self._start + end]
+        return cache.index_select(0, self._slots[lo:end])
+
+    def _hidden(self, first: int, end: int, lo: int, window: int | None) -> Tensor:
+        """[Q, E]: what a query does not see."""
+        entry = torch.arange(lo, end, device=self._sum.device)
+        own = torch.arange(first, end, device=self._sum.device)[:, None]
+        return entry > own if window is None else (entry > own) | (entry <= own - window)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._seen) == self.tokens - self.tail > 0
+
+    def weights(self) -> Tensor:
+        """[Q, tokens] mean over layers and heads: each row sums to one."""
+        return self._sum / max(1, len(self._layers))
+
+    def reduce(self, how: str = "mean") -> np.ndarray:
+        """[tokens] float32: over the queries."""
+        assert how in REDUCTIONS, how
+        weights = self.weights()
+        return (weights.mean(0) if how == "mean" else weights.amax(0)).cpu().numpy()

@@ -1,0 +1,149 @@
+"""The same decoder as a plain batched network, for calibration only: windows of equal length, gradients, no pages.
+
+The engine's kernels are made for running, not for learning: they write in place, pack weights and keep no graph. This
+one is slow and differentiable; a test holds it to the engine's decoder. It knows nothing of maps or of what is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.config import ModelConfig
+from forerun.models.rope import RopeTable
+from forerun.models.shapes import expected_shapes
+from forerun.progress import track
+
+LONGEST = 32_768  # of a window
+UNSEEN = -30_000.0  # added to the score of what a row does not see
+
+# Shown (layer, rotated queries [B, Hq, R, D], rotated keys [B, Hkv, T, D], positions of the queries [R] or [B, R])
+See = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+@dataclass
+class Trace:
+    """What a pass left: inputs of every layer and the last one's output, K before rotation and V of every layer."""
+
+    hidden: list[Tensor]  # [B, T, hidden] each
+    kv: list[tuple[Tensor, Tensor]]  # [B, T, kv_size] each
+
+
+class DenseModel:
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+        self.config, self.weights = config, weights
+        self.embed = weights["embed"]
+        self.device, self.dtype = self.embed.device, self.embed.dtype
+        ropes = {config.layer_rope(i) for i in range(config.num_layers)}
+        length = min(config.max_context, LONGEST)
+        self._ropes = {rope: RopeTable(rope, config.head_dim, length, self.device).table for rope in ropes}
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quiet: bool = False
+    ) -> DenseModel:
+        names = list(expected_shapes(checkpoint.config))
+        weights = {n: checkpoint.tensor(n).to(device, dtype) for n in track(names, "reading weights", quiet)}
+        return cls(checkpoint.config, weights)
+
+    # -- whole passes --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def trace(self, tokens: Tensor, layers: int | None = None, see: See | None = None, keep_kv: bool = True) -> Trace:
+        """Run windows [B, T] through the first `layers` layers; `see` is shown queries and keys as they come."""
+        x = self.start(tokens)
+        found = Trace([x], [])
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        for i in range(self.config.num_layers if layers is None else layers):
+            q, k, v = self.project(x, i)
+            if keep_kv:
+                found.kv.append((k, v))
+            q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
+            if see is not None:
+                see(i, q, k, positions)
+            x = self.finish(x, self.causal(q, k, v, i), i)
+            found.hidden.append(x)
+        return found
+
+    def start(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embed) * self.config.embed_scale
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., V] in the network's dtype."""
+        head = self.embed if self.config.tie_embeddings else self.weights["head"]
+        return F.linear(self._norm(x, "final_norm"), head)
+
+    # -- parts of a layer ----------------------------------------------------------------------------------------------
+
+    def project(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (neither rotated yet) and values: [B, T, heads * D] each."""
+        h = self._norm(x, f"layers.{i}.attn_norm")
+        q, k, v = (F.linear(h, self._w(i, part), self._bias(i, part)) for part in "qkv")
+        if self.config.qk_norm:
+            q, k = (self._head_norm(y, f"layers.{i}.{part}_norm") for y, part in ((q, "q"), (k, "k")))
+        return q, k, v
+
+    def rotate(self, x: Tensor, positions: Tensor, i: int) -> Tensor:
+        """[B, T, heads * D] -> [B, heads, T, D], rotated to positions [T] or [B, T]."""
+        heads = x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        cos, sin = self._angles(i, positions)
+        left, right = heads.chunk(2, -1)
+        return (heads * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)  # in float32 on the way
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
+        """Everybody sees what is before: q, k rotated [B, heads, T, D], v [B, T, kv_size] -> [B, T, Hq * D]."""
+        v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        window = self.config.window(i)
+        if window is None or q.shape[2] <= window:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.scale, enable_gqa=True)
+            return out.transpose(1, 2).flatten(2)
+        return self.masked(q, k, v.transpose(1, 2).flatten(2), torch.arange(q.shape[2], device=q.device)[None], i)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, i: int) -> Tensor:
+        """Rows at positions [B, R] see the entries up to their own: q [B, Hq, R, D], k [B, Hkv, T, D], v [B, T, kv]."""
+        v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        entry, window = torch.arange(k.shape[2], device=q.device), self.config.window(i)
+        mask = entry <= positions[..., None]  # [B, R, T]
+        if window is not None:
+            mask &= entry > positions[..., None] - window
+        group = self.config.num_heads // self.config.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        # a finite mask: with infinities the gradients of some CUDA kernels are not numbers
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, UNSEEN)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[:, None], scale=self.config.scale)
+        return out.transpose(1, 2).flatten(2)
+
+    def finish(self, x: Tensor, attended: Tensor, i: int) -> Tensor:
+        """The rest of a layer after its attention."""
+        h = F.linear(attended, self._w(i, "o"))
+        x = x + (self._norm(h, f"layers.{i}.post_attn_norm") if self.config.post_norms else h)
+        h = self._norm(x, f"layers.{i}.mlp_norm")
+        gate = F.linear(h, self._w(i, "gate"))
+        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        h = F.linear(gate * F.linear(h, self._w(i, "up")), self._w(i, "down"))
+        return x + (self._norm(h, f"layers.{i}.post_mlp_norm") if self.config.post_norms else h)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _w(self, i: int, part: str) -> Tensor:
+        return self.weights[f"layers.{i}.{part}"]
+
+    def _bias(self, i: int, part: str) -> Tensor | None:
+        return self.weights[f"layers.{i}.{part}_bias"] if self.config.qkv_bias else None
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.config.norm_eps)
+
+    def _head_norm(self, x: Tensor, name: str) -> Tensor:
+        return self._norm(x.unflatten(-1, (-1, self.config.head_dim)), name).flatten(-2)
+
+    def _angles(self, i: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [.., T, D], ready to be broadcast over heads."""
+        cos, sin = self._ropes[self.config.layer_rope(i)][positions].chunk(2, -1)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        return (cos, sin) if positions.dim() == 1 else (cos[:, None], sin[:, None])

@@ -1,0 +1,123 @@
+"""Maps trained end to end: what matters is not K and V but what the target says when it reads them.
+
+Each window is cut at a random place into prompt and continuation. The target runs the continuation, the tail and a
+share of the prompt over drafted K/V, and its next-token distributions are pulled towards those over exact K/V. Only the
+maps learn. Knows no files and no text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.prefill.calibration.pair import TAIL, Gaze, Pair, choose, with_ends
+from forerun.prefill.maps import Maps
+
+
+@dataclass(frozen=True)
+class Schedule:
+    steps: int
+    rate: float = 4e-3  # of a weight's own size
+    warmup: float = 0.03
+    shares: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)  # of recomputed tokens, in turn
+    ahead: int = 128  # tokens after the prompt that are compared
+
+    def factor(self, step: int) -> float:
+        done = step / max(1, self.steps)
+        return min(1.0, done / self.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+class Distiller:
+    """Holds the maps in float32 and one optimizer; `step` learns from some windows."""
+
+    def __init__(self, pair: Pair, maps: Maps, schedule: Schedule) -> None:
+        self.pair, self.schedule, self.done = pair, schedule, 0
+        self._spread = maps.up.float().norm(dim=1, keepdim=True).clamp_min(1e-6)  # [outputs, 1]
+        self.parts = {name: t.float().clone() for name, t in maps.tensors().items()}
+        self.parts["up"] /= self._spread  # so that one rate fits all outputs
+        self._taps, self._base = maps.taps, maps.base
+        sizes = {name: _size(tensor) for name, tensor in self.parts.items()}
+        sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
+        groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
+        self._optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+
+    def maps(self) -> Maps:
+        parts = dict(self.parts)
+        parts["up"] = parts["up"] * self._spread
+        return Maps(self._taps, self._base, **parts)
+
+    def result(self) -> Maps:
+        return Maps(self._taps, self._base, **{k: t.detach() for k, t in self.maps().tensors().items()})
+
+    def state(self) -> dict[str, object]:
+        return {"parts": self.parts, "optimizer": self._optimizer.state_dict(), "done": self.done}
+
+    def load(self, state: dict[str, object]) -> None:
+        for name, tensor in state["parts"].items():  # type: ignore[attr-defined]
+            self.parts[name].data.copy_(tensor)
+        self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        self.done = int(state["done"])  # type: ignore[call-overload]
+
+    def step(self, tokens: Tensor) -> float:
+        """Learn from windows [B, T]; the loss."""
+        loss = self.loss(tokens)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.schedule.rate * self.schedule.factor(self.done) * group["size"]
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(self.parts.values()), 1.0)
+        self._optimizer.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean KL from exact to drafted over what follows the prompt's tail."""
+        ahead, pair = self.schedule.ahead, self.pair
+        stop = tokens.shape[1]
+        if self.done % 2:  # prompts of other lengths, too
+            stop = int(stop * (0.5 + 0.5 * ((self.done * 0.618) % 1)))
+            tokens = tokens[:, :stop]
+        end = stop - ahead - TAIL
+        with torch.no_grad():
+            # where nobody else looks, the tail's exact attention stands in for the one over drafted K/V
+            own = Gaze(slice(end, end + TAIL)) if pair.alone else None
+            exact = pair.target.trace(tokens, see=own, keep_kv=False)
+            features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
+            gaze = gaze if own is None else own.mean(tokens)
+            wanted = exact.hidden[-1][:, end + TAIL - 1 : stop - 1]
+        share = self.schedule.shares[self.done % len(self.schedule.shares)]
+        rows = with_ends(choose(gaze, end, share), end, stop)
+        with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
+            drafted = self.maps()(features).to(pair.target.dtype)
+        x = pair.climb(exact, drafted, rows)[:, -ahead - 1 : -1]
+        return divergence(pair, wanted, x)
+
+
+def divergence(pair: Pair, exact: Tensor, drafted: Tensor) -> Tensor:
+    """Mean KL between next-token distributions at hidden states [B, N, hidden], some rows at a time."""
+    total = torch.zeros((), device=exact.device)
+    pieces = list(zip(exact.flatten(0, 1).split(512), drafted.flatten(0, 1).split(512), strict=True))
+    for p, q in pieces:
+        with torch.no_grad():
+            wanted = F.log_softmax(pair.target.logits(p).float(), -1)
+        given = F.log_softmax(pair.target.logits(q).float(), -1)
+        total = total + F.kl_div(given, wanted, log_target=True, reduction="sum")
+    return total / (exact.shape[0] * exact.shape[1])
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt().clamp_min(1e-8))
+
+
+def batches(windows: Tensor, size: int, seed: int = 0) -> Iterator[Tensor]:
+    """Windows [N, T] again and again, in a new order each time."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(windows.shape[0], generator=generator)
+        for lo in range(0, len(order) - size + 1, size):
+            yield windows[order[lo : lo + size]]

@@ -1,0 +1,136 @@
+"""Text files for calibration: which there are, which of them are kept to judge by, and their text, section by section.
+
+A section is a range of bytes, so that a file of any size is read only as far as it is needed. Knows no tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import BadRequest
+
+SECTION = 256 * 1024  # bytes
+_SNIFFED = 64 * 1024  # bytes that show whether a file is text
+_HINT = "give UTF-8 text files or folders of them: --text notes.txt --text src/"
+
+
+@dataclass(frozen=True)
+class Section:
+    path: Path
+    start: int
+    end: int
+
+    def texts(self) -> Iterator[str]:
+        """The documents that begin in it: lines of a .jsonl file, else all of it."""
+        if self.path.suffix == ".jsonl":
+            yield from self._lines()
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            yield file.read(self.end - self.start).decode("utf-8", errors="ignore")  # its ends may cut a character
+
+    def _lines(self) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            if self.start:
+                file.seek(self.start - 1)
+                file.readline()  # it began in the section before
+            while file.tell() < self.end:
+                line = file.readline()
+                if not line.strip():
+                    continue
+                text = _text_field(line)
+                if text is None:
+                    where = f"{self.path}, byte {file.tell() - len(line)}"
+                    raise BadRequest(f"{where}: not a JSON object with a `text` field", 'one a line: {"text": "..."}')
+                yield text
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The text files among the paths and below them. What is named must be text; in folders other files are left out,
+    and hidden ones too."""
+    if not paths:
+        raise BadRequest("there is no text to calibrate on", _HINT)
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = [p for p in sorted(path.rglob("*")) if not _hidden(p.relative_to(path)) and p.is_file()]
+            texts = [p for p in inside if _why_not_text(p) is None]
+            if not texts:
+                raise BadRequest(f"there is no text file in the folder {path}", _HINT)
+            found |= dict.fromkeys(texts)
+        else:
+            reason = _why_not_text(path)
+            if reason is not None:
+                raise BadRequest(f"cannot read {path}: {reason}", _HINT)
+            found[path] = None
+    return list(found)
+
+
+def split(files: list[Path], share: float, dice: random.Random) -> tuple[list[Section], list[Section]]:
+    """Sections to learn from and to judge by: of different files, or of different ends where there is only one file."""
+    sizes = {path: path.stat().st_size for path in files}
+    if len(sizes) == 1:
+        [(path, size)] = sizes.items()
+        cut = int(size * (1.0 - share))
+        train, held = _sections(path, 0, cut), _sections(path, cut, size)
+    else:
+        judges = _judges(sizes, share, dice)
+        train = [s for path, size in sizes.items() if path not in judges for s in _sections(path, 0, size)]
+        held = [s for path, size in sizes.items() if path in judges for s in _sections(path, 0, size)]
+    dice.shuffle(train)
+    dice.shuffle(held)
+    return train, held
+
+
+def _judges(sizes: dict[Path, int], share: float, dice: random.Random) -> set[Path]:
+    """Files with about that share of the bytes, none so large that little is left to learn from."""
+    total, taken = sum(sizes.values()), 0
+    judges: set[Path] = set()
+    for path in dice.sample(list(sizes), len(sizes)):
+        if taken < share * total and taken + sizes[path] <= 2 * share * total:
+            judges.add(path)
+            taken += sizes[path]
+    return judges or {min(sizes, key=lambda path: sizes[path])}
+
+
+def _sections(path: Path, start: int, end: int) -> list[Section]:
+    return [Section(path, at, min(at + SECTION, end)) for at in range(start, end, SECTION)]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _why_not_text(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(_SNIFFED)
+            file.seek(0)
+            first = file.readline() if path.suffix == ".jsonl" else b""
+    except OSError as error:
+        return error.strerror or str(error)
+    if not start.strip():
+        return "it is empty"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character cut at the end is no fault
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 text (byte {error.start})"
+    if b"\0" in start:
+        return "it holds zero bytes, so it is not text"
+    if path.suffix == ".jsonl" and _text_field(first) is None:
+        return "its first line is not a JSON object with a `text` field"
+    return None
+
+
+def _text_field(line: bytes) -> str | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    text = record.get("text") if isinstance(record, dict) else None
+    return text if isinstance(text, str) else None

@@ -1,0 +1,154 @@
+"""What a calibration is about: opened models that fit together, and everything that decides its result.
+
+Refuses what could not work before anything long begins. Knows neither text nor fitting.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from forerun.errors import BadRequest
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.config import ModelConfig
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import open_checkpoint
+from forerun.models.store import resolve
+from forerun.prefill.calibration.cost import model_macs
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.prefill.calibration.pair import FIRST, TAIL, Pair
+
+MOST_INPUTS = 12_288  # of the maps: their Gram matrix is that wide, in float64 while it is solved
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How maps are fitted. None: what suits the models."""
+
+    base: int | None = None  # layers of the target that every token runs
+    rank: int = 512
+    taps: int | None = None  # layers of the source that the maps read, spread evenly
+    strength: float = 1e-3  # of the ridge
+    batch: int = 4  # windows at a time
+    steps: int | None = None  # of distillation
+    minutes: float = 10.0  # of distillation, where steps are not given
+    distill: bool = True
+    quality: float = 0.97  # agreement with exact prefill that the default share and the thresholds aim at
+
+    def __post_init__(self) -> None:
+        limits = {"rank": (1, 8192), "batch": (1, 1024), "strength": (0.0, 1.0), "quality": (0.5, 1.0)}
+        limits |= {"base": (1, 1024), "taps": (1, 1024), "steps": (1, 10_000_000), "minutes": (0.0, 1e6)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise BadRequest(f"calibration: {name} is {value}", f"give --{name} from {low:g} to {high:g}")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The models of a calibration. `source` is None where the target drafts for itself."""
+
+    target: Checkpoint
+    source: Checkpoint | None
+    taps: tuple[int, ...]
+    base: int
+    fingerprints: tuple[str, str]  # of the target and of whoever drafts
+
+    @property
+    def kind(self) -> str:
+        return "self" if self.source is None else "draft"
+
+    def build(self, device: torch.device, quiet: bool) -> Pair:
+        """Both models as plain networks: bf16 on a GPU, float32 elsewhere."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        target = DenseModel.from_checkpoint(self.target, device, dtype, quiet)
+        source = DenseModel.from_checkpoint(self.source, device, dtype, quiet) if self.source else target
+        return Pair(target, source, self.taps, self.base)
+
+
+def open_subject(target: str, draft: str | None, settings: Settings, window: int) -> Subject:
+    """Open the models and check that they fit together and to windows of so many tokens."""
+    opened = open_checkpoint(resolve(target))
+    source = open_checkpoint(resolve(draft)) if draft is not None else None
+    if source is not None:
+        _check_draft(opened, source)
+    for checkpoint in (opened, source):
+        if checkpoint is not None and checkpoint.config.max_context < window:
+            raise BadRequest(
+                f"windows of {window:,} tokens exceed the context of {checkpoint.source}, "
+                f"{checkpoint.config.max_context:,} tokens",
+                "give a smaller --window",
+            )
+    base = _base(opened.config, settings.base, alone=source is None)
+    taps = _taps(opened.config if source is None else source.config, settings.taps, base if source is None else None)
+    marks = fingerprint(opened)
+    return Subject(opened, source, taps, base, (marks, fingerprint(source) if source is not None else marks))
+
+
+def check_window(prompt: int, continuation: int) -> None:
+    """Distillation cuts windows down to half, and compares two continuations: something must be left to draft."""
+    least = 2 * (FIRST + TAIL) + 3 * continuation + 64
+    if prompt < least:
+        raise BadRequest(
+            f"prompts of {prompt} tokens are too short: {FIRST + TAIL} of each are always recomputed",
+            f"give --window {least} or more",
+        )
+
+
+def check_writable(out: Path) -> None:
+    """Better now than after an hour."""
+    try:
+        if out.is_dir():
+            raise IsADirectoryError("it is a folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe = out.with_name(f"{out.name}.{os.getpid()}.part")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BadRequest(f"cannot write a profile to {out}: {reason}", "give another --out") from None
+
+
+def _check_draft(target: Checkpoint, source: Checkpoint) -> None:
+    if not target.tokenizer().same_tokens(source.tokenizer()):
+        raise BadRequest(
+            f"{source.source} has another vocabulary than {target.source}: its hidden states belong to other tokens",
+            "calibrate without --draft (a self profile); such a draft can still choose tokens: --chooser cross",
+        )
+    ours, theirs = model_macs(target.config), model_macs(source.config)
+    if theirs >= ours:
+        raise BadRequest(
+            f"the draft {source.source} is no smaller than the target {target.source} "
+            f"({theirs:,} multiply-adds a token against {ours:,}): reading with it saves nothing",
+            "give a smaller draft, or none: the target's lower layers can draft",
+        )
+
+
+def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
+    """A draft needs layer 0 only, which costs next to nothing; a model that drafts for itself needs some layers."""
+    base = asked if asked is not None else max(1, round(0.3 * config.num_layers)) if alone else 1
+    if base >= config.num_layers:
+        raise BadRequest(
+            f"base is {base}, but the target has {config.num_layers} layers and some must be left to draft",
+            f"give --base from 1 to {config.num_layers - 1}",
+        )
+    return base
+
+
+def _taps(config: ModelConfig, asked: int | None, last: int | None) -> tuple[int, ...]:
+    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows."""
+    last = config.num_layers if last is None else last
+    most = max(1, MOST_INPUTS // config.hidden_size)
+    count = min(asked or most, last + 1)
+    if count > most:
+        raise BadRequest(
+            f"{count} taps of {config.hidden_size} numbers make {count * config.hidden_size:,} inputs, "
+            f"the limit is {MOST_INPUTS:,}",
+            f"give --taps {most} or fewer",
+        )
+    if count == 1:
+        return (last,)
+    return tuple(round(i * last / (count - 1)) for i in range(count))

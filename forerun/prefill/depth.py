@@ -1,0 +1,204 @@
+"""The depth map, and the pass that follows it: tokens leave the batch as layers go up.
+
+A token of depth d has K/V of the target's own in layers 0 .. d; above them it keeps whatever lies in its pages. Full
+depth is exact prefill. Knows nothing of who wrote the rest, of why a token has its depth, or of requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.core import HostBatch, TokenBatch
+from forerun.models.decoder import Watch
+from forerun.models.runner import Runner
+
+
+class DepthMap:
+    """How many layers of each token the target computes."""
+
+    def __init__(self, depths: np.ndarray | Sequence[int], layers: int) -> None:
+        given = np.asarray(depths)
+        if given.ndim != 1 or not (given.size == 0 or np.issubdtype(given.dtype, np.integer)):
+            raise ValueError(f"depths must be a row of whole numbers, got {given.dtype} of shape {given.shape}")
+        if given.size and not (given.min() >= 0 and given.max() <= layers):
+            raise ValueError(f"depths go from {given.min()} to {given.max()}, allowed is from 0 to {layers}")
+        self.depths = given.astype(np.int16)  # [T], a copy: maps are changed in place
+        self.layers = layers
+
+    @classmethod
+    def uniform(cls, tokens: int, depth: int, layers: int) -> DepthMap:
+        return cls(np.full(tokens, depth), layers)
+
+    @classmethod
+    def exact(cls, tokens: int, layers: int) -> DepthMap:
+        return cls.uniform(tokens, layers, layers)
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    @property
+    def token_layers(self) -> int:
+        return int(self.depths.sum(dtype=np.int64))
+
+    @property
+    def cost(self) -> float:
+        """Share of all token-layers that the target computes; 1: exact prefill."""
+        return self.token_layers / (len(self) * self.layers) if len(self) else 0.0
+
+    def deepen(self, tokens: np.ndarray | Sequence[int], depth: int) -> None:
+        """At least this depth for these tokens; never less than they have."""
+        if not 0 <= depth <= self.layers:
+            raise ValueError(f"depth is {depth}, allowed is from 0 to {self.layers}")
+        index = np.asarray(tokens, dtype=np.int64)
+        self.depths[index] = np.maximum(self.depths[index], depth)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(depth, tokens) of each run of tokens of one depth, from the first on."""
+        edges = np.concatenate(([0], np.flatnonzero(np.diff(self.depths)) + 1, [len(self)]))
+        return [(int(self.depths[lo]), int(hi - lo)) for lo, hi in zip(edges, edges[1:], strict=False) if hi > lo]
+
+
+@dataclass(eq=False)
+class Rows:
+    """Some tokens of one sequence, in the order of their entries, and how deep each of them goes."""
+
+    ids: np.ndarray  # [R] int64
+    entries: np.ndarray  # [R] int64, each larger than the one before
+    pages: array[int]
+    depths: np.ndarray  # [R]
+    want: Sequence[int] = ()  # rows whose logits are wanted; they have full depth
+    x: Tensor | None = None  # [R, hidden] inputs of layer `first` in the decoder's basis; None: embeddings, layer 0
+    first: int = 0
+    positions: np.ndarray | None = None  # [R] rotary positions, where they are not the entries
+
+    def __post_init__(self) -> None:
+        self.ids, self.entries = (np.asarray(a, dtype=np.int64) for a in (self.ids, self.entries))
+        self.depths = np.asarray(self.depths)
+        self.positions = self.entries if self.positions is None else np.asarray(self.positions, dtype=np.int64)
+        assert len(self.ids) == len(self.entries) == len(self.depths) == len(self.positions)
+        assert len(self.entries) == 0 or (self.entries[0] >= 0 and (np.diff(self.entries) > 0).all())
+        assert (self.x is None) == (self.first == 0), "inputs of a layer come with the layer's number"
+        assert self.x is None or self.x.shape[0] == len(self.ids)
+
+    def running(self, layer: int, layers: int, keep: int | None = None) -> np.ndarray:
+        """Rows that run this layer whole; those of depth layer + 1 that are not among them only leave their K/V."""
+        whole = self.depths > layer + 1
+        if keep == layer + 1:
+            whole |= self.depths >= keep
+        if layer + 1 == layers:
+            whole[list(self.want)] = True
+        return np.flatnonzero(whole)
+
+
+@dataclass
+class Climbed:
+    """What a pass gives beside the K/V that it wrote."""
+
+    logits: Tensor  # [N, V] float32, for rows.want
+    x: Tensor | None = None  # [K, hidden] inputs of layer `keep`, in the decoder's basis
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [K] the rows that reached it
+    token_layers: int = 0  # (row, layer) pairs that ran whole
+
+
+class Staircase:
+    """Runs rows through one runner's decoder, each as far as its depth goes.
+
+    The last layer of a row that nobody wants logits of is its K/V alone, as is the last one below any row's depth:
+    nothing reads what would come out of it.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._layers = runner, runner.decoder.config.num_layers
+
+    @torch.inference_mode()
+    def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> Climbed:
+        """`watch` sees in layer i the rows `rows.running(i, layers, keep)`; `keep`: return inputs of this layer."""
+        self._check(rows, keep)
+        decoder, kv, count = self._runner.decoder, self._runner.kv, self._layers
+        plan = _Plan(self._runner, rows)
+        alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
+        x = self._inputs(rows, alive)  # [len(alive), hidden]
+        result = Climbed(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
+        for i in range(rows.first, count):
+            if i == keep:
+                result.x, result.kept = x, alive
+            whole = np.isin(alive, rows.running(i, count, keep))
+            leaving = (rows.depths[alive] > i) & ~whole
+            if leaving.any():  # before the others, who look at these
+                plan.use(alive[leaving], attend=False)
+                decoder.write_kv(_pick(x, leaving), i, kv)
+            x, alive = _pick(x, whole), alive[whole]
+            if not len(alive):
+                break
+            x = decoder.run_layers(x, plan.use(alive, attend=True), kv, range(i, i + 1), watch=watch)
+            result.token_layers += len(alive)
+        if keep is not None and result.x is None:
+            result.x, result.kept = x, alive
+        if len(rows.want):
+            at = torch.from_numpy(np.searchsorted(alive, np.asarray(rows.want))).to(decoder.device)
+            result.logits = decoder.logits(x.index_select(0, at))
+        return result
+
+    def _check(self, rows: Rows, keep: int | None) -> None:
+        depths = rows.depths
+        assert not len(depths) or (depths.min() >= 0 and depths.max() <= self._layers), "depths beyond the layers"
+        assert all(depths[r] == self._layers for r in rows.want), "logits need full depth"
+        assert 0 <= rows.first < self._layers
+        assert keep is None or rows.first <= keep <= self._layers
+
+    def _inputs(self, rows: Rows, alive: np.ndarray) -> Tensor:
+        decoder = self._runner.decoder
+        if rows.x is None:
+            return decoder.embed(torch.from_numpy(rows.ids[alive]).to(decoder.device))
+        return _pick(rows.x, rows.depths >= rows.first)
+
+
+class _Plan:
+    """Which of the rows the attention backend is set up for; it is set up anew only where they change."""
+
+    def __init__(self, runner: Runner, rows: Rows) -> None:
+        self._runner, self._rows = runner, rows
+        size = runner.pool.page_size
+        self._pages = np.frombuffer(rows.pages, dtype=np.int32)
+        self._slots = self._pages[rows.entries // size].astype(np.int64) * size + rows.entries % size
+        self._planned = np.zeros(0, dtype=np.int64)
+        self._batch: TokenBatch | None = None
+
+    def use(self, index: np.ndarray, attend: bool) -> TokenBatch:
+        """A batch of these rows, planned; without `attend` it may be good for writing K/V only."""
+        if self._batch is None or not np.array_equal(self._planned, index):
+            # rows that only write are gone afterwards, so no later call asks for the same ones to attend
+            self._batch, self._planned = self._make(index, attend), index
+            self._runner.decoder.attention.plan(self._batch)
+        return self._batch
+
+    def _make(self, index: np.ndarray, attend: bool) -> TokenBatch:
+        rows, size = self._rows, self._runner.pool.page_size
+        assert rows.positions is not None
+        # nobody looks where K/V is only written: one entry seen is the least to plan, masks of a long context are not
+        seen = rows.entries[index] + 1 if attend else np.ones(len(index), dtype=np.int64)
+        context = int(seen[-1])
+        return HostBatch(
+            tokens=rows.ids[index],
+            positions=rows.positions[index],
+            slots=self._slots[index],
+            seen=seen.astype(np.int32),
+            starts=[0, len(index)],
+            contexts=[context],
+            pages=[self._pages[: -(-context // size)]],
+            page_size=size,
+            want=[],
+        ).to(self._runner.decoder.device)
+
+
+def _pick(x: Tensor, mask: np.ndarray) -> Tensor:
+    """The rows of x that a mask names; x itself where that is all of them."""
+    if mask.all():
+        return x
+    return x.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(x.device))

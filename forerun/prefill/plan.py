@@ -1,0 +1,250 @@
+"""The plan of one drafted prompt: which entries the target recomputes, where it checks, and what all of it costs.
+
+Work is counted in tokens of the target's own prefill: the source with its maps, every recomputed row, the checks, the
+tail that the engine runs. Runs nothing. The first entries are always recomputed; layer 0 of all is the source's duty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from forerun.models.config import ModelConfig
+from forerun.prefill.choose import select
+from forerun.prefill.depth import DepthMap
+from forerun.prefill.job import Job, Phase
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.base import Source
+
+
+@runtime_checkable
+class Gapped(Protocol):
+    """A source that leaves entries without any K/V."""
+
+    def missing(self, job: Job) -> np.ndarray:
+        """Entries before job.end that the target must run through all layers."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What holds for all prompts."""
+
+    first: int = 16  # entries at the start of a prompt that are always exact
+    tail: int = 64  # tokens at its end that are never drafted
+    shortest: int = 512  # fewer tokens to draft are computed exactly: too little to win, and every phase has a start
+    spans: int = 4  # checkpoints
+    span: int = 16  # entries of each
+    deepenings: int = 2  # further rounds of repair where checks fail
+    failing: float = 0.25  # share of a span's layers that may fail
+    window: int = 1  # neighbours over which scores are averaged
+
+    def __post_init__(self) -> None:
+        for name in ("first", "shortest", "spans", "deepenings"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"policy: {name} is {getattr(self, name)}, it cannot be negative")
+        for name in ("tail", "span", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"policy: {name} is {getattr(self, name)}, the least is 1")
+        if not 0.0 <= self.failing <= 1.0:
+            raise ValueError(f"policy: failing is {self.failing}, allowed is from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Entries first .. first + count, where drafted and recomputed K/V are compared; they stand for lo .. hi."""
+
+    first: int
+    count: int
+    lo: int
+    hi: int
+
+    @property
+    def entries(self) -> np.ndarray:
+        return np.arange(self.first, self.first + self.count)
+
+
+@dataclass
+class Plan:
+    todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries to recompute, in order
+    chosen: int = 0  # entries taken by their scores, whether or not they are recomputed already
+    spans: list[Checkpoint] = field(default_factory=list)
+    depth: DepthMap | None = None  # of all tokens, once it is carried out
+    cost: float = 1.0  # expected, as a share of exact prefill's
+    exact: str = ""  # why exact prefill is taken instead; empty: it is not
+
+
+class Costs:
+    """Work in tokens of the target's prefill, for one prompt."""
+
+    def __init__(self, job: Job, source: Source, config: ModelConfig) -> None:
+        self._job, self._base = job, source.base
+        self.exact = float(max(1, len(job.tokens) - job.first))
+        self.tail = float(len(job.tokens) - job.end)
+        # a check applies the attention's output matrix twice to every row
+        mlp, attention = 3 * config.intermediate_size, 2 * config.q_size + 2 * config.kv_size
+        self._check_row = 2 * config.q_size / (mlp + attention)
+
+    @property
+    def row(self) -> float:
+        """Of one chosen token, as a rule."""
+        return 1.0 if self._job.x is None else 1.0 - self._base / self._job.layers
+
+    def start(self, entries: np.ndarray) -> np.ndarray:
+        """The layer from which each entry's row runs: those whose hidden states the source kept start above."""
+        start = np.zeros(len(entries), dtype=np.int64)
+        if self._job.x is not None:
+            kept = self._job.first + self._job.x.shape[0]
+            start[(entries >= self._job.first) & (entries < kept)] = self._base
+        return start
+
+    def token_layers(self, entries: np.ndarray) -> int:
+        return int((self._job.layers - self.start(entries)).sum())
+
+    def rows(self, entries: np.ndarray) -> float:
+        return self.token_layers(entries) / self._job.layers
+
+    def checks(self, rows: int) -> float:
+        return self._check_row * rows
+
+
+def too_short(job: Job, policy: Policy) -> str:
+    """Why a prompt is not worth drafting, from its length alone."""
+    drafted = job.end - job.first
+    if drafted < max(1, policy.shortest):
+        return f"{drafted} tokens to draft are too few, the least is {policy.shortest}"
+    return ""
+
+
+def least_work(job: Job, must: np.ndarray, costs: Costs, policy: Policy) -> float:
+    """What is left to do after reading when no token is chosen: required rows, checkpoints, the tail."""
+    checks = policy.spans * policy.span
+    return costs.rows(_open(job, must)) + checks * costs.row + costs.checks(checks) + costs.tail
+
+
+def plan(
+    job: Job, scores: np.ndarray, profile: Profile, source: Source, costs: Costs, policy: Policy, spent: float = 0.0
+) -> Plan:
+    """`spent`: work done so far, reading included."""
+    budget = job.settings.budget
+    share, why = _share(job, profile)
+    if share is None:
+        return Plan(exact=why)
+    must = required(job, source, policy)
+    candidates = np.setdiff1d(np.arange(max(job.first, policy.first), job.end), must, assume_unique=True)
+    count = round(share * len(candidates))
+    if budget is not None:
+        room = budget * costs.exact - spent - least_work(job, must, costs, policy)
+        if room < 0.0:
+            return Plan(exact=f"a budget of {budget} is less than drafting this prompt costs at the least")
+        count = min(count, int(room / costs.row))
+    chosen = select(scores, candidates, count, policy.window)
+    checkpoints = place(job, chosen, must, policy)
+    checked = [checkpoint.entries for checkpoint in checkpoints]
+    todo = _open(job, np.unique(np.concatenate([must, chosen, *checked])))
+    work = spent + costs.rows(todo) + costs.checks(sum(map(len, checked))) + costs.tail
+    cost = work / costs.exact
+    if cost > 1.0 + 1e-9:
+        return Plan(cost=cost, exact=f"drafting would cost {cost:.2f} of exact prefill")
+    depth = DepthMap.exact(len(job.tokens), job.layers)
+    depth.depths[: job.end] = np.maximum(job.depths, source.base)
+    depth.deepen(todo, job.layers)
+    return Plan(todo, len(chosen), checkpoints, depth, cost)
+
+
+def required(job: Job, source: Source, policy: Policy) -> np.ndarray:
+    """Entries that are recomputed whatever the scores: the first ones, and those that the source could not draft."""
+    first = np.arange(job.first, min(policy.first, job.end))
+    missing = source.missing(job) if isinstance(source, Gapped) else np.zeros(0, dtype=np.int64)
+    return np.union1d(first, missing).astype(np.int64)
+
+
+def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[Checkpoint]:
+    """Checkpoints spread evenly over what is drafted, each where most of its entries are chosen anyway.
+
+    Only entries that still hold drafted K/V can be compared; what `must` be recomputed says nothing about the rest.
+    """
+    lo, size = max(job.first, policy.first), policy.span
+    drafted = np.zeros(job.end, dtype=bool)
+    drafted[lo:] = job.depths[lo:] < job.layers
+    drafted[must] = False
+    wanted = np.zeros(job.end, dtype=np.int64)
+    wanted[chosen] = 1
+    whole, gain = (_sums(a.astype(np.int64), size) for a in (drafted, wanted))
+    edges = np.linspace(lo, job.end, policy.spans + 1).astype(np.int64)
+    starts = []
+    for left, right in zip(edges, edges[1:], strict=False):
+        at = np.arange(left, right - size + 1)
+        at = at[whole[at] == size]
+        if len(at):
+            middle = (left + right - size) / 2
+            starts.append(int(min(at, key=lambda e: (-gain[e], abs(e - middle)))))
+    middles = [(a + b + size) // 2 for a, b in zip(starts, starts[1:], strict=False)]
+    bounds = [job.first, *middles, job.end]
+    return [Checkpoint(s, size, a, b) for s, a, b in zip(starts, bounds, bounds[1:], strict=False)]
+
+
+def deepen(job: Job, failed: list[Checkpoint], scores: np.ndarray, share: float) -> np.ndarray:
+    """Entries to recompute next: of each region behind a failed checkpoint this share of what is left, best scores
+    first, and the checkpoint once more, to see what difference it makes."""
+    parts = []
+    for checkpoint in failed:
+        left = np.arange(checkpoint.lo, checkpoint.hi)
+        left = _open(job, left)
+        parts += [select(scores, left, int(np.ceil(share * len(left)))), checkpoint.entries]
+    return np.unique(np.concatenate(parts)).astype(np.int64)
+
+
+def _share(job: Job, profile: Profile) -> tuple[float | None, str]:
+    settings = job.settings
+    share = profile.share_for(settings.budget, settings.quality)
+    if share is None and settings.budget is not None and not profile.curve:
+        return 1.0, ""  # nothing was measured: as much as the budget allows
+    if share is None and settings.budget is not None:
+        least = min(p.cost for p in profile.curve)
+        return None, f"a budget of {settings.budget} is below the least cost on the profile's curve, {least:.2f}"
+    if share is None:
+        best = max((p.top1 for p in profile.curve), default=0.0)
+        return None, f"a quality of {settings.quality} is above the best on the profile's curve, {best:.3f}"
+    return share, ""
+
+
+def _open(job: Job, entries: np.ndarray) -> np.ndarray:
+    """Those that the target has not computed through all layers."""
+    return entries[job.depths[entries] < job.layers]
+
+
+def _sums(values: np.ndarray, size: int) -> np.ndarray:
+    """Sums of `size` values from each place on; fewer at the end."""
+    sums = np.concatenate(([0], np.cumsum(values)))
+    return sums[np.minimum(np.arange(len(values)) + size, len(values))] - sums[:-1]
+
+
+# -- what became of it -------------------------------------------------------------------------------------------------
+
+
+def settle(job: Job, costs: Costs, spent: float) -> None:
+    """All before the tail has K/V: write down how it came about."""
+    report, depths = job.report, job.depths
+    gaps = np.flatnonzero(depths < job.layers)
+    report.exact = int(gaps[0]) if len(gaps) else len(job.tokens)
+    kept = depths[report.exact :]
+    report.drafted, report.recomputed = len(kept), int((kept == job.layers).sum())
+    report.accepted = report.drafted - report.recomputed
+    report.token_layers += int(costs.tail) * job.layers
+    report.cost = (spent + costs.tail) / costs.exact
+    whole = np.concatenate((depths, np.full(len(job.tokens) - job.end, job.layers)))
+    report.depth_runs = DepthMap(whole, job.layers).runs()
+    job.phase = Phase.DONE
+
+
+def leave(job: Job, why: str, spent: float = 0.0) -> Job:
+    """The engine computes the prompt as usual; what was spent on it so far comes on top."""
+    report, exact = job.report, len(job.tokens) - job.first
+    report.fell_back, report.exact = why, len(job.tokens)
+    report.token_layers += exact * job.layers
+    report.cost = 1.0 + spent / max(1, exact)
+    report.depth_runs = DepthMap.exact(len(job.tokens), job.layers).runs()
+    job.todo, job.phase = np.zeros(0, dtype=np.int64), Phase.EXACT
+    return job

@@ -1,0 +1,300 @@
+"""Drafts a prompt's K/V, piece by piece: the source reads, the plan chooses, the target recomputes, checks decide.
+
+Drives a `Job` from phase to phase; each `advance` is a bounded piece of work, so that other requests run in between.
+Knows neither the scheduler nor what becomes of the K/V; the tail of the prompt is the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadProfile, BadRequest, ForerunError
+from forerun.params import Prefill
+from forerun.prefill import sources
+from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
+from forerun.prefill.choose import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job, Phase
+from forerun.prefill.plan import Checkpoint, Costs, Plan, Policy, deepen, least_work, leave, plan, settle, too_short
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.base import Source
+
+JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
+
+
+@dataclass
+class _Progress:
+    """One job's way, beside what the job itself says."""
+
+    source: Source
+    chooser: str
+    costs: Costs
+    spent: float = 0.0  # work, in tokens of the target's prefill
+    scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    spans: list[Checkpoint] = field(default_factory=list)
+    checker: Checker | None = None
+    logits: Tensor | None = None  # [JUDGED, V] of the tail after the round before
+
+
+class Prefiller:
+    """`make` and `scorers` are for sources and scores of one's own."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        profile: Profile | None,
+        policy: Policy | None = None,
+        make: Callable[[str, Workshop, Profile | None], Source] = sources.make,
+        scorers: dict[str, Scorer] | None = None,
+    ) -> None:
+        self._workshop, self.profile, self.policy = workshop, profile, policy or Policy()
+        self._make, self._scorers = make, scorers or {}
+        self._runner, self._config = workshop.runner, workshop.runner.decoder.config
+        self._staircase = Staircase(workshop.runner)
+        self._sources: dict[str, Source] = {}
+        self._progress: dict[int, _Progress] = {}
+
+    # -- before a prompt is drafted ------------------------------------------------------------------------------------
+
+    def problem(self, settings: Prefill, num_tokens: int) -> ForerunError | None:
+        """Why a prompt of so many tokens cannot be drafted as asked; being too short to be worth it is no problem."""
+        if settings.exact:
+            return None
+        try:
+            source = self.source(settings)
+        except ForerunError as error:
+            return error
+        problem = chooser_problem(chooser_for(settings.chooser, source.name), source.name, self._scorers)
+        problem = problem or source.problem(num_tokens)
+        if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
+            return problem
+        least = self._least_cost(settings, source, num_tokens)
+        if settings.budget >= least:
+            return None
+        return BadRequest(
+            f"prefill: budget is {settings.budget}, drafting by {source.name!r} costs at least {least:.2f} here",
+            f"give a budget of at least {math.ceil(100 * least) / 100}, or none",
+        )
+
+    def _least_cost(self, settings: Prefill, source: Source, num_tokens: int) -> float:
+        """Of a new prompt, as a share of exact prefill's."""
+        assert self.profile is not None
+        end, layers = num_tokens - self.policy.tail, self._config.num_layers
+        job = Job(-1, [0] * num_tokens, array("i"), 0, end, settings, layers)
+        run = _Progress(source, chooser_for(settings.chooser, source.name), Costs(job, source, self._config))
+        work = self._reading(job, run) + least_work(job, np.arange(self.policy.first), run.costs, self.policy)
+        return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
+
+    def key(self, settings: Prefill) -> str:
+        """Drafted K/V is shared under it: the same maps, source, chooser and share."""
+        assert self.profile is not None
+        share, name = self.profile.share_for(settings.budget, settings.quality), self._source_name(settings)
+        return (
+            f"{self._profile_key} {name} {chooser_for(settings.chooser, name)} {-1.0 if share is None else share:.3f}"
+        )
+
+    @cached_property
+    def _profile_key(self) -> str:
+        return "" if self.profile is None else self.profile.key  # reads all of its maps
+
+    def source(self, settings: Prefill) -> Source:
+        """Made when it is first asked for; raises where it cannot be."""
+        if self.profile is None:
+            raise BadProfile(
+                f"prefill {settings.mode!r} needs a profile of this model, and there is none",
+                "make one: forerun calibrate --target ... --out PROFILE, and open the model with it",
+            )
+        name = self._source_name(settings)
+        check_thresholds(self.profile.thresholds, self._config.num_layers)
+        if name not in self._sources:
+            self._sources[name] = self._make(name, self._workshop, self.profile)
+        return self._sources[name]
+
+    def _source_name(self, settings: Prefill) -> str:
+        assert self.profile is not None
+        return self.profile.kind if settings.source == "auto" else settings.source
+
+    def open(
+        self,
+        seq_id: int,
+        tokens: list[int],
+        pages: array[int],
+        first: int,
+        settings: Prefill,
+        known: int = 0,
+        depths: np.ndarray | None = None,
+    ) -> Job:
+        """`first` entries are exact; those before `known` hold drafted K/V of these `depths`. What is not worth
+        drafting, or cannot be, comes back as `Phase.EXACT`."""
+        end = max(first, len(tokens) - self.policy.tail)
+        job = Job(seq_id, tokens, pages, first, end, settings, self._config.num_layers)
+        if depths is not None:
+            job.known = min(known, end)
+            job.depths[first : job.known] = depths[first : job.known]
+        problem = self.problem(settings, len(tokens))
+        if problem is not None:
+            return leave(job, str(problem))
+        source = self.source(settings)
+        job.report.source, job.report.chooser = source.name, chooser_for(settings.chooser, source.name)
+        if short := too_short(job, self.policy):
+            return leave(job, short)
+        source.open(job)
+        costs = Costs(job, source, self._config)
+        run = self._progress[job.id] = _Progress(source, job.report.chooser, costs)
+        assert self.profile is not None
+        foreseen = plan(job, np.zeros(len(tokens)), self.profile, source, costs, self.policy, self._reading(job, run))
+        return leave(job, foreseen.exact) if foreseen.exact else job
+
+    def _reading(self, job: Job, run: _Progress) -> float:
+        """Work until all is read and scored."""
+        scoring = run.costs.tail if run.chooser == "tail" else 0.0
+        if run.chooser in self._scorers:
+            scoring = self._scorers[run.chooser].cost(len(job.tokens))
+        return run.source.cost(len(job.tokens) - job.read) + scoring
+
+    def close(self, job: Job) -> None:
+        """The job is done, or its sequence is gone."""
+        run = self._progress.pop(job.id, None)
+        if run is not None:
+            run.source.finish(job)
+
+    # -- drafting ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def advance(self, job: Job, budget: int) -> int:
+        """Work of about `budget` tokens of the target's prefill; how much it was, at least 1."""
+        assert not job.finished and budget >= 1
+        run = self._progress[job.id]
+        before = run.spent
+        while not job.finished and (run.spent == before or run.spent - before <= budget / 2):
+            left = max(1, int(budget - (run.spent - before)))
+            if job.read < len(job.tokens):
+                self._read(job, run, left)
+            elif job.phase is Phase.READ:
+                self._plan(job, run)
+            elif len(job.todo):
+                self._repair(job, run, left)
+            else:
+                self._check(job, run)
+        return max(1, math.ceil(run.spent - before))
+
+    def _read(self, job: Job, run: _Progress, budget: int) -> None:
+        start, missing = time.perf_counter(), len(job.tokens) - job.read
+        count = min(missing, max(1, int(budget / max(run.source.cost(missing) / missing, 1e-6))))
+        run.source.read(job, count)
+        drafted = slice(job.first, min(job.read, job.end))
+        job.report.token_layers += run.source.base * max(0, drafted.stop - max(job.first, job.read - count))
+        job.depths[drafted] = np.maximum(job.depths[drafted], run.source.base)
+        run.spent += run.source.cost(count)
+        job.report.read_s += time.perf_counter() - start
+
+    def _plan(self, job: Job, run: _Progress) -> None:
+        start = time.perf_counter()
+        scores = CHOOSERS[run.chooser](Case(job, run.source, self._runner, self._scorers))
+        run.spent += self._reading(job, run)  # all is read: what is left is the scoring
+        job.report.token_layers += int(run.costs.tail) * job.layers if run.chooser == "tail" else 0
+        job.report.read_s += time.perf_counter() - start
+        assert self.profile is not None
+        made = Plan(exact=f"the source {run.source.name!r} has no scores for the chooser {run.chooser!r}")
+        if scores is not None:
+            made = plan(job, scores, self.profile, run.source, run.costs, self.policy, run.spent)
+        if scores is None or made.exact:
+            leave(job, made.exact, run.spent)
+            return
+        run.scores, run.spans = scores, made.spans
+        job.phase = Phase.REPAIR
+        start = time.perf_counter()
+        self._begin_round(job, run, made.todo, made.spans)
+        job.report.check_s += time.perf_counter() - start
+
+    def _begin_round(self, job: Job, run: _Progress, todo: np.ndarray, spans: list[Checkpoint]) -> None:
+        job.todo = todo
+        job.report.rounds += 1
+        sinks, base = min(self.policy.first, job.end), run.source.base
+        run.checker = Checker(self._runner, job.pages, spans, base, sinks) if spans else None
+
+    def _repair(self, job: Job, run: _Progress, budget: int) -> None:
+        """Some rows, in order of position: later ones see what earlier ones have become."""
+        start = time.perf_counter()
+        entries = job.todo[:budget]
+        layers = run.costs.start(entries)
+        entries = entries[: int(np.argmax(layers != layers[0])) or None]  # rows of a pass start in one layer
+        x = None
+        if layers[0]:
+            assert job.x is not None
+            x = job.x.index_select(0, torch.from_numpy(entries - job.first).to(job.x.device))
+        ids = np.array(job.tokens, dtype=np.int64)[entries]
+        rows = Rows(ids, entries, job.pages, np.full(len(entries), job.layers), x=x, first=int(layers[0]))
+        self._staircase.run(rows, None if run.checker is None else run.checker.watch(entries))
+        job.todo = job.todo[len(entries) :]
+        job.depths[entries] = job.layers
+        job.report.token_layers += run.costs.token_layers(entries)
+        run.spent += run.costs.rows(entries)
+        job.report.repair_s += time.perf_counter() - start
+
+    # -- checking ------------------------------------------------------------------------------------------------------
+
+    def _check(self, job: Job, run: _Progress) -> None:
+        """A round of repair is over: done, another round where checks failed, or exact prefill."""
+        report, checker = job.report, run.checker
+        if checker is None:
+            settle(job, run.costs, run.spent)
+            return
+        start = time.perf_counter()
+        kl, before = None, run.logits
+        run.spent += run.costs.checks(sum(span.count for span in checker.spans))
+        if before is not None:
+            run.logits = self._judge(job, run)
+            kl = divergence(run.logits, before)
+        scores = checker.scores(kl)
+        passed = self._verdict(scores)
+        scores.write(report, checker.spans, passed)
+        failed = [span for span, good in zip(checker.spans, passed, strict=True) if not good]
+        deepened = report.rounds - 1
+        if not scores.finite.all():
+            wipe(self._runner, job.pages, job.first, len(job.tokens))
+            leave(job, "drafted K/V held values that are no finite numbers", run.spent)
+        elif not failed or deepened >= self.policy.deepenings:
+            settle(job, run.costs, run.spent)
+        else:
+            self._deepen(job, run, failed, 1.0 / (self.policy.deepenings - deepened))
+        report.check_s += time.perf_counter() - start
+
+    def _verdict(self, scores: Scores) -> np.ndarray:
+        """[spans] what passed. After a first round the tail's own answer decides, where the profile says how much it
+        may still move."""
+        assert self.profile is not None
+        thresholds = self.profile.thresholds
+        if scores.kl is not None and "kl" in thresholds:
+            return scores.finite & (scores.kl <= thresholds["kl"][0])
+        return scores.passed(thresholds, self.policy.failing)
+
+    def _deepen(self, job: Job, run: _Progress, failed: list[Checkpoint], share: float) -> None:
+        """Exact prefill, if all that failed might have to be recomputed at a cost beyond it."""
+        whole = deepen(job, failed, run.scores, 1.0)
+        checks = run.costs.checks(sum(span.count for span in failed))
+        tails = 3 if run.logits is None else 2  # to compare the rounds, and the engine's own
+        work = run.spent + run.costs.rows(whole) + checks + tails * run.costs.tail
+        if work > run.costs.exact:
+            failures = f"{len(failed)} of {len(run.spans)} checkpoints failed"
+            leave(job, f"{failures}, repair would cost {work / run.costs.exact:.2f} of exact prefill", run.spent)
+            return
+        if run.logits is None:
+            run.logits = self._judge(job, run)
+        self._begin_round(job, run, deepen(job, failed, run.scores, share), failed)
+
+    def _judge(self, job: Job, run: _Progress) -> Tensor:
+        """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
+        run.spent += run.costs.tail
+        job.report.token_layers += int(run.costs.tail) * job.layers
+        return self._staircase.run(tail_rows(job, JUDGED)).logits.clone()

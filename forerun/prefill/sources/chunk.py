@@ -1,0 +1,177 @@
+"""K/V of the same text met before at another place: copied from there, K turned to its new positions.
+
+What a copied span saw before it is not what comes before it now, so its K/V is approximate above layer 0, most of all
+at its start; entries that were never met have no K/V at all until the target computes them (`missing`). `Texts` finds
+the spans and keeps their pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.models.rope import rotate
+from forerun.prefill.attention_scores import slots_of
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job
+from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.texts import Match, Texts
+
+COPY = 0.005  # copying an entry, in tokens of the target's prefill
+
+
+@dataclass
+class _Reuse:
+    """What of one prompt is copied from where."""
+
+    matches: list[Match]
+    pages: list[int]  # referenced until the prompt is done
+    first: int  # entries before it need nothing
+    apart: np.ndarray  # [2, end] distance of the copied K and V of layer 1 from the target's own
+    size: np.ndarray  # [2, end] norms of the latter
+
+
+class ChunkSource(Source):
+    """Choosers of its own: `start` (the first tokens of each span) and `deviation` (CacheBlend's: the target runs its
+    layer 0 over everything, and what its K/V of layer 1 differs most in is recomputed)."""
+
+    name = "chunk"
+    base = 1
+
+    def __init__(self, workshop: Workshop, most_pages: int | None = None) -> None:
+        self._runner, self._pool = workshop.runner, workshop.pool
+        self._decoder = workshop.runner.decoder
+        self._staircase = Staircase(workshop.runner)
+        self.texts = Texts(workshop.pool, workshop.pool.num_pages // 2 if most_pages is None else most_pages)
+
+    # -- what was met before -------------------------------------------------------------------------------------------
+
+    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """A prompt whose K/V on these pages is exact; the pages are kept until `release` or more recent texts."""
+        self.texts.remember(tokens, pages)
+
+    def release(self, count: int) -> int:
+        """Give up references on up to `count` pages; returns on how many. Others may still hold the pages."""
+        return self.texts.release(count)
+
+    def clear(self) -> None:
+        self.texts.release(self.texts.num_pages)
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def open(self, job: Job) -> None:
+        first = max(job.first, job.known)
+        matches = self.texts.find(job.tokens, first, job.end)
+        size = self._pool.page_size
+        pages = sorted({int(page) for match in matches for page in np.unique(match.slots // size)})
+        self._pool.retain(pages)
+        job.state = _Reuse(matches, pages, first, *np.zeros((2, 2, job.end), dtype=np.float32))
+        job.read = max(job.read, job.first)
+
+    @torch.inference_mode()
+    def read(self, job: Job, count: int) -> None:
+        """Layer 0 of every entry, and the layers above where there is something to copy."""
+        state: _Reuse = job.state
+        lo, hi = job.read, min(job.read + count, job.end)
+        job.read += count
+        if lo >= hi:
+            return
+        for match in state.matches:
+            self._copy(job, match, max(lo, match.start), min(hi, match.start + match.count))
+        self._blank(job, lo, hi)
+        if self._deviates(job):
+            self._compare(job, lo, hi)
+        else:
+            self._staircase.run(self._rows(job, lo, hi, 1))
+            job.depths[lo:hi] = np.maximum(job.depths[lo:hi], 1)
+
+    def cost(self, tokens: int) -> float:
+        """With the one layer that `deviation` runs."""
+        return tokens * (COPY + 1.0 / self._decoder.config.num_layers)
+
+    def finish(self, job: Job) -> None:
+        if isinstance(job.state, _Reuse):
+            self._pool.release(job.state.pages)
+            job.state = None
+
+    def missing(self, job: Job) -> np.ndarray:
+        """Entries before job.end without K/V: never met before, so the target must run them through all layers."""
+        state: _Reuse = job.state
+        bare = np.ones(job.end, dtype=bool)
+        bare[: state.first] = False
+        for match in state.matches:
+            bare[match.start : match.start + match.count] = False
+        return np.flatnonzero(bare)
+
+    def scores(self, job: Job) -> np.ndarray | None:
+        """By the chooser that the request names; None for one that is not this source's."""
+        scores = np.zeros(len(job.tokens), dtype=np.float32)
+        if job.settings.chooser == "start":
+            for match in job.state.matches:
+                scores[match.start : match.start + match.count] = 1.0 / np.arange(1, match.count + 1)
+            return scores
+        if not self._deviates(job):
+            return None
+        state, read = job.state, slice(job.first, job.end)
+        mean = state.size[:, read].mean(1, keepdims=True)  # K and V count alike
+        scores[read] = (state.apart[:, read] / np.maximum(mean, 1e-6)).sum(0)
+        scores[self.missing(job)] = 0.0  # nothing was copied there that could differ
+        return scores
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _deviates(job: Job) -> bool:
+        return job.settings.chooser in ("auto", "deviation")
+
+    @staticmethod
+    def _rows(job: Job, lo: int, hi: int, depth: int) -> Rows:
+        return Rows(np.array(job.tokens[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, depth))
+
+    def _compare(self, job: Job, lo: int, hi: int) -> None:
+        """Run layer 0 and see how its K/V of layer 1 differs from what lay there; it stays, being the better one."""
+        slots = self._slots(job, lo, hi)
+        old = self._stored(slots)
+        climbed = self._staircase.run(self._rows(job, lo, hi, 2), keep=1)
+        new = self._stored(slots)
+        job.state.apart[:, lo:hi] = (old - new).norm(dim=-1).cpu().numpy()
+        job.state.size[:, lo:hi] = new.norm(dim=-1).cpu().numpy()
+        assert climbed.x is not None
+        job.x = climbed.x if job.x is None else torch.cat((job.x, climbed.x))
+        job.depths[lo:hi] = np.maximum(job.depths[lo:hi], 2)
+
+    def _stored(self, slots: Tensor) -> Tensor:
+        """K and V of layer 1 as they are now: [2, T, Hkv * D]."""
+        return torch.stack([cache.index_select(0, slots).flatten(1).float() for cache in self._runner.kv[1]])
+
+    def _slots(self, job: Job, lo: int, hi: int) -> Tensor:
+        return torch.from_numpy(slots_of(job.pages, lo, hi, self._pool.page_size)).to(self._decoder.device)
+
+    def _copy(self, job: Job, match: Match, lo: int, hi: int) -> None:
+        """Entries lo .. hi of a match, all layers above the first."""
+        if lo >= hi:
+            return
+        device, attention = self._decoder.device, self._decoder.attention
+        source = torch.from_numpy(match.slots[lo - match.start : hi - match.start]).to(device)
+        target = self._slots(job, lo, hi)
+        new = torch.arange(lo, hi, device=device)
+        old = new + (match.old - match.start)
+        turns = {rope: table.between(old, new) for rope, table in attention.ropes.items()}
+        for i in range(self.base, self._decoder.config.num_layers):
+            k, v = self._runner.kv[i]
+            k.index_copy_(0, target, rotate(k.index_select(0, source), *turns[self._decoder.config.layer_rope(i)]))
+            v.index_copy_(0, target, v.index_select(0, source))
+
+    def _blank(self, job: Job, lo: int, hi: int) -> None:
+        """Zeros where nothing was met: whoever looks before these are computed must not see another prompt's rest."""
+        missing = self.missing(job)
+        mine = torch.from_numpy(missing[(missing >= lo) & (missing < hi)] - lo).to(self._decoder.device)
+        slots = self._slots(job, lo, hi)[mine]
+        for layer in self._runner.kv[self.base :]:
+            for cache in layer:
+                cache.index_fill_(0, slots, 0.0)

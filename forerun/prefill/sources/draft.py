@@ -1,0 +1,107 @@
+"""A smaller model with the target's tokens reads the prompt; its hidden states are mapped to the target's K/V.
+
+What it reads stays on its own plane of the prompt's pages, where drafters of the answer find it. On its way it sums
+up what the prompt's last tokens look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadRequest
+from forerun.models.runner import Span
+from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.job import Job
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.writing import Writer, needed
+
+
+@dataclass
+class _Reading:
+    need: int  # entries from here to the tail get mapped K/V
+    gaze: TailAttention
+
+
+class DraftSource(Source):
+    name = "draft"
+
+    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
+        profile = needed(profile, self.name)
+        if workshop.draft is None or workshop.draft_runner is None or workshop.draft_plane is None:
+            raise BadRequest(
+                "the source 'draft' needs a draft model",
+                "open the model with a draft: draft=..., or --draft on the command line",
+            )
+        if not workshop.draft.same_tokens:
+            raise BadRequest(
+                f"the tokens of {workshop.draft.source} are not the target's, so its K/V cannot be mapped",
+                "use a draft of the same family, or source=self",
+            )
+        self._pool, self._plane, self._runner = workshop.pool, workshop.draft_plane, workshop.draft_runner
+        self._writer = Writer(workshop.runner, workshop.draft.decoder, profile.maps)
+        self.base = profile.maps.base
+        self._cost = profile.source_cost + self._writer.cost
+        self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
+
+    def problem(self, tokens: int) -> BadRequest | None:
+        if tokens <= self.longest:
+            return None
+        return BadRequest(
+            f"the prompt has {tokens} tokens, the draft model reads at most {self.longest}",
+            "shorten it, use source=self, or let it be computed exactly: prefill=exact",
+        )
+
+    def cost(self, tokens: int) -> float:
+        return self._cost * tokens
+
+    def open(self, job: Job) -> None:
+        """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
+        need = max(job.first, job.known)
+        job.state = _Reading(need, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
+        job.read = min(self._filled(job), need, job.end)
+
+    def read(self, job: Job, count: int) -> None:
+        state: _Reading = job.state
+        lo, hi = job.read, min(job.read + count, len(job.tokens))
+        first, end, tail = max(lo, state.need), min(hi, job.end), max(lo, job.end)
+        hidden: dict[int, Tensor] = {}
+
+        def watch(layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
+            if first < end and layer in self._writer.taps:
+                hidden[layer] = x[first - lo : end - lo]
+            if q is not None and tail < hi:
+                state.gaze.see(layer, q[tail - lo :], tail)
+
+        if lo < hi:
+            self._runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())], watch=watch)
+            self._mark(job, lo, hi)
+        if first < end:
+            self._writer.stairs.run(self._writer.rows(job, first, end))
+            self._writer.write(job, [hidden[tap] for tap in self._writer.taps], first, end)
+        job.read = hi
+
+    def finish(self, job: Job) -> None:
+        job.state = None
+
+    def scores(self, job: Job) -> np.ndarray | None:
+        return job.state.gaze.reduce() if job.state is not None and job.state.gaze.complete else None
+
+    # -- what the draft's plane holds ----------------------------------------------------------------------------------
+
+    def _filled(self, job: Job) -> int:
+        """Entries in whole pages, from the first, that the draft has read before: for this prompt or another."""
+        size, whole = self._pool.page_size, 0
+        while whole < len(job.pages) and self._plane.filled[job.pages[whole]] == size:
+            whole += 1
+        return whole * size
+
+    def _mark(self, job: Job, lo: int, hi: int) -> None:
+        """Pages that are full now. All entries before `lo` have been read."""
+        size = self._pool.page_size
+        for page in range(lo // size, hi // size):
+            self._plane.filled[job.pages[page]] = size

@@ -1,0 +1,165 @@
+"""Token dropping, as published (SpecPrefill): the tokens that nobody chose are absent. The baseline to beat.
+
+Kept tokens lie side by side in the pages but keep their rotary positions, so to the model there are gaps in the prompt.
+`drop` says what is kept, `DropSource` has a draft model say what the prompt's end looks at, and `DropRun` prefills what
+is kept on pages of its own and goes on from there, for measuring. None knows how many tokens are worth keeping.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadRequest, OutOfPages
+from forerun.models.runner import Runner
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.draft import DraftSource
+from forerun.prefill.sources.writing import macs
+
+FIRST = 4  # tokens that attention rests on wherever it finds nothing else
+CHUNK = 512  # tokens of a forward
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a prompt: entry i holds the token of position positions[i]."""
+
+    ids: list[int]
+    positions: np.ndarray  # [K] int64, rising
+    length: int  # tokens of the whole prompt: where the answer's positions begin
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, pages: array[int], layers: int, lo: int, hi: int, want: Sequence[int] = ()) -> Rows:
+        """Entries lo .. hi through all layers of the target."""
+        entries = np.arange(lo, hi)
+        ids, positions = np.array(self.ids[lo:hi]), self.positions[lo:hi]
+        return Rows(ids, entries, pages, np.full(hi - lo, layers), want, positions=positions)
+
+    @property
+    def shift(self) -> int:
+        """Position less entry, of the answer's tokens."""
+        return self.length - len(self.ids)
+
+
+def drop(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail: int) -> Kept:
+    """The chosen tokens, the first few and the last `tail`, in their order."""
+    if tail < 1:
+        raise ValueError(f"the tail is {tail}, the least is 1: the last token gives the answer's first")
+    count = len(tokens)
+    keep = np.zeros(count, dtype=bool)
+    index = np.asarray(chosen, dtype=np.int64)
+    if index.size and not (index.min() >= 0 and index.max() < count):
+        raise ValueError(f"chosen tokens go from {index.min()} to {index.max()}, the prompt has {count}")
+    keep[index] = True
+    keep[:FIRST] = True
+    keep[max(0, count - tail) :] = True
+    positions = np.flatnonzero(keep)
+    return Kept([tokens[p] for p in positions.tolist()], positions, count)
+
+
+class DropSource(DraftSource):
+    """Only reads and scores: there is no K/V for what is not kept, so a prompt can run packed or not at all. Requests
+    cannot ask for that; `DropRun` is how it is measured."""
+
+    name = "drop"
+    base = 0
+
+    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
+        if workshop.draft is None or workshop.draft_runner is None or workshop.draft_plane is None:
+            raise BadRequest(
+                "the source 'drop' needs a draft model, which says what is kept",
+                "open the model with a draft: draft=..., or --draft on the command line",
+            )
+        if not workshop.draft.same_tokens:
+            raise BadRequest(
+                f"the tokens of {workshop.draft.source} are not the target's, so it cannot say which of them to keep",
+                "use a draft of the same family",
+            )
+        self._pool, self._plane, self._runner = workshop.pool, workshop.draft_plane, workshop.draft_runner
+        measured = profile.source_cost if profile is not None and profile.kind == "draft" else None
+        counted = macs(workshop.draft.decoder) / macs(workshop.runner.decoder)
+        self._cost = counted if measured is None else measured
+        self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
+
+    def problem(self, tokens: int) -> BadRequest | None:
+        return BadRequest(
+            "the source 'drop' leaves tokens out of the prompt, which no request can ask for",
+            "use source=draft, which costs the same and keeps all of them; `forerun lab` measures drop",
+        )
+
+    def open(self, job: Job) -> None:
+        super().open(job)
+        job.state.need = job.end  # nothing to write
+        job.read = min(self._filled(job), job.end)
+
+
+class DropRun:
+    """One prompt without its dropped tokens on borrowed pages: prefill once, then continue; `close` gives them back.
+
+    In layers with a sliding window a token sees as many kept tokens as the window is wide, wherever they came from.
+    """
+
+    def __init__(self, runner: Runner, kept: Kept, room: int) -> None:
+        """`room`: tokens that may follow the prompt."""
+        pool = runner.pool
+        count = pool.pages_for(len(kept) + room)
+        if count > pool.free:
+            raise OutOfPages(
+                f"{len(kept)} kept tokens and {room} more need {count} pages, {pool.free} are free",
+                "keep fewer tokens, or raise pool_tokens",
+            )
+        self._pool, self._stairs, self._layers = pool, Staircase(runner), runner.decoder.config.num_layers
+        self._pages = array("i", pool.allocate(count))
+        self._kept = kept
+        self._entries = 0
+        self._most = len(kept) + room
+
+    def __enter__(self) -> DropRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.release(self._pages)
+        self._pages = array("i")
+
+    def prefill(self) -> Tensor:
+        """Logits [V] of the prompt's last token."""
+        assert self._entries == 0, "prefilled already"
+        end = len(self._kept)
+        for lo in range(0, end, CHUNK):
+            hi = min(lo + CHUNK, end)
+            rows = self._kept.rows(self._pages, self._layers, lo, hi, [hi - lo - 1] if hi == end else ())
+            climbed = self._stairs.run(rows)
+        self._entries = end
+        return climbed.logits[-1]
+
+    def score(self, ids: list[int]) -> Tensor:
+        """Logits [len(ids), V] of tokens that follow, whatever the model would have said."""
+        assert self._kept.ids and self._entries, "nothing is prefilled"
+        assert self._entries + len(ids) <= self._most, "more tokens than there is room for"
+        entries = np.arange(self._entries, self._entries + len(ids))
+        depths, positions = np.full(len(ids), self._layers), entries + self._kept.shift
+        rows = Rows(np.array(ids), entries, self._pages, depths, range(len(ids)), positions=positions)
+        self._entries += len(ids)
+        return self._stairs.run(rows).logits
+
+    def greedy(self, logits: Tensor, count: int, stop: Sequence[int] = ()) -> list[int]:
+        """Up to `count` likeliest tokens, the first of them by these logits [V]; the one that stops is included."""
+        found: list[int] = []
+        while len(found) < count:
+            found.append(int(logits.argmax()))
+            if found[-1] in stop or len(found) == count:
+                break
+            logits = self.score(found[-1:])[-1]
+        return found

@@ -1,0 +1,76 @@
+"""The target's own lower layers run for every token; K/V of the layers above is mapped from their hidden states.
+
+No second model. What comes out of the lower layers is kept, so that a chosen token goes on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.job import Job
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.writing import Writer, needed
+
+
+@dataclass
+class _Reading:
+    x: Tensor  # [end - first, hidden] inputs of layer `base`; job.x is what of it has been read
+    gaze: TailAttention
+
+
+class LowerSource(Source):
+    name = "self"
+
+    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
+        profile = needed(profile, self.name)
+        self._runner = workshop.runner
+        self._writer = Writer(workshop.runner, workshop.runner.decoder, profile.maps)
+        self.base = profile.maps.base
+        self._cost = self.base / workshop.runner.decoder.config.num_layers + self._writer.cost
+
+    def cost(self, tokens: int) -> float:
+        return self._cost * tokens
+
+    def open(self, job: Job) -> None:
+        """Reads what is known too: its K/V is there, but repair starts from inputs of layer `base`."""
+        decoder = self._runner.decoder
+        x = torch.empty(job.end - job.first, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        job.state = _Reading(x, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
+        job.read, job.x = job.first, x[:0]
+
+    def read(self, job: Job, count: int) -> None:
+        state: _Reading = job.state
+        lo, hi = job.read, min(job.read + count, len(job.tokens))
+        first, end, tail = max(lo, job.known), min(hi, job.end), max(lo, job.end)
+        hidden: dict[int, Tensor] = {}
+
+        def watch(layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
+            if first < end and layer in self._writer.taps:
+                hidden[layer] = x[first - lo : end - lo]
+            if q is not None and tail < hi:
+                state.gaze.see(layer, q[tail - lo :], tail)
+
+        if lo < hi:
+            kept = self._writer.stairs.run(self._writer.rows(job, lo, hi), watch, keep=self.base).x
+            assert kept is not None
+            if lo < end:
+                state.x[lo - job.first : end - job.first] = kept[: end - lo]
+                job.x = state.x[: end - job.first]
+            if first < end:
+                hidden[self.base] = kept[first - lo : end - lo]
+                self._writer.write(job, [hidden[tap] for tap in self._writer.taps], first, end)
+        job.read = hi
+
+    def finish(self, job: Job) -> None:
+        job.state = job.x = None
+
+    def scores(self, job: Job) -> np.ndarray | None:
+        """By the lower layers only, which choose worse than a whole model does."""
+        return job.state.gaze.reduce() if job.state is not None and job.state.gaze.complete else None

@@ -1,0 +1,117 @@
+"""What sources with fitted maps share: the target's own lower layers, and mapped K/V above them, on a prompt's pages.
+
+Knows the target and the maps; not whose hidden states they are given.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import BadProfile
+from forerun.models.decoder import Decoder
+from forerun.models.linear import Precision
+from forerun.models.rope import rotate
+from forerun.models.runner import Runner
+from forerun.prefill.attention_scores import slots_of
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job
+from forerun.prefill.maps import FastMaps, Maps
+from forerun.prefill.profile import Profile
+
+BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps stay in the caches, twice as fast
+_HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
+
+
+def needed(profile: Profile | None, kind: str) -> Profile:
+    """The profile, if it is one for this source."""
+    if profile is None:
+        raise BadProfile(
+            f"the source {kind!r} needs a profile", "name one: profile=..., or --profile on the command line"
+        )
+    if profile.kind != kind:
+        raise BadProfile(
+            f"the profile is one for the source {profile.kind!r}, not for {kind!r}", f"use source={profile.kind}"
+        )
+    return profile
+
+
+def macs(decoder: Decoder) -> int:
+    """Multiply-adds of one token in all layers, attention over others and the head not counted."""
+    linears = (m for w in decoder.layers for m in (w.qkv, w.o, w.gate_up, w.down))
+    return sum(linear.in_features * linear.out_features for linear in linears)
+
+
+def precision_of(decoder: Decoder) -> Precision:
+    """What the decoder's own matrices are held in, for matrices that run beside them."""
+    return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
+
+
+class Writer:
+    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps."""
+
+    def __init__(self, target: Runner, source: Decoder, maps: Maps) -> None:
+        _check(maps, source, target.decoder)
+        self.base, self.taps = maps.base, maps.taps
+        self.stairs = Staircase(target)
+        self.cost = maps.macs / macs(target.decoder)  # of a token, in tokens of the target's prefill
+        self._runner, self._decoder = target, target.decoder
+        self._together = _groups(target.decoder, self.base)
+        self._maps = FastMaps(maps, precision_of(source), source.basis, source.device)
+
+    def rows(self, job: Job, first: int, end: int) -> Rows:
+        """These entries through the target's layers below `base`."""
+        ids = np.array(job.tokens[first:end])
+        return Rows(ids, np.arange(first, end), job.pages, np.full(end - first, self.base))
+
+    @torch.inference_mode()
+    def write(self, job: Job, hidden: list[Tensor], first: int, end: int) -> None:
+        """Mapped K/V for entries first .. end, from their hidden states [end - first, hidden] at each tap."""
+        step = end - first if self._decoder.device.type == "cuda" else BLOCK
+        for lo in range(first, end, step):
+            hi = min(lo + step, end)
+            self._put(job, self._maps([x[lo - first : hi - first] for x in hidden]), lo, hi)
+        job.depths[first:end] = np.maximum(job.depths[first:end], self.base)
+
+    def _put(self, job: Job, mapped: Tensor, first: int, end: int) -> None:
+        """As `AttentionBackend.write` does for one layer, but angles and slots are looked up once for all of them."""
+        c, device = self._decoder.config, self._decoder.device
+        mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
+        positions = torch.arange(first, end, device=device)
+        slots = torch.from_numpy(slots_of(job.pages, first, end, self._runner.pool.page_size)).to(device)
+        tables = self._decoder.attention.ropes.items()
+        angles = {rope: [a[:, None] for a in table.at(positions)] for rope, table in tables}  # [T, 1, 1, D] each
+        for layers in self._together:
+            own = slice(layers.start - self.base, layers.stop - self.base)
+            k = rotate(mapped[:, own, 0], *angles[c.layer_rope(layers.start)])  # [T, some layers, Hkv, D]
+            for j, i in enumerate(layers):
+                keys, values = self._runner.kv[i]
+                keys.index_copy_(0, slots, k[:, j].to(keys.dtype))
+                values.index_copy_(0, slots, mapped[:, own.start + j, 1].to(values.dtype))
+
+
+def _groups(decoder: Decoder, base: int) -> list[range]:
+    """Layers from `base` on whose K is rotated in one go: on a GPU runs of equal angles, for fewer launches; on a CPU
+    one at a time, which stays in the caches."""
+    layers, c = range(base, decoder.config.num_layers), decoder.config
+    if decoder.device.type != "cuda":
+        return [range(i, i + 1) for i in layers]
+    edges = [i for i in layers if i == base or c.layer_rope(i) != c.layer_rope(i - 1)]
+    return [range(lo, hi) for lo, hi in zip(edges, [*edges[1:], layers.stop], strict=True)]
+
+
+def _check(maps: Maps, source: Decoder, target: Decoder) -> None:
+    """Fingerprints say whose maps they are; this says whether they can be run at all."""
+    layers = target.config.num_layers
+    if not 0 <= maps.base < layers:
+        raise BadProfile(f"the profile maps layers from {maps.base} on, the target has {layers}", _HINT)
+    deepest = maps.base if source is target else source.config.num_layers
+    if not maps.taps or not all(0 <= tap <= deepest for tap in maps.taps):
+        raise BadProfile(f"the profile reads layers {list(maps.taps)}, allowed is from 0 to {deepest}", _HINT)
+    wide, high = len(maps.taps) * source.config.hidden_size, (layers - maps.base) * 2 * target.config.kv_size
+    if maps.down.shape[1] != wide or maps.up.shape[0] != high:
+        raise BadProfile(
+            f"the profile maps {maps.down.shape[1]} values to {maps.up.shape[0]}, these models need {wide} to {high}",
+            _HINT,
+        )

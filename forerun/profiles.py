@@ -1,0 +1,53 @@
+"""From a profile's file to what drafts prompts: which profile goes with the models that were opened.
+
+The default model's profile comes with the package, found by the fingerprint of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadRequest
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.fingerprint import fingerprint
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import Profile
+
+
+def open_profile(
+    given: str | Path | Profile | None, target: Checkpoint, source: Checkpoint | None = None
+) -> Profile | None:
+    """What was given, if it was made for these models; else the one that comes with the target, if there is one."""
+    if given is None:
+        path = packaged(target)
+        return None if path is None else Profile.load(path)
+    if not isinstance(given, (str, Path, Profile)):
+        raise BadRequest(f"a profile cannot be a {type(given).__name__}: {given!r:.80}", "give the path of a profile")
+    profile = given if isinstance(given, Profile) else Profile.load(Path(given))
+    profile.check(fingerprint(target), None if source is None else fingerprint(source))
+    return profile
+
+
+def packaged(target: Checkpoint) -> Path | None:
+    """The profile that comes with the package for this model."""
+    folder = Path(str(resources.files("forerun") / "data" / "profiles"))
+    if not folder.is_dir():
+        return None
+    path = folder / f"{fingerprint(target)}.safetensors"
+    return path if path.is_file() else None
+
+
+def prefilling(profile: Profile) -> Callable[[Workshop], Prefiller]:
+    """What an engine makes its prefiller with."""
+
+    def make(workshop: Workshop) -> Prefiller:
+        if workshop.draft is None or workshop.draft.same_tokens:
+            return Prefiller(workshop, profile)
+        from forerun.prefill.cross_scores import CrossScores
+
+        return Prefiller(workshop, profile, scorers={"cross": CrossScores(workshop)})
+
+    return make

@@ -1,0 +1,108 @@
+"""`forerun calibrate` as a command: what it prints, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun.cli import main
+from forerun.prefill.calibration import resume
+from forerun.prefill.profile import Profile
+from tests.prefill.calibration.common import write_pair, write_text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"), files=4)
+
+
+def run(*args: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["calibrate", *map(str, args)])
+    return left.value.code or 0  # type: ignore[return-value]
+
+
+QUICK = ("--window", 416, "--rank", 16, "--tokens", 6000, "--device", "cpu")
+
+
+def test_from_files_to_a_profile(
+    models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted(text.iterdir())
+    out = tmp_path / "new" / "a.profile"
+    # One file belongs to --text, the rest follows as a shell expands it
+    given = ("--target", models[0], "--draft", models[1], "--text", *files, "--out", out)
+    assert run(*given, *QUICK, "--steps", 2, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["kind"], record["rank"], record["base"]) == ("draft", 16, 1)
+    assert record["facts"]["files"] == 4 and record["facts"]["steps"] == 2
+    profile = Profile.load(out)
+    assert record["share"] == profile.share and len(record["curve"]) == len(profile.curve) == 6
+    assert record["bytes"] == out.stat().st_size
+
+
+def test_a_table_for_people(
+    models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.profile"
+    given = ("--target", models[0], "--text", text, "--out", out)
+    assert run(*given, *QUICK, "--base", 2, "--no-distill", "--quality", 1.0) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "target, drafted by itself" in shown and "default" in shown and "30%" in shown
+    assert "No share reaches an agreement of 1" in shown and "a.profile" in shown.replace(" ", "")
+
+
+def test_ctrl_c_tells_how_to_go_on(
+    models: tuple[Path, Path],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(self: resume.Keeper, values: object) -> None:
+        self.save({})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume.Keeper, "tick", stop)
+    assert run("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK, "--steps", 2) == 130
+    assert "the same command goes on from" in capsys.readouterr().err
+    assert (tmp_path / "a.state").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--steps", 3, "--minutes", 2), "--steps 3 and --minutes 2 cannot go together"),
+        (("--no-distill", "--steps", 3), "--no-distill"),
+        (("--window", 200), "too short"),
+        (("--base", 4), "4 layers"),
+        (("--text", "nowhere.txt"), "cannot read nowhere.txt"),
+        (("--window", 900), "too short: 5 files"),
+        (("--out", "/"), "cannot write a profile"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    wrong: tuple[object, ...],
+    said: str,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = write_text(tmp_path / "text", files=5, words=300)
+    given = ("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK)
+    assert run(*given, *wrong) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ") and said in lines[0] and lines[1].startswith("hint: ")
+    assert not (tmp_path / "a").exists()
+
+
+def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert "Example: forerun calibrate --target" in " ".join(capsys.readouterr().out.split())

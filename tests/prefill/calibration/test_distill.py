@@ -1,0 +1,92 @@
+"""Distillation: maps get better at what counts, nothing else moves, and a stopped run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import io
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.prefill.calibration.distill import Distiller, Schedule, batches
+from forerun.prefill.calibration.fit import _examples
+from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.ridge import Ridge
+from forerun.prefill.maps import Maps
+
+TOKENS = torch.randint(3, 512, (4, 320), generator=torch.Generator().manual_seed(0))
+
+
+def ridge_maps(pair: Pair) -> Maps:
+    ridge = Ridge(3 * pair.source.config.hidden_size, pair.width, torch.device("cpu"))
+    ridge.add(*_examples(pair, TOKENS))
+    return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3)
+
+
+def loss(distiller: Distiller) -> float:
+    """Of the whole windows with nothing recomputed, whatever the step."""
+    done, distiller.done = distiller.done, 0
+    with torch.no_grad():
+        value = float(distiller.loss(TOKENS))
+    distiller.done = done
+    return value
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_maps_get_better_and_the_models_stay(which: str, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(which)
+    before = {name: w.clone() for name, w in pair.target.weights.items()}
+    maps = ridge_maps(pair)
+    distiller = Distiller(pair, maps, Schedule(steps=12, rate=2e-2, ahead=32))
+    first = loss(distiller)
+    losses = [distiller.step(TOKENS) for _ in range(12)]
+    assert all(value > 0 for value in losses) and distiller.done == 12
+    assert loss(distiller) < 0.9 * first
+    assert all(torch.equal(w, before[name]) for name, w in pair.target.weights.items())
+    learnt = distiller.result()
+    assert not any(t.requires_grad for t in learnt.tensors().values())
+    assert all(not torch.equal(t, maps.tensors()[name]) for name, t in learnt.tensors().items())
+
+
+def test_before_the_first_step_the_maps_are_those_given(pair: Pair) -> None:
+    maps = ridge_maps(pair)
+    for name, tensor in Distiller(pair, maps, Schedule(4)).result().tensors().items():
+        torch.testing.assert_close(tensor, maps.tensors()[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_state_goes_on_as_if_nothing_had_been(pair: Pair) -> None:
+    maps, schedule = ridge_maps(pair), Schedule(steps=6, ahead=32)
+    straight = Distiller(pair, maps, schedule)
+    for _ in range(6):
+        straight.step(TOKENS)
+    first = Distiller(pair, maps, schedule)
+    for _ in range(3):
+        first.step(TOKENS)
+    file = io.BytesIO()
+    torch.save(first.state(), file)
+    file.seek(0)
+    second = Distiller(pair, maps, schedule)
+    second.load(torch.load(file, weights_only=True))
+    assert second.done == 3
+    for _ in range(3):
+        second.step(TOKENS)
+    for name, tensor in second.result().tensors().items():
+        torch.testing.assert_close(tensor, straight.result().tensors()[name])
+
+
+def test_the_rate_rises_then_falls() -> None:
+    factors = [Schedule(steps=100).factor(step) for step in range(101)]
+    assert factors[0] == 0.0 and max(factors) > 0.99 and factors[100] < 1e-6
+    peak = factors.index(max(factors))
+    assert peak < 10 and factors[peak:] == sorted(factors[peak:], reverse=True)
+
+
+def test_batches_visit_everything_in_turn() -> None:
+    windows = torch.arange(7)[:, None]
+
+    def some(seed: int) -> Tensor:
+        return torch.stack(list(islice(batches(windows, 2, seed), 6)))
+
+    assert len(set(some(0)[:3].flatten().tolist())) == 6  # none twice before a new round
+    assert torch.equal(some(0), some(0)) and not torch.equal(some(0), some(1))

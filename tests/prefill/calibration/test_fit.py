@@ -1,0 +1,108 @@
+"""The stages that make maps: stopped anywhere, they come to the same end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.prefill.calibration import fit as fitting
+from forerun.prefill.calibration.fit import Distillation, _examples, fit
+from forerun.prefill.calibration.pair import FIRST, Pair
+from forerun.prefill.calibration.resume import Keeper
+from forerun.prefill.calibration.setup import Settings
+from forerun.prefill.calibration.text import Recipe, Windows
+
+RECIPE = Recipe(prompt=300, continuation=16)
+
+
+@pytest.fixture(scope="module")
+def windows() -> Windows:
+    tokens = torch.randint(3, 512, (10, 316), generator=torch.Generator().manual_seed(0)).int()
+    return Windows(tokens[:7], tokens[7:], ["plain"] * 3, 1)
+
+
+def settings(**values: Any) -> Settings:
+    return Settings(**({"rank": 12, "batch": 2, "steps": 4} | values))
+
+
+class Stopping(Keeper):
+    """Stops after so many pieces of work."""
+
+    def __init__(self, out: Path, pieces: int) -> None:
+        super().__init__(out, {})
+        self._left = pieces
+
+    def tick(self, values: Any) -> None:
+        self._left -= 1
+        self.asked = self._left == 0
+        super().tick(values)
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(which)
+    straight, facts = fit(pair, windows, settings(), RECIPE, Keeper(tmp_path / "a", {}), True)
+    stops = 0
+    for _ in range(20):
+        keeper = Stopping(tmp_path / "b", 3)
+        try:
+            maps, same = fit(pair, windows, settings(), RECIPE, keeper, True)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops == 2  # four pieces of ridge and four of distillation
+    assert same == pytest.approx(facts)
+    for name, tensor in maps.tensors().items():
+        torch.testing.assert_close(tensor, straight.tensors()[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_smaller_batch_may_go_on(pair: Pair, windows: Windows, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(pair, windows, settings(distill=False, batch=3), RECIPE, Stopping(tmp_path / "a", 1), True)
+    maps, _ = fit(pair, windows, settings(distill=False, batch=1), RECIPE, Keeper(tmp_path / "a", {}), True)
+    whole, facts = fit(pair, windows, settings(distill=False), RECIPE, Keeper(tmp_path / "b", {}), True)
+    assert facts == {"steps": 0}
+    x = torch.randn(5, 96)
+    torch.testing.assert_close(maps(x), whole(x), atol=1e-2, rtol=1e-2)
+
+
+def test_examples_leave_out_the_first_tokens(pair: Pair, windows: Windows) -> None:
+    tokens = windows.train[:2].long()
+    features, outputs = _examples(pair, tokens)
+    assert features.shape == (2 * (316 - FIRST), 96) and outputs.shape == (2 * (316 - FIRST), pair.width)
+    exact = pair.target.trace(tokens)
+    kv = pair.target.config.kv_size
+    torch.testing.assert_close(outputs[0, :kv], exact.kv[1][0][0, FIRST])  # K of the first mapped layer
+    torch.testing.assert_close(outputs[-1, -kv:], exact.kv[3][1][1, -1])  # V of the last
+
+
+def test_more_rank_than_there_is(pair: Pair, windows: Windows, tmp_path: Path) -> None:
+    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), RECIPE, Keeper(tmp_path / "a", {}), True)
+    assert maps.rank == 96
+
+
+def test_the_best_maps_are_kept_not_the_last(
+    pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([0.5, 0.4, 0.2, 0.3, 0.9])
+    seen = []
+
+    def judge(self: Distillation, maps: Any) -> float:
+        seen.append({name: t.clone() for name, t in maps.tensors().items()})
+        return next(figures)
+
+    monkeypatch.setattr(Distillation, "_judge", judge)
+    maps, facts = fit(pair, windows, settings(), RECIPE, Keeper(tmp_path / "a", {}), True)
+    assert facts == {"steps": 4, "ridge_kl": 0.5, "distilled_kl": 0.2}
+    assert torch.equal(maps.up, seen[2]["up"]) and not torch.equal(maps.up, seen[4]["up"])
+
+
+def test_time_becomes_steps(pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 5))  # five seconds between two looks
+    monkeypatch.setattr(fitting.time, "monotonic", lambda: float(next(clock)))
+    keeper = Keeper(tmp_path / "a", {})
+    _, facts = fit(pair, windows, settings(steps=None, minutes=0.5), RECIPE, keeper, True)
+    assert facts["steps"] == 6

@@ -1,0 +1,84 @@
+"""States: saved when it is time or asked for, good for the same job only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.errors import BadRequest
+from forerun.prefill.calibration import resume
+from forerun.prefill.calibration.resume import Keeper
+
+JOB = {"rank": 8, "taps": [0, 1], "target": "abc"}
+
+
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "a.profile", JOB)
+    assert keeper.values == {} and not keeper.path.exists()
+    keeper._start -= 100.0
+    keeper.save({"sums": torch.arange(3), "done": 2})
+    again = Keeper(tmp_path / "a.profile", dict(JOB))
+    assert torch.equal(again.values["sums"], torch.arange(3)) and again.values["done"] == 2
+    assert again.seconds >= 100.0  # those of earlier runs count
+    again.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper.tick(lambda: {"n": 1})
+    assert not keeper.path.exists()
+    monkeypatch.setattr(resume, "EVERY_S", 0.0)
+    keeper.tick(lambda: {"n": 2})
+    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 2}
+    keeper._took = 1e9  # a state so large that saving it would be most of the work
+    keeper.tick(lambda: {"n": 3})
+    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 2}
+
+
+def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
+    Keeper(tmp_path / "a.profile", JOB).save({})
+    with pytest.raises(BadRequest) as error:
+        Keeper(tmp_path / "a.profile", JOB | {"rank": 16})
+    assert "rank was 8, is 16" in str(error.value) and "taps" not in str(error.value)
+    assert "same arguments" in error.value.hint and "a.profile.state" in error.value.hint
+
+
+@pytest.mark.parametrize("data", [b"", b"no state at all", b"PK\x03\x04 half of one"])
+def test_a_damaged_state(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.profile.state").write_bytes(data)
+    with pytest.raises(BadRequest, match="not the state of a calibration") as error:
+        Keeper(tmp_path / "a.profile", JOB)
+    assert "delete" in error.value.hint
+
+
+def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Keeper(tmp_path / "a.profile", JOB).save({})
+    monkeypatch.setattr(resume, "VERSION", 2)
+    with pytest.raises(BadRequest, match="version 1, this is 2"):
+        Keeper(tmp_path / "a.profile", JOB)
+
+
+def test_ctrl_c_waits_until_the_state_is_whole(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    keeper = Keeper(tmp_path / "a.profile", JOB)
+    done = 0
+    with pytest.raises(KeyboardInterrupt), keeper.listening():
+        for done in range(5):
+            if done == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            keeper.tick(lambda: {"done": done})  # noqa: B023
+    assert done == 2 and Keeper(tmp_path / "a.profile", JOB).values == {"done": 2}
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "a.profile", JOB)
+    with pytest.raises(KeyboardInterrupt), keeper.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not keeper.path.exists()

@@ -1,0 +1,128 @@
+"""A whole calibration of tiny models: a profile comes out that knows its models and drafts better than nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.errors import BadRequest
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import open_checkpoint
+from forerun.prefill.calibration import run
+from forerun.prefill.calibration.curve import SHARES
+from forerun.prefill.calibration.fit import _examples
+from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.ridge import Ridge
+from forerun.prefill.calibration.run import calibrate
+from forerun.prefill.calibration.setup import Settings
+from forerun.prefill.calibration.text import Recipe, read_windows
+from forerun.prefill.checks import SIGNALS, check_thresholds
+from forerun.prefill.maps import Maps
+from forerun.prefill.profile import Profile
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(prompt=300, continuation=16, tokens=8000)
+SETTINGS = Settings(rank=64, steps=3)
+
+
+@pytest.fixture(scope="module")
+def made(models: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "pair.profile"
+    calibrate(str(models[0]), str(models[1]), [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+    return out
+
+
+def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
+    profile = Profile.load(made)
+    target, draft = (fingerprint(open_checkpoint(path)) for path in models)
+    profile.check(target, draft)
+    assert (profile.kind, profile.names) == ("draft", {"target": "target", "source": "draft"})
+    assert (profile.maps.base, profile.maps.rank, profile.maps.taps) == (1, 64, (0, 1, 2))
+    assert [p.share for p in profile.curve] == list(SHARES) and profile.share in SHARES
+    assert set(profile.thresholds) == {*SIGNALS, "kl"}
+    check_thresholds(profile.thresholds, 4)
+    assert profile.facts["steps"] == 3 and profile.facts["files"] == 6 and profile.facts["train_tokens"] > 4000
+    assert [p.name for p in made.parent.iterdir()] == ["pair.profile"]  # the state is gone
+
+
+def test_drafts_are_closer_after_fitting(made: Path, pair: Pair, models: tuple[Path, Path], text: Path) -> None:
+    held = read_windows([text], open_checkpoint(models[0]).tokenizer(), RECIPE).held.long()
+    features, outputs = _examples(pair, held)
+
+    def error(maps: Maps) -> float:
+        return float((maps(features) - outputs).norm() / outputs.norm())
+
+    fitted = Profile.load(made).maps.to(CPU, torch.float32)
+    mean = replace(fitted, up=torch.zeros_like(fitted.up), up_bias=outputs.mean(0))  # the best that ignores the tokens
+    unfitted = replace(fitted, down=torch.randn_like(fitted.down) * fitted.down.std())
+    assert error(fitted) < 0.95 * error(mean) < 0.95 * error(unfitted)
+
+
+def test_the_target_alone(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    settings = Settings(base=2, rank=24, distill=False, quality=0.5)
+    profile = calibrate(str(models[0]), None, [text], tmp_path / "a", settings, RECIPE, CPU, quiet=True)
+    assert profile.kind == "self" and profile.maps.base == 2 and profile.source_cost == 0.5
+    assert profile.facts["steps"] == 0 and profile.source == profile.target
+    Profile.load(tmp_path / "a").check(fingerprint(open_checkpoint(models[0])), None)
+
+
+def test_ctrl_c_and_again(
+    made: Path, models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = map(str, models)
+    out = tmp_path / "pair.profile"
+    ticks = 0
+
+    class Stopped(run.Keeper):
+        def tick(self, values: Any) -> None:
+            nonlocal ticks
+            ticks += 1
+            self.asked = ticks == 9
+            super().tick(values)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run, "Keeper", Stopped)
+        calibrate(target, draft, [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["pair.profile.state"]
+    with pytest.raises(BadRequest, match="state of another calibration: rank was 64, is 8"):
+        calibrate(target, draft, [text], out, replace(SETTINGS, rank=8), RECIPE, CPU, quiet=True)
+    calibrate(target, draft, [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["pair.profile"]
+    ours, straight = Profile.load(out), Profile.load(made)
+    assert ours.share == straight.share
+    torch.testing.assert_close(ours.maps.up, straight.maps.up, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_memory_ends(
+    error: Exception, models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Ridge, "add", fail)
+    with pytest.raises(BadRequest, match="4 windows of 316 tokens at a time and maps of rank 64") as told:
+        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, RECIPE, CPU, quiet=True)
+    assert "--batch" in told.value.hint and "--rank" in told.value.hint
+
+
+def test_other_errors_are_not_taken_for_it(
+    models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Ridge, "add", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, RECIPE, CPU, quiet=True)

@@ -1,0 +1,151 @@
+"""Thresholds: signals that see what was done to the K/V, and limits that let harmless windows pass."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import PagePool
+from forerun.models.build import build_decoder
+from forerun.models.load import open_checkpoint
+from forerun.models.runner import Runner, Span
+from forerun.prefill.calibration.dense import Trace
+from forerun.prefill.calibration.fit import _examples
+from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
+from forerun.prefill.calibration.ridge import Ridge
+from forerun.prefill.calibration.thresholds import HARMLESS, _climb, checkpoints, harmless, look, thresholds
+from forerun.prefill.checks import COSINES, SIGNALS, Checker, check_thresholds
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.plan import Checkpoint, Policy
+
+END = 350
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(3, 512, (2, 480), generator=torch.Generator().manual_seed(0))
+
+
+def true_kv(pair: Pair, exact: Trace) -> Tensor:
+    """What perfect maps would say."""
+    return torch.cat([part for kv in exact.kv[pair.base :] for part in kv], -1)
+
+
+def climbed(pair: Pair, tokens: Tensor, drafted: Tensor, exact: Trace) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    places = checkpoints(END, NONE)
+    few = torch.cat((choose(torch.zeros(2, 1, END), END, 0.0), places.expand(2, -1)), 1)
+    rows = with_ends(few, END, tokens.shape[1])
+    return rows, *_climb(pair, exact, drafted, rows, places)
+
+
+def test_perfect_drafts_look_perfect(pair: Pair, tokens: Tensor) -> None:
+    exact = pair.target.trace(tokens)
+    rows, x, values = climbed(pair, tokens, true_kv(pair, exact), exact)
+    wanted = exact.hidden[-1].gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
+    torch.testing.assert_close(x, wanted, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(x, pair.climb(exact, true_kv(pair, exact), rows), atol=1e-5, rtol=1e-5)
+    for signal in SIGNALS:
+        perfect = torch.full((2, 4, Policy().spans), float(signal in COSINES))
+        torch.testing.assert_close(values[signal], perfect, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_error_of_known_size_in_one_layer(pair: Pair, tokens: Tensor, part: int) -> None:
+    exact = pair.target.trace(tokens)
+    drafted = true_kv(pair, exact)
+    kv = pair.target.config.kv_size
+    drafted[..., part * kv : (part + 1) * kv] *= 1.5  # K or V of the first mapped layer
+    _, _, values = climbed(pair, tokens, drafted, exact)
+    hit, spared = ("key", "value") if part == 0 else ("value", "key")
+    torch.testing.assert_close(values[hit][:, 1], torch.full((2, Policy().spans), 0.5), atol=1e-3, rtol=0)
+    torch.testing.assert_close(values[spared][:, 1], torch.zeros(2, Policy().spans), atol=1e-3, rtol=0)
+    assert (values["attention"][:, 1] < 0.9999).all() and (values["hidden"][:, 1] < 0.99999).all()
+    assert values[hit][:, 0].eq(0).all()  # below the base nothing is drafted
+    assert values["attention"][:, -1].eq(1).all()  # the engine does not measure it, either
+
+
+def test_checkpoints_are_spans_apart() -> None:
+    places = checkpoints(2048 - TAIL, NONE)
+    spans = places.view(Policy().spans, Policy().span)
+    assert (spans.diff(dim=1) == 1).all() and spans[0, 0] >= FIRST and spans[-1, -1] < 2048 - TAIL
+    assert (spans[1:, 0] - spans[:-1, -1] > 100).all()
+
+
+def test_checkpoints_are_where_tokens_are_recomputed_anyway() -> None:
+    chosen = torch.tensor([20, 300, 301, 305, 1000, 1990, 1991])
+    spans = checkpoints(2048 - TAIL, chosen[chosen < 2048 - TAIL]).view(4, 16)
+    held = [sorted(set(span.tolist()) & set(chosen.tolist())) for span in spans]
+    assert held == [[300, 301, 305], [], [1000], []]
+    assert spans[1, 0] == (16 + 492 + 16 + 2 * 492 - 16) // 2  # nothing to gain: the middle
+
+
+def test_harmless_windows_hold_the_quality() -> None:
+    kl = torch.tensor([0.5, 0.1, 0.2, 0.9])
+    agreement = torch.tensor([0.95, 1.0, 0.99, 0.6])
+    assert harmless(kl, agreement, 0.97).tolist() == [1, 2, 0]
+    assert harmless(kl, agreement, 0.5).tolist() == [1, 2, 0, 3]
+    assert harmless(kl, agreement, 1.0).tolist() == [1, 2]  # never fewer than half
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.FixtureRequest) -> None:
+    pair: Pair = request.getfixturevalue(which)
+    ridge = Ridge(3 * pair.source.config.hidden_size, pair.width, torch.device("cpu"))
+    ridge.add(*_examples(pair, tokens))
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3)
+    windows = torch.cat((tokens, tokens.flip(0, 1)))
+    ticks: list[int] = []
+    limits = thresholds(pair, maps, windows, 64, 0.1, 0.5, lambda: ticks.append(1), True)
+    assert set(limits) == {*SIGNALS, "kl"} and len(ticks) == 4
+    check_thresholds(limits, 4)
+    each = [look(pair, maps, window, 64, 0.1) for window in windows.split(1)]
+    kl = torch.cat([seen.kl for seen in each])
+    assert kl.min() < limits["kl"][0] <= kl.max() + 1e-5
+    for signal in SIGNALS:
+        values = torch.cat([seen.values[signal] for seen in each])
+        limit = torch.tensor(limits[signal])[:, None] + (-2e-5 if signal in COSINES else 2e-5)
+        passed = values >= limit if signal in COSINES else values <= limit
+        assert passed[:, pair.base :].float().mean() >= HARMLESS - 0.05
+        mapped = values[:, pair.base : -1]
+        assert mapped.std() > 0  # it was measured
+    assert (torch.tensor(limits["key"][pair.base :]) > 0.01).all()
+
+
+@pytest.mark.parametrize("base", [1, 2])
+def test_signals_are_those_of_the_engines_checks(
+    pair: Pair, models: tuple[Path, Path], tokens: Tensor, base: int
+) -> None:
+    """Limits found here are applied there: the same K/V must look the same to both."""
+    pair = Pair(pair.target, pair.source, pair.taps, base)
+    exact = pair.target.trace(tokens)
+    noise = torch.randn(2, 480, pair.width, generator=torch.Generator().manual_seed(1))
+    drafted = true_kv(pair, exact) + 0.3 * noise
+    _, _, values = climbed(pair, tokens, drafted, exact)
+
+    decoder, _ = build_decoder(open_checkpoint(models[0]), torch.device("cpu"), "float32", 512, quiet=True)
+    runner = Runner(decoder, PagePool(decoder.config, 64, 16, decoder.dtype, torch.device("cpu")), 512)
+    ids, pages = tokens[0].numpy(), array("i", range(30))
+    runner.forward([Span(ids.tolist(), 0, pages, want=())])  # exact for all, then drafts over it
+    entries = torch.arange(END)
+    parts = drafted[0].unflatten(-1, (pair.mapped, 2, -1, decoder.config.head_dim))  # [T, mapped, 2, Hkv, D]
+    for i in range(base, decoder.config.num_layers):
+        k, v = parts[:END, i - base].unbind(1)
+        decoder.attention.write(k, v, i, runner.kv[i], entries, entries)
+    rows = np.concatenate((np.arange(FIRST), checkpoints(END, NONE).numpy()))
+    depths = np.full(len(rows), decoder.config.num_layers)
+    spans = [Checkpoint(int(s), 16, 0, END) for s in checkpoints(END, NONE).view(-1, 16)[:, 0]]
+    Staircase(runner).run(Rows(ids[:FIRST], rows[:FIRST], pages, depths[:FIRST]))
+    checker = Checker(runner, pages, spans, base, FIRST)
+    Staircase(runner).run(Rows(ids[rows[FIRST:]], rows[FIRST:], pages, depths[FIRST:]), checker.watch(rows[FIRST:]))
+    scores = checker.scores()
+    for signal in SIGNALS:
+        torch.testing.assert_close(
+            values[signal][0], torch.from_numpy(scores.values[signal]).float(), atol=2e-3, rtol=2e-3
+        )
+    assert values["key"][0, base:].min() > 0.05 and values["attention"][0, base:-1].max() < 0.9999

@@ -1,0 +1,128 @@
+"""A source that writes what a test wants: the target's own K/V, noise, or one with the other in places."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import PagePool
+from forerun.decode.workshop import Workshop
+from forerun.models.build import build_decoder
+from forerun.models.load import open_checkpoint
+from forerun.models.runner import Runner, Span
+from forerun.params import Prefill
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job
+from forerun.prefill.maps import Maps
+from forerun.prefill.plan import Policy
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import Profile
+from forerun.prefill.sources.base import Source
+
+CPU = torch.device("cpu")
+PAGE = 8
+IDS = np.random.default_rng(5).integers(3, 400, 203).tolist()
+POLICY = Policy(first=16, tail=12, shortest=64, spans=4, span=8)
+END = len(IDS) - POLICY.tail
+SETTINGS = Prefill("speculative")
+STRICT = {"key": [0.01] * 4, "attention": [0.999] * 4}  # what only good K/V passes
+
+
+def make_workshop(folder: Path) -> Workshop:
+    decoder, _ = build_decoder(open_checkpoint(folder), CPU, "float32", 256, quiet=True)
+    pool = PagePool(decoder.config, 256, PAGE, decoder.dtype, CPU)
+    return Workshop(pool, Runner(decoder, pool, 256), None, 256)
+
+
+def make_profile(kind: str = "draft", share: float = 0.1, **about: Any) -> Profile:
+    maps = Maps((0,), 1, *(torch.zeros(1, 1) for _ in range(6)))
+    return Profile(kind, "target", "source", {"target": "T", "source": "S"}, maps, 0.2, share, **about)
+
+
+def own_pages(workshop: Workshop, tokens: int = len(IDS)) -> array[int]:
+    """Neither in order nor side by side."""
+    pages = workshop.pool.allocate(2 * workshop.pool.pages_for(tokens))
+    return array("i", pages[1::2][::-1])
+
+
+def exact_kv(workshop: Workshop, ids: Sequence[int] = IDS) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """K/V of every layer [T, Hkv, D], and the last token's logits, from pages that are given back."""
+    pages = array("i", workshop.pool.allocate(workshop.pool.pages_for(len(ids))))
+    logits = workshop.runner.forward([Span(list(ids), 0, pages, (len(ids) - 1,))]).logits.clone()
+    found = stored(workshop, pages, 0, len(ids))
+    workshop.pool.release(pages)
+    return found, logits
+
+
+def stored(workshop: Workshop, pages: array[int], first: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    at = slots(pages, np.arange(first, end))
+    return [(k[at].clone(), v[at].clone()) for k, v in workshop.pool.kv]
+
+
+def slots(pages: array[int], entries: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(pages, dtype=np.int64)[entries // PAGE] * PAGE + entries % PAGE)
+
+
+def answer(workshop: Workshop, job: Job) -> Tensor:
+    """What the engine does in the end: the tail, and the logits behind it."""
+    tail = job.tokens[job.end :]
+    return workshop.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits.clone()
+
+
+class Fake(Source):
+    """`bad`: the share of noise in the K/V of entries within these bounds; everything else is the target's own."""
+
+    def __init__(
+        self, workshop: Workshop, bad: tuple[int, int] = (0, 0), noise: float = 1.0, price: float = 0.2, base: int = 1
+    ) -> None:
+        self.name, self.base = "draft", base
+        self._workshop, self._price, self._staircase = workshop, price, Staircase(workshop.runner)
+        self._kv, _ = exact_kv(workshop)
+        rng = torch.Generator().manual_seed(7)
+        mixed = slice(*bad)
+        for pair in self._kv[base:]:
+            for cache in pair:
+                other = torch.randn(cache[mixed].shape, generator=rng) * cache.std()
+                cache[mixed] = cache[mixed] * (1 - noise) + other * noise
+        self.read_entries: list[int] = []
+        self.finished = 0
+
+    def read(self, job: Job, count: int) -> None:
+        lo, hi = job.read, job.read + count
+        first, end = max(lo, job.first, job.known), min(hi, job.end)
+        self.read_entries += range(first, end)
+        if first < end:
+            ids = np.array(job.tokens[first:end])
+            depths = np.full(end - first, self.base)
+            self._staircase.run(Rows(ids, np.arange(first, end), job.pages, depths))
+            at = slots(job.pages, np.arange(first, end))
+            for layer in range(self.base, job.layers):
+                for cache, mine in zip(self._workshop.pool.kv[layer], self._kv[layer], strict=True):
+                    cache[at] = mine[first:end]
+        job.read = hi
+
+    def cost(self, tokens: int) -> float:
+        return self._price * tokens
+
+    def finish(self, job: Job) -> None:
+        self.finished += 1
+
+    def scores(self, job: Job) -> np.ndarray | None:
+        return np.random.default_rng(3).random(len(job.tokens))
+
+
+def make_prefiller(workshop: Workshop, source: Source, profile: Profile | None = None, **about: Any) -> Prefiller:
+    policy = about.pop("policy", POLICY)
+    return Prefiller(workshop, profile or make_profile(**about), policy, lambda *_: source)
+
+
+def drive(prefiller: Prefiller, job: Job, budget: int = 4096) -> Job:
+    while not job.finished:
+        assert prefiller.advance(job, budget) >= 1
+    return job

@@ -1,0 +1,225 @@
+"""The draft source with a draft that is the target: its K/V must be the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.decode.drafters.model import ModelDrafter
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadProfile, BadRequest
+from forerun.models.load import open_checkpoint
+from forerun.prefill.depth import Rows
+from forerun.prefill.sources.draft import DraftSource
+from tests import tiny
+from tests.prefill.sources.common import (
+    EMPTY,
+    END,
+    IDS,
+    PAGE,
+    PAGES,
+    TAIL,
+    apart,
+    clear,
+    exact_kv,
+    make_job,
+    make_maps,
+    make_profile,
+    make_workshop,
+    put_prefix,
+    read_all,
+    stored,
+)
+from tests.prefill.test_depth import Slow
+
+Folder = Callable[[str], Path]
+_made: dict[tuple[Path, str], Workshop] = {}
+
+
+def workshop_of(folder: Path, weights: str = "float32") -> Workshop:
+    """One for all tests, emptied."""
+    if (folder, weights) not in _made:
+        _made[folder, weights] = make_workshop(folder, weights)
+    clear(_made[folder, weights].pool)
+    return _made[folder, weights]
+
+
+def source_of(workshop: Workshop, folder: Path, base: int = 1) -> DraftSource:
+    layers = workshop.runner.decoder.config.num_layers
+    return DraftSource(workshop, make_profile("draft", make_maps(folder, base, tuple(range(base, layers)))))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize(("first", "known", "chunk"), [(0, 0, 100), (0, 0, 7), (19, 0, 16), (0, 21, 9), (8, 24, 1)])
+def test_right_maps_give_the_targets_own_kv(tiny_folder: Folder, family: str, first: int, known: int, chunk: int):
+    workshop = workshop_of(tiny_folder(family))
+    exact = exact_kv(workshop)
+    put_prefix(workshop, first)
+    job, need = make_job(first, known), max(first, known)
+    read_all(source_of(workshop, tiny_folder(family)), job, chunk)
+    for i, ((k, v), (true_k, true_v)) in enumerate(zip(stored(workshop.runner), exact, strict=True)):
+        for mine, true in ((k, true_k), (v, true_v)):
+            assert torch.allclose(mine[:first], true[:first], atol=1e-5)
+            assert (mine[first:need] == EMPTY).all(), "what is known was written again"
+            assert torch.allclose(mine[need:END], true[need:END], atol=2e-4), f"layer {i}"
+            assert (mine[END:] == EMPTY).all(), "the tail is the engine's"
+    assert job.depths.tolist() == [4] * first + [0] * (need - first) + [1] * (END - need)
+    assert job.read == len(IDS)
+
+
+def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
+    workshop = workshop_of(tiny_folder("qwen2"))
+    exact, job = exact_kv(workshop, END), make_job()
+    read_all(source_of(workshop, tiny_folder("qwen2"), base=3), job, 20)
+    for mine, true in zip(stored(workshop.runner, 0, END), exact, strict=True):
+        assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
+    assert job.depths.tolist() == [3] * END
+
+
+def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
+    """Eight-bit decoders keep their hidden states rotated; the maps are turned with them."""
+    workshop = workshop_of(tiny_folder("qwen2"), "int8")
+    assert workshop.runner.decoder.basis is not None
+    exact = exact_kv(workshop, END)
+    read_all(source_of(workshop, tiny_folder("qwen2")), make_job(), 20)
+    for i, (mine, true) in enumerate(zip(stored(workshop.runner, 0, END), exact, strict=True)):
+        assert all(apart(a, b) < (0.03 if i else 1e-6) for a, b in zip(mine, true, strict=True)), f"layer {i}"
+
+
+# -- the draft's own plane ---------------------------------------------------------------------------------------------
+
+
+def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
+    workshop = workshop_of(tiny_folder("llama"))
+    exact = exact_kv(workshop)
+    assert workshop.draft_runner is not None and workshop.draft_plane is not None
+    read_all(source_of(workshop, tiny_folder("llama")), make_job(), 13)
+    for mine, true in zip(stored(workshop.draft_runner), exact, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
+    whole = len(IDS) // PAGE
+    assert workshop.draft_plane.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
+    assert ModelDrafter(workshop)._filled(PAGES) == whole * PAGE
+
+
+@pytest.mark.parametrize(
+    ("filled", "first", "known", "start"),
+    [(0, 0, 0, 0), (3, 0, 0, 0), (3, 24, 0, 24), (3, 30, 0, 24), (3, 0, 16, 16), (7, 40, 0, 40), (7, 0, END, END)],
+)
+def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, first: int, known: int, start: int):
+    workshop = workshop_of(tiny_folder("llama"))
+    assert workshop.draft_plane is not None
+    workshop.draft_plane.filled[list(PAGES)[:filled]] = PAGE
+    job = make_job(first, known)
+    source_of(workshop, tiny_folder("llama")).open(job)
+    assert job.read == start
+
+
+def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
+    """A second prompt with the same start: the draft goes on from its K/V, and the result is the same."""
+    workshop = workshop_of(tiny_folder("qwen2"))
+    exact, source = exact_kv(workshop, END), source_of(workshop, tiny_folder("qwen2"))
+    before = make_job()
+    read_all(source, before, 100)
+    for cache in (cache for layer in workshop.pool.kv for cache in layer):
+        cache.fill_(EMPTY)
+    put_prefix(workshop, 32)
+    job = make_job(32)
+    source.open(job)
+    assert job.read == 32
+    while job.read < len(IDS):
+        source.read(job, 6)
+    for mine, true in zip(stored(workshop.runner, 0, END), exact, strict=True):
+        assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
+    assert np.allclose(job.state.gaze.reduce(), before.state.gaze.reduce(), atol=1e-5)
+
+
+# -- what the tail looks at --------------------------------------------------------------------------------------------
+
+
+def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
+    """[TAIL, tokens]: softmax of every layer and head, one query after the other, averaged."""
+    checkpoint = open_checkpoint(folder)
+    c, n = checkpoint.config, len(IDS)
+    layers = c.num_layers if layers is None else layers
+    slow = Slow(checkpoint, [(torch.zeros(n, c.num_kv_heads, c.head_dim),) * 2 for _ in range(c.num_layers)])
+    slow.kv = [(k.clone(), v.clone()) for k, v in slow.kv]
+    states = slow.run(Rows(np.array(IDS), np.arange(n), PAGES, np.full(n, c.num_layers)))
+    found = np.zeros((TAIL, n))
+    for i in range(layers):
+        for row, entry in enumerate(range(END, n)):
+            window = c.window(i)
+            lo = 0 if window is None else max(0, entry + 1 - window)
+            for h, q in enumerate(slow.heads(states[entry][i], i, "q", entry)):
+                keys = slow.kv[i][0][lo : entry + 1, h // (c.num_heads // c.num_kv_heads)]
+                found[row, lo : entry + 1] += torch.softmax(keys @ q * c.scale, 0).numpy() / c.num_heads / layers
+    return found
+
+
+@pytest.mark.parametrize("chunk", [100, 7])
+def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
+    folder = tiny_folder("mistral")
+    workshop, job = workshop_of(folder), make_job()
+    source = source_of(workshop, folder)
+    source.open(job)
+    assert source.scores(job) is None
+    while job.read < len(IDS):
+        source.read(job, chunk)
+    expected, gaze = slow_attention(folder), job.state.gaze
+    assert np.allclose(gaze.weights().numpy(), expected, atol=1e-5)
+    assert np.allclose(gaze.weights().sum(1), 1.0, atol=1e-5)
+    scores = source.scores(job)
+    assert scores is not None and np.allclose(scores, expected.mean(0), atol=1e-5)
+    assert np.allclose(gaze.reduce("max"), expected.max(0), atol=1e-5)
+    source.finish(job)
+    assert source.scores(job) is None
+
+
+# -- what cannot be drafted --------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tmp_path: Path):
+    little = tiny.write_folder(tmp_path / "little", "llama", max_position_embeddings=32)
+    folder = tiny_folder("llama")
+    source = source_of(make_workshop(folder, draft=little), folder)
+    assert source.problem(32) is None
+    problem = source.problem(33)
+    assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem) and problem.hint
+
+
+def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):
+    folder = tiny_folder("llama")
+    workshop = make_workshop(folder, same_tokens=False)
+    with pytest.raises(BadRequest, match="little are not the target's"):
+        source_of(workshop, folder)
+    workshop.draft = None
+    with pytest.raises(BadRequest, match="needs a draft model"):
+        source_of(workshop, folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "taps", "message"), [(1, (1, 5), "from 0 to 4"), (4, (1,), "has 4"), (1, (), "reads layers")]
+)
+def test_maps_that_do_not_fit_are_refused(tiny_folder: Folder, base: int, taps: tuple[int, ...], message: str):
+    workshop, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    maps.base, maps.taps = base, taps
+    with pytest.raises(BadProfile, match=message):
+        DraftSource(workshop, make_profile("draft", maps))
+
+
+def test_maps_of_other_widths_are_refused(tiny_folder: Folder):
+    workshop, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    maps.up = maps.up[:-1]
+    with pytest.raises(BadProfile, match="these models need 128 to 192"):
+        DraftSource(workshop, make_profile("draft", maps))
+
+
+def test_the_cost_counts_draft_and_maps(tiny_folder: Folder):
+    workshop, folder = workshop_of(tiny_folder("llama")), tiny_folder("llama")
+    maps = make_maps(folder, 1, (1, 2, 3))
+    per_layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
+    expected = 100 * (0.3 + maps.macs / (4 * per_layer))
+    assert DraftSource(workshop, make_profile("draft", maps, 0.3)).cost(100) == pytest.approx(expected)

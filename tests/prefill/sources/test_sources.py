@@ -1,0 +1,27 @@
+"""Sources by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import BadProfile, BadRequest
+from forerun.prefill.sources import make
+from tests.prefill.sources.common import make_maps, make_profile, make_workshop
+
+
+def test_sources_are_made_by_name(tiny_folder: Callable[[str], Path]):
+    workshop, maps = make_workshop(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
+    for name in ("draft", "self"):
+        source = make(name, workshop, make_profile(name, maps))
+        assert source.name == name and source.base == 1
+        with pytest.raises(BadProfile, match="needs a profile"):
+            make(name, workshop, None)
+    with pytest.raises(BadProfile, match="'self', not for 'draft'"):
+        make("draft", workshop, make_profile("self", maps))
+    for name in ("chunk", "drop"):
+        assert make(name, workshop, None).name == name
+    with pytest.raises(BadRequest, match="'dream'"):
+        make("dream", workshop, None)

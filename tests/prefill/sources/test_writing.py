@@ -1,0 +1,70 @@
+"""Writing mapped K/V, in blocks of rows and groups of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from forerun.decode.workshop import Workshop
+from forerun.models.attention import AttentionBackend
+from forerun.prefill.maps import Maps
+from forerun.prefill.sources import writing
+from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_job, make_workshop, stored
+
+Folder = Callable[[str], Path]
+
+
+def random_maps(workshop: Workshop, base: int, rank: int = 8) -> Maps:
+    c, draw = workshop.runner.decoder.config, torch.Generator().manual_seed(4)
+    high = (c.num_layers - base) * 2 * c.kv_size
+    shapes = ((rank, c.hidden_size), (rank,), (4, rank), (rank, 4), (high, rank), (high,))
+    return Maps((0,), base, *(torch.randn(shape, generator=draw) for shape in shapes))
+
+
+def write_plainly(workshop: Workshop, maps: Maps, hidden: torch.Tensor, first: int, end: int) -> None:
+    """Layer by layer, as the attention backend writes K/V from elsewhere."""
+    decoder = workshop.runner.decoder
+    c, attention = decoder.config, cast(AttentionBackend, decoder.attention)
+    out = maps(torch.nn.functional.rms_norm(hidden, (c.hidden_size,), None, 1e-6))
+    out = out.view(end - first, -1, 2, c.num_kv_heads, c.head_dim)
+    slots = torch.tensor([PAGES[e // PAGE] * PAGE + e % PAGE for e in range(first, end)])
+    for j, i in enumerate(range(maps.base, c.num_layers)):
+        attention.write(out[:, j, 0], out[:, j, 1], i, workshop.runner.kv[i], torch.arange(first, end), slots)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("first", "end", "block"), [(0, END, 64), (5, 30, 7), (9, 10, 64)])
+def test_all_layers_are_written_as_one_is(
+    tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch, first: int, end: int, block: int, together: bool
+):
+    """Gemma turns the K of its two kinds of layer by different angles."""
+    workshop = make_workshop(tiny_folder("gemma3"))
+    maps = random_maps(workshop, base=2)
+    hidden = torch.randn(end - first, 64, generator=torch.Generator().manual_seed(6))
+    write_plainly(workshop, maps, hidden, first, end)
+    expected = stored(workshop.runner)
+    clear(workshop.pool)
+    monkeypatch.setattr(writing, "BLOCK", block)
+    writer, job = writing.Writer(workshop.runner, workshop.runner.decoder, maps), make_job(layers=7)
+    if together:
+        writer._together = writing._groups(on_gpu(workshop), 2)
+    writer.write(job, [hidden], first, end)
+    for i, (mine, plain) in enumerate(zip(stored(workshop.runner), expected, strict=True)):
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, plain, strict=True)), f"layer {i}"
+    assert job.depths.tolist() == [0] * first + [2] * (end - first) + [0] * (END - end)
+
+
+def on_gpu(workshop: Workshop) -> Any:
+    return SimpleNamespace(config=workshop.runner.decoder.config, device=SimpleNamespace(type="cuda"))
+
+
+def test_layers_of_equal_angles_are_rotated_together(tiny_folder: Folder):
+    gemma, llama = make_workshop(tiny_folder("gemma3")), make_workshop(tiny_folder("llama"))
+    assert writing._groups(on_gpu(gemma), 2) == [range(2, 5), range(5, 6), range(6, 7)]
+    assert writing._groups(on_gpu(llama), 1) == [range(1, 4)]
+    assert writing._groups(llama.runner.decoder, 1) == [range(1, 2), range(2, 3), range(3, 4)]

@@ -1,0 +1,237 @@
+"""The real prefiller inside the engine and behind `LLM`, on tiny models with maps that mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.core import Prefill, SamplingParams, Speculation
+from forerun.decode.workshop import DraftModel
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.errors import BadProfile, BadRequest
+from forerun.models.build import build_decoder
+from forerun.models.config import ModelConfig
+from forerun.models.fingerprint import fingerprint
+from forerun.models.load import open_checkpoint
+from forerun.prefill.maps import Maps
+from forerun.prefill.plan import Policy
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import Profile
+from tests.engine.common import Answer, finish, leaked, run
+from tests.engine.test_drafting import prompt
+from tests.engine.test_speculation import generous
+
+CPU = torch.device("cpu")
+POLICY = Policy(first=8, tail=16, shortest=32, spans=2, span=8)
+EXACT = SamplingParams(max_tokens=12, ignore_eos=True)
+DRAFTED = replace(EXACT, prefill="speculative")
+
+
+def random_profile(kind: str, folder: Path, base: int = 1, share: float = 0.1) -> Profile:
+    """As calibration would shape it, for a model that drafts for itself or for its equal."""
+    checkpoint = open_checkpoint(folder)
+    config: ModelConfig = checkpoint.config
+    taps = (1, 2) if kind == "self" else (1, 2, 3, 4)
+    base = 2 if kind == "self" else base
+    draw = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * shape[-1] ** -0.5
+
+    wide, rank, out = len(taps) * config.hidden_size, 16, (config.num_layers - base) * 2 * config.kv_size
+    maps = Maps(
+        taps, base, normal(rank, wide), torch.zeros(rank), normal(8, rank), normal(rank, 8), normal(out, rank),
+        torch.zeros(out),
+    )  # fmt: skip
+    digest = fingerprint(checkpoint)
+    return Profile(kind, digest, digest, {"target": "T", "source": "S"}, maps, 0.2, share)
+
+
+@pytest.fixture(scope="module")
+def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
+    def engine(kind: str | None = "draft", draft: bool = True, **config: Any) -> Engine:
+        target = open_checkpoint(tiny_folder("qwen2"))
+        decoder, _ = build_decoder(target, CPU, "float32", 512)
+        drafting = None
+        if draft:
+            drafter, _ = build_decoder(open_checkpoint(tiny_folder("qwen2")), CPU, "float32", 512)
+            drafting = DraftModel(drafter, target.tokenizer(), True, "draft")
+        values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+        profile = None if kind is None else random_profile(kind, tiny_folder("qwen2"))
+        prefiller = None if profile is None else lambda workshop: Prefiller(workshop, profile, POLICY)
+        return Engine(decoder, target.tokenizer(), EngineConfig(**values), drafting, generous(), prefiller)
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def truth(make: Callable[..., Engine]) -> Callable[..., list[int]]:
+    engine = make(None, draft=False, prefix_cache=False)
+    return lambda text, params=EXACT: run(engine, [text], replace(params, prefill="exact", speculate="off"))[0]
+
+
+@pytest.mark.parametrize("kind", ["draft", "self"])
+def test_exact_after_drafted_is_exact(kind: str, make: Callable[..., Engine], truth: Callable[..., list[int]]) -> None:
+    engine = make(kind)
+    drafted = Answer(engine, prompt(0, 200), DRAFTED)
+    finish(engine)
+    report = drafted.last.usage.prefill  # type: ignore[union-attr]
+    assert report is not None and report.source == kind and not report.fell_back
+    assert report.drafted > 150 and 0 < report.recomputed < 100 and 0 < report.cost < 1
+    assert run(engine, [prompt(0, 200)], EXACT)[0] == truth(prompt(0, 200))
+    while engine.upgrade_step():
+        pass
+    second = [*prompt(0, 200), *drafted.tokens(), *prompt(1, 30)]
+    answer = Answer(engine, second, EXACT)
+    finish(engine)
+    assert answer.tokens() == truth(second)
+    assert answer.last.usage.cached_tokens >= 208  # type: ignore[union-attr]
+    assert leaked(engine) == 0
+
+
+@pytest.mark.parametrize("kind", ["draft", "self"])
+def test_a_draft_is_read_again_by_the_next(kind: str, make: Callable[..., Engine]) -> None:
+    engine = make(kind)
+    first = Answer(engine, prompt(2, 200), DRAFTED)
+    finish(engine)
+    second = Answer(engine, prompt(2, 200), replace(DRAFTED, n=2, temperature=0.8, seed=1))
+    again = Answer(engine, [*prompt(2, 200), *prompt(3, 60)], DRAFTED)
+    finish(engine)
+    assert len(first.tokens()) == len(second.tokens()) == len(second.tokens(1)) == len(again.tokens()) == 12
+    assert leaked(engine) == 0
+
+
+@pytest.mark.parametrize("mode", ["speculative", "provisional", "upgraded"])
+def test_one_reading_serves_prefill_and_the_drafter_of_the_answer(mode: str, make: Callable[..., Engine]) -> None:
+    engine = make("draft")
+    ran: list[int] = []
+    runner = engine.speculator.workshop.draft_runner
+    assert runner is not None
+    forward = runner.forward
+
+    def count(spans: Any, *rest: Any, **more: Any) -> Any:
+        ran.append(sum(len(span.ids) for span in spans))
+        return forward(spans, *rest, **more)
+
+    runner.forward = count  # type: ignore[method-assign]
+    prefill = "provisional" if mode == "provisional" else "speculative"
+    params = replace(DRAFTED, max_tokens=8, speculate=Speculation("model-chain", depth=2), prefill=prefill)
+    answer = Answer(engine, prompt(4, 200), params)
+    finish(engine)
+    if mode == "upgraded":
+        while engine.upgrade_step():
+            pass
+        assert sum(ran) < 200 + 8 * 8
+        answer = Answer(engine, prompt(4, 200), replace(params, prefill="exact"))
+        finish(engine)
+        assert answer.last.usage.cached_tokens == 192  # type: ignore[union-attr]
+    assert answer.last.usage.drafted > 0  # type: ignore[union-attr]
+    assert 200 <= sum(ran) < 200 + 16 * 8  # the prompt once, then a few tokens a step
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["draft", "self"])
+def test_provisional_answers_are_exact_in_the_end(
+    kind: str, values: dict[str, Any], make: Callable[..., Engine], truth: Callable[..., list[int]]
+) -> None:
+    engine = make(kind)
+    params = replace(EXACT, prefill="provisional", **values)
+    for seed in range(3):
+        answer = Answer(engine, prompt(seed, 280), params)
+        finish(engine)
+        final = [t for e in answer.events if not e.provisional for t in e.token_ids]
+        assert final == truth(prompt(seed, 280), params)
+        assert any(e.provisional for e in answer.events)
+    assert leaked(engine) == 0
+
+
+def test_batches_of_all_modes_and_preemption(make: Callable[..., Engine], truth: Callable[..., list[int]]) -> None:
+    engine = make("draft", pool_tokens=800)
+    modes = ["exact", "speculative", "provisional"] * 2
+    texts = [prompt(10 + i, 100 + 30 * i) for i in range(6)]
+    answers = [
+        Answer(engine, text, replace(EXACT, prefill=mode, speculate="model+lookup"))
+        for text, mode in zip(texts, modes, strict=True)
+    ]
+    finish(engine)
+    for text, mode, answer in zip(texts, modes, answers, strict=True):
+        final = [t for e in answer.events if not e.provisional for t in e.token_ids]
+        assert len(final) == 12
+        if mode != "speculative":
+            assert final == truth(text)
+    assert leaked(engine) == 0
+
+
+def test_texts_met_before_are_reused_elsewhere_and_never_in_the_way(
+    make: Callable[..., Engine], truth: Callable[..., list[int]]
+) -> None:
+    engine = make("self", draft=False, pool_tokens=640)
+    chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
+    one, other = prompt(30, 160), prompt(31, 120)
+    first = Answer(engine, [*one, *prompt(32, 20)], chunked)  # nothing was met yet: computed
+    finish(engine)
+    assert first.tokens() == truth([*one, *prompt(32, 20)])
+    second = Answer(engine, [*other, *one, *prompt(33, 20)], chunked)
+    finish(engine)
+    report = second.last.usage.prefill  # type: ignore[union-attr]
+    assert report is not None and not report.fell_back and report.drafted > 60
+    assert run(engine, [[*other, *one, *prompt(33, 20)]], EXACT)[0] == truth([*other, *one, *prompt(33, 20)])
+    (keeper,) = engine.scheduler.keepers
+    kept = keeper.texts.num_pages  # type: ignore[attr-defined]
+    assert kept > 0 and engine.scheduler.make_room(engine.pool.num_pages)  # everything can be had
+    for seed in range(34, 44):  # more than the pool holds
+        assert run(engine, [prompt(seed, 200)], EXACT)[0] == truth(prompt(seed, 200))
+    engine.clear_cache()
+    assert engine.pool.used == 0
+
+
+def test_what_cannot_be_is_refused(make: Callable[..., Engine]) -> None:
+    engine = make("self", draft=False)
+    with pytest.raises(BadProfile, match="draft"):
+        Answer(engine, prompt(0, 200), replace(EXACT, prefill=Prefill("speculative", source="draft")))
+    with pytest.raises(BadRequest, match="nonsense"):
+        Answer(engine, prompt(0, 200), replace(EXACT, prefill=Prefill("speculative", source="nonsense")))
+    assert engine.idle
+
+
+def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tiny_folder("qwen2")
+    path = tmp_path / "profile.safetensors"
+    random_profile("self", folder).save(path)
+    params = replace(DRAFTED, max_tokens=6)
+    text = prompt(20, 900)
+    with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, pool_tokens=8192) as llm:
+        completion = llm.generate(text, params)[0]
+        report = completion.usage.prefill
+        assert report is not None and report.source == "self" and report.drafted > 500
+        provisional = replace(params, prefill="provisional", max_tokens=12)
+        events = list(llm.stream(text, provisional))
+        exact = llm.generate(text, replace(EXACT, max_tokens=12))[0]
+        assert llm.generate(text, provisional)[0].token_ids == exact.token_ids
+        assert [t for e in events if not e.provisional for t in e.token_ids] == exact.token_ids
+        llm.upgrade()
+        llm.clear_cache()
+        assert llm.engine.pool.used == 0
+    with LLM(str(folder), weights="float32", threads=1, quiet=True) as plain:
+        assert plain.profile is None
+        with pytest.raises(BadProfile, match="needs a profile"):
+            plain.generate(text, params)
+
+
+def test_a_profile_of_another_model_is_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    profile = random_profile("self", tiny_folder("qwen2"))
+    with pytest.raises(BadProfile, match="made for T"):
+        LLM(str(tiny_folder("llama")), profile=profile, weights="float32", threads=1, quiet=True)
+    with pytest.raises(BadProfile, match="no draft model is open"):
+        LLM(str(tiny_folder("qwen2")), profile=random_profile("draft", tiny_folder("qwen2")), threads=1, quiet=True)
+    with pytest.raises(BadProfile, match="no profile"):
+        LLM(str(tiny_folder("qwen2")), profile=tmp_path / "none.safetensors", threads=1, quiet=True)
+    with pytest.raises(BadRequest, match="cannot be a int"):
+        LLM(str(tiny_folder("qwen2")), profile=3, threads=1, quiet=True)  # type: ignore[arg-type]

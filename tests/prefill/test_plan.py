@@ -1,0 +1,180 @@
+"""Plans: what is always recomputed, where checkpoints lie, what it costs, and when exact prefill is taken."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.models.config import ModelConfig
+from forerun.params import Prefill
+from forerun.prefill.job import Job
+from forerun.prefill.plan import Costs, Plan, Policy, deepen, least_work, place, plan, too_short
+from forerun.prefill.profile import Point
+from forerun.prefill.sources.base import Source
+from tests.prefill.fakes import make_profile
+
+CONFIG = ModelConfig("llama", 100, 64, 10, 4, 2, 16, 128, 4096)
+LAYERS = CONFIG.num_layers
+NONE = np.zeros(0, dtype=np.int64)
+
+
+class Cheap(Source):
+    name, base = "draft", 1
+
+    def read(self, job: Job, count: int) -> None:
+        raise AssertionError("a plan runs nothing")
+
+    def cost(self, tokens: int) -> float:
+        return 0.2 * tokens
+
+
+class Holes(Cheap):
+    """Leaves entries without K/V."""
+
+    def missing(self, job: Job) -> np.ndarray:
+        return np.arange(300, 340)
+
+
+def make_job(tokens: int = 1000, first: int = 0, settings: Prefill | None = None, policy: Policy | None = None) -> Job:
+    end = max(first, tokens - (policy or Policy()).tail)
+    return Job(1, [7] * tokens, array("i"), first, end, settings or Prefill("speculative"), LAYERS)
+
+
+def planned(job: Job, share: float = 0.1, source: Source | None = None, policy: Policy | None = None, **about) -> Plan:
+    source, policy = source or Cheap(), policy or Policy()
+    scores = np.random.default_rng(1).random(len(job.tokens))
+    costs = Costs(job, source, CONFIG)
+    return plan(job, scores, make_profile(share=share, **about), source, costs, policy, source.cost(len(job.tokens)))
+
+
+@given(st.integers(600, 3000), st.sampled_from([0, 8, 16, 100]), st.floats(0.0, 0.5), st.integers(0, 6))
+def test_a_plan_holds_what_it_must(tokens: int, first: int, share: float, spans: int):
+    policy = Policy(spans=spans)
+    job = make_job(tokens, first)
+    made = planned(job, share, policy=policy)
+    assert not made.exact and (np.diff(made.todo) > 0).all()
+    assert made.todo.min(initial=first) >= first and made.todo.max(initial=0) < job.end
+    assert set(range(first, 16)) <= set(made.todo.tolist())
+    assert made.chosen == round(share * (job.end - max(first, 16)))
+    extra = len(made.todo) - max(0, 16 - first) - made.chosen
+    assert 0 <= extra <= spans * policy.span
+    assert made.depth is not None and (made.depth.depths[made.todo] == LAYERS).all()
+    assert (made.depth.depths[job.end :] == LAYERS).all() and made.depth.depths.min() == 1
+    assert made.depth.token_layers == LAYERS * (first + len(made.todo) + 64) + (job.end - first - len(made.todo))
+
+
+@given(st.integers(100, 2000), st.integers(0, 200), st.integers(0, 8), st.integers(1, 20), st.integers(0, 9))
+def test_checkpoints_lie_apart_on_drafted_entries(end: int, first: int, spans: int, span: int, seed: int):
+    policy = Policy(spans=spans, span=span, tail=1)
+    job = make_job(end + 1, min(first, end), policy=policy)
+    rng = np.random.default_rng(seed)
+    job.depths[rng.choice(end, end // 20)] = LAYERS
+    rows = np.sort(rng.choice(end, end // 10, replace=False))
+    made = place(job, rows, NONE, policy)
+    assert made == place(job, rows, NONE, policy) and len(made) <= spans
+    taken = np.concatenate([c.entries for c in made]) if made else np.zeros(0, dtype=int)
+    assert (np.diff(taken) > 0).all() and (job.depths[taken] < LAYERS).all()
+    assert taken.min(initial=end) >= max(16, job.first) or not made
+    if made:
+        assert made[0].lo == job.first and made[-1].hi == end
+        assert all(a.hi == b.lo for a, b in zip(made, made[1:], strict=False))
+        assert all(c.lo <= c.first and c.first + c.count <= c.hi for c in made)
+
+
+def test_checkpoints_go_where_they_cost_least():
+    job = make_job(2000)
+    rows = np.arange(700, 716)
+    assert [c.first for c in place(job, rows, NONE, Policy(spans=1))] == [700]
+    apart = [c.first for c in place(job, NONE, NONE, Policy(spans=4))]
+    assert np.diff(apart) == pytest.approx([480] * 3, abs=2)
+
+
+def test_checkpoints_avoid_what_was_not_drafted():
+    job = make_job(2000)
+    middle = place(job, NONE, NONE, Policy(spans=1))[0].first
+    bare = np.arange(middle - 50, middle + 50)
+    (moved,) = place(job, bare, bare, Policy(spans=1))  # not even where they are recomputed anyway
+    assert not set(bare.tolist()) & set(moved.entries.tolist())
+    assert place(job, NONE, np.arange(16, job.end), Policy()) == []
+
+
+def test_expected_cost_counts_everything():
+    job = make_job()
+    made = planned(job)
+    check = 64 * 2 * 64 / (2 * 64 + 2 * 32 + 3 * 128)
+    assert made.cost == pytest.approx((200 + len(made.todo) + check + 64) / 1000)
+    later = make_job(first=400)
+    shorter = planned(later)  # the source reads all of it nevertheless
+    assert shorter.cost == pytest.approx((200 + len(shorter.todo) + check + 64) / 600)
+
+
+@given(st.floats(0.35, 1.0), st.integers(600, 3000))
+def test_a_budget_limits_the_choice(budget: float, tokens: int):
+    job = make_job(tokens, settings=Prefill("speculative", budget=budget))
+    made = planned(job, curve=[Point(0.0, 0.2, 0.9, 0.1), Point(0.2, 0.3, 0.95, 0.05)])
+    costs = Costs(job, Cheap(), CONFIG)
+    least = 0.2 * tokens + least_work(job, np.arange(16), costs, Policy())
+    if budget * tokens < least:
+        assert "budget" in made.exact
+    else:
+        assert not made.exact and made.cost <= budget + 1e-9
+
+
+def test_a_budget_without_a_curve_is_used_up():
+    made = planned(make_job(settings=Prefill("speculative", budget=0.6)))
+    assert 0.5 < made.cost <= 0.6
+
+
+def test_what_cannot_be_had_is_exact_prefill():
+    curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
+    best = planned(make_job(settings=Prefill("speculative", quality=0.99)), curve=curve)
+    assert "0.99" in best.exact and "0.950" in best.exact
+    assert planned(make_job(settings=Prefill("speculative", quality=0.95)), curve=curve).chosen == 184
+    poor = planned(make_job(settings=Prefill("speculative", budget=0.25)), curve=curve)
+    assert "0.25" in poor.exact and "0.30" in poor.exact
+    assert "cost" in planned(make_job(), share=0.9).exact
+
+
+def test_what_the_source_left_out_is_recomputed_and_not_chosen():
+    made = planned(make_job(), source=Holes())
+    assert set(range(300, 340)) <= set(made.todo.tolist())
+    assert made.chosen == round(0.1 * (1000 - 64 - 16 - 40))
+    assert len(made.spans) == 4 and not set(range(300, 340)) & {e for c in made.spans for e in c.entries}
+
+
+def test_what_is_deep_already_is_left_alone():
+    job = make_job()
+    job.depths[:500] = LAYERS
+    made = planned(job)
+    assert made.todo.min() >= 500
+    assert made.cost < planned(make_job()).cost
+
+
+def test_deepening_takes_the_best_of_failed_regions():
+    job = make_job()
+    scores = np.arange(1000, dtype=float)
+    spans = place(job, NONE, NONE, Policy())
+    job.depths[spans[1].entries] = LAYERS
+    half = deepen(job, [spans[1]], scores, 0.5)
+    assert set(spans[1].entries) <= set(half.tolist())
+    fresh = np.setdiff1d(half, spans[1].entries)
+    region = np.setdiff1d(np.arange(spans[1].lo, spans[1].hi), spans[1].entries)
+    assert fresh.tolist() == region[len(region) // 2 :].tolist()
+    assert deepen(job, [spans[1]], scores, 1.0).tolist() == list(range(spans[1].lo, spans[1].hi))
+
+
+def test_short_prompts():
+    assert "511" in too_short(make_job(511 + 64), Policy()) and not too_short(make_job(512 + 64), Policy())
+    assert "100" in too_short(make_job(1000, first=836), Policy())
+    assert too_short(make_job(10, first=10), Policy(shortest=0))
+
+
+@pytest.mark.parametrize("value", [{"spans": -1}, {"span": 0}, {"tail": 0}, {"failing": 1.5}, {"window": 0}])
+def test_policies_refuse_nonsense(value: dict[str, Any]):
+    with pytest.raises(ValueError, match=next(iter(value))):
+        Policy(**value)

@@ -1,0 +1,417 @@
+"""The whole way of a drafted prompt, with sources that are right, wrong, or wrong in places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.decode.workshop import Workshop
+from forerun.errors import BadProfile, BadRequest
+from forerun.models.runner import Span
+from forerun.params import Prefill
+from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.job import Job, Phase
+from forerun.prefill.plan import Policy
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import Point
+from tests.prefill.fakes import (
+    END,
+    IDS,
+    POLICY,
+    SETTINGS,
+    STRICT,
+    Fake,
+    answer,
+    drive,
+    exact_kv,
+    make_prefiller,
+    make_profile,
+    make_workshop,
+    own_pages,
+    slots,
+    stored,
+)
+from tests.prefill.sources import common
+
+GARBAGE = (0, len(IDS))
+
+
+@pytest.fixture(scope="module")
+def workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
+    return make_workshop(tiny_folder("qwen2"))
+
+
+@pytest.fixture(autouse=True)
+def clean(workshop: Workshop):
+    yield
+    workshop.pool.refs[:] = 0
+    workshop.pool.free = workshop.pool.num_pages
+
+
+def start(prefiller: Prefiller, workshop: Workshop, settings: Prefill = SETTINGS, first: int = 0) -> Job:
+    pages = own_pages(workshop)
+    if first:
+        workshop.runner.forward([Span(IDS[:first], 0, pages, ())])
+    return prefiller.open(1, IDS, pages, first, settings)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("first", [0, 40])
+def test_recomputing_everything_is_exact_whatever_was_drafted(family: str, first: int, tiny_folder):
+    workshop = make_workshop(tiny_folder(family))
+    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE, price=0.0), share=1.0)
+    prefiller.policy = replace(POLICY, spans=0)
+    job = drive(prefiller, start(prefiller, workshop, first=first), 50)
+    assert job.phase is Phase.DONE
+    true, logits = exact_kv(workshop)
+    for mine, exact in zip(stored(workshop, job.pages, 0, END), true, strict=True):
+        assert all(torch.allclose(a, b[:END], rtol=1e-4, atol=1e-4) for a, b in zip(mine, exact, strict=True))
+    assert apart(answer(workshop, job), logits) < 1e-4
+    assert job.report.exact == len(IDS) and job.report.drafted == 0
+    assert job.report.cost == pytest.approx(1.0)
+
+
+def test_the_first_entries_and_layer_0_are_exact(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE))
+    job = drive(prefiller, start(prefiller, workshop))
+    assert job.phase is Phase.DONE and job.report.exact >= 16
+    true, _ = exact_kv(workshop)
+    mine = stored(workshop, job.pages, 0, END)
+    for layer, (now, exact) in enumerate(zip(mine, true, strict=True)):
+        for a, b in zip(now, exact, strict=True):
+            assert torch.allclose(a[:16], b[:16], rtol=1e-4, atol=1e-4)
+            assert torch.allclose(a, b[:END], rtol=1e-4, atol=1e-4) == (layer == 0)
+
+
+def test_a_perfect_source_passes_and_only_the_chosen_are_recomputed(workshop: Workshop):
+    prefiller = make_prefiller(workshop, source := Fake(workshop), thresholds=STRICT)
+    job = drive(prefiller, start(prefiller, workshop))
+    report = job.report
+    assert job.phase is Phase.DONE and report.rounds == 1 and not report.fell_back
+    assert [span["passed"] for span in report.spans] == [True] * 4
+    assert max(report.scores["key"]) < 1e-4 and min(report.scores["attention"]) > 0.9999
+    chosen = round(0.1 * (END - 16))
+    deep = int((job.depths == job.layers).sum())
+    assert 16 + chosen <= deep <= 16 + chosen + 4 * 8
+    assert apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    prefiller.close(job)
+    assert source.finished == 1
+
+
+def test_garbage_fails_the_checks_and_ends_exact(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE), thresholds=STRICT)
+    job = drive(prefiller, start(prefiller, workshop))
+    report = job.report
+    assert job.phase is Phase.EXACT
+    assert report.fell_back.startswith("4 of 4 checkpoints failed")
+    assert report.cost > 1.0 and report.exact == len(IDS) and report.drafted == report.accepted == 0
+    assert report.depth_runs == [(job.layers, len(IDS))]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_fails_without_any_threshold_and_leaves_no_trace(value: float, workshop: Workshop):
+    source = Fake(workshop)
+    for pair in source._kv[1:]:
+        pair[0][60:70] = value
+    prefiller = make_prefiller(workshop, source)
+    job = drive(prefiller, start(prefiller, workshop, first=24))
+    assert job.phase is Phase.EXACT and "finite" in job.report.fell_back
+    assert all(cache.isfinite().all() for layer in workshop.pool.kv for cache in layer)
+    for lo in range(24, len(IDS), 50):  # as the engine goes on, looking past its own end at what was drafted
+        logits = workshop.runner.forward([Span(IDS[lo : lo + 50], lo, job.pages, range(len(IDS[lo : lo + 50])))]).logits
+    assert apart(logits[-1:], exact_kv(workshop)[1]) < 1e-4
+
+
+# -- failing in places -------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_span_deepens_its_own_region(workshop: Workshop):
+    bad = (16 + 3 * (END - 16) // 4, END)  # the last of four regions
+    plain = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02)
+    checked = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02, thresholds=STRICT)
+    before, after = drive(plain, start(plain, workshop)), drive(checked, start(checked, workshop))
+    assert after.phase is Phase.DONE and after.report.rounds == 3
+    assert [s["passed"] for s in after.report.spans if s["round"] == 1] == [True, True, True, False]
+    assert (after.depths[bad[0] + 16 :] == after.layers).all()
+    assert (after.depths[: bad[0] - 32] == before.depths[: bad[0] - 32]).all()
+    true = exact_kv(workshop)[1]
+    assert apart(answer(workshop, after), true) < 0.5 * apart(answer(workshop, before), true)
+    assert len(after.report.scores["kl"]) == 2
+    assert before.report.cost < after.report.cost <= 1.0
+    # four checkpoints, then one and one again; three times the tail is asked, and each row that ran is counted
+    rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 4 * POLICY.tail
+    assert after.report.token_layers == after.layers * rows + END
+    work = 0.05 * len(IDS) + rows + check_work(workshop, 6)
+    assert after.report.cost * len(IDS) == pytest.approx(work)
+
+
+def test_a_tail_that_no_longer_moves_ends_the_rounds(workshop: Workshop):
+    bad = (16 + 3 * (END - 16) // 4, END)
+    for limit, rounds in ((100.0, 2), (0.0, 3)):
+        thresholds = STRICT | {"kl": [limit]}
+        prefiller = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02, thresholds=thresholds)
+        assert drive(prefiller, start(prefiller, workshop)).report.rounds == rounds
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chooser", ["draft", "tail", "start", "random"])
+@pytest.mark.parametrize("budget", [1, 7, 33])
+def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, workshop: Workshop):
+    settings = Prefill("speculative", chooser=chooser)
+    jobs = []
+    for step in (budget, 100_000):
+        prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE, noise=0.3))
+        jobs.append(drive(prefiller, start(prefiller, workshop, settings), step))
+    parts, whole = jobs
+    assert (parts.depths == whole.depths).all()
+    kv = [stored(workshop, job.pages, 0, END) for job in jobs]
+    for a, b in zip(*kv, strict=True):
+        assert all(torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
+    for signal, values in whole.report.scores.items():
+        assert parts.report.scores[signal] == pytest.approx(values, abs=1e-3)
+    assert parts.report.cost == pytest.approx(whole.report.cost)
+    assert parts.report.token_layers == whole.report.token_layers
+
+
+def test_a_piece_is_no_larger_than_asked_for(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop))
+    job = start(prefiller, workshop)
+    pieces = []
+    while not job.finished:
+        pieces.append(prefiller.advance(job, 20))
+    assert max(pieces) <= 20 + 10  # what the checks cost may come on top of the last rows
+    assert sum(pieces) >= job.report.cost * len(IDS) - POLICY.tail >= sum(pieces) - len(pieces)
+
+
+# -- costs and the report ----------------------------------------------------------------------------------------------
+
+
+def check_work(workshop: Workshop, spans: int) -> float:
+    """Both outputs of every checkpoint row, in tokens of the target's prefill."""
+    config = workshop.runner.decoder.config
+    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    return spans * POLICY.span * 2 * config.hidden_size * config.q_size / layer
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_costs_and_tokens_add_up(first: int, workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop, price=0.25))
+    job = drive(prefiller, start(prefiller, workshop, first=first))
+    report, rows = job.report, int((job.depths[first:] == job.layers).sum())
+    assert report.tokens == report.exact + report.accepted + report.recomputed + POLICY.tail
+    assert report.drafted == report.accepted + report.recomputed
+    exact = len(IDS) - first
+    assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(workshop, 4) + POLICY.tail)
+    assert report.token_layers == job.layers * (rows + POLICY.tail) + (END - first)
+    assert sum(count for _, count in report.depth_runs) == len(IDS)
+    assert sum(count for depth, count in report.depth_runs if depth == job.layers) == first + rows + POLICY.tail
+    assert set(report.scores) == {"key", "value", "attention", "hidden"}
+    assert all(len(values) == job.layers for values in report.scores.values())
+    assert report.read_s > 0 and report.repair_s > 0 and report.check_s > 0
+
+
+def test_a_budget_is_kept(workshop: Workshop):
+    costs = []
+    for budget in (0.6, 0.8, 0.95):
+        prefiller = make_prefiller(workshop, Fake(workshop))
+        job = drive(prefiller, start(prefiller, workshop, Prefill("speculative", budget=budget)))
+        assert job.phase is Phase.DONE
+        costs.append(job.report.cost)
+        assert job.report.cost <= budget
+    assert costs[0] < costs[1] < costs[2]
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_rows_go_on_from_kept_inputs(first: int, workshop: Workshop):
+    """A source that ran the target's lower layers keeps what came out of them, and repair costs the rest only."""
+
+    class Lower(Fake):
+        def read(self, job: Job, count: int) -> None:
+            lo, hi = max(job.read, job.first), min(job.read + count, job.end)
+            super().read(job, count)
+            if lo < hi:
+                rows = Rows(np.array(IDS[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, self.base))
+                x = Staircase(workshop.runner).run(rows, keep=self.base).x
+                assert x is not None
+                job.x = x if job.x is None else torch.cat((job.x, x))
+
+    prefiller = make_prefiller(workshop, Lower(workshop, GARBAGE, price=0.0, base=2), share=1.0)
+    prefiller.policy = replace(POLICY, spans=0)
+    job = drive(prefiller, start(prefiller, workshop, first=first), 64)
+    assert apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    assert job.report.cost == pytest.approx(((END - first) * 2 / 4 + POLICY.tail) / (len(IDS) - first))
+    assert job.report.token_layers == 4 * (len(IDS) - first)
+
+
+# -- what lies around --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chooser", ["draft", "tail"])
+def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, workshop: Workshop):
+    bad = (16 + 3 * (END - 16) // 4, END)
+    prefiller = make_prefiller(workshop, Fake(workshop, bad, price=0.05), thresholds=STRICT)
+    job = start(prefiller, workshop, Prefill("speculative", chooser=chooser), first=24)
+    before = [[cache.clone() for cache in layer] for layer in workshop.pool.kv]
+    drive(prefiller, job, 30)
+    assert job.report.rounds > 1
+    mine = slots(job.pages, np.arange(24, len(IDS)))
+    for old, new in zip(before, workshop.pool.kv, strict=True):
+        for a, b in zip(old, new, strict=True):
+            b = b.clone()
+            b[mine] = a[mine]
+            assert torch.equal(a, b)
+
+
+def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(workshop: Workshop):
+    earlier = make_prefiller(workshop, Fake(workshop, GARBAGE, noise=0.5), share=0.05)
+    job = drive(earlier, start(earlier, workshop))
+    known, depths = 100, job.depths.copy()
+    before = stored(workshop, job.pages, 0, known)
+    later = make_prefiller(workshop, source := Fake(workshop, GARBAGE, noise=0.5), share=0.3)
+    again = drive(later, later.open(2, IDS, job.pages, 0, SETTINGS, known, depths[:known]))
+    assert min(source.read_entries) == known
+    fresh = (again.depths[:known] == again.layers) & (depths[:known] < again.layers)
+    assert 0 < fresh.sum() < known
+    for old, new in zip(before, stored(workshop, job.pages, 0, known), strict=True):
+        changed = (old[0] != new[0]).flatten(1).any(1).numpy()
+        assert not changed[~fresh].any()
+    assert again.report.cost < 1.0
+
+
+# -- what is not drafted -----------------------------------------------------------------------------------------------
+
+
+def test_short_prompts_are_exact(workshop: Workshop):
+    prefiller = make_prefiller(workshop, source := Fake(workshop), policy=Policy())
+    job = start(prefiller, workshop)
+    assert job.phase is Phase.EXACT and "too few" in job.report.fell_back
+    assert job.report.cost == 1.0 and source.read_entries == []
+
+
+def test_drafting_that_costs_more_than_it_saves_is_not_begun(workshop: Workshop):
+    prefiller = make_prefiller(workshop, source := Fake(workshop, price=0.7))
+    job = start(prefiller, workshop)
+    assert job.phase is Phase.EXACT and "would cost" in job.report.fell_back and source.read_entries == []
+
+
+def test_a_quality_beyond_the_curve_is_exact_prefill(workshop: Workshop):
+    curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
+    prefiller = make_prefiller(workshop, Fake(workshop), curve=curve)
+    settings = Prefill("speculative", quality=0.99)
+    assert prefiller.problem(settings, len(IDS)) is None
+    job = start(prefiller, workshop, settings)
+    assert job.phase is Phase.EXACT and "0.950" in job.report.fell_back
+    assert start(prefiller, workshop, Prefill("speculative", quality=0.94)).phase is Phase.READ
+
+
+def test_a_budget_below_the_sources_own_cost_is_refused(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop))
+    problem = prefiller.problem(Prefill("speculative", budget=0.15), len(IDS))
+    assert isinstance(problem, BadRequest) and "0.15" in str(problem)
+    enough = float(problem.hint.split()[6].rstrip(","))
+    assert prefiller.problem(Prefill("speculative", budget=enough), len(IDS)) is None
+    job = start(prefiller, workshop, Prefill("speculative", budget=enough))
+    assert drive(prefiller, job).phase is Phase.DONE
+
+
+def test_problems_say_what_is_wrong(workshop: Workshop):
+    bare = Prefiller(workshop, None)
+    problem = bare.problem(SETTINGS, 1000)
+    assert isinstance(problem, BadProfile) and "forerun calibrate" in problem.hint
+    assert bare.problem(Prefill(), 1000) is None
+    real = Prefiller(workshop, make_profile())
+    assert "draft model" in str(real.problem(SETTINGS, 1000))
+    assert "'nobody'" in str(real.problem(Prefill("speculative", source="nobody"), 1000))
+    fake = make_prefiller(workshop, Fake(workshop))
+    for chooser, part in [("who", "'who'"), ("cross", "another tokenizer"), ("lower", "self")]:
+        problem = fake.problem(Prefill("speculative", chooser=chooser), 1000)
+        assert isinstance(problem, BadRequest) and part in str(problem)
+    assert fake.problem(SETTINGS, 1000) is None
+
+
+def test_open_with_a_problem_is_exact_prefill_with_the_reason(workshop: Workshop):
+    job = start(Prefiller(workshop, make_profile()), workshop)
+    assert job.phase is Phase.EXACT and "draft model" in job.report.fell_back
+
+
+def test_keys_differ_by_what_is_planned(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop), curve=[Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)])
+    asked = [
+        Prefill("speculative"),
+        Prefill("speculative", budget=0.5),
+        Prefill("speculative", chooser="tail"),
+        Prefill("speculative", source="self"),
+    ]
+    assert len({prefiller.key(settings) for settings in asked}) == 4
+    assert prefiller.key(Prefill("speculative")) == prefiller.key(Prefill("provisional", chooser="draft"))
+    other = make_prefiller(workshop, Fake(workshop), kind="self")
+    assert other.key(SETTINGS) != prefiller.key(SETTINGS)
+
+
+class Stranger:
+    """Scores of another tokenizer's draft."""
+
+    def __init__(self, best: int) -> None:
+        self.best = best
+
+    def scores(self, job: Job) -> np.ndarray:
+        scores = np.zeros(len(job.tokens))
+        scores[self.best : self.best + 10] = 1.0
+        return scores
+
+    def cost(self, tokens: int) -> float:
+        return 0.1 * tokens
+
+
+def test_scores_from_elsewhere_choose_and_are_paid_for(workshop: Workshop):
+    source, profile = Fake(workshop), make_profile(share=10 / (END - 16))
+    cross = Prefiller(workshop, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
+    job = drive(cross, start(cross, workshop, Prefill("speculative", chooser="cross")))
+    assert (job.depths[90:100] == job.layers).all()
+    plain = drive(cross, start(cross, workshop, Prefill("speculative", chooser="start")))
+    assert job.report.cost == pytest.approx(plain.report.cost + 0.1, abs=0.07)
+    assert (plain.depths[16:26] == plain.layers).all()
+
+
+def test_thresholds_of_another_target_are_refused(workshop: Workshop):
+    prefiller = make_prefiller(workshop, Fake(workshop), thresholds={"key": [0.1] * 5})
+    problem = prefiller.problem(SETTINGS, 1000)
+    assert isinstance(problem, BadProfile) and "5 thresholds for 'key'" in str(problem)
+
+
+# -- the sources that there are ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "base", "taps"), [("draft", 1, (1, 2, 3)), ("self", 3, (3,))])
+@pytest.mark.parametrize("right", [True, False])
+def test_mapped_sources_are_checked_and_repaired(kind: str, base: int, taps, right: bool, tiny_folder, monkeypatch):
+    """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""
+    folder = tiny_folder("llama")
+    workshop = common.make_workshop(folder)
+    profile = common.make_profile(kind, common.make_maps(folder, base, taps if right else (0,)))
+    profile.thresholds = STRICT
+    logits = workshop.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()
+    common.clear(workshop.pool)
+    prefiller = Prefiller(workshop, profile, Policy(first=8, tail=common.TAIL, shortest=16, spans=2, span=4))
+    monkeypatch.setattr(prefiller.source(SETTINGS), "cost", lambda tokens: 0.2 * tokens)  # maps dwarf tiny models
+    job = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, SETTINGS), 13)
+    assert job.report.source == kind and job.report.chooser == ("draft" if kind == "draft" else "tail")
+    assert [span["passed"] for span in job.report.spans] == [right, right]
+    assert job.phase is (Phase.DONE if right else Phase.EXACT)
+    if right:
+        assert apart(answer(workshop, job), logits) < 1e-4
+    prefiller.close(job)
