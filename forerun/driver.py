@@ -20,6 +20,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
 
+PAUSE = 0.1  # seconds of quiet before upgrades begin: whoever asks one thing after the other is not disturbed
+
 
 class Driver:
     def __init__(self, engine: Engine) -> None:
@@ -173,6 +175,8 @@ class Driver:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
+            if self.engine.idle and self._wake.wait(PAUSE):
+                continue  # not left alone after all
             while not self._closed and self._serve():
                 pass
 

@@ -25,9 +25,7 @@ Text = Annotated[
     list[Path],
     typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
 ]
-More = Annotated[
-    list[Path] | None, typer.Argument(metavar="[FILE]...", help="More text, as a shell expands --text *.md.")
-]
+More = Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text, as a shell expands --text *.md.")]
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Where the profile goes; PROFILE.state lies beside it meanwhile.")
 ]

@@ -40,6 +40,9 @@ def run(
         int | None, typer.Option("--prompts", min=1, help="Prompts of each measure, in place of the study's counts.")
     ] = None,
     only: Annotated[str, typer.Option("--only", help="Only these measures, joined by commas.")] = "",
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Measure nothing: tables and plots of what there is so far.")
+    ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure what has no result yet, then print tables, and write report.json, plots and failures.jsonl.
@@ -57,6 +60,9 @@ def run(
     asked |= {"weights": weights, "device": device, "threads": threads}
     study = narrowed(load(file, asked), [name.strip() for name in only.split(",") if name.strip()], prompts)
     folder = out or Path("lab-results") / file.stem
+    if report_only:
+        _show(execute.report(study, folder), folder, as_json)
+        return
     with Console(stderr=True).status("loading") as status:
         found = execute.run(study, folder, status.update)
     _show(found, folder, as_json)

@@ -90,12 +90,12 @@ class Drafting:
 
     def _give_up(self, seq: Sequence, error: ForerunError) -> None:
         """A prompt cannot be drafted after all: it is computed, if that was allowed."""
+        if seq.usage.prefill is not None:
+            seq.usage.prefill.fell_back = str(error)
         if seq.real is not None or not seq.params.prefilling.allow_exact:
             self._fail(seq, error)
             return
         self.close(seq)
-        if seq.usage.prefill is not None:
-            seq.usage.prefill.fell_back = str(error)
         seq.approximate = None
 
     def _advance(self, seq: Sequence, budget: int) -> int:

@@ -46,9 +46,16 @@ def dequantise(raw: torch.Tensor, kind: str) -> torch.Tensor:
     if workers == 1:
         _fill(form, (blocks, out))
     else:
+        fill = partial(_fill_as, torch.is_inference_mode_enabled(), form)
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(partial(_fill, form), zip(blocks.chunk(workers), out.chunk(workers), strict=True)))
+            list(pool.map(fill, zip(blocks.chunk(workers), out.chunk(workers), strict=True)))
     return out.view(raw.shape[0], -1)
+
+
+def _fill_as(inference: bool, form: Format, job: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """In a thread of its own, which does not inherit the mode that the caller made `out` in."""
+    with torch.inference_mode(inference):
+        _fill(form, job)
 
 
 def _fill(form: Format, job: tuple[torch.Tensor, torch.Tensor]) -> None:

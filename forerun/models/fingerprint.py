@@ -30,7 +30,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             values = checkpoint.tensor(name)
         else:
             values = checkpoint.rows(name, _sample(shape[0], ROWS if name.startswith("layers.") else EMBED_ROWS))
-        data = values.detach().float().contiguous().numpy().astype("<f4", copy=False)
+        data = values.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False)
         digest.update(f"{name} {shape}".encode() + data.tobytes())
     return digest.hexdigest()[:32]
 

@@ -69,10 +69,11 @@ class Profile:
         about = {f: getattr(self, f) for f in ("kind", "target", "source", "names", "source_cost", "share")}
         about |= {"curve": [asdict(p) for p in self.curve], "thresholds": self.thresholds, "facts": self.facts}
         about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base}
-        about["checksum"] = checksum(rounded)
+        about["checksum"] = checksum(rounded, about)
         part = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, part, metadata={_KEY: json.dumps(about)})
+        part.chmod(0o644)  # what is no secret can be read by everybody who may enter the folder
         part.replace(path)  # whoever reads meanwhile sees the old file or the new one, never half of one
 
     @classmethod
@@ -94,7 +95,7 @@ class Profile:
                 **{f: about[f] for f in ("kind", "target", "source", "names", "source_cost", "share")},
                 **{f: about[f] for f in ("thresholds", "facts")},
             )
-            intact = checksum(maps) == about["checksum"]
+            intact = about.pop("checksum") == checksum(maps, about)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise BadProfile(f"{path} is not a whole profile: {error}", "calibrate again, or copy it anew") from None
         if not intact:
@@ -115,8 +116,10 @@ class Profile:
             raise BadProfile(f"the profile was made for the draft {self.names.get('source')}, not for this one", hint)
 
 
-def checksum(maps: Maps) -> str:
-    digest = hashlib.sha256(repr((maps.taps, maps.base)).encode())
+def checksum(maps: Maps, about: dict[str, Any] | None = None) -> str:
+    """Of the maps as they are stored, and of what is said about them."""
+    digest = hashlib.sha256(repr((tuple(maps.taps), maps.base)).encode())
+    digest.update(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(maps.tensors().items()):
         data = tensor.detach().to("cpu", torch.float16).contiguous().view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + data.tobytes())

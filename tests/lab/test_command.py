@@ -45,6 +45,9 @@ def test_a_study_from_the_command_line(
     assert run(*asked, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [table["measure"] for table in found["tables"]] == ["agreement", "copy"] and found["failures"] == 0
+    (out / "copy.png").unlink()
+    assert run(*asked, "--json", "--report-only") == 0
+    assert json.loads(capsys.readouterr().out) == found and (out / "copy.png").exists()
     lines = (out / "results.jsonl").read_text().splitlines()
     assert sum('"agreement"' in line and '"record"' in line for line in lines) == 2  # not measured a second time
     assert (out / "agreement.png").exists() and (out / "report.json").exists()

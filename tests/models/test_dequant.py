@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from forerun.models.dequant import CHUNK, SPAN, THREADED, dequantise
+from forerun.models.dequant import CHUNK, FORMATS, SPAN, THREADED, dequantise
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 # Where the float16 scales of a block lie: random bytes there would be infinities, so they get real numbers
@@ -59,3 +59,17 @@ def test_rows_of_a_view() -> None:
     """Rows picked from a mapped file are not contiguous blocks of it."""
     raw = torch.from_numpy(random_rows("Q5_K", rows=8, blocks=2))
     assert torch.equal(dequantise(raw[::3], "Q5_K"), dequantise(raw, "Q5_K")[::3])
+
+
+def test_many_rows_in_inference_mode() -> None:
+    """Large tables are filled by threads, which must be able to write what inference mode made."""
+    rows = -(-THREADED // 256) + 1
+    raw = torch.zeros(rows, FORMATS["Q8_0"].size * 8, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode():
+            found = dequantise(raw, "Q8_0")
+    finally:
+        torch.set_num_threads(threads)
+    assert found.shape == (rows, 256) and not found.any()

@@ -222,6 +222,7 @@ def test_a_guide_that_cannot_be_is_no_loss(
     answer = Answer(engine, prompt(40, LONG), PROVISIONAL)
     finish(engine)
     assert tokens(final(answer)) == truth(prompt(40, LONG), EXACT) and not said(answer)
+    assert "failed" in answer.last.usage.prefill.fell_back  # type: ignore[union-attr]
     impossible = Prefill("provisional", source="impossible", allow_exact=True)
     answer = Answer(engine, prompt(41, LONG), replace(EXACT, prefill=impossible))
     finish(engine)

@@ -85,7 +85,7 @@ class Distiller:
         end = stop - ahead - TAIL
         with torch.no_grad():
             # where nobody else looks, the tail's exact attention stands in for the one over drafted K/V
-            own = Gaze(slice(end, end + TAIL)) if pair.alone else None
+            own = Gaze(slice(end, end + TAIL), pair.target.config.scale) if pair.alone else None
             exact = pair.target.trace(tokens, see=own, keep_kv=False)
             features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
             gaze = gaze if own is None else own.mean(tokens)

@@ -62,7 +62,7 @@ def _score(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float, by_
 def tail_gaze(pair: Pair, exact: Trace, drafted: Tensor, end: int) -> Tensor:
     """What the target's own tail looks at over drafted K/V."""
     few = torch.zeros(drafted.shape[0], 0, dtype=torch.int64, device=drafted.device)
-    gaze = Gaze(slice(FIRST, FIRST + TAIL))
+    gaze = Gaze(slice(FIRST, FIRST + TAIL), pair.target.config.scale)
     pair.climb(exact, drafted, with_ends(few, end, end + TAIL), gaze)
     return gaze.mean(drafted)
 

@@ -80,7 +80,8 @@ class Distillation:
         self, pair: Pair, maps: Maps, windows: Windows, settings: Settings, recipe: Recipe, keeper: Keeper
     ) -> None:
         self._pair, self._ridge, self._settings, self._keeper = pair, maps, settings, keeper
-        self._held, self._ahead = windows.held[:JUDGED], recipe.continuation
+        # From the end: the curve is measured from the start, and what was selected on a window flatters itself there
+        self._held, self._ahead = windows.held[-JUDGED:], recipe.continuation
         # Until it is known how many steps there are, the rate is next to nothing
         steps = settings.steps or 1_000_000
         self._distiller = Distiller(pair, maps, Schedule(steps, ahead=2 * recipe.continuation))

@@ -46,7 +46,7 @@ class Pair:
 
         `exact` is the target's own trace; a source that is the target reads its lower layers from there.
         """
-        gaze = Gaze(tail)
+        gaze = Gaze(tail, self.source.config.scale)
         if self.alone:
             return torch.cat([unit(exact.hidden[t]) for t in self.taps], -1), gaze.mean(tokens)
         layers = max(self.taps)
@@ -78,8 +78,8 @@ class Pair:
 class Gaze:
     """Attention of some queries over all entries, summed over heads and layers."""
 
-    def __init__(self, queries: slice) -> None:
-        self.queries = queries
+    def __init__(self, queries: slice, scale: float) -> None:
+        self.queries, self.scale = queries, scale
         self._sum: Tensor | None = None
         self._count = 0
 
@@ -89,7 +89,7 @@ class Gaze:
             rows = rows[None] if rows.dim() == 1 else rows  # [B or 1, Q]
             group = q.shape[1] // k.shape[1]
             q = q[:, :, self.queries].unflatten(1, (k.shape[1], group))  # [B, Hkv, G, Q, D]
-            scores = (q @ k[:, :, None].transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # [B, Hkv, G, Q, T]
+            scores = (q @ k[:, :, None].transpose(-1, -2)).float() * self.scale  # [B, Hkv, G, Q, T]
             hidden = torch.arange(k.shape[2], device=k.device) > rows[..., None]  # [B, Q, T]
             scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
             mean = F.softmax(scores, -1).mean((1, 2))  # [B, Q, T]

@@ -17,7 +17,7 @@ import torch
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.cost import reading_cost
 from forerun.prefill.calibration.curve import best_share, measure
-from forerun.prefill.calibration.fit import fit
+from forerun.prefill.calibration.fit import JUDGED, fit
 from forerun.prefill.calibration.pair import Pair
 from forerun.prefill.calibration.resume import Keeper
 from forerun.prefill.calibration.setup import Settings, Subject, check_window, check_writable, open_subject
@@ -52,6 +52,9 @@ def calibrate(
             profile = _judged(subject, pair, maps, windows, settings, recipe, keeper, quiet)
     profile.facts |= facts | {"device": device.type, "seconds": round(keeper.seconds, 1), "files": windows.files}
     profile.facts |= {"train_tokens": windows.train.numel(), "held_tokens": windows.held.numel()}
+    if settings.distill:  # windows of the curve that the maps were selected on, too: its figures flatter them there
+        held = len(windows.held)
+        profile.facts["selected_on"] = max(0, min(JUDGES, held) + min(JUDGED, held) - held)
     profile.facts |= {"settings": asdict(settings), "recipe": asdict(recipe)}
     profile.save(out)
     keeper.remove()

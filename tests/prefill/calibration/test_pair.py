@@ -72,7 +72,7 @@ def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None
 
 def test_a_gaze_is_attention(pair: Pair) -> None:
     model = pair.source
-    gaze = Gaze(slice(90, 95))
+    gaze = Gaze(slice(90, 95), model.config.scale)
     model.trace(TOKENS, layers=1, see=gaze)
     q, k, _ = model.project(model.start(TOKENS), 0)
     positions = torch.arange(200)
@@ -85,7 +85,7 @@ def test_a_gaze_is_attention(pair: Pair) -> None:
 
 def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: Pair) -> None:
     exact = pair.target.trace(TOKENS)
-    wanted = Gaze(slice(END, END + TAIL))
+    wanted = Gaze(slice(END, END + TAIL), pair.target.config.scale)
 
     def mapped_layers(layer: int, q: Tensor, k: Tensor, positions: Tensor) -> None:
         if layer >= pair.base:

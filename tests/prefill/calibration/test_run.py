@@ -46,6 +46,8 @@ def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
     assert set(profile.thresholds) == {*SIGNALS, "kl"}
     check_thresholds(profile.thresholds, 4)
     assert profile.facts["steps"] == 3 and profile.facts["files"] == 6 and profile.facts["train_tokens"] > 4000
+    held = profile.facts["held_tokens"] // RECIPE.length
+    assert profile.facts["selected_on"] == held  # so few that all of them served both ends, and it is said
     assert [p.name for p in made.parent.iterdir()] == ["pair.profile"]  # the state is gone
 
 
