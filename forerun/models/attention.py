@@ -54,7 +54,7 @@ class AttentionBackend(ABC):
 
 
 TILE = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
-MANY = 128  # new tokens from which query heads are left apart
+MANY, LONG = 128, 4096  # new tokens and keys from which query heads are left apart: slower, with a smaller mask
 ROWS = 4  # rows come in multiples of this
 SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
 
@@ -117,7 +117,7 @@ class SdpaAttention(AttentionBackend):
         if path:
             assert batch.tree is not None
             seen = seen + batch.tree[tokens].sum(-1)
-        apart = count >= MANY
+        apart = count >= MANY and keys > LONG
         masks = {}
         for window in self._windows:
             mask = _mask(seen, keys, window)  # [count, keys]

@@ -191,6 +191,8 @@ class Prefiller:
     def _read(self, job: Job, run: _Progress, budget: int) -> None:
         start, missing = time.perf_counter(), len(job.tokens) - job.read
         count = min(missing, max(1, int(budget / max(run.source.cost(missing) / missing, 1e-6))))
+        if self._runner.decoder.device.type == "cpu":
+            count = min(count, self.policy.chunk)
         run.source.read(job, count)
         drafted = slice(job.first, min(job.read, job.end))
         job.report.token_layers += run.source.base * max(0, drafted.stop - max(job.first, job.read - count))
