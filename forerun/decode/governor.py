@@ -10,7 +10,8 @@ import statistics
 from dataclasses import dataclass, field
 
 COMPARED = 6  # steps of each kind in a comparison
-FIRST_REST, LONGEST_REST = 64, 2048  # plain steps after guessing lost; twice as many each time
+FIRST_REST, LONGEST_REST = 64, 4096  # plain steps after guessing lost; twice as many each time
+CROWD = 4  # sequences for which that is so; the more there are, the less a trial promises
 GO = 256  # steps after it won, before plain ones are timed again
 SPIKE = 2.0  # a step that took so many times the median counts as no more than that
 HOPELESS, LOOKED = 0.8, 2  # where guessing is so much slower after so many steps, the comparison is over
@@ -44,6 +45,7 @@ class _Size:
     guessed: Rate = field(default_factory=Rate)
     guessing: bool = False  # what is being timed now
     left: int = 0  # steps to go on without timing
+    first_rest: int = FIRST_REST
     rest: int = FIRST_REST
 
     @property
@@ -55,7 +57,7 @@ class _Size:
         if not self.guessing:
             self.guessing = True
         elif self.guessed.value() >= self.plain.value():
-            self.guessing, self.left, self.rest = True, GO, FIRST_REST
+            self.guessing, self.left, self.rest = True, GO, self.first_rest
             self.plain, self.guessed = Rate(), Rate()
         else:
             self.guessing, self.left = False, self.rest
@@ -75,7 +77,10 @@ class Governor:
         if sequences < 2:
             self._last = None
             return True
-        size = self._sizes.setdefault(sequences.bit_length(), _Size())
+        if sequences.bit_length() not in self._sizes:
+            rest = FIRST_REST * max(1, sequences // CROWD)
+            self._sizes[sequences.bit_length()] = _Size(first_rest=rest, rest=rest)
+        size = self._sizes[sequences.bit_length()]
         if self._last is not None and self._last[0] == sequences:
             self._book(size, tokens, now - self._last[1], self._last[2])
         guesses = size.guessing

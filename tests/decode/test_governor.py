@@ -45,7 +45,7 @@ def test_one_sequence_is_left_alone() -> None:
 
 def test_what_was_lost_is_tried_again() -> None:
     governor, now, tokens, tried = Governor(), 0.0, 0, []
-    for step in range(4 * FIRST_REST):
+    for step in range(8 * FIRST_REST):
         allowed = governor.allows(8, tokens, now)
         if allowed:
             tried.append(step)

@@ -13,6 +13,7 @@ Called by one thread only. Knows no text and no model.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 MAX_STATES = 1 << 19
 _CHUNK = 256  # tokens taken in at a step: long prompts must not hold up the others,
 _SHARE = 32  # and every sequence may at least keep up with its answer
+_ENDED = 256  # answers that wait to be taken in
 _COUNTED = 24  # suffixes of a token's context, longest first, whose counts are kept exactly
 _FOUND = 16  # last tokens that are searched where no state is at hand
 _BROAD = 64  # a state that so many tokens follow says nothing, and would take long to say it
@@ -177,9 +179,11 @@ class Suffix(Drafter):
         self._max_states = max_states // 2  # of each generation
         self._young, self._old = Automaton(), Automaton()
         self._sequences: dict[int, _Sequence] = {}
+        self._ended: deque[tuple[_Sequence, list[int]]] = deque(maxlen=_ENDED)
 
     def propose(self, asks: list[Ask]) -> list[Draft]:
         drafts, budget = [], _CHUNK
+        self._take_in_ended()
         for ask in asks:
             seq = self._sequences.get(ask.id)
             if seq is None or seq.size > len(ask.tokens):
@@ -190,11 +194,18 @@ class Suffix(Drafter):
         return drafts
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        """Answers that ended are taken in when somebody asks next: where nobody does, they must not cost time."""
         seq = self._sequences.pop(seq_id, None) or _Sequence(max(0, len(tokens) - _CHUNK))
-        self._take_in(seq, tokens, _CHUNK)
+        self._ended.append((seq, tokens))
 
     def forget(self) -> None:
         self._young, self._old = Automaton(), Automaton()
+        self._ended.clear()
+
+    def _take_in_ended(self) -> None:
+        budget = _CHUNK
+        while self._ended and budget > 0:
+            budget -= self._take_in(*self._ended.popleft(), budget)
 
     def _take_in(self, seq: _Sequence, tokens: list[int], most: int) -> int:
         if len(self._young) >= self._max_states:
