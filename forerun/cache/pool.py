@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,43 @@ from forerun.models.config import ModelConfig
 
 
 @dataclass
-class Plane:
-    """Another model's K/V on the same pages. `filled`: how many entries of each page, from its first, have it."""
+class Halfway:
+    """Tokens of a sequence that a model has read up to some layer: what comes in there, kept to go on from."""
 
-    kv: KV
-    filled: np.ndarray  # [num_pages] int32
+    pages: array[int]  # of the sequence
+    first: int  # entry of the first token
+    x: torch.Tensor  # [tokens, hidden] inputs of `layer`
+    layer: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.x.shape[0]
+
+
+class Plane:
+    """Another model's K/V on the same pages."""
+
+    MOST_HALFWAY = 16
+
+    def __init__(self, kv: KV, num_pages: int) -> None:
+        self.kv = kv
+        self.filled = np.zeros(num_pages, dtype=np.int32)  # entries of each page, from its first, that have it
+        self.lower = np.zeros(num_pages, dtype=np.int32)  # the same for those that have it in the lower layers only
+        self._halfway: dict[int, Halfway] = {}  # by sequence
+
+    def keep(self, seq_id: int, reading: Halfway) -> None:
+        """Remember where a reading stopped, for the latest few sequences."""
+        self._halfway[seq_id] = reading
+        while len(self._halfway) > self.MOST_HALFWAY:
+            del self._halfway[next(iter(self._halfway))]
+
+    def halfway(self, seq_id: int, pages: array[int], entry: int) -> Halfway | None:
+        """A reading of this sequence, on the pages it has now, that goes on at `entry`."""
+        found = self._halfway.get(seq_id)
+        return found if found is not None and found.pages is pages and found.first <= entry < found.end else None
+
+    def drop(self, seq_id: int) -> None:
+        self._halfway.pop(seq_id, None)
 
 
 class PagePool:
@@ -53,7 +86,7 @@ class PagePool:
 
     def add_plane(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Plane:
         """Room for one more model's K/V on every page."""
-        self.planes.append(Plane(self._make_kv(config, dtype, device), np.zeros(self.num_pages, dtype=np.int32)))
+        self.planes.append(Plane(self._make_kv(config, dtype, device), self.num_pages))
         return self.planes[-1]
 
     @property
@@ -84,7 +117,7 @@ class PagePool:
             pages.append(last)
         self.free -= count
         for plane in self.planes:
-            plane.filled[pages] = 0
+            plane.filled[pages] = plane.lower[pages] = 0
         return pages
 
     def _gap(self, count: int) -> int:
@@ -105,9 +138,10 @@ class PagePool:
         for plane in self.planes:
             src, dst = np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
             more = plane.filled[src] > plane.filled[dst]
+            more |= (plane.lower[src] > plane.lower[dst]) & (plane.filled[dst] == 0)
             if more.any():
                 self._copy(plane.kv, src[more].tolist(), dst[more].tolist())
-                plane.filled[dst[more]] = plane.filled[src[more]]
+                plane.filled[dst[more]], plane.lower[dst[more]] = plane.filled[src[more]], plane.lower[src[more]]
 
     def _copy(self, kv: KV, source: Sequence[int], target: Sequence[int]) -> None:
         slots = self.num_pages * self.page_size

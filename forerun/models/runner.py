@@ -98,6 +98,14 @@ class Runner:
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
 
+    @torch.inference_mode()
+    def resume(self, span: Span, x: Tensor, layer: int) -> None:
+        """Tokens that ran through the layers below `layer` run through the others: x [tokens, hidden] comes in there.
+        Leaves their K/V and nothing else."""
+        batch = self.batch([span]).to(self.decoder.device)
+        self.decoder.attention.plan(batch)
+        self.decoder.run_layers(x, batch, self.kv, range(layer, self.decoder.config.num_layers))
+
     def most_rows(self, sequences: int) -> int:
         """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""
         if self.graphs is None:

@@ -90,6 +90,7 @@ class ModelDrafter(Drafter):
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._states.pop(seq_id, None)
+        self._plane.drop(seq_id)
 
     def time_round(self, tokens: int, context: int) -> float:
         return self._runner.time_forward(tokens, context, repeats=2)
@@ -129,7 +130,14 @@ class ModelDrafter(Drafter):
             state.fresh = False
         if missing > SCORED + 1:
             count = min(missing - 1, CATCH_UP)
-            self._runner.forward([Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())])
+            half = self._plane.halfway(ask.id, state.pages, state.valid)
+            count = count if half is None else min(count, half.end - state.valid)
+            span = Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())
+            if half is None:
+                self._runner.forward([span])
+            else:  # the prompt was read up to some layer when its own K/V was drafted
+                lo = state.valid - half.first
+                self._runner.resume(span, half.x[lo : lo + count], half.layer)
             self._advance(state, state.valid + count)
         return len(tokens) - state.valid <= SCORED + 1
 

@@ -16,9 +16,9 @@ def model_macs(config: ModelConfig) -> int:
     return config.num_layers * layer_macs(config)
 
 
-def reading_cost(target: ModelConfig, draft: ModelConfig | None, base: int) -> float:
-    """A token read by the source, in tokens of the target's prefill, without the maps."""
-    return base / target.num_layers if draft is None else model_macs(draft) / model_macs(target)
+def reading_cost(target: ModelConfig, draft: ModelConfig | None, base: int, top: int) -> float:
+    """A token read by the source, in tokens of the target's prefill, without the maps; a draft runs `top` layers."""
+    return base / target.num_layers if draft is None else top * layer_macs(draft) / model_macs(target)
 
 
 def whole_cost(target: ModelConfig, maps: Maps, reading: float, alone: bool, share: float, prompt: int) -> float:

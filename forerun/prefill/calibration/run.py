@@ -84,7 +84,7 @@ def _judged(
     held, kinds = windows.held[:JUDGES], windows.kinds[:JUDGES]
     ahead, batch = recipe.continuation, settings.batch
     config = subject.target.config
-    reading = reading_cost(config, subject.source.config if subject.source else None, subject.base)
+    reading = reading_cost(config, subject.source.config if subject.source else None, subject.base, max(subject.taps))
 
     def tick() -> None:
         keeper.tick(lambda: keeper.values)  # the maps are all there is to keep

@@ -23,6 +23,8 @@ from forerun.prefill.calibration.pair import FIRST, TAIL, Pair
 
 MOST_INPUTS = 12_288  # of the maps: their Gram matrix is that wide, in float64 while it is solved
 
+READ = 0.6  # of a draft's layers
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -139,8 +141,11 @@ def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
 
 
 def _taps(config: ModelConfig, asked: int | None, last: int | None) -> tuple[int, ...]:
-    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows."""
-    last = config.num_layers if last is None else last
+    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows.
+
+    A draft is read to `READ` of its layers: what lies above costs as much and adds next to nothing.
+    """
+    last = min(config.num_layers, max(2, round(READ * config.num_layers))) if last is None else last
     most = max(1, MOST_INPUTS // config.hidden_size)
     count = min(asked or most, last + 1)
     if count > most:

@@ -1,20 +1,24 @@
 """A smaller model with the target's tokens reads the prompt; its hidden states are mapped to the target's K/V.
 
-What it reads stays on its own plane of the prompt's pages, where drafters of the answer find it. On its way it sums
-up what the prompt's last tokens look at.
+It reads no further than the highest layer the maps look at. What it reads stays on its own plane of the prompt's
+pages, where drafters of the answer find it and go on from. On its way it sums up what the prompt's last tokens look at.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from forerun.cache.pool import Halfway
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
+from forerun.models.decoder import Watch
 from forerun.models.runner import Span
 from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
@@ -23,8 +27,10 @@ from forerun.prefill.sources.writing import Writer, needed
 
 @dataclass
 class _Reading:
+    start: int  # first entry that is read
     need: int  # entries from here to the tail get mapped K/V
     gaze: TailAttention
+    kept: list[Tensor] = field(default_factory=list)  # what came out of the highest layer that was run, chunk by chunk
 
 
 class DraftSource(Source):
@@ -46,6 +52,8 @@ class DraftSource(Source):
         self._writer = Writer(workshop.runner, workshop.draft.decoder, profile.maps)
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
+        self._stairs, self._layers = Staircase(workshop.draft_runner), workshop.draft.decoder.config.num_layers
+        self._top = max(max(profile.maps.taps), 1)
         self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
@@ -62,8 +70,8 @@ class DraftSource(Source):
     def open(self, job: Job) -> None:
         """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
         need = max(job.first, job.known)
-        job.state = _Reading(need, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
         job.read = min(self._filled(job), need, job.end)
+        job.state = _Reading(job.read, need, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
 
     def read(self, job: Job, count: int) -> None:
         state: _Reading = job.state
@@ -78,14 +86,28 @@ class DraftSource(Source):
                 state.gaze.see(layer, q[tail - lo :], tail)
 
         if lo < hi:
-            self._runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())], watch=watch)
+            self._run(job, lo, hi, watch)
             self._mark(job, lo, hi)
         if first < end:
             self._writer.stairs.run(self._writer.rows(job, first, end))
             self._writer.write(job, [hidden[tap] for tap in self._writer.taps], first, end)
         job.read = hi
 
+    def _run(self, job: Job, lo: int, hi: int, watch: Watch) -> None:
+        """These entries through the draft's layers that the maps look at."""
+        if self._top == self._layers:
+            self._runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())], watch=watch)
+            return
+        rows = Rows(np.array(job.tokens[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, self._top))
+        kept = self._stairs.run(rows, watch, keep=self._top).x
+        assert kept is not None
+        watch(self._top, kept, None, None)
+        job.state.kept.append(kept)
+
     def finish(self, job: Job) -> None:
+        """What is halfway through the draft's layers can go on from there when an answer is drafted."""
+        if job.state is not None and job.state.kept:
+            self._plane.keep(job.id, Halfway(job.pages, job.state.start, torch.cat(job.state.kept), self._top))
         job.state = None
 
     def scores(self, job: Job) -> np.ndarray | None:
@@ -96,12 +118,13 @@ class DraftSource(Source):
     def _filled(self, job: Job) -> int:
         """Entries in whole pages, from the first, that the draft has read before: for this prompt or another."""
         size, whole = self._pool.page_size, 0
-        while whole < len(job.pages) and self._plane.filled[job.pages[whole]] == size:
+        enough = self._plane.filled if self._top == self._layers else np.maximum(self._plane.filled, self._plane.lower)
+        while whole < len(job.pages) and enough[job.pages[whole]] == size:
             whole += 1
         return whole * size
 
     def _mark(self, job: Job, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
-        size = self._pool.page_size
+        size, marks = self._pool.page_size, self._plane.filled if self._top == self._layers else self._plane.lower
         for page in range(lo // size, hi // size):
-            self._plane.filled[job.pages[page]] = size
+            marks[job.pages[page]] = size

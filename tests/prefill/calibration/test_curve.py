@@ -35,8 +35,8 @@ def test_costs(pair: Pair) -> None:
     target, draft = pair.target.config, pair.source.config
     by_hand = sum(w.numel() for n, w in pair.target.weights.items() if n.startswith("layers.0.") and w.ndim == 2)
     assert layer_macs(target) == by_hand and model_macs(target) == 4 * by_hand
-    assert reading_cost(target, None, 1) == 0.25
-    assert reading_cost(target, draft, 1) == model_macs(draft) / model_macs(target) < 0.5
+    assert reading_cost(target, None, 1, 1) == 0.25
+    assert reading_cost(target, draft, 1, draft.num_layers) == model_macs(draft) / model_macs(target) < 0.5
     maps = Maps((0,), 1, *(torch.zeros(n, n) for n in (4, 1, 4, 4, 4, 1)))
     small = maps.macs / model_macs(target)
     assert whole_cost(target, maps, 0.25, False, 0.1, 800) == pytest.approx(0.25 + small + 0.1 + 80 / 800)

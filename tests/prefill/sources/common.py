@@ -50,7 +50,8 @@ def clear(pool: PagePool) -> None:
         for cache in (cache for layer in kv for cache in layer):
             cache.fill_(EMPTY)
     for plane in pool.planes:
-        plane.filled[:] = 0
+        plane.filled[:] = plane.lower[:] = 0
+        plane.drop(1)
 
 
 def linear_kv(checkpoint: Checkpoint, i: int) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from forerun.core import SamplingParams
+from forerun.decode.drafters.base import Ask
 from forerun.decode.drafters.model import ModelDrafter
+from forerun.decode.sampling import Context
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadProfile, BadRequest
+from forerun.models.decoder import Output
 from forerun.models.load import open_checkpoint
+from forerun.models.runner import Span
 from forerun.prefill.depth import Rows
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
@@ -48,19 +54,23 @@ def workshop_of(folder: Path, weights: str = "float32") -> Workshop:
     return _made[folder, weights]
 
 
-def source_of(workshop: Workshop, folder: Path, base: int = 1) -> DraftSource:
-    layers = workshop.runner.decoder.config.num_layers
-    return DraftSource(workshop, make_profile("draft", make_maps(folder, base, tuple(range(base, layers)))))
+def source_of(workshop: Workshop, folder: Path, base: int = 1, whole: bool = True) -> DraftSource:
+    """`whole`: the maps look at the draft's last output, so that all of its layers run; else all but the last do."""
+    last = workshop.runner.decoder.config.num_layers + whole
+    return DraftSource(workshop, make_profile("draft", make_maps(folder, base, tuple(range(base, last)))))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("first", "known", "chunk"), [(0, 0, 100), (0, 0, 7), (19, 0, 16), (0, 21, 9), (8, 24, 1)])
-def test_right_maps_give_the_targets_own_kv(tiny_folder: Folder, family: str, first: int, known: int, chunk: int):
+def test_right_maps_give_the_targets_own_kv(
+    tiny_folder: Folder, family: str, first: int, known: int, chunk: int, whole: bool
+):
     workshop = workshop_of(tiny_folder(family))
     exact = exact_kv(workshop)
     put_prefix(workshop, first)
     job, need = make_job(first, known), max(first, known)
-    read_all(source_of(workshop, tiny_folder(family)), job, chunk)
+    read_all(source_of(workshop, tiny_folder(family), whole=whole), job, chunk)
     for i, ((k, v), (true_k, true_v)) in enumerate(zip(stored(workshop.runner), exact, strict=True)):
         for mine, true in ((k, true_k), (v, true_v)):
             assert torch.allclose(mine[:first], true[:first], atol=1e-5)
@@ -103,6 +113,47 @@ def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
     whole = len(IDS) // PAGE
     assert workshop.draft_plane.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
     assert ModelDrafter(workshop)._filled(PAGES) == whole * PAGE
+
+
+def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    """The maps look at lower layers only: the rest runs when an answer is drafted, and nothing runs twice."""
+    workshop = workshop_of(tiny_folder("llama"))
+    exact, runner = exact_kv(workshop), workshop.draft_runner
+    assert runner is not None and workshop.draft_plane is not None
+    source, job = source_of(workshop, tiny_folder("llama"), whole=False), make_job()
+    read_all(source, job, 13)
+    source.finish(job)
+    half = stored(runner)
+    assert all(torch.allclose(a, b, atol=1e-4) for i in range(3) for a, b in zip(half[i], exact[i], strict=True))
+    assert (half[3][0] == EMPTY).all(), "the last layer was not needed"
+    assert not workshop.draft_plane.filled[list(PAGES)].any()
+
+    ran: list[int] = []
+    forward = runner.forward
+
+    def counted(spans: list[Span], *rest: Any) -> Output:
+        ran.append(len(spans[0].ids))
+        return forward(spans, *rest)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    drafter, tokens = ModelDrafter(workshop), [*IDS, 5]
+    ask = Ask(job.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
+    drafter.propose([ask])
+    for mine, true in zip(stored(runner), exact, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
+    assert ran and max(ran) <= 2, "the prompt was read again"
+    workshop.draft_plane.drop(job.id)
+
+
+@pytest.mark.parametrize(("lower", "start"), [(3, 24), (0, 0)])
+def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, start: int):
+    workshop = workshop_of(tiny_folder("llama"))
+    assert workshop.draft_plane is not None
+    workshop.draft_plane.lower[list(PAGES)[:lower]] = PAGE
+    for whole in (False, True):
+        job = make_job(24)
+        source_of(workshop, tiny_folder("llama"), whole=whole).open(job)
+        assert job.read == (0 if whole else start)
 
 
 @pytest.mark.parametrize(
