@@ -7,11 +7,13 @@ one is slow and differentiable; a test holds it to the engine's decoder. It know
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
@@ -21,6 +23,8 @@ from forerun.progress import track
 
 LONGEST = 32_768  # of a window
 UNSEEN = -30_000.0  # added to the score of what a row does not see
+# With the kernel that CUDA chooses by itself the gradients of masked attention are not numbers (torch 2.11, H200).
+SOUND = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Shown (layer, rotated queries [B, Hq, R, D], rotated keys [B, Hkv, T, D], positions of the queries [R] or [B, R])
 See = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -113,9 +117,9 @@ class DenseModel:
             mask &= entry > positions[..., None] - window
         group = self.config.num_heads // self.config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        # a finite mask: with infinities the gradients of some CUDA kernels are not numbers
         hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, UNSEEN)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[:, None], scale=self.config.scale)
+        with sdpa_kernel(SOUND) if q.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[:, None], scale=self.config.scale)
         return out.transpose(1, 2).flatten(2)
 
     def finish(self, x: Tensor, attended: Tensor, i: int) -> Tensor:

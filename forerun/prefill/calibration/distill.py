@@ -22,7 +22,7 @@ from forerun.prefill.maps import Maps
 @dataclass(frozen=True)
 class Schedule:
     steps: int
-    rate: float = 4e-3  # of a weight's own size
+    rate: float = 1.5e-3  # of a weight's own size
     warmup: float = 0.03
     shares: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)  # of recomputed tokens, in turn
     ahead: int = 128  # tokens after the prompt that are compared
