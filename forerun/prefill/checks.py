@@ -58,6 +58,13 @@ class Scores:
             bad |= ~(values >= limit if signal in COSINES else values <= limit)  # what is not a number fails
         return (bad[self.base :].sum(0) <= failing * (layers - self.base)) & self.finite
 
+    def verdict(self, thresholds: dict[str, list[float]], failing: float) -> np.ndarray:
+        """[spans] what passed. After a first round the tail's own answer decides, where it is said how much it may
+        still move."""
+        if self.kl is not None and "kl" in thresholds:
+            return self.finite & (self.kl <= thresholds["kl"][0])
+        return self.passed(thresholds, failing)
+
     def means(self) -> dict[str, list[float]]:
         """Per signal the mean over spans, layer by layer."""
         return {signal: np.nan_to_num(values.mean(1)).round(5).tolist() for signal, values in self.values.items()}

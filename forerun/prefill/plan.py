@@ -39,13 +39,14 @@ class Policy:
     deepenings: int = 2  # further rounds of repair where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     window: int = 3  # neighbours over which scores are averaged
+    glance: int = 384  # drafted tokens after which a first checkpoint says whether to go on
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
         for name in ("first", "shortest", "spans", "deepenings"):
             if getattr(self, name) < 0:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, it cannot be negative")
-        for name in ("tail", "span", "window", "chunk"):
+        for name in ("tail", "span", "window", "glance", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, the least is 1")
         if not 0.0 <= self.failing <= 1.0:

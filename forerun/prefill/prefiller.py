@@ -10,7 +10,6 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -21,29 +20,29 @@ from forerun.decode.workshop import Workshop
 from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.params import Prefill
 from forerun.prefill import sources
-from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
+from forerun.prefill.checks import Checker, check_thresholds, divergence, wipe
 from forerun.prefill.choose import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows
-from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.depth import Staircase
 from forerun.prefill.job import Job, Phase
-from forerun.prefill.plan import Checkpoint, Costs, Plan, Policy, deepen, least_work, leave, plan, settle, too_short
+from forerun.prefill.plan import (
+    Checkpoint,
+    Costs,
+    Gapped,
+    Plan,
+    Policy,
+    deepen,
+    least_work,
+    leave,
+    plan,
+    settle,
+    too_short,
+)
 from forerun.prefill.profile import Profile
+from forerun.prefill.repair import Repair
 from forerun.prefill.sources.base import Source
+from forerun.prefill.way import Way
 
 JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
-
-
-@dataclass
-class _Progress:
-    """One job's way, beside what the job itself says."""
-
-    source: Source
-    chooser: str
-    costs: Costs
-    spent: float = 0.0  # work, in tokens of the target's prefill
-    scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    spans: list[Checkpoint] = field(default_factory=list)
-    checker: Checker | None = None
-    logits: Tensor | None = None  # [JUDGED, V] of the tail after the round before
 
 
 class Prefiller:
@@ -60,9 +59,9 @@ class Prefiller:
         self._workshop, self.profile, self.policy = workshop, profile, policy or Policy()
         self._make, self._scorers = make, scorers or {}
         self._runner, self._config = workshop.runner, workshop.runner.decoder.config
-        self._staircase = Staircase(workshop.runner)
+        self._staircase, self._repairs = Staircase(workshop.runner), Repair(workshop.runner, self.policy)
         self._sources: dict[str, Source] = {}
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, Way] = {}
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -91,8 +90,8 @@ class Prefiller:
         assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
         job = Job(-1, [0] * num_tokens, array("i"), 0, end, settings, layers)
-        run = _Progress(source, chooser_for(settings.chooser, source.name), Costs(job, source, self._config))
-        work = self._reading(job, run) + least_work(job, np.arange(self.policy.first), run.costs, self.policy)
+        run = Way(source, chooser_for(settings.chooser, source.name), Costs(job, source, self._config))
+        work = run.reading(job, self._scorers) + least_work(job, np.arange(self.policy.first), run.costs, self.policy)
         return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
 
     def key(self, settings: Prefill) -> str:
@@ -150,17 +149,12 @@ class Prefiller:
             return leave(job, short)
         source.open(job)
         costs = Costs(job, source, self._config)
-        run = self._progress[job.id] = _Progress(source, job.report.chooser, costs)
+        run = self._progress[job.id] = Way(source, job.report.chooser, costs)
         assert self.profile is not None
-        foreseen = plan(job, np.zeros(len(tokens)), self.profile, source, costs, self.policy, self._reading(job, run))
+        foreseen = plan(
+            job, np.zeros(len(tokens)), self.profile, source, costs, self.policy, run.reading(job, self._scorers)
+        )
         return leave(job, foreseen.exact) if foreseen.exact else job
-
-    def _reading(self, job: Job, run: _Progress) -> float:
-        """Work until all is read and scored."""
-        scoring = run.costs.tail if run.chooser == "tail" else 0.0
-        if run.chooser in self._scorers:
-            scoring = self._scorers[run.chooser].cost(len(job.tokens))
-        return run.source.cost(len(job.tokens) - job.read) + scoring
 
     def close(self, job: Job) -> None:
         """The job is done, or its sequence is gone."""
@@ -188,7 +182,7 @@ class Prefiller:
                 self._check(job, run)
         return max(1, math.ceil(run.spent - before))
 
-    def _read(self, job: Job, run: _Progress, budget: int) -> None:
+    def _read(self, job: Job, run: Way, budget: int) -> None:
         start, missing = time.perf_counter(), len(job.tokens) - job.read
         count = min(missing, max(1, int(budget / max(run.source.cost(missing) / missing, 1e-6))))
         if self._runner.decoder.device.type == "cpu":
@@ -199,11 +193,26 @@ class Prefiller:
         job.depths[drafted] = np.maximum(job.depths[drafted], run.source.base)
         run.spent += run.source.cost(count)
         job.report.read_s += time.perf_counter() - start
+        if not run.glanced and job.read - max(job.first, job.known) >= self.policy.glance and job.read < job.end:
+            self._glance(job, run)
 
-    def _plan(self, job: Job, run: _Progress) -> None:
+    def _glance(self, job: Job, run: Way) -> None:
+        """A first look at drafts, so that a prompt they are no good for is not read to its end."""
+        run.glanced = True
+        assert self.profile is not None
+        if not self.profile.thresholds or isinstance(run.source, Gapped):  # what is missing says nothing about the rest
+            return
+        scores, entries = self._repairs.first_look(job, run.costs, run.source.base)
+        run.spent += run.costs.rows(entries) + run.costs.checks(self.policy.span)
+        if not scores.finite.all():
+            wipe(self._runner, job.pages, job.first, len(job.tokens))
+        if not scores.passed(self.profile.thresholds, self.policy.failing).all():
+            leave(job, f"a first look at {self.policy.span} of {job.read} tokens failed", run.spent)
+
+    def _plan(self, job: Job, run: Way) -> None:
         start = time.perf_counter()
         scores = CHOOSERS[run.chooser](Case(job, run.source, self._runner, self._scorers))
-        run.spent += self._reading(job, run)  # all is read: what is left is the scoring
+        run.spent += run.reading(job, self._scorers)  # all is read: what is left is the scoring
         job.report.token_layers += int(run.costs.tail) * job.layers if run.chooser == "tail" else 0
         job.report.read_s += time.perf_counter() - start
         assert self.profile is not None
@@ -219,36 +228,24 @@ class Prefiller:
         self._begin_round(job, run, made.todo, made.spans)
         job.report.check_s += time.perf_counter() - start
 
-    def _begin_round(self, job: Job, run: _Progress, todo: np.ndarray, spans: list[Checkpoint]) -> None:
+    def _begin_round(self, job: Job, run: Way, todo: np.ndarray, spans: list[Checkpoint]) -> None:
         job.todo = todo
         job.report.rounds += 1
         sinks, base = min(self.policy.first, job.end), run.source.base
         run.checker = Checker(self._runner, job.pages, spans, base, sinks) if spans else None
 
-    def _repair(self, job: Job, run: _Progress, budget: int) -> None:
-        """Some rows, in order of position: later ones see what earlier ones have become."""
-        start = time.perf_counter()
+    def _repair(self, job: Job, run: Way, budget: int) -> None:
         entries = job.todo[:budget]
-        layers = run.costs.start(entries)
-        entries = entries[: int(np.argmax(layers != layers[0])) or None]  # rows of a pass start in one layer
-        x = None
-        if layers[0]:
-            assert job.x is not None
-            x = job.x.index_select(0, torch.from_numpy(entries - job.first).to(job.x.device))
-        ids = np.array(job.tokens, dtype=np.int64)[entries]
-        rows = Rows(ids, entries, job.pages, np.full(len(entries), job.layers), x=x, first=int(layers[0]))
-        self._staircase.run(rows, None if run.checker is None else run.checker.watch(entries))
+        entries = entries[: self._repairs.run(job, run.costs, entries, run.checker)]
         job.todo = job.todo[len(entries) :]
-        job.depths[entries] = job.layers
-        job.report.token_layers += run.costs.token_layers(entries)
         run.spent += run.costs.rows(entries)
-        job.report.repair_s += time.perf_counter() - start
 
     # -- checking ------------------------------------------------------------------------------------------------------
 
-    def _check(self, job: Job, run: _Progress) -> None:
+    def _check(self, job: Job, run: Way) -> None:
         """A round of repair is over: done, another round where checks failed, or exact prefill."""
         report, checker = job.report, run.checker
+        assert self.profile is not None
         if checker is None:
             settle(job, run.costs, run.spent)
             return
@@ -259,7 +256,7 @@ class Prefiller:
             run.logits = self._judge(job, run)
             kl = divergence(run.logits, before)
         scores = checker.scores(kl)
-        passed = self._verdict(scores)
+        passed = scores.verdict(self.profile.thresholds, self.policy.failing)
         scores.write(report, checker.spans, passed)
         failed = [span for span, good in zip(checker.spans, passed, strict=True) if not good]
         deepened = report.rounds - 1
@@ -272,16 +269,7 @@ class Prefiller:
             self._deepen(job, run, failed, 1.0 / (self.policy.deepenings - deepened))
         report.check_s += time.perf_counter() - start
 
-    def _verdict(self, scores: Scores) -> np.ndarray:
-        """[spans] what passed. After a first round the tail's own answer decides, where the profile says how much it
-        may still move."""
-        assert self.profile is not None
-        thresholds = self.profile.thresholds
-        if scores.kl is not None and "kl" in thresholds:
-            return scores.finite & (scores.kl <= thresholds["kl"][0])
-        return scores.passed(thresholds, self.policy.failing)
-
-    def _deepen(self, job: Job, run: _Progress, failed: list[Checkpoint], share: float) -> None:
+    def _deepen(self, job: Job, run: Way, failed: list[Checkpoint], share: float) -> None:
         """Exact prefill, if all that failed might have to be recomputed at a cost beyond it."""
         whole = deepen(job, failed, run.scores, 1.0)
         checks = run.costs.checks(sum(span.count for span in failed))
@@ -295,7 +283,7 @@ class Prefiller:
             run.logits = self._judge(job, run)
         self._begin_round(job, run, deepen(job, failed, run.scores, share), failed)
 
-    def _judge(self, job: Job, run: _Progress) -> Tensor:
+    def _judge(self, job: Job, run: Way) -> Tensor:
         """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
         run.spent += run.costs.tail
         job.report.token_layers += int(run.costs.tail) * job.layers

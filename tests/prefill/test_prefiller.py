@@ -120,6 +120,24 @@ def test_garbage_fails_the_checks_and_ends_exact(workshop: Workshop):
     assert report.depth_runs == [(job.layers, len(IDS))]
 
 
+def answer_exactly(workshop: Workshop, job: Job) -> torch.Tensor:
+    """The next token's logits after the engine has computed the prompt on the same pages."""
+    return workshop.runner.forward([Span(IDS, 0, job.pages, [len(IDS) - 1])]).logits
+
+
+@pytest.mark.parametrize("read", [40, 25])
+def test_a_first_look_saves_reading_what_is_no_good(workshop: Workshop, read: int):
+    policy = replace(POLICY, glance=48, chunk=read)
+    bad = make_prefiller(workshop, Fake(workshop, GARBAGE), thresholds=STRICT, policy=policy)
+    job = drive(bad, start(bad, workshop))
+    assert job.phase is Phase.EXACT and job.report.fell_back.startswith("a first look at 8 of")
+    assert 48 <= job.read < 48 + read < END and job.report.cost < 1.3
+    assert apart(answer_exactly(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    good = make_prefiller(workshop, Fake(workshop), thresholds=STRICT, policy=policy)
+    job = drive(good, start(good, workshop))
+    assert job.phase is Phase.DONE and apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_fails_without_any_threshold_and_leaves_no_trace(value: float, workshop: Workshop):
     source = Fake(workshop)
