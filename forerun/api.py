@@ -7,28 +7,38 @@ engine's business; who steps it, the driver's.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.accounting import Stats
+from forerun.answers import Choice, Completion, collect
+from forerun.cache.tiers import TierConfig, Tiers
+from forerun.core import SamplingParams
 from forerun.decode.workshop import DraftModel
 from forerun.driver import Driver
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Event, FinishReason
+from forerun.engine.sequence import Event
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.fingerprint import fingerprint
 from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
 from forerun.prefill.profile import Profile
 from forerun.profiles import open_profile, prefilling
 from forerun.sizing import checked_pool_tokens, default_pool_tokens
+
+if TYPE_CHECKING:
+    from forerun.cache.pool import PagePool
+    from forerun.sharing.session import Session, SessionBook
+    from forerun.sharing.tree import RolloutTree
+
+__all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -36,37 +46,6 @@ Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
 _KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
-
-
-@dataclass
-class Choice:
-    """One of a completion's n answers."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-@dataclass
-class Completion:
-    """All answers to one prompt; `text`, `token_ids` and `finish_reason` are those of the first."""
-
-    prompt_ids: list[int]
-    choices: list[Choice]
-    usage: Usage
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.choices[0].finish_reason
 
 
 class LLM:
@@ -79,7 +58,8 @@ class LLM:
     bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
     of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool. `profile`: a
     file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the default model
-    has one.
+    has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for
+    pages that the pool has no room for.
     """
 
     def __init__(
@@ -95,10 +75,16 @@ class LLM:
         chunk_tokens: int | None = None,
         max_context: int | None = None,
         prefix_cache: bool = True,
+        disk: str | Path | None = None,
+        disk_bytes: int = TierConfig.disk_bytes,
+        host_bytes: int = 0,
         threads: int | None = None,
         quiet: bool = False,
     ) -> None:
         where = choose_device(device)
+        tiers = TierConfig(host_bytes, disk, disk_bytes)
+        if tiers.any and not prefix_cache:
+            raise BadRequest("tiers keep what the prefix cache knows, and prefix_cache is off", "leave one of them out")
         for name, value in (("threads", threads), ("pool_tokens", pool_tokens), ("chunk_tokens", chunk_tokens)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 hint = f"leave {name} out to have it chosen"
@@ -122,8 +108,14 @@ class LLM:
             prefix_cache=prefix_cache,
         )
         prefiller = None if self.profile is None else prefilling(self.profile)
-        self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller)
+        keep = self._tiers(tiers, checkpoint) if tiers.any else None
+        self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
         self._driver = Driver(self.engine)
+        self._sessions: SessionBook | None = None
+
+    def _tiers(self, config: TierConfig, checkpoint: Checkpoint) -> Callable[[PagePool], Tiers]:
+        identity = f"{fingerprint(checkpoint)} {self.precision.name}"
+        return lambda pool: Tiers(pool, config, identity)
 
     def _open_draft(
         self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
@@ -183,10 +175,10 @@ class LLM:
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
         params = self._checked(params)
         runs = self._driver.run([(ids, params) for ids in prompts])
-        return [_collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
+        return [collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
 
     async def _acomplete(self, ids: list[int], params: SamplingParams) -> Completion:
-        return _collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
+        return collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         if params is None:
@@ -197,6 +189,40 @@ class LLM:
             )
         self._driver.prepare(params)
         return params
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session(self, name: str, ttl: float | None = None, create: bool = True) -> Session:
+        """The session of that name: the open one, one that the disk tier kept from an earlier process, or else a new
+        one. Its K/V stays in the pool for `ttl` seconds after each turn. `create`: False: an unknown name is an error.
+        """
+        return self.sessions.open(name, ttl, create)
+
+    @property
+    def sessions(self) -> SessionBook:
+        """All sessions by name, those on disk too."""
+        if self._sessions is None:
+            from forerun.sharing.session import SessionBook
+
+            self._sessions = SessionBook(self, self._driver)
+        return self._sessions
+
+    def workers(self, prompt: Prompt | Messages, n: int, **more: Any) -> Iterator[Event]:
+        """Workers who see what the others write as they write it; `Event.index` says whose words an event brings."""
+        from forerun.sharing.workers import workers
+
+        return workers(self, prompt, n, **more)
+
+    def rollout(self, prompt: Prompt | Messages, width: int, depth: int, token_budget: int, **more: Any) -> RolloutTree:
+        """A tree of answers that share whatever they have in common; `more` as in `RolloutConfig`."""
+        from forerun.sharing.rollout import rollout
+
+        return rollout(self, prompt, width, depth, token_budget, **more)
+
+    def stats(self) -> Stats:
+        """How prompt tokens were served and what answers cost so far, in total and by session."""
+        tiers = self.engine.tiers
+        return self._driver.visit(lambda engine: engine.stats.snapshot(tiers.figures() if tiers is not None else None))
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
@@ -223,11 +249,11 @@ class LLM:
         self._driver.upgrade()
 
     def clear_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes in memory; the disk tier keeps its files."""
         self._driver.clear_cache()
 
     def close(self) -> None:
-        """Cancel what still runs; asking again is an error."""
+        """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
         self._driver.close()
 
     def __enter__(self) -> LLM:
@@ -272,28 +298,3 @@ def _as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
         if not isinstance(conversation, (list, tuple)) or not conversation or not isinstance(conversation[0], dict):
             raise BadRequest(f"a conversation is a list of messages, got {conversation!r:.80}", _KINDS)
     return list(messages)  # type: ignore[arg-type]
-
-
-def _collect(prompt_ids: list[int], n: int, events: list[Event]) -> Completion:
-    choices = [Choice() for _ in range(n)]
-    total = Usage(prompt_tokens=len(prompt_ids))
-    for event in events:
-        if event.provisional:  # what stands of it comes again
-            continue
-        choice = choices[event.index]
-        choice.text += event.text
-        choice.token_ids += event.token_ids
-        choice.logprobs += event.logprobs
-        choice.finish_reason = event.finish_reason or choice.finish_reason
-        if event.usage is not None:
-            _merge(total, event.usage, first=event.index == 0)
-    return Completion(prompt_ids, choices, total)
-
-
-def _merge(total: Usage, part: Usage, first: bool) -> None:
-    """Usage of n answers: the first one's prompt and first token, everybody's answer tokens, the slowest one's end."""
-    total.add(part)
-    total.total_s = max(total.total_s, part.total_s)
-    if first:
-        total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s
-        total.prefill, total.provisional_s = part.prefill, part.provisional_s

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from forerun.commands import bench, calibrate, chat, check, generate, lab, models
+from forerun.commands import bench, calibrate, chat, check, generate, lab, models, serve, stats_command
 from forerun.demo import demo
 from forerun.errors import ForerunError
 
@@ -44,8 +44,10 @@ app = typer.Typer(
 )
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
+app.command(name="serve")(serve.serve)
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate.calibrate)
+app.command(name="stats")(stats_command.stats)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")

@@ -229,12 +229,17 @@ class PrefillReport:
     check_s: float = 0.0
 
 
+_SUMS = ("written", "completion_tokens", "preemptions", "steps", "drafted", "accepted", "provisional", "confirmed")
+
+
 @dataclass
 class Usage:
     """What one answer cost and what it did not have to compute."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens whose K/V was read from the prefix tree
+    cached_tokens: int = 0  # prompt tokens whose K/V was read from a cache: the pool, host memory or disk
+    served: dict[str, int] = field(default_factory=dict)  # prompt tokens by where they came from
+    written: int = 0  # tokens whose exact K/V others can read now and could not before
     completion_tokens: int = 0
     preemptions: int = 0
     queued_s: float = 0.0
@@ -256,7 +261,7 @@ class Usage:
 
     def add(self, part: Usage) -> None:
         """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""
-        for name in ("completion_tokens", "preemptions", "steps", "drafted", "accepted", "provisional", "confirmed"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(part, name))
         for drafter, tally in part.drafters.items():
             mine = self.drafters.setdefault(drafter, Tally())
@@ -286,6 +291,6 @@ class Usage:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed: tokens after the first over the time after the first."""
-        decode_s = self.total_s - self.ttft_s
-        return (self.completion_tokens - 1) / decode_s if decode_s > 0 and self.completion_tokens > 1 else 0.0
+        """Decode speed: tokens after the first over the time after the first; confirmed ones came with the first."""
+        decode_s, tokens = self.total_s - self.ttft_s, self.completion_tokens - 1 - self.confirmed
+        return tokens / decode_s if decode_s > 0 and tokens > 0 else 0.0

@@ -12,13 +12,17 @@ import asyncio
 import atexit
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+from forerun.cache.prefix import pack
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
+
+T = TypeVar("T")
 
 PAUSE = 0.1  # seconds of quiet before upgrades begin: whoever asks one thing after the other is not disturbed
 
@@ -57,10 +61,10 @@ class Driver:
                 raise
         return inboxes
 
-    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Event]:
+    def stream(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Iterator[Event]:
         """Events as they come; leaving the loop early cancels the request."""
         inbox: deque[Event] = deque()
-        request = Request(ids, params, sink=inbox.append)
+        request = Request(ids, params, sink=inbox.append, session=session)
         self._submit(request)
         open_answers = params.n
         with self._stepping():
@@ -114,6 +118,24 @@ class Driver:
         self._halt()
         with self._lock:
             self.engine.end_all()
+            if self.engine.tiers is not None:
+                self.engine.tiers.close(self.engine.tree)
+
+    def save(self, tokens: list[int]) -> None:
+        """Have the exact K/V of a text written to the disk tier; steps go on while that waits for the disk."""
+        tiers, at, data = self.engine.tiers, 0, pack(tokens)
+        while tiers is not None and not self._closed:
+            with self._stepping(), self._lock:
+                copied = tiers.copy(data, self.engine.tree.match(tokens), at)
+            if copied is None:
+                return
+            at = copied[0]
+            tiers.write(copied[1], copied[2])
+
+    def visit(self, use: Callable[[Engine], T]) -> T:
+        """Do something with the engine between two steps."""
+        with self._stepping(), self._lock:
+            return use(self.engine)
 
     def _halt(self) -> None:
         self._closed = True

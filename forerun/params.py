@@ -68,10 +68,10 @@ class Prefill:
     """
 
     mode: str = "exact"
-    budget: float | None = None  # most work, as a share of exact prefill's; None: what the profile suggests
+    budget: float | None = None  # most work, as a share of exact prefill's, as long as checks pass; None: the profile's
     quality: float | None = None  # least agreement with exact prefill, as the profile measured it; None: the profile's
-    source: str = "auto"  # who drafts: auto, draft, self, chunk or drop
-    chooser: str = "auto"  # who says which tokens are recomputed: auto, draft, tail, cross, start or random
+    source: str = "auto"  # who drafts: auto, draft, self or chunk
+    chooser: str = "auto"  # who says what is recomputed: auto, draft, tail, deviation, cross, lower, start, random
     allow_exact: bool = False  # where drafting is impossible, compute exactly and do not raise
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.cache.pool import PagePool
@@ -43,6 +43,8 @@ class PrefixTree:
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used, tie-break, leaf); may hold stale entries
         self._pushed = 0
+        # told of pages that are about to be evicted: the packed tokens up to their end, and the pages
+        self.on_evict: Callable[[bytes, list[int]], None] | None = None
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages of the longest known prefix of whole pages. The caller takes references before anything else runs."""
@@ -59,8 +61,9 @@ class PrefixTree:
             node, at = child, at + len(child.tokens)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay."""
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+        """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay. Returns how
+        many pages are new."""
         whole = min(len(tokens) // self.pool.page_size, len(pages))
         data = pack(tokens[: whole * self.pool.page_size])
         node, at = self.root, 0
@@ -69,12 +72,13 @@ class PrefixTree:
             child = node.children.get(data[at : at + self._stride])
             if child is None:
                 self._add(node, data[at:], list(pages[at // self._stride : whole]))
-                return
+                return whole - at // self._stride
             shared = self._shared_pages(child, data, at)
             if shared < len(child.pages):
                 child = self._split(child, shared)
             self._touch(child)
             node, at = child, at + len(child.tokens)
+        return 0
 
     def evict(self, count: int) -> int:
         """Free at least `count` pages, least recently used leaves first, from the end; returns how many were freed."""
@@ -119,22 +123,40 @@ class PrefixTree:
         self.num_pages = 0
         self._leaves.clear()
 
+    def texts(self) -> list[tuple[bytes, list[int]]]:
+        """Every node as the packed tokens up to its end and its own pages; the latest used first, parents before
+        children."""
+        found: list[tuple[int, int, Node]] = [(-node.last_used, i, node) for i, node in enumerate(self._walk())]
+        return [(self._path(node), node.pages) for _, _, node in sorted(found, key=lambda entry: entry[:2])]
+
     @property
     def num_nodes(self) -> int:
         return sum(1 for _ in self._walk())
 
     def _trim(self, node: Node, count: int) -> int:
         """Drop up to `count` pages from the end of a leaf, stopping at one that a sequence still reads."""
-        freed = 0
-        while node.pages and freed < count and self._can_drop(node.pages[-1]):
-            self.pool.release([node.pages.pop()])
-            freed += 1
+        keep = len(node.pages)
+        while keep and len(node.pages) - keep < count and self._can_drop(node.pages[keep - 1]):
+            keep -= 1
+        freed = len(node.pages) - keep
+        if freed and self.on_evict is not None:
+            self.on_evict(self._path(node), node.pages[keep:])
+        self.pool.release(node.pages[keep:])
+        del node.pages[keep:]
         self.num_pages -= freed
         first = node.tokens[: self._stride]
         node.tokens = node.tokens[: len(node.pages) * self._stride]
         if not node.pages and node.parent is not None:
             del node.parent.children[first]
         return freed
+
+    def _path(self, node: Node) -> bytes:
+        parts = []
+        at: Node | None = node
+        while at is not None:
+            parts.append(at.tokens)
+            at = at.parent
+        return b"".join(reversed(parts))
 
     def _can_drop(self, page: int) -> bool:
         return bool(self.pool.refs[page] == 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forerun.commands import bench_sharing
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
 
@@ -19,6 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure Forerun, alone or beside transformers or llama.cpp. Every bench ends with one JSON line.",
 )
+
+app.command()(bench_sharing.sharing)
 
 Against = Annotated[str, typer.Option("--against", help="transformers, llama.cpp or none.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Measured runs of each side, after one for warmth.")]

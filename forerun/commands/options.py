@@ -88,13 +88,13 @@ PrefillMode = Annotated[
     ),
 ]
 Budget = Annotated[
-    float | None, _prompting("--budget", help="With --prefill: most work, as a share of exact prefill's.")
+    float | None, _prompting("--budget", help="Most work, as a share of exact prefill's; failed checks add.")
 ]
 Quality = Annotated[
     float | None, _prompting("--quality", help="With --prefill: least agreement with exact prefill, such as 0.95.")
 ]
 PrefillSource = Annotated[
-    str, _prompting("--prefill-source", help="Who drafts the prompt's K/V: auto, draft, self, chunk or drop.")
+    str, _prompting("--prefill-source", help="Who drafts the prompt's K/V: auto, draft, self or chunk.")
 ]
 Chooser = Annotated[
     str, _prompting("--chooser", help="Who says what is recomputed: auto, draft, tail, cross, start or random.")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     """A line about the answer, one or two where its prompt was drafted, one about the guesses that made it."""
     parts = [
-        f"prompt {usage.prompt_tokens:,} tokens ({usage.cached_tokens:,} reused)",
+        f"prompt {usage.prompt_tokens:,} tokens ({usage.cached_tokens:,} reused{_from(usage)})",
         f"first token {usage.ttft_s:.2f} s",
         f"{usage.completion_tokens:,} tokens at {usage.tokens_per_second:.1f}/s",
         f"total {usage.total_s:.2f} s",
@@ -27,6 +27,12 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
             f"{usage.confirmed:,} of {usage.provisional:,} provisional tokens confirmed"
         )
     return "\n".join([*lines, speculation_line(usage)])
+
+
+def _from(usage: Usage) -> str:
+    """Which tiers reused tokens came from, where that was not the pool alone."""
+    slow = [f"{usage.served[name]:,} from {name}" for name in ("host", "disk") if usage.served.get(name)]
+    return ": " + ", ".join(slow) if slow else ""
 
 
 def prefill_line(report: PrefillReport) -> str:
@@ -48,7 +54,7 @@ def prefill_line(report: PrefillReport) -> str:
 
 def speculation_line(usage: Usage) -> str:
     if not usage.drafted:
-        return "nothing was drafted: plain decoding"
+        return "nothing was guessed: plain decoding"
     parts = [
         f"drafted {usage.drafted:,}, accepted {usage.accepted:,}",
         f"{usage.accepted_length:.2f} tokens a pass",

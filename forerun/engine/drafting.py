@@ -37,7 +37,8 @@ class Drafting:
         if self.prefiller is None:
             return BadProfile(
                 f"prefill {settings.mode!r} needs a profile of this model, and there is none",
-                "open the model with profile=... (--profile), or allow exact prefill instead: allow_exact",
+                "open the model with profile=... (--profile), made by forerun calibrate; or allow exact prefill "
+                "instead: allow_exact=True (--allow-exact)",
             )
         return self.prefiller.problem(settings, num_tokens)
 
@@ -47,8 +48,8 @@ class Drafting:
             raise problem
 
     def prepare(self, settings: Prefill) -> None:
-        """Make what drafts such prompts, before anybody's time counts."""
-        self.problem(settings, 1)
+        """Make what drafts such prompts, before anybody's time counts; raises where no prompt could be drafted so."""
+        self.check(settings, 1)
 
     def open(self, seq: Sequence) -> Sequence | None:
         """Mark a new sequence whose prompt is to be drafted, or give it a guide of whom that is true, which is

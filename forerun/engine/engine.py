@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from forerun.accounting import Stats
 from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
+from forerun.cache.tiers import Tiers
 from forerun.core import SamplingParams
 from forerun.decode.control import Controller
 from forerun.decode.guessing import Turn
@@ -33,7 +35,7 @@ from forerun.engine.text import Texts
 from forerun.engine.work import Work
 from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
-from forerun.models.runner import Runner, Span
+from forerun.models.runner import Runner
 from forerun.prefill.upgrade import Upgrader
 from forerun.tokenizer import Tokenizer
 
@@ -45,7 +47,8 @@ class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree; drafters guess ahead.
 
     `controller` is for those who bring their own costs; without one the engine measures the models it is given.
-    `prefiller` makes what drafts prompts; without one only exact prefill can be asked for.
+    `prefiller` makes what drafts prompts; without one only exact prefill can be asked for. `tiers` makes what keeps
+    pages that the pool has no room for.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Engine:
         draft: DraftModel | None = None,
         controller: Controller | None = None,
         prefiller: Callable[[Workshop], Prefiller] | None = None,
+        tiers: Callable[[PagePool], Tiers] | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
         num_pages = config.pool_tokens // config.page_size
@@ -64,7 +68,8 @@ class Engine:
         self.runner = Runner(decoder, self.pool, config.max_context)
         self.approximate = ApproximateCache(self.pool)
         tree, approximate = (self.tree, self.approximate) if config.prefix_cache else (None, None)
-        self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens)
+        self.tiers = None if tiers is None else tiers(self.pool)
+        self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens, self.tiers)
         workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
         workshop.make_room = self.scheduler.make_room
         workshop.warm_up()
@@ -76,7 +81,7 @@ class Engine:
         self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
-        self._texts = Texts(tokenizer)
+        self._texts, self.stats = Texts(tokenizer), Stats()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ class Engine:
 
     def _run(self, work: list[Work]) -> Output:
         start = time.perf_counter()
-        output = self.runner.forward([_span(w) for w in work])
+        output = self.runner.forward([w.span for w in work])
         if all(w.count == 1 for w in work):  # pure decoding: what the controller's cost curve is about
             seconds = time.perf_counter() - start
             longest = max(len(w.seq.tokens) for w in work)
@@ -197,14 +202,18 @@ class Engine:
         event.text += self._texts.end(seq)
         if seq.guide is not None:
             self.scheduler.dismiss(seq.guide)
-        if self.config.prefix_cache and seq.approximate is not None and not seq.drafting and reason != "error":
+        finished = reason in ("stop", "length")
+        drafted = seq.approximate is not None and seq.admitted and not seq.drafting
+        if self.config.prefix_cache and drafted and reason != "error":
             self.upgrades.add(seq.tokens)
+        seq.settle(finished)
         self.scheduler.finish(seq)
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
         if seq.guessing is not None:
             self.speculator.crew.finish(seq.guessing)
         event.finish_reason, event.usage = reason, seq.usage
+        self.stats.book(seq.request.session, seq.usage, finished)
         self._send(seq, event)
 
     def _leaves(self, seq: Sequence) -> None:
@@ -282,18 +291,11 @@ class Engine:
         return self.runner.time_forward(tokens, context)
 
     def clear_cache(self) -> None:
-        """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages."""
-        self.tree.clear()
-        self.approximate.clear()
-        self.upgrades.clear()
+        """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages, the
+        disk tier its files."""
+        for cache in (self.scheduler.pins, self.tree, self.approximate, self.upgrades, self.tiers):
+            if cache is not None:
+                cache.clear()
         for keeper in self.scheduler.keepers:
             keeper.clear()
         self.speculator.crew.forget()
-
-
-def _span(work: Work) -> Span:
-    """What one work runs: the tokens it is about, then its draft."""
-    seq, draft = work.seq, work.draft
-    ids = seq.tokens[seq.computed : seq.computed + work.count]
-    want: range | tuple[()] = range(work.count - 1, work.count + len(draft)) if work.samples else ()
-    return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents)

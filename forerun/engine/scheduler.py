@@ -15,9 +15,11 @@ from collections.abc import Sequence as Seq
 from typing import Protocol, runtime_checkable
 
 from forerun.cache.approximate import ApproximateCache, ApproximatePages
+from forerun.cache.pins import Pins
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
-from forerun.engine.sequence import Sequence, Status
+from forerun.cache.tiers import Tiers
+from forerun.engine.sequence import Sequence, Status, common_prefix
 from forerun.engine.work import Work
 
 GUIDED_SHARE = 4  # a guided prefill runs in chunks of this part of a step's tokens: the guide says a word in each step
@@ -42,9 +44,12 @@ class Scheduler:
         approximate: ApproximateCache | None,
         max_batch: int,
         chunk_tokens: int,
+        tiers: Tiers | None = None,
     ) -> None:
-        self.pool, self.tree, self.approximate = pool, tree, approximate
-        self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
+        self.pool, self.tree, self.approximate, self.tiers = pool, tree, approximate, tiers
+        if tiers is not None and tree is not None:
+            tree.on_evict = tiers.spill
+        self.pins, self.max_batch, self.chunk_tokens = Pins(pool), max_batch, chunk_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.keepers: list[Keeper] = []
@@ -53,6 +58,8 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
+        if seq.request.session is not None:
+            self.pins.begin(seq.request.session)
 
     @property
     def idle(self) -> bool:
@@ -149,8 +156,10 @@ class Scheduler:
         """Make what a sequence has computed so far known to others: exact K/V to all, the rest to those who asked for
         the like of it."""
         if self.tree is not None:
-            for cache in (self.tree.insert, *(keeper.remember for keeper in self.keepers)):
-                cache(seq.tokens[: seq.exact], seq.pages)
+            new = self.tree.insert(seq.tokens[: seq.exact], seq.pages)
+            seq.usage.written += new * self.pool.page_size
+            for keeper in self.keepers:
+                keeper.remember(seq.tokens[: seq.exact], seq.pages)
         own = seq.approximate
         if self.approximate is not None and own is not None and not own.drafting and seq.real is None:
             where = ApproximatePages(seq.pages, own.first, own.depths)
@@ -173,19 +182,36 @@ class Scheduler:
         missing = self.pool.pages_for(len(seq.tokens)) - len(known)
         if not self.make_room(missing):
             self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
-            return None
+            return self._admit() if self._unpin_for(seq) else None
         self.waiting.popleft()
         self.running.append(seq)
         seq.status = Status.RUNNING
+        served = {"pool": len(known) * self.pool.page_size}
+        if self.tiers is not None and self.tree is not None:
+            restored, tiers = self.tiers.restore(seq.tokens[:-1], known)
+            known, served = [*known, *restored], served | tiers
+            self.tree.insert(seq.tokens[:-1], known)
         seq.pages.extend(known)
         seq.computed = len(known) * self.pool.page_size
         if seq.approximate is not None:
             self._start_drafting(seq)
         if not seq.admitted:
             seq.admitted = True
-            seq.usage.cached_tokens = seq.computed
+            seq.usage.cached_tokens, seq.usage.served = seq.computed, served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
+
+    def _unpin_for(self, seq: Sequence) -> bool:
+        """Whether the next in line can be tried again: nothing runs, so that only pins can be in its way. Idle ones go
+        first; a turn that has begun is let in first, so that its pages are free when it is over."""
+        if self.running or self.pins.give_up(sparing=seq.request.session):
+            return not self.running
+        turn = next((s for s in self.waiting if s.request.session in self.pins), None)
+        if turn is not None and seq.request.session not in self.pins:
+            self.waiting.remove(turn)
+            self.waiting.appendleft(turn)
+            return True
+        return self.pins.give_up_any(seq.request.session)
 
     def _room_for_two(self, guide: Sequence) -> bool:
         """Whether a guide would leave room for the sequence it guides."""
@@ -207,21 +233,22 @@ class Scheduler:
         """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
         if self.tree is None:
             return False
-        page = self.pool.page_size
-        head = seq.tokens[:page]
-        leaders = [r for r in self.running if r.prefilling and _can_lead(r, seq) and r.tokens[:page] == head]
+        page, head = self.pool.page_size, seq.tokens[: self.pool.page_size]
+        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.tokens[:page] == head]
         if not leaders or len(seq.tokens) <= page:
             return False
         known = len(self.tree.match(seq.tokens[:-1])) * page
         if self.approximate is not None and seq.approximate is not None:
             known = max(known, self.approximate.known(seq.approximate.key, seq.tokens[:-1]))
-        return any(_common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)
+        return any(common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
         missing = self.pool.pages_for(seq.computed + count) - len(seq.pages)
         while not self.make_room(missing):
-            victim = next((guest for guest in self.running if guest.real is not None), self.running[-1])
+            if len(self.running) == 1 and self.pins.give_up_any(seq.request.session):
+                continue
+            victim = self._victim()
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -229,9 +256,17 @@ class Scheduler:
             seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         return True
 
+    def _victim(self) -> Sequence:
+        """A guide, else the youngest; a session's turn goes on as long as there is anybody else."""
+        guide = next((seq for seq in self.running if seq.real is not None), None)
+        others = [seq for seq in self.running if seq.request.session not in self.pins]
+        return guide or (others or self.running)[-1]
+
     def make_room(self, count: int) -> bool:
         """Whether `count` pages are free, after taking them from what is merely remembered if need be: approximate K/V
         goes first."""
+        if count > self.pool.free:
+            self.pins.expire()
         for cache in (self.approximate, self.tree):
             if cache is not None and count > self.pool.free:
                 cache.evict(count - self.pool.free)
@@ -255,27 +290,11 @@ class Scheduler:
     def _give_up_pages(self, seq: Sequence) -> None:
         self.on_leaving(seq)
         self.remember(seq)
+        session = seq.request.session
+        if session is not None and seq.status is Status.FINISHED and seq.real is None:
+            self.pins.end(session)
+            if self.tree is not None and seq.exact:  # a turn that never ran leaves what was pinned before
+                self.pins.hold(session, self.tree.match(seq.tokens[: seq.exact]))
         self.pool.release(seq.pages)
         seq.pages = type(seq.pages)("i")
         seq.computed = 0
-
-
-def _can_lead(leader: Sequence, seq: Sequence) -> bool:
-    """Whether what a leader computes can be read by `seq`."""
-    if leader.real is not None:  # a guide's K/V is nobody else's
-        return False
-    if leader.approximate is None:
-        return True
-    return seq.approximate is not None and seq.approximate.key == leader.approximate.key
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix, by halving: comparing slices is far faster than comparing tokens."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from forerun.accounting import settle
 from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.decode.guessing import Guessing
 from forerun.decode.sampling import Context
@@ -56,6 +57,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     sink: Callable[[Event], None]
+    session: str | None = None  # on whose account it goes, and whose pages stay in the pool afterwards
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -126,6 +128,32 @@ class Sequence:
         """Leading entries whose K/V is exact: no others may ever answer an exact request."""
         return self.computed if self.approximate is None else min(self.computed, self.approximate.first)
 
+    def can_read(self, leader: Sequence) -> bool:
+        """Whether this sequence can use what `leader` computes."""
+        if leader.real is not None:  # a guide's K/V is nobody else's
+            return False
+        if leader.approximate is None:
+            return True
+        return self.approximate is not None and self.approximate.key == leader.approximate.key
+
+    def settle(self, finished: bool) -> None:
+        """Book, at its end and before its pages go, how its prompt tokens were served."""
+        report, end = self.usage.prefill, len(self.request.prompt_ids)
+        kept = report.accepted if report is not None and self.approximate is not None else 0
+        settle(self.usage, kept, end if finished else min(end, self.computed))
+
     @property
     def generated(self) -> list[int]:
         return self.tokens[len(self.request.prompt_ids) :]
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix, by halving: comparing slices is far faster than comparing tokens."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

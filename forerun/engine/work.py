@@ -8,6 +8,7 @@ from forerun.core import Draft
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
 from forerun.engine.sequence import Sequence
+from forerun.models.runner import Span
 
 
 @dataclass
@@ -33,3 +34,11 @@ class Work:
     def verifier(self) -> Verifier:
         """A guide is followed as far as the answer would have gone by itself, whatever rule was asked for."""
         return Match() if self.meets_guide else self.seq.verifier
+
+    @property
+    def span(self) -> Span:
+        """What it runs: the tokens it is about, then its draft."""
+        seq, draft = self.seq, self.draft
+        ids = seq.tokens[seq.computed : seq.computed + self.count]
+        want: range | tuple[()] = range(self.count - 1, self.count + len(draft)) if self.samples else ()
+        return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents)

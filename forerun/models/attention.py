@@ -2,11 +2,13 @@
 
 A backend turns a layer's fused q/k/v into attention output and writes K/V to the cache on the way. It knows the rules
 of `TokenBatch` (slots, tables, who sees what) and nothing of requests, pages' owners or models. The reference runs one
-sequence after the other: obvious, on any device, and what every faster backend is tested against.
+sequence after the other, or those that share a long prefix together: obvious, on any device, and what every faster
+backend is tested against.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from forerun.core import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
+from forerun.models.shared_prefix import PrefixGroup, additive_mask, plan_groups, prefix_order
 
 KV = list[tuple[Tensor, Tensor]]  # per layer (K, V), each [num_slots, Hkv, D]; K is stored rotated
 
@@ -78,6 +81,10 @@ class _Tile:
     keys: list[slice]  # slots, in order: one slice for each run of pages that follow each other
     masks: dict[int | None, Tensor]  # per window: additive mask [rows, keys]
     apart: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
+    num_keys: int
+    context: int  # keys that any of the tokens sees; those behind fill the last block
+    fresh: list[slice]  # where keys are more than one run: slots to copy, those of keys kept, kept + 1, ... context - 1
+    kept: int = 0  # first keys that are those of the tile copied before it
 
 
 class SdpaAttention(AttentionBackend):
@@ -87,11 +94,24 @@ class SdpaAttention(AttentionBackend):
     choose the order of their sums by the shapes they are given, so shapes are kept to a few: keys come in blocks of 512
     (a last one may be 128), rows in multiples of four. Eight-bit weights need this: a difference in the last bit can
     flip a rounding and grow from layer to layer.
+
+    With `share_prefix` the K/V of pages that several sequences start with are read from the pool once per layer, where
+    they would be read once per sequence. With `same_bits` sequences still attend one by one, over a copy of which only
+    their own rest changes: the same calls on the same numbers, so the same bits. Without it, on a CPU, they attend over
+    the shared pages in one call (`PrefixGroup`), which is faster and rounds differently.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, max_context: int, same_bits: bool = True) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        max_context: int,
+        same_bits: bool = True,
+        share_prefix: bool = True,
+    ) -> None:
         super().__init__(config, device, max_context)
-        self.same_bits = same_bits
+        self.same_bits, self.share_prefix = same_bits, share_prefix
+        self._scratch: tuple[Tensor, Tensor] | None = None  # K and V of the tile copied last, [keys, Hkv, D]
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
@@ -99,7 +119,18 @@ class SdpaAttention(AttentionBackend):
         if batch.run_start is not None:
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
         self._windows = {self.config.window(i) for i in range(self.config.num_layers)}
-        self._tiles = [tile for s in range(batch.num_seqs) for tile in self._sequence(batch, s)]
+        self._groups: list[PrefixGroup] = []
+        grouped: set[int] = set()
+        order = list(range(batch.num_seqs))
+        if self.share_prefix and batch.num_seqs > 1:
+            order = prefix_order(batch.tables.cpu().numpy())
+            if not self.same_bits and self.device.type == "cpu":
+                group = self.config.num_heads // self.config.num_kv_heads
+                self._groups, grouped = plan_groups(batch, self._windows, group)
+        self._tiles = [tile for s in order if s not in grouped for tile in self._sequence(batch, s)]
+        self._most = max((tile.num_keys for tile in self._tiles), default=0)
+        if self.share_prefix:
+            _link(self._tiles)
 
     def _sequence(self, batch: TokenBatch, s: int) -> list[_Tile]:
         lo, hi = batch.starts[s], batch.starts[s + 1]
@@ -120,11 +151,12 @@ class SdpaAttention(AttentionBackend):
         apart = count >= MANY and keys > LONG
         masks = {}
         for window in self._windows:
-            mask = _mask(seen, keys, window)  # [count, keys]
+            mask = additive_mask(seen, 0, keys, window)  # [count, keys]
             if not apart:
                 mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
             masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROWS))
-        return _Tile(tokens, _key_slots(batch.tables[s], start, path, keys, batch.page_size), masks, apart)
+        runs = _key_slots(batch.tables[s], start, path, keys, batch.page_size)
+        return _Tile(tokens, runs, masks, apart, keys, context, _between(runs, 0, context))
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -145,11 +177,30 @@ class SdpaAttention(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         window = self.config.window(layer)
-        out = [self._attend_tile(q[tile.tokens], tile, tile.masks[window], kv) for tile in self._tiles]
-        return out[0] if len(out) == 1 else torch.cat(out)
+        if len(self._tiles) == 1 and not self._groups:
+            return self._attend_tile(q, self._tiles[0], self._tiles[0].masks[window], kv)
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        for group in self._groups:
+            out[group.tokens] = group.attend(q, kv, window, self.config.scale)
+        for tile in self._tiles:
+            out[tile.tokens] = self._attend_tile(q[tile.tokens], tile, tile.masks[window], kv)
+        return out
+
+    def _gather(self, tile: _Tile, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V [keys, Hkv, D]: views where all pages are one run, as they mostly are, else copies."""
+        if len(tile.keys) == 1:
+            return kv[0][tile.keys[0]], kv[1][tile.keys[0]]
+        if self._scratch is None or self._scratch[0].shape[0] < self._most or self._scratch[0].dtype != kv[0].dtype:
+            shape = (self._most, *kv[0].shape[1:])
+            with torch.inference_mode(False):  # so that later calls may write to it in either mode
+                self._scratch = kv[0].new_zeros(shape), kv[1].new_zeros(shape)  # what is masked must be a number too
+        for cache, copy in zip(kv, self._scratch, strict=True):
+            if tile.fresh:
+                torch.cat([cache[run] for run in tile.fresh], out=copy[tile.kept : tile.context])
+        return self._scratch[0][: tile.num_keys], self._scratch[1][: tile.num_keys]
 
     def _attend_tile(self, q: Tensor, tile: _Tile, mask: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = (_gather(cache, tile.keys).transpose(0, 1)[None] for cache in kv)  # [1, Hkv, keys, D]
+        k, v = (x.transpose(0, 1)[None] for x in self._gather(tile, kv))  # [1, Hkv, keys, D]
         mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
         count, heads, dim = q.shape
         if tile.apart:
@@ -204,15 +255,26 @@ def _key_slots(table: Tensor, start: int, path: list[int], keys: int, page_size:
     return [*runs, *(slice(slot, slot + 1) for slot in slots), slice(0, keys - start - len(path))]
 
 
-def _gather(cache: Tensor, runs: list[slice]) -> Tensor:
-    """[keys, Hkv, D]: a view where all pages are one run, as they mostly are, else a copy."""
-    return cache[runs[0]] if len(runs) == 1 else torch.cat([cache[run] for run in runs])
+def _between(runs: list[slice], first: int, end: int) -> list[slice]:
+    """Slots of the keys first, first + 1, ... end - 1 of those in these runs."""
+    found, at = [], 0
+    for run in runs:
+        lo, hi = max(first - at, 0), min(end - at, run.stop - run.start)
+        if lo < hi:
+            found.append(slice(run.start + lo, run.start + hi))
+        at += run.stop - run.start
+    return found
 
 
-def _mask(seen: Tensor, keys: int, window: int | None) -> Tensor:
-    """Additive mask [tokens, keys] for tokens that see so many of their keys, themselves last."""
-    entry = torch.arange(keys, device=seen.device)
-    visible = entry < seen[:, None]
-    if window is not None:
-        visible &= entry >= seen[:, None] - window
-    return torch.zeros(visible.shape, device=seen.device).masked_fill_(~visible, float("-inf"))
+def _link(tiles: list[_Tile]) -> None:
+    """Let each copied tile keep what the one copied before it has in common with it."""
+    copied = [tile for tile in tiles if len(tile.keys) > 1]
+    for last, tile in itertools.pairwise(copied):
+        common = 0
+        for a, b in zip(last.keys, tile.keys, strict=False):
+            if a.start == b.start:
+                common += min(a.stop, b.stop) - a.start
+            if a != b:
+                break
+        tile.kept = min(common, last.context, tile.context)
+        tile.fresh = _between(tile.keys, tile.kept, tile.context)

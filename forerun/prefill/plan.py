@@ -115,7 +115,8 @@ def too_short(job: Job, policy: Policy) -> str:
     """Why a prompt is not worth drafting, from its length alone."""
     drafted = job.end - job.first
     if drafted < max(1, policy.shortest):
-        return f"{drafted} tokens to draft are too few, the least is {policy.shortest}"
+        known = f"{job.first} tokens are known exactly, " if job.first else ""
+        return f"{known}{drafted} tokens to draft are too few, the least is {policy.shortest}"
     return ""
 
 

@@ -38,7 +38,7 @@ def test_the_second_line_is_about_guesses() -> None:
 
 def test_without_guesses_it_says_so() -> None:
     first, second = usage_lines(Usage(completion_tokens=1), None).split("\n")
-    assert first.endswith("unfinished") and "nothing was drafted" in second
+    assert first.endswith("unfinished") and "nothing was guessed" in second
 
 
 def test_nothing_accepted_names_no_shares() -> None:
@@ -101,3 +101,10 @@ def test_the_record_has_the_prefill_report() -> None:
     usage.prefill = drafted()
     record = json.loads(json.dumps(usage_record(usage)))
     assert record["prefill"]["recomputed"] == 120 and record["prefill"]["scores"]["key"] == [0.1, 0.3]
+
+
+def test_tokens_from_slower_tiers_are_named() -> None:
+    usage = spoken()
+    usage.served = {"pool": 200, "host": 0, "disk": 800, "approximate": 0, "computed": 200}
+    assert "prompt 1,200 tokens (1,000 reused: 800 from disk) · first" in usage_lines(usage, "stop")
+    assert usage_record(usage)["served"]["disk"] == 800

@@ -1,0 +1,218 @@
+"""Where exact pages go when the pool needs their room, and where they come back from: host memory, then disk.
+
+A page is known by a hash of all tokens up to its end, so that pages can come and go one by one; the hash begins with
+the identity of whoever computed them, so that nobody reads another model's K/V. Only the exact prefix tree gives pages
+here. K/V that draft models have on the same pages is left behind. Knows no request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.cache.disk import DiskTier
+from forerun.cache.host import HostTier
+from forerun.cache.pool import PagePool
+from forerun.cache.prefix import TOKEN_BYTES, PrefixTree, pack
+from forerun.errors import BadRequest
+
+CHUNK = 64  # pages copied at a time where many are
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """What there is beyond the pool; every value is checked on creation."""
+
+    host_bytes: int = 0  # 0: no host tier
+    disk: str | Path | None = None  # a folder of its own; None: no disk tier
+    disk_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        for name, least in (("host_bytes", 0), ("disk_bytes", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least {least}", "in bytes")
+        if self.disk is not None and (not isinstance(self.disk, (str, Path)) or not str(self.disk)):
+            raise BadRequest(f"disk is {self.disk!r}, it must be a folder", "leave it out for no disk tier")
+
+    @property
+    def any(self) -> bool:
+        return self.host_bytes > 0 or self.disk is not None
+
+
+class Tiers:
+    def __init__(self, pool: PagePool, config: TierConfig, identity: str) -> None:
+        """`identity`: of the weights and the precision they run in."""
+        kv, size = pool.kv[0][0], pool.page_size
+        self.pool = pool
+        self._shape = (len(pool.kv), 2, size, *kv.shape[1:])  # of a page: [L, 2, page, Hkv, D]
+        self._dtype, self._device = kv.dtype, kv.device
+        about = f"{identity} {kv.dtype} {list(self._shape)} {kv.device.type}"
+        self._root = hashlib.blake2b(about.encode(), digest_size=16)
+        host = HostTier(config.host_bytes, self._shape, kv.dtype, kv.is_cuda) if config.host_bytes else None
+        if host is not None and not host.num_pages:
+            raise BadRequest(
+                f"host_bytes is {config.host_bytes:,}, a page has {host.page_bytes:,} bytes",
+                "raise it, or leave it out",
+            )
+        self.host = host
+        self.disk: DiskTier | None = None
+        if config.disk is not None:
+            self.disk = DiskTier(Path(config.disk).expanduser(), config.disk_bytes, self._root.hexdigest())
+
+    def keys(self, data: bytes, first: int = 0) -> list[bytes]:
+        """Keys of the whole pages of packed tokens, from page `first` on."""
+        stride = self.pool.page_size * TOKEN_BYTES
+        digest = self._root.copy()
+        digest.update(data[: first * stride])
+        found = []
+        for at in range(first * stride, len(data) - stride + 1, stride):
+            digest.update(data[at : at + stride])
+            found.append(digest.digest())
+        return found
+
+    # -- out of the pool -----------------------------------------------------------------------------------------------
+
+    def spill(self, data: bytes, pages: Sequence[int]) -> None:
+        """The pool is about to lose `pages`, the last ones of these packed tokens."""
+        pairs = self._pairs(data, pages)
+        if self.host is None:
+            self._to_disk(pairs, wait=False)
+            return
+        new = [(key, page) for key, page in pairs if not self.host.touch(key)]
+        for at in range(0, len(new), CHUNK):
+            part = new[at : at + CHUNK]
+            gone = self.host.put([key for key, _ in part], self._read([page for _, page in part]))
+            if self.disk is not None and gone:
+                self.disk.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
+
+    def _pairs(self, data: bytes, pages: Sequence[int]) -> list[tuple[bytes, int]]:
+        """Keys of `pages`, the last ones of these packed tokens."""
+        first = len(data) // (self.pool.page_size * TOKEN_BYTES) - len(pages)
+        return list(zip(self.keys(data, first), pages, strict=True))
+
+    def _to_disk(self, pairs: list[tuple[bytes, int]], wait: bool) -> None:
+        if self.disk is None or self.disk.off:
+            return
+        new = [(key, page) for key, page in pairs if key not in self.disk]
+        for at in range(0, len(new), CHUNK):
+            part = new[at : at + CHUNK]
+            self.disk.put([key for key, _ in part], self._read([page for _, page in part]), wait)
+
+    def copy(self, data: bytes, pages: Sequence[int], first: int) -> tuple[int, list[bytes], Tensor] | None:
+        """The next pages of a text, from page `first` on, that the disk has not: up to where they go, their keys, and
+        copies to hand to `write`; None when there are no more. Two steps, since writing may wait and reading may not.
+        """
+        if self.disk is None or self.disk.off:
+            return None
+        keys = self.keys(data)[: len(pages)]
+        new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:CHUNK]
+        return (new[-1] + 1, [keys[i] for i in new], self._read([pages[i] for i in new])) if new else None
+
+    def write(self, keys: list[bytes], copies: Tensor) -> None:
+        if self.disk is not None:
+            self.disk.put(keys, copies, wait=True)
+
+    # -- back into the pool --------------------------------------------------------------------------------------------
+
+    def restore(self, tokens: Sequence[int], known: Sequence[int]) -> tuple[list[int], dict[str, int]]:
+        """Pages of a text after those in the pool, with one reference each, and how many tokens came from which tier.
+        The caller has made room for all of the text."""
+        keys = self.keys(pack(tokens), len(known))
+        count = next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+        served = {"host": 0, "disk": 0}
+        count = min(count, self.pool.free)
+        if not count:
+            return [], served
+        pages = self.pool.allocate(count, after=known[-1] if known else None)
+        done = 0
+        while done < count:
+            tier = "host" if self.host is not None and keys[done] in self.host else "disk"
+            got = self._load(tier, keys[done : min(done + CHUNK, count)], pages[done : done + CHUNK])
+            if not got:
+                break
+            served[tier] += got * self.pool.page_size
+            done += got
+        self.pool.release(pages[done:])
+        return pages[:done], served
+
+    def _has(self, key: bytes) -> bool:
+        return (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
+
+    def _load(self, tier: str, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Copy pages from one tier into the pool, as many of the first as it has."""
+        if tier == "host":
+            assert self.host is not None
+            here = next((i for i, key in enumerate(keys) if key not in self.host), len(keys))
+            self._write(pages[:here], self.host.get(keys[:here]))
+            return here
+        if self.disk is None:
+            return 0
+        out = torch.empty((len(keys), *self._shape), dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        here = self.disk.get(keys, out)
+        if here:
+            self._write(pages[:here], out[:here])
+        return here
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    def _read(self, pages: Sequence[int]) -> Tensor:
+        """A copy of pages in main memory, [n, L, 2, page, Hkv, D]."""
+        index = torch.tensor(list(pages), device=self._device)
+        out = torch.empty((len(pages), *self._shape), dtype=self._dtype, device=self._device)
+        for i, layer in enumerate(self.pool.kv):
+            for j, cache in enumerate(layer):
+                out[:, i, j] = self._paged(cache)[index]
+        return out.cpu()
+
+    def _write(self, pages: Sequence[int], data: Tensor) -> None:
+        index, data = torch.tensor(list(pages), device=self._device), data.to(self._device)
+        for i, layer in enumerate(self.pool.kv):
+            for j, cache in enumerate(layer):
+                self._paged(cache)[index] = data[:, i, j]
+
+    def _paged(self, cache: Tensor) -> Tensor:
+        pool = self.pool
+        return cache[: pool.num_pages * pool.page_size].view(pool.num_pages, pool.page_size, *cache.shape[1:])
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """What each tier holds."""
+        found: dict[str, Any] = {}
+        if self.host is not None:
+            found["host"] = {"tokens": len(self.host) * self.pool.page_size, "bytes": self.host.nbytes}
+        if self.disk is not None:
+            disk = self.disk
+            found["disk"] = {"tokens": len(disk) * self.pool.page_size, "bytes": disk.nbytes, "off": disk.off}
+            found["disk"] |= {"damaged_files": disk.damaged, "dropped_pages": disk.dropped}
+        return found
+
+    def clear(self) -> None:
+        """Forget what is in memory; files stay."""
+        if self.host is not None:
+            self.host.clear()
+
+    def close(self, tree: PrefixTree) -> None:
+        """Have what the pool and host memory know written, as much of the latest as the disk tier may hold."""
+        if self.disk is None:
+            return
+        page_bytes = math.prod(self._shape) * self._dtype.itemsize
+        room = self.disk.limit // page_bytes
+        latest: list[list[tuple[bytes, int]]] = []
+        for data, pages in tree.texts():
+            latest.append(self._pairs(data, pages)[:room])
+            room -= len(latest[-1])
+        if self.host is not None and room > 0:
+            for key, page in self.host.items()[-room:]:
+                self.disk.put([key], page[None].clone(), wait=True)
+        for pairs in reversed(latest):  # files written last are the last to go
+            self._to_disk(pairs, wait=True)
+        self.disk.close()

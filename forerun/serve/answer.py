@@ -1,0 +1,238 @@
+"""One request from its place in the queue to its last byte: as one object, or as server-sent events.
+
+The engine steps in a thread of its own; here its events are waited for, put into words and sent. A client that goes
+away, or a request that takes too long, is cancelled, which frees its pages in the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from forerun.api import LLM
+from forerun.core import SamplingParams, Usage
+from forerun.decode.crew import FREE
+from forerun.engine.sequence import Event
+from forerun.serve.config import ServeConfig
+from forerun.serve.errors import ApiError
+from forerun.serve.format import Collected, Format
+from forerun.serve.gate import Gate
+from forerun.serve.keys import Key
+from forerun.serve.metrics import Metrics
+from forerun.serve.schema import ChatRequest, CompletionRequest
+
+log = logging.getLogger("forerun.serve")
+
+LAST_WORD_S = 2.0
+GONE = 499  # nobody is there to read it; for logs and metrics
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientGone(Exception):
+    """Whoever asked has closed the connection."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all requests of a server share."""
+
+    llm: LLM
+    config: ServeConfig
+    gate: Gate
+    metrics: Metrics
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        engine = self.llm.engine.config
+        return min(self.config.max_context or engine.max_context, engine.max_context, engine.capacity)
+
+    def prepared(self, prompt: Any, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """Token ids, and parameters that fit; raises whatever is wrong with either. May take long: not for the loop."""
+        ids = self.llm.encode(prompt)
+        if len(ids) >= self.context:
+            message = f"the prompt has {len(ids)} tokens, the context holds {self.context} with the answer"
+            raise ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
+        params = replace(params, max_tokens=min(params.max_tokens, self.context - len(ids)))
+        self.llm.engine.check(ids, params)
+        self._check_drafters(params)
+        self.llm.prepare(params)
+        return ids, params
+
+    def _check_drafters(self, params: SamplingParams) -> None:
+        """Free ones are made in no time; others may be timed or searched for, while everybody would wait."""
+        crew = self.llm.engine.speculator.crew
+        for name in crew.names(params):
+            if name not in FREE and not crew.ready(SamplingParams(speculate=name)):
+                hint = "use auto or off, or have the server started with --drafter"
+                raise ApiError(400, f"this server has not prepared the drafter {name}", hint)
+
+    def warm_up(self) -> None:
+        """Make what requests may name, before anybody waits."""
+        for name in ("auto", *self.config.drafters):
+            self.llm.prepare(SamplingParams(speculate=name))
+
+
+class Answer(Response):
+    """The response to one request; all the work happens while it is sent."""
+
+    def __init__(
+        self,
+        service: Service,
+        asked: ChatRequest | CompletionRequest,
+        prompts: list[Any],
+        form: Format,
+        key: Key | None,
+    ) -> None:
+        self.service, self.asked, self.prompts, self.form, self.key = service, asked, prompts, form, key
+        self.status_code, self.background = 200, None
+        self.params = asked.params(service.context)
+        self.collected = [Collected() for _ in range(self.params.n * len(prompts))]
+        self.usage = Usage()
+        self._arrived = time.perf_counter()
+        self._streaming = False  # the first byte of a stream is out: errors come as events from here on
+        self._spoke = self._showed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, self._send = self.service, send
+        if service.config.log_prompts:
+            log.info("%s prompts %r", self.form.id, self.prompts)
+        try:
+            with service.gate.enter(len(self.collected), self.key):
+                async with asyncio.timeout(service.config.max_request_s):
+                    await unless_gone(receive, self._answer())
+            if not self._streaming:
+                body = self.form.whole(self.collected, self.usage, self.asked.forerun.statistics)
+                await JSONResponse(body, headers={"x-request-id": self.form.id})(scope, receive, send)
+        except ClientGone:
+            self.status_code = GONE
+        except Exception as error:
+            failure = ApiError.of(error)
+            self.status_code = failure.status
+            if failure.status == 500:  # the words of an unexpected error may be somebody's prompt
+                log.error("%s failed: %s", self.form.id, type(error).__name__, exc_info=service.config.log_prompts)
+            if not self._streaming:
+                raise failure from error
+            with suppress(TimeoutError):  # whoever does not read is not waited for
+                async with asyncio.timeout(LAST_WORD_S):
+                    await self._tell(failure.body)
+                    await self._end()
+        finally:
+            self._book(scope["path"])
+
+    async def _answer(self) -> None:
+        """Run all prompts, and send what comes where a stream was asked for."""
+        jobs = [await asyncio.to_thread(self.service.prepared, prompt, self.params) for prompt in self.prompts]
+        if self.asked.stream:
+            await self._begin()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, (ids, params) in enumerate(jobs):
+                    group.create_task(self._run(number, ids, params))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        if self.asked.stream:
+            await self._tell(self.form.closing(self.usage, self.asked.include_usage, self.asked.forerun.statistics))
+            await self._end("[DONE]")
+
+    async def _run(self, number: int, ids: list[int], params: SamplingParams) -> None:
+        async with aclosing(self.service.llm.astream(ids, params)) as events:  # type: ignore[type-var]
+            async for event in events:
+                index = number * params.n + event.index
+                if event.finish_reason == "cancelled":
+                    raise ApiError(503, "the server shut down before the answer was complete", "ask again")
+                for told in self._take(index, event):
+                    await self._tell(told)
+
+    def _take(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Add an event to its answer; what a stream says about it."""
+        answer, told = self.collected[index], []
+        if self.params.prefilling.mode == "provisional":
+            told += self.form.provisional(index, event, answer)
+        if event.provisional:
+            if not self._showed:
+                self._showed = True
+                self.service.metrics.first_shown.observe(time.perf_counter() - self._arrived)
+            answer.provisional += event.text
+            answer.provisional_ids += event.token_ids
+            return told
+        if event.token_ids and not self._spoke:
+            self._spoke = True
+            self.service.metrics.ttft.observe(time.perf_counter() - self._arrived)
+        answer.provisional, answer.provisional_ids = "", []
+        answer.text += event.text
+        answer.logprobs += event.logprobs
+        answer.finish_reason = event.finish_reason
+        if event.usage is not None:
+            self._count(event.usage, first=event.index == 0)
+        chunk = self.form.chunk(index, event, answer) if self._streaming else None
+        return told if chunk is None else [*told, chunk]
+
+    def _count(self, part: Usage, first: bool) -> None:
+        """Each prompt counts once, however many answers it has; times are those of the slowest."""
+        self.service.metrics.answered(part)
+        total = self.usage
+        total.add(part)
+        total.total_s = max(total.total_s, part.total_s)
+        if first:
+            total.prompt_tokens += part.prompt_tokens
+            total.cached_tokens += part.cached_tokens
+            for source, tokens in part.served.items():
+                total.served[source] = total.served.get(source, 0) + tokens
+            total.ttft_s, total.queued_s = max(total.ttft_s, part.ttft_s), max(total.queued_s, part.queued_s)
+            total.prefill, total.provisional_s = part.prefill, part.provisional_s
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        headers = [*_HEADERS, (b"x-request-id", self.form.id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._streaming = True
+        for index in range(len(self.collected)):
+            await self._tell(self.form.opening(index))
+
+    async def _tell(self, chunk: dict[str, Any] | None) -> None:
+        if chunk is not None and self._streaming:
+            text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+            await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+
+    async def _end(self, word: str = "") -> None:
+        await self._send({"type": "http.response.body", "body": f"data: {word}\n\n".encode() if word else b""})
+
+    def _book(self, path: str) -> None:
+        seconds, usage = time.perf_counter() - self._arrived, self.usage
+        self.service.metrics.requests.labels(path, str(self.status_code)).inc()
+        self.service.metrics.duration.observe(seconds)
+        log.info(
+            "%s %s %d key=%s prompt=%d cached=%d completion=%d seconds=%.3f",
+            self.form.id, path, self.status_code, self.key.name if self.key else "-",
+            usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds,
+        )  # fmt: skip
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, or drop it as soon as the client closes the connection; either way nothing of it goes on."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,47 @@
+"""The limits and manners of one server; every value is checked on creation. Knows no model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from forerun.errors import BadRequest
+from forerun.serve.keys import Keys
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What a server allows. The defaults are for one machine and its own user: no keys, no other origins."""
+
+    model_name: str  # what clients call the model
+    max_body_bytes: int = 8 * 2**20
+    max_context: int | None = None  # None: the model's
+    max_queue: int = 256  # answers that may wait, beside those that run
+    max_header_s: float = 10.0  # for a connection's first line and headers
+    max_body_s: float = 30.0  # for a body to arrive
+    max_request_s: float = 600.0  # for an answer, waiting included
+    drafters: tuple[str, ...] = ()  # that requests may name, beside those that `auto` takes
+    drain_s: float = 30.0  # for open answers to end after SIGTERM
+    keys: Keys | None = None  # None: anybody who can connect may ask
+    cors_origins: tuple[str, ...] = ()
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_name, str) or not self.model_name.strip():
+            raise BadRequest(f"model_name is {self.model_name!r}", "give the name that clients will ask for")
+        if self.max_context is not None:
+            _whole("max_context", self.max_context, 2)
+        _whole("max_body_bytes", self.max_body_bytes, 1024)
+        _whole("max_queue", self.max_queue, 0)
+        for name in ("max_header_s", "max_body_s", "max_request_s", "drain_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise BadRequest(f"{name} is {value!r}, it must be a number above 0", "give seconds")
+        for origin in self.cors_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise BadRequest(f"a CORS origin cannot be {origin!r}", "give one such as https://example.org, or *")
+
+
+def _whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least {least}", f"raise {name}")

@@ -1,0 +1,100 @@
+"""Errors as OpenAI's clients expect them: a status, and one `error` object with message, type, param and code.
+
+`hint`, the way out, is Forerun's own and is part of the message, too. Knows no engine beyond its errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from forerun.decode.grammar import DeadEnd
+from forerun.errors import BadProfile, BadRequest, ForerunError, OutOfPages
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
+_CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
+
+
+class ApiError(Exception):
+    """An answer other than 2xx."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        hint: str = "",
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.hint = status, message, hint
+        self.code, self.param, self.headers = code or _CODES.get(status), param, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        text = f"{self.message} ({self.hint})" if self.hint else self.message
+        error = {"message": text, "type": kind, "param": self.param, "code": self.code, "hint": self.hint}
+        return {"error": {name: _plain(value) for name, value in error.items()}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """What a client is told of any error; nothing of an unexpected one, as it may hold anybody's text."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, (BadRequest, OutOfPages, BadProfile, DeadEnd)):
+            return cls(400, str(error), error.hint)
+        if isinstance(error, ForerunError):
+            return cls(500, str(error), error.hint)
+        if isinstance(error, TimeoutError):
+            return timeout()
+        return cls(500, "the server failed to answer this request", "its log has the kind of error")
+
+
+def timeout() -> ApiError:
+    """Whoever got no answer in time would get none the second time either: clients are told not to try again."""
+    hint = "ask for fewer tokens, or have the server's limit raised"
+    return ApiError(408, "the request took longer than this server allows", hint, headers={"x-should-retry": "false"})
+
+
+async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+    return ApiError.of(error).response
+
+
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the framework refuses: unknown paths, wrong methods, bodies that cannot be read."""
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is nothing at {request.url.path}"
+    elif error.status_code == 400:
+        message = "the body cannot be read as JSON in UTF-8"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response
+
+
+async def on_invalid(request: Request, error: Exception) -> JSONResponse:
+    """A body that is JSON but not a request, or no JSON: the first thing that is wrong with it."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}").response
+    path = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{path} is not supported here", "leave it out", param=path).response
+    what = f"{path}: {first['msg']}" if path else f"the body: {first['msg']}"
+    return ApiError(400, what, "send application/json" if not path else "", param=path or None).response
+
+
+def _plain(value: str | None) -> str | None:
+    """Text that UTF-8 can hold: messages repeat what was sent, lone surrogates too."""
+    return None if value is None else value.encode("utf-8", "replace").decode()

@@ -1,0 +1,188 @@
+"""Answers as OpenAI's clients expect them: whole objects and the chunks of a stream. Knows no engine, only its events.
+
+Beside the chunks that every client knows, a client that asked for `"prefill": "provisional"` gets chunks without
+choices whose `forerun` object has an `event`:
+
+    {"event": "provisional", "index": 0, "tokens": 3, "text": " the old keeper"}   may be shown, is no part of it yet
+    {"event": "confirm", "index": 0, "tokens": 2, "text": " the old"}              this beginning of it stands
+    {"event": "retract", "index": 0, "tokens": 1, "text": " keeper"}               this rest of it is taken back
+
+The content that comes as usual is always the whole answer, its confirmed beginning too: whoever shows provisional text
+replaces it as soon as content comes.
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forerun.core import TokenLogprob, Usage
+from forerun.engine.sequence import Event
+from forerun.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass
+class Collected:
+    """One answer so far."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    provisional: str = ""
+    provisional_ids: list[int] = field(default_factory=list)
+    offset: int = 0  # characters of the tokens whose log-probabilities were told
+
+
+class Format:
+    """What both kinds of answer have in common; `logprobs`: whether they were asked for."""
+
+    whole_name, chunk_name = "", ""
+
+    def __init__(self, answer_id: str, model: str, created: int, tokenizer: Tokenizer, logprobs: bool) -> None:
+        self.id, self.model, self.created = answer_id, model, created
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+
+    def whole(self, answers: list[Collected], usage: Usage, statistics: bool) -> dict[str, Any]:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        body = self._envelope(self.whole_name, choices) | {"usage": usage_object(usage)}
+        return body | {"forerun": {"statistics": record(usage)}} if statistics else body
+
+    def chunk(self, index: int, event: Event, answer: Collected) -> dict[str, Any] | None:
+        """What a client hears of an event; None where that is nothing."""
+        told = self._told(event.logprobs)
+        if not event.text and not told and event.finish_reason is None:
+            return None
+        return self._envelope(self.chunk_name, [self._delta(index, event, told, answer)])
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def provisional(self, index: int, event: Event, answer: Collected) -> list[dict[str, Any]]:
+        """Of an event that says something provisionally, or says what becomes of it."""
+        if event.provisional:
+            return [self._own("provisional", index, len(event.token_ids), event.text)] if event.text else []
+        if not answer.provisional_ids:
+            return []
+        said, ids = answer.provisional, answer.provisional_ids
+        stands = os.path.commonprefix([said, self.tokenizer.decode(ids[: event.confirmed])]) if event.confirmed else ""
+        told = [("confirm", event.confirmed, stands), ("retract", event.retracted, said[len(stands) :])]
+        return [self._own(name, index, tokens, text) for name, tokens, text in told if tokens]
+
+    def closing(self, usage: Usage, include_usage: bool, statistics: bool) -> dict[str, Any] | None:
+        """The chunk after the last one with a choice."""
+        more: dict[str, Any] = {"usage": usage_object(usage)} if include_usage else {}
+        if statistics:
+            more["forerun"] = {"event": "statistics", "statistics": record(usage)}
+        return self._envelope(self.chunk_name, []) | more if more else None
+
+    def _own(self, name: str, index: int, tokens: int, text: str) -> dict[str, Any]:
+        told = {"event": name, "index": index, "tokens": tokens, "text": text}
+        return self._envelope(self.chunk_name, []) | {"forerun": told}
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+
+    def _told(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
+        """Tokens that are part of the text: what ends an answer is not."""
+        return [entry for entry in logprobs if entry.token_id not in self.tokenizer.special_ids]
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatFormat(Format):
+    whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._envelope(self.chunk_name, [choice])
+
+    def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._entries(self._told(answer.logprobs)),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": event.text} if event.text or told else {},
+            "logprobs": self._entries(told) if told else None,
+            "finish_reason": event.finish_reason,
+        }
+
+    def _entries(self, told: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        entries = [
+            self._entry(t.token_id, t.logprob) | {"top_logprobs": [self._entry(*pair) for pair in t.top]} for t in told
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        stands_for = list(self.tokenizer.token_bytes(token))
+        return {"token": self._text(token), "logprob": max(logprob, LEAST_LOGPROB), "bytes": stands_for}
+
+
+class CompletionFormat(Format):
+    whole_name = chunk_name = "text_completion"
+
+    def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
+        logprobs = self._columns(self._told(answer.logprobs), 0)
+        return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
+        logprobs = self._columns(told, answer.offset) if told else None
+        answer.offset += sum(len(self._text(entry.token_id)) for entry in told)
+        return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+
+    def _columns(self, told: list[TokenLogprob], before: int) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        offsets, at = [], before
+        for entry in told:
+            offsets.append(at)
+            at += len(self._text(entry.token_id))
+        return {
+            "tokens": [self._text(t.token_id) for t in told],
+            "token_logprobs": [max(t.logprob, LEAST_LOGPROB) for t in told],
+            "top_logprobs": [{self._text(i): max(lp, LEAST_LOGPROB) for i, lp in t.top} for t in told],
+            "text_offset": offsets,
+        }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def record(usage: Usage) -> dict[str, Any]:
+    """All that was counted, the derived figures too."""
+    derived = ("tokens_per_second", "accepted_length", "other_s", "confirmed_share")
+    return _finite(asdict(usage) | {name: getattr(usage, name) for name in derived})
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinities nor NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,78 @@
+"""What a request meets before it is read: its key, the limits of its body in bytes and time.
+
+Works on ASGI messages, so that nothing is read from whoever may not ask, and nothing is kept of what is too large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.serve.config import ServeConfig
+from forerun.serve.errors import ApiError
+from forerun.serve.gate import Gate
+
+OPEN = ("/health", "/ready")  # for whoever watches over the server: no key needed
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, config: ServeConfig, gate: Gate) -> None:
+        self.app, self.config, self.gate = app, config, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except ApiError as error:
+            await error.response(scope, receive, send)
+            return
+        await self.app(scope, _Body(receive, self.config).receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        headers, path = Headers(scope=scope), scope["path"]
+        scope.setdefault("state", {})["key"] = None
+        if self.config.keys is not None and path not in OPEN:
+            given = headers.get("authorization", "")
+            key = self.config.keys.find(given[7:].strip()) if given[:7].lower() == "bearer " else None
+            if key is None:
+                hint = "send `Authorization: Bearer <key>` with a key of this server"
+                raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key")
+            scope["state"]["key"] = key
+        if path.startswith("/v1/") and scope["method"] == "POST":
+            self.gate.check_open()
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.config.max_body_bytes:
+            raise ApiError(413, _too_large(self.config), "send less, or have the limit raised")
+
+
+class _Body:
+    """A request's messages as they come in, within the limits."""
+
+    def __init__(self, receive: Receive, config: ServeConfig) -> None:
+        self._receive, self._config = receive, config
+        self._size, self._complete = 0, False
+        self._deadline = asyncio.get_running_loop().time() + config.max_body_s
+
+    async def receive(self) -> Message:
+        if self._complete:  # what still comes is the client's going away, whenever that is
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {self._config.max_body_s:g} s") from None
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._size > self._config.max_body_bytes:
+                raise HTTPException(413, _too_large(self._config))
+        return message
+
+
+def _too_large(config: ServeConfig) -> str:
+    return f"the body is larger than {config.max_body_bytes:,} bytes, the limit of this server"

@@ -1,0 +1,119 @@
+"""Answers that run side by side: each is a request of its own, all share the engine's steps and the prefix tree.
+
+The engine steps in its own thread, so that what looks at the answers (scores, likeness) works while others run. Knows
+requests and events; not why a branch was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from forerun.api import LLM
+from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.engine.sequence import Event, FinishReason
+from forerun.errors import BadRequest
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Branch:
+    """One request in the making."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+    request_id: int | None = None
+    stopped: bool = False
+
+    @property
+    def prefill(self) -> int:
+        """Prompt tokens that had to run."""
+        return self.usage.computed_tokens
+
+    def stop(self, llm: LLM) -> None:
+        """End it at the next step; its last event still comes, with what it cost."""
+        self.stopped = True
+        if self.request_id is not None:
+            llm.engine.cancel(self.request_id)
+
+    def take(self, event: Event) -> None:
+        self.request_id = event.request_id
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.text += event.text
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.usage = event.usage or self.usage
+
+
+async def grow(
+    llm: LLM, branch: Branch, on_tokens: Callable[[Branch], Coroutine[Any, Any, None]] | None = None
+) -> Branch:
+    """Run a branch to its end; `on_tokens` is awaited whenever it has grown, and meanwhile the engine goes on."""
+    async with aclosing(llm.astream(branch.prompt_ids, branch.params)) as events:  # type: ignore[type-var]
+        async for event in events:
+            branch.take(event)
+            if branch.stopped:
+                branch.stop(llm)  # it may have been stopped before its request had a number
+            elif on_tokens is not None and event.finish_reason is None:
+                await on_tokens(branch)
+    return branch
+
+
+async def all_of(tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; where one fails none of them goes on."""
+    running = [asyncio.ensure_future(task) for task in tasks]
+    try:
+        return await asyncio.gather(*running)
+    except BaseException:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine for a caller that waits, inside a running event loop too (as in a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="forerun-sharing")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def checked_score(score: Callable[[T], float], subject: T, what: str) -> float:
+    """What a caller's score function says; whatever is wrong with it becomes one kind of error."""
+    try:
+        value = score(subject)
+    except Exception as error:
+        raise BadRequest(
+            f"the score function raised {type(error).__name__} on {what}: {error}",
+            "that one has no score, the others are not affected; make the function return a number for any text",
+        ) from error
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadRequest(f"the score function gave {value!r} for {what}", "return a finite number")
+    return float(value)

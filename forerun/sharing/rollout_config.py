@@ -1,0 +1,75 @@
+"""What a rollout is asked to do: `RolloutConfig`, checked on creation. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forerun.core import SamplingParams
+from forerun.errors import BadRequest
+from forerun.sharing.branching import BRANCH_NAMES, BranchOn
+from forerun.sharing.tree import Trajectory
+
+Score = Callable[[Trajectory], float]
+
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=256)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How a tree grows; every value is checked on creation."""
+
+    width: int  # answers that start from the stem, and most branches of any one point
+    depth: int  # 1: nothing but those; 2: they branch; 3: branches branch, and so on
+    token_budget: int  # most tokens computed, the stem included whether it was cached or not
+    branch_on: BranchOn = "step"  # or a function from a node to positions in its tokens
+    score: Score | None = None  # called with one trajectory at a time, in a thread, while others run
+    params: SamplingParams = field(default=SAMPLING)
+    separator: str = "\n"  # between steps
+    keep: float = 0.5  # with a score: the share of nodes, best first, that is branched in a round
+    prune_below: float | None = None  # with a score: answers are scored at every step, too, and stopped below this
+    min_distance: float = (
+        0.0  # branches of one point are stopped where their mean pairwise prefix edit distance is less
+    )
+    min_prob: float = 0.02  # least probability of a token that a branch starts with
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "token_budget"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
+        if self.branch_on not in BRANCH_NAMES and not callable(self.branch_on):
+            raise BadRequest(
+                f"branch_on is {self.branch_on!r}",
+                f"use {', '.join(BRANCH_NAMES)} or a function from node to positions",
+            )
+        if self.score is not None and not callable(self.score):
+            raise BadRequest(f"score is {self.score!r:.80}", "give a function from a trajectory to a number")
+        if self.prune_below is not None and self.score is None:
+            raise BadRequest(f"prune_below is {self.prune_below} but there is no score", "give a score function")
+        for name, low, high in (("keep", 0.0, 1.0), ("min_distance", 0.0, 1.0), ("min_prob", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise BadRequest(f"{name} is {value!r}, allowed is {low} to {high}", f"choose a {name} in that range")
+        if not isinstance(self.separator, str) or not self.separator:
+            raise BadRequest(f"separator is {self.separator!r}, it must be text", "leave it out for lines")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise BadRequest(f"seed is {self.seed!r}, it must be a whole number", "leave it out for 0")
+        self._check_params()
+
+    def _check_params(self) -> None:
+        p = self.params
+        if not isinstance(p, SamplingParams):
+            raise BadRequest(f"params must be SamplingParams, got {p!r:.80}", "pass SamplingParams(temperature=1.0)")
+        # A branch's request has part of the answer in its prompt: what depends on where the answer began would differ
+        refused = {
+            "n": p.n != 1,
+            "grammar": p.grammar is not None,
+            "presence_penalty": p.presence_penalty != 0.0,
+            "frequency_penalty": p.frequency_penalty != 0.0,
+            "prefill": not p.prefilling.exact,
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise BadRequest(f"a rollout cannot have {name}={getattr(p, name)!r:.80}", f"leave {name} out")

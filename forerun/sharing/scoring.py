@@ -1,0 +1,169 @@
+"""Log-probabilities of given continuations: one prefill of what they share, then one pass over all of them.
+
+Runs between the engine's steps on pages borrowed from the pool. The shared part is read from the prefix tree as far as
+it is known there and becomes known to it; nothing is forgotten. Knows tokens only, not what they are scored for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.api import LLM
+from forerun.core import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.models.runner import Span
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of the tokens of each continuation, and what they cost."""
+
+    logprobs: list[list[float]]
+    cached_tokens: int  # of the shared part, read from the prefix tree
+    computed_tokens: int
+
+    @property
+    def totals(self) -> list[float]:
+        return [sum(tokens) for tokens in self.logprobs]
+
+    @property
+    def means(self) -> list[float]:
+        """Per token, so that short answers are not better for being short."""
+        return [sum(tokens) / len(tokens) for tokens in self.logprobs]
+
+
+def score_continuations(llm: LLM, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> Scored:
+    """Log-probability of every token of every continuation after one prefix, under the model itself."""
+    return score_each(llm, [(prefix, continuations)])[0]
+
+
+def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[Scored]:
+    """The same for several prefixes; what they share is computed once, as far as the prefix cache is on."""
+    for prefix, continuations in pairs:
+        for i, continuation in enumerate(continuations):
+            if not continuation:
+                raise BadRequest(f"continuation {i} is empty", "give at least one token to score")
+            llm.engine.check([*prefix, *continuation], SamplingParams())
+        llm.engine.check(list(prefix), SamplingParams())
+
+    def use(engine: Engine) -> list[Scored]:
+        if llm._driver._closed:
+            raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
+        return [_Scorer(engine, list(prefix)).run(continuations) for prefix, continuations in pairs]
+
+    return llm._driver.visit(use)  # nobody steps the engine meanwhile, whoever waits goes on afterwards
+
+
+@dataclass(eq=False)
+class _Job:
+    """One continuation: prefix and continuation without its last token run, nobody needs what follows that."""
+
+    ids: list[int]
+    last: int
+    pages: array[int]
+    done: int  # tokens that have K/V
+    logprobs: list[float] = field(default_factory=list)
+
+
+class _Scorer:
+    """Continuations of one prefix. The prefix's whole pages are everybody's; what is left of it runs with each."""
+
+    def __init__(self, engine: Engine, prefix: list[int]) -> None:
+        self.engine, self.pool, self.chunk, self.prefix = engine, engine.pool, engine.config.chunk_tokens, prefix
+        self.shared = (len(prefix) - 1) // self.pool.page_size * self.pool.page_size  # its last token runs: for logits
+        self.stem = array("i")
+        self.cached = self.computed = 0
+
+    def run(self, continuations: Sequence[Sequence[int]]) -> Scored:
+        jobs = [_Job([*self.prefix, *c[:-1]], c[-1], array("i"), self.shared) for c in continuations]
+        try:
+            self._prefill()
+            wave: list[_Job] = []
+            for job in jobs:  # as many at once as there is room for
+                if not self._open(job):
+                    self._run(wave)
+                    self._close(wave)
+                    wave = []
+                    if not self._open(job):
+                        raise self._too_large(len(job.ids))
+                wave.append(job)
+            self._run(wave)
+        finally:
+            self._close(jobs)
+            self.pool.release(self.stem)
+        return Scored([job.logprobs for job in jobs], self.cached, self.computed)
+
+    def _prefill(self) -> None:
+        """Whole pages of the prefix: known ones, then computed ones, which become known."""
+        tree = self.engine.tree if self.engine.config.prefix_cache else None
+        ids = self.prefix[: self.shared]
+        if tree is not None:
+            known = tree.match(ids)
+            self.pool.retain(known)
+            self.stem.extend(known)
+        self.cached = len(self.stem) * self.pool.page_size
+        if not self._extend(self.stem, self.shared):
+            raise self._too_large(self.shared)
+        for first in range(self.cached, self.shared, self.chunk):
+            piece = ids[first : first + self.chunk]
+            self.engine.runner.forward([Span(piece, first, self.stem, ())])
+            self.computed += len(piece)
+        if tree is not None:
+            tree.insert(ids, self.stem)
+
+    def _extend(self, pages: array[int], entries: int) -> bool:
+        missing = self.pool.pages_for(entries) - len(pages)
+        if not self.engine.scheduler.make_room(missing):
+            return False
+        pages.extend(self.pool.allocate(missing, after=pages[-1] if pages else None))
+        return True
+
+    def _open(self, job: _Job) -> bool:
+        pages = array("i", self.stem)
+        if not self._extend(pages, len(job.ids)):
+            return False
+        self.pool.retain(self.stem)
+        job.pages = pages
+        return True
+
+    def _close(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            self.pool.release(job.pages)
+            job.pages = array("i")
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """Batches of up to a step's tokens until all continuations have run."""
+        while any(job.done < len(job.ids) for job in jobs):
+            room, spans, targets = self.chunk, [], []
+            for job in jobs:
+                ids = job.ids[job.done : job.done + room]
+                if not ids:
+                    continue
+                want = range(max(0, len(self.prefix) - 1 - job.done), len(ids))
+                spans.append(Span(ids, job.done, job.pages, want))
+                following = [*job.ids, job.last]
+                targets += [(job, following[job.done + w + 1]) for w in want]
+                job.done += len(ids)
+                room -= len(ids)
+            self.computed += self.chunk - room
+            self._book(self.engine.runner.forward(spans).logits, targets)
+
+    @staticmethod
+    def _book(logits: torch.Tensor, targets: list[tuple[_Job, int]]) -> None:
+        if not targets:
+            return
+        tokens = torch.tensor([token for _, token in targets], device=logits.device)
+        found = torch.log_softmax(logits.float(), -1).gather(1, tokens[:, None])[:, 0].tolist()  # [N]
+        for (job, _), logprob in zip(targets, found, strict=True):
+            job.logprobs.append(logprob)
+
+    def _too_large(self, tokens: int) -> OutOfPages:
+        return OutOfPages(
+            f"scoring {tokens} tokens needs {self.pool.pages_for(tokens)} pages, {self.pool.free} are free",
+            "ask again when fewer requests run, or raise pool_tokens",
+        )

@@ -1,0 +1,126 @@
+"""What a session is made of, and its file: a small JSON document that is written whole or not at all.
+
+Knows no model and no cache. Where the folder cannot be written, that is logged once; sessions go on without files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ForerunError
+
+log = logging.getLogger("forerun")
+
+
+@dataclass
+class State:
+    """`marks`: where each answered turn began, as (tokens, messages, prompt_end, said) before it; `pending`: the same
+    of a turn that is not answered yet."""
+
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)  # empty: a plain text
+    marks: list[tuple[int, int, int, str]] = field(default_factory=list)
+    pending: tuple[int, int, int, str] | None = None
+    prompt_end: int = 0  # where the last answer begins
+    said: str = ""  # the last answer
+
+    def before_turn(self) -> tuple[int, int, int, str]:
+        """Where the turn began that is being written."""
+        return self.pending or (len(self.tokens), len(self.messages), self.prompt_end, self.said)
+
+    def end_turn(self, prompt: list[int], answer: list[int], said: str) -> None:
+        self.marks.append(self.before_turn())
+        self.pending, self.prompt_end, self.said = None, len(prompt), said
+        self.tokens = [*prompt, *answer]
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": said})
+
+    def go_back(self, turn: int) -> None:
+        """To where turn number `turn` began."""
+        start = self.marks[turn] if turn < len(self.marks) else self.before_turn()
+        tokens, messages, self.prompt_end, self.said = start
+        del self.tokens[tokens:], self.messages[messages:], self.marks[turn:]
+        self.pending = None
+
+    def cut(self, length: int) -> None:
+        """A plain text to its first tokens."""
+        del self.tokens[length:]
+        self.marks = [mark for mark in self.marks if mark[0] < length]
+        if self.pending is not None and self.pending[0] >= length:
+            self.pending = None
+        self.prompt_end = min(self.prompt_end, length)
+
+    def copy(self) -> State:
+        return deepcopy(self)
+
+
+class SessionFiles:
+    def __init__(self, folder: Path, identity: str) -> None:
+        """`identity`: of the model; sessions of another one are not seen."""
+        self._folder, self._identity = folder, identity
+        self._failed = False
+
+    def names(self) -> list[str]:
+        found = []
+        for path in self._folder.glob(f"{self._identity[:12]}-*.json"):
+            try:
+                found.append(str(_read(path)["name"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # said when it is asked for by name
+        return found
+
+    def load(self, name: str) -> State | None:
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            state = _read(path)["state"]
+            marks = [tuple(mark) for mark in state.pop("marks")]
+            pending = state.pop("pending")
+            return State(**state, marks=marks, pending=None if pending is None else tuple(pending))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ForerunError(
+                f"the file of session {name!r} is damaged: {error}", f"remove {path}, or choose another name"
+            ) from error
+
+    def save(self, name: str, state: State) -> None:
+        temporary = self._path(name).with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            body = {"name": name, "state": asdict(state)}
+            temporary.write_text(json.dumps({"body": body, "digest": _digest(body)}), encoding="utf-8")
+            os.replace(temporary, self._path(name))
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not self._failed:
+                self._failed = True
+                log.warning("session %r will not survive this process: %s", name, error)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the file of session %r stays: %s", name, error)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._identity[:12]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["digest"] != _digest(found["body"]):
+        raise ValueError("its digest does not agree")
+    return found["body"]
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

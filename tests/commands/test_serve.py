@@ -1,0 +1,55 @@
+"""`forerun serve` as a process: it says where it is, answers, and leaves in peace on SIGTERM."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from forerun.cli import main
+
+
+def test_it_answers_and_leaves(tiny_folder: Callable[[str], Path]):
+    folder = tiny_folder("qwen3")
+    command = [sys.executable, "-m", "forerun.cli", "serve", "-m", str(folder), "--port", "0", "--threads", "1"]
+    with subprocess.Popen([*command, "--name", "mine"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            where = next(found[1] for line in process.stderr if (found := re.search(r"mine at (http://\S+)/v1", line)))
+            body = {"model": "mine", "prompt": "The secret lamp", "temperature": 0}
+            answer = httpx.post(f"{where}/v1/completions", json=body, timeout=30).json()
+            assert answer["usage"]["completion_tokens"] > 0
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(30) == 0
+    assert "/v1/completions 200" in rest and "secret lamp" not in rest and "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--cors", "example.org"], "CORS origin"),
+        (["--timeout", "0"], "max_request_s is 0"),
+        (["--api-keys", "no-such-file"], "cannot read the API keys"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_opened(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "-m", "there-is-no-such-model", *options])
+    assert left.value.code == 1 and words in capsys.readouterr().err
+
+
+def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("FORERUN_API_KEYS", "ann my-plain-key")
+    with pytest.raises(SystemExit):
+        main(["serve", "-m", "there-is-no-such-model"])
+    told = capsys.readouterr().err
+    assert "FORERUN_API_KEYS, line 1" in told and "my-plain-key" not in told

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM
+from tests.serve.common import Running, running, slowed
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
+    folder = str(tiny_folder("qwen3"))
+    with LLM(folder, weights="float32", threads=1, quiet=True, pool_tokens=8192, max_batch=16) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def served(llm: LLM) -> Iterator[Running]:
+    with running(llm) as made:
+        yield made
+
+
+@pytest.fixture
+def slow(llm: LLM) -> Iterator[None]:
+    patch, _ = slowed(llm)
+    yield
+    patch.undo()

@@ -1,0 +1,79 @@
+"""Provisional words go to those who asked for them, and the answer is the exact one all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from tests.prefill.test_engine_prefill import prompt, random_profile
+from tests.serve.common import NAME, Running, running
+
+ASKED: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_folder: Callable[[str], Path]) -> Iterator[Running]:
+    folder = tiny_folder("qwen2")
+    profile = random_profile("self", folder)
+    options: Any = {"weights": "float32", "threads": 1, "quiet": True, "pool_tokens": 8192, "chunk_tokens": 64}
+    with LLM(str(folder), profile=profile, **options) as llm, running(llm) as made:
+        yield made
+
+
+def ask(made: Running, number: int, **own: Any) -> list[Any]:
+    ids = prompt(number, 900)
+    return list(made.client().completions.create(**ASKED, prompt=ids, extra_body={"forerun": own}))
+
+
+def own(chunks: list[Any]) -> list[dict[str, Any]]:
+    return [chunk.forerun for chunk in chunks if hasattr(chunk, "forerun")]
+
+
+def test_whoever_asks_sees_words_early_and_what_becomes_of_them(drafted: Running):
+    chunks = ask(drafted, 0, prefill="provisional", statistics=True, ignore_eos=True)
+    *events, last = own(chunks)
+    shown = [event for event in events if event["event"] == "provisional"]
+    settled = [event for event in events if event["event"] != "provisional"]
+    assert shown and settled and events == shown + settled
+    assert {event["event"] for event in settled} <= {"confirm", "retract"}
+    assert "".join(event["text"] for event in shown) == "".join(event["text"] for event in settled)
+    figures = last["statistics"]
+    assert sum(event["tokens"] for event in settled) == figures["provisional"] > 0
+    assert sum(event["tokens"] for event in settled if event["event"] == "confirm") == figures["confirmed"]
+    content = [at for at, chunk in enumerate(chunks) if chunk.choices]
+    assert content[0] > max(at for at, chunk in enumerate(chunks[:-1]) if hasattr(chunk, "forerun"))
+    exact = drafted.llm.generate(prompt(0, 900), SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == exact.text
+
+
+def test_confirmed_words_are_the_beginning_of_the_answer(drafted: Running):
+    ask(drafted, 1)  # what is drafted after this is all read from the cache, or drafted badly: both are told the truth
+    for number in range(1, 6):
+        chunks = ask(drafted, number, prefill={"mode": "provisional", "allow_exact": True})
+        text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        for event in own(chunks):
+            assert event["event"] != "confirm" or text.startswith(event["text"])
+
+
+@pytest.mark.parametrize("asked", [{}, {"prefill": "speculative"}, {"prefill": {"mode": "exact"}}])
+def test_nobody_else_hears_of_them(drafted: Running, asked: dict[str, Any]):
+    chunks = ask(drafted, 7, **asked)
+    assert all(chunk.choices and not hasattr(chunk, "forerun") for chunk in chunks)
+
+
+def test_an_answer_in_one_piece_is_the_exact_one(drafted: Running):
+    body = ASKED | {"stream": False, "prompt": prompt(8, 900)}
+    answer = drafted.post("/v1/completions", body | {"forerun": {"prefill": "provisional"}}).json()
+    exact = drafted.llm.generate(prompt(8, 900), SamplingParams(max_tokens=12))[0]
+    assert answer["choices"][0]["text"] == exact.text and "forerun" not in answer
+
+
+def test_drafted_prompts_are_counted(drafted: Running):
+    ask(drafted, 9, prefill="speculative")
+    lines = dict(line.rsplit(" ", 1) for line in drafted.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines["forerun_prefill_cost_share_count"]) >= 1 and float(lines["forerun_prefill_cost_share_sum"]) > 0
+    assert float(lines["forerun_provisional_tokens_total"]) >= 0
