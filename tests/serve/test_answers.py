@@ -59,7 +59,7 @@ def test_a_stream_ends_with_done(served: Running):
 
 
 async def test_many_async_clients_get_their_own_answers(served: Running, llm: LLM):
-    prompts = [f"{number} ships pass the light" for number in range(12)]
+    prompts: Any = [f"{number} ships pass the light" for number in range(12)]
     client = served.aclient()
 
     async def ask(prompt: str) -> str:

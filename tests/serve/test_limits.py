@@ -170,7 +170,12 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM, stream: bool):
         patch, steps = slowed(llm)
         cancelled: list[int] = []  # steps begun by then
         cancel = engine.cancel
-        patch.setattr(engine, "cancel", lambda request: (cancelled.append(len(steps)), cancel(request)))
+
+        def noted(request: int) -> None:
+            cancelled.append(len(steps))
+            cancel(request)
+
+        patch.setattr(engine, "cancel", noted)
         with socket.create_connection(("127.0.0.1", made.port)) as sock:
             body = json.dumps(ENDLESS | {"stream": stream}).encode()
             sock.sendall(head(len(body)) + body)
