@@ -92,7 +92,8 @@ class Speculator:
         allowed = self.controller.allows(len(batch), self._made, time.perf_counter())
         self._made = 0
         self._rest -= self._rest > 0
-        return self._rest > 0 or not (allowed or any(g.depth for g in batch))
+        named = any(g.context.params.speculation.drafter != "auto" for g in batch)  # who names one wants it to guess
+        return self._rest > 0 or not (allowed or named)
 
     def _settle_down(self, turns: list[Turn], seconds: float) -> None:
         """Where thinking about drafts takes long for a step and comes to nothing, think less often."""

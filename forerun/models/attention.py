@@ -47,6 +47,9 @@ class AttentionBackend(ABC):
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D]."""
 
+    def forget(self) -> None:  # noqa: B027 (most keep nothing)
+        """Drop copies of K/V, after what is not a number has been in the cache."""
+
     def write(
         self, k: Tensor, v: Tensor, layer: int, kv: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor
     ) -> None:
@@ -185,6 +188,9 @@ class SdpaAttention(AttentionBackend):
         for tile in self._tiles:
             out[tile.tokens] = self._attend_tile(q[tile.tokens], tile, tile.masks[window], kv)
         return out
+
+    def forget(self) -> None:
+        self._scratch = None
 
     def _gather(self, tile: _Tile, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K and V [keys, Hkv, D]: views where all pages are one run, as they mostly are, else copies."""

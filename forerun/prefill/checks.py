@@ -200,3 +200,4 @@ def wipe(runner: Runner, pages: array[int], first: int, end: int) -> None:
     slots = torch.from_numpy(slots_of(pages, first, end, runner.pool.page_size)).to(runner.decoder.device)
     for cache in (cache for layer in runner.kv for cache in layer):
         cache.index_fill_(0, slots, 0.0)
+    runner.decoder.attention.forget()

@@ -16,7 +16,6 @@ from forerun.decode.drafters.model import ChainDrafter
 from forerun.decode.target import Dice, TargetView
 from forerun.decode.verifiers import LOSSLESS
 from forerun.decode.verifiers.base import Verifier
-from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import Work
 from forerun.errors import BadRequest
@@ -162,7 +161,8 @@ def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 def keep_a_rejected_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its first rejection a sequence counts one K/V entry too many: what follows lies one entry further on."""
     spoiled: set[int] = set()
-    original_span, original_append = engine_module._span, Engine._append
+    original_span, original_append = Work.span.fget, Engine._append
+    assert original_span is not None
 
     def append(self: Engine, seq: Any, ruling: Any, work: Work) -> None:
         original_append(self, seq, ruling, work)
@@ -177,7 +177,7 @@ def keep_a_rejected_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(Engine, "_append", append)
-    monkeypatch.setattr(engine_module, "_span", span)
+    monkeypatch.setattr(Work, "span", property(span))
 
 
 def move_one_too_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,9 @@ class SelfDrafter(ModelDrafter):
     def behind(self, ask: Ask) -> int:
         return 1
 
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        self._states.pop(seq_id, None)
+
     def _state(self, ask: Ask) -> _State:
         """The target has computed all but the last token, in any step."""
         state = self._states[ask.id] = _State(ask.pages, len(ask.tokens) - 1)
