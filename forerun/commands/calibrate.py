@@ -77,10 +77,7 @@ def calibrate(
     Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     --text src/ --text notes.txt --out coder.profile
     """
-    if steps is not None and minutes is not None:
-        raise BadRequest(f"--steps {steps} and --minutes {minutes:g} cannot go together", "give one of them")
-    if no_distill and (steps is not None or minutes is not None):
-        raise BadRequest("--no-distill leaves nothing to spend --steps or --minutes on", "leave one of them out")
+    _check_length(steps, minutes, no_distill)
     import torch
 
     from forerun.models.build import choose_device
@@ -112,6 +109,13 @@ def calibrate(
         print(json.dumps(_record(profile, out)))
     else:
         _show(profile, out)
+
+
+def _check_length(steps: int | None, minutes: float | None, no_distill: bool) -> None:
+    if steps is not None and minutes is not None:
+        raise BadRequest(f"--steps {steps} and --minutes {minutes:g} cannot go together", "give one of them")
+    if no_distill and (steps is not None or minutes is not None):
+        raise BadRequest("--no-distill leaves nothing to spend --steps or --minutes on", "leave one of them out")
 
 
 def _record(profile: Profile, out: Path) -> dict[str, Any]:

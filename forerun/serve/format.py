@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os.path
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ class Collected:
     offset: int = 0  # characters of the tokens whose log-probabilities were told
 
 
-class Format:
+class Format(ABC):
     """What both kinds of answer have in common; `logprobs`: whether they were asked for."""
 
     whole_name, chunk_name = "", ""
@@ -93,11 +94,13 @@ class Format:
     def _text(self, token: int) -> str:
         return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
+    @abstractmethod
     def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
-        raise NotImplementedError
+        """One finished answer."""
 
+    @abstractmethod
     def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
-        raise NotImplementedError
+        """What one event adds to an answer."""
 
 
 class ChatFormat(Format):

@@ -126,3 +126,14 @@ def drive(prefiller: Prefiller, job: Job, budget: int = 4096) -> Job:
     while not job.finished:
         assert prefiller.advance(job, budget) >= 1
     return job
+
+
+def start(prefiller: Prefiller, workshop: Workshop, settings: Prefill = SETTINGS, first: int = 0) -> Job:
+    pages = own_pages(workshop)
+    if first:
+        workshop.runner.forward([Span(IDS[:first], 0, pages, ())])
+    return prefiller.open(1, IDS, pages, first, settings)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())

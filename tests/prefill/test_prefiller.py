@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from forerun.decode.workshop import Workshop
-from forerun.errors import BadProfile, BadRequest
 from forerun.models.runner import Span
 from forerun.params import Prefill
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job, Phase
-from forerun.prefill.plan import Policy
-from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.profile import Point
 from tests.prefill.fakes import (
     END,
     IDS,
@@ -27,16 +23,15 @@ from tests.prefill.fakes import (
     STRICT,
     Fake,
     answer,
+    apart,
     drive,
     exact_kv,
     make_prefiller,
-    make_profile,
     make_workshop,
-    own_pages,
     slots,
+    start,
     stored,
 )
-from tests.prefill.sources import common
 
 GARBAGE = (0, len(IDS))
 
@@ -51,17 +46,6 @@ def clean(workshop: Workshop):
     yield
     workshop.pool.refs[:] = 0
     workshop.pool.free = workshop.pool.num_pages
-
-
-def start(prefiller: Prefiller, workshop: Workshop, settings: Prefill = SETTINGS, first: int = 0) -> Job:
-    pages = own_pages(workshop)
-    if first:
-        workshop.runner.forward([Span(IDS[:first], 0, pages, ())])
-    return prefiller.open(1, IDS, pages, first, settings)
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------
@@ -308,128 +292,3 @@ def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(workshop: W
         changed = (old[0] != new[0]).flatten(1).any(1).numpy()
         assert not changed[~fresh].any()
     assert again.report.cost < 1.0
-
-
-# -- what is not drafted -----------------------------------------------------------------------------------------------
-
-
-def test_short_prompts_are_exact(workshop: Workshop):
-    prefiller = make_prefiller(workshop, source := Fake(workshop), policy=Policy())
-    job = start(prefiller, workshop)
-    assert job.phase is Phase.EXACT and "too few" in job.report.fell_back
-    assert job.report.cost == 1.0 and source.read_entries == []
-
-
-def test_drafting_that_costs_more_than_it_saves_is_not_begun(workshop: Workshop):
-    prefiller = make_prefiller(workshop, source := Fake(workshop, price=0.7))
-    job = start(prefiller, workshop)
-    assert job.phase is Phase.EXACT and "would cost" in job.report.fell_back and source.read_entries == []
-
-
-def test_a_quality_beyond_the_curve_is_exact_prefill(workshop: Workshop):
-    curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
-    prefiller = make_prefiller(workshop, Fake(workshop), curve=curve)
-    settings = Prefill("speculative", quality=0.99)
-    assert prefiller.problem(settings, len(IDS)) is None
-    job = start(prefiller, workshop, settings)
-    assert job.phase is Phase.EXACT and "0.950" in job.report.fell_back
-    assert start(prefiller, workshop, Prefill("speculative", quality=0.94)).phase is Phase.READ
-
-
-def test_a_budget_below_the_sources_own_cost_is_refused(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop))
-    problem = prefiller.problem(Prefill("speculative", budget=0.15), len(IDS))
-    assert isinstance(problem, BadRequest) and "0.15" in str(problem)
-    enough = float(problem.hint.split()[6].rstrip(","))
-    assert prefiller.problem(Prefill("speculative", budget=enough), len(IDS)) is None
-    job = start(prefiller, workshop, Prefill("speculative", budget=enough))
-    assert drive(prefiller, job).phase is Phase.DONE
-
-
-def test_problems_say_what_is_wrong(workshop: Workshop):
-    bare = Prefiller(workshop, None)
-    problem = bare.problem(SETTINGS, 1000)
-    assert isinstance(problem, BadProfile) and "forerun calibrate" in problem.hint
-    assert bare.problem(Prefill(), 1000) is None
-    real = Prefiller(workshop, make_profile())
-    assert "draft model" in str(real.problem(SETTINGS, 1000))
-    assert "'nobody'" in str(real.problem(Prefill("speculative", source="nobody"), 1000))
-    fake = make_prefiller(workshop, Fake(workshop))
-    for chooser, part in [("who", "'who'"), ("cross", "another tokenizer"), ("lower", "self")]:
-        problem = fake.problem(Prefill("speculative", chooser=chooser), 1000)
-        assert isinstance(problem, BadRequest) and part in str(problem)
-    assert fake.problem(SETTINGS, 1000) is None
-
-
-def test_open_with_a_problem_is_exact_prefill_with_the_reason(workshop: Workshop):
-    job = start(Prefiller(workshop, make_profile()), workshop)
-    assert job.phase is Phase.EXACT and "draft model" in job.report.fell_back
-
-
-def test_keys_differ_by_what_is_planned(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop), curve=[Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)])
-    asked = [
-        Prefill("speculative"),
-        Prefill("speculative", budget=0.5),
-        Prefill("speculative", chooser="tail"),
-        Prefill("speculative", source="self"),
-    ]
-    assert len({prefiller.key(settings) for settings in asked}) == 4
-    assert prefiller.key(Prefill("speculative")) == prefiller.key(Prefill("provisional", chooser="draft"))
-    other = make_prefiller(workshop, Fake(workshop), kind="self")
-    assert other.key(SETTINGS) != prefiller.key(SETTINGS)
-
-
-class Stranger:
-    """Scores of another tokenizer's draft."""
-
-    def __init__(self, best: int) -> None:
-        self.best = best
-
-    def scores(self, job: Job) -> np.ndarray:
-        scores = np.zeros(len(job.tokens))
-        scores[self.best : self.best + 10] = 1.0
-        return scores
-
-    def cost(self, tokens: int) -> float:
-        return 0.1 * tokens
-
-
-def test_scores_from_elsewhere_choose_and_are_paid_for(workshop: Workshop):
-    source, profile = Fake(workshop), make_profile(share=10 / (END - 16))
-    cross = Prefiller(workshop, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
-    job = drive(cross, start(cross, workshop, Prefill("speculative", chooser="cross")))
-    assert (job.depths[90:100] == job.layers).all()
-    plain = drive(cross, start(cross, workshop, Prefill("speculative", chooser="start")))
-    assert job.report.cost == pytest.approx(plain.report.cost + 0.1, abs=0.07)
-    assert (plain.depths[16:26] == plain.layers).all()
-
-
-def test_thresholds_of_another_target_are_refused(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop), thresholds={"key": [0.1] * 5})
-    problem = prefiller.problem(SETTINGS, 1000)
-    assert isinstance(problem, BadProfile) and "5 thresholds for 'key'" in str(problem)
-
-
-# -- the sources that there are ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "base", "taps"), [("draft", 1, (1, 2, 3)), ("self", 3, (3,))])
-@pytest.mark.parametrize("right", [True, False])
-def test_mapped_sources_are_checked_and_repaired(kind: str, base: int, taps, right: bool, tiny_folder, monkeypatch):
-    """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""
-    folder = tiny_folder("llama")
-    workshop = common.make_workshop(folder)
-    profile = common.make_profile(kind, common.make_maps(folder, base, taps if right else (0,)))
-    profile.thresholds = STRICT
-    logits = workshop.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()
-    common.clear(workshop.pool)
-    prefiller = Prefiller(workshop, profile, Policy(first=8, tail=common.TAIL, shortest=16, spans=2, span=4))
-    monkeypatch.setattr(prefiller.source(SETTINGS), "cost", lambda tokens: 0.2 * tokens)  # maps dwarf tiny models
-    job = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, SETTINGS), 13)
-    assert job.report.source == kind and job.report.chooser == ("draft" if kind == "draft" else "tail")
-    assert [span["passed"] for span in job.report.spans] == [right, right]
-    assert job.phase is (Phase.DONE if right else Phase.EXACT)
-    if right:
-        assert apart(answer(workshop, job), logits) < 1e-4
-    prefiller.close(job)

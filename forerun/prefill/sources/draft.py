@@ -22,7 +22,7 @@ from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Writer, needed
+from forerun.prefill.sources.writing import Piece, Writer, needed
 
 
 @dataclass
@@ -53,7 +53,7 @@ class DraftSource(Source):
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
         self._stairs, self._layers = Staircase(workshop.draft_runner), workshop.draft.decoder.config.num_layers
-        self._top = max(max(profile.maps.taps), 1)
+        self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
         self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
@@ -74,24 +74,14 @@ class DraftSource(Source):
         job.state = _Reading(job.read, need, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
 
     def read(self, job: Job, count: int) -> None:
-        state: _Reading = job.state
-        lo, hi = job.read, min(job.read + count, len(job.tokens))
-        first, end, tail = max(lo, state.need), min(hi, job.end), max(lo, job.end)
-        hidden: dict[int, Tensor] = {}
-
-        def watch(layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
-            if first < end and layer in self._writer.taps:
-                hidden[layer] = x[first - lo : end - lo]
-            if q is not None and tail < hi:
-                state.gaze.see(layer, q[tail - lo :], tail)
-
-        if lo < hi:
-            self._run(job, lo, hi, watch)
-            self._mark(job, lo, hi)
-        if first < end:
-            self._writer.stairs.run(self._writer.rows(job, first, end))
-            self._writer.write(job, [hidden[tap] for tap in self._writer.taps], first, end)
-        job.read = hi
+        piece = Piece(job, count, job.state.need, self._taps, job.state.gaze)
+        if piece.lo < piece.hi:
+            self._run(job, piece.lo, piece.hi, piece.watch)
+            self._mark(job, piece.lo, piece.hi)
+        if piece.first < piece.end:
+            self._writer.stairs.run(self._writer.rows(job, piece.first, piece.end))
+            self._writer.write(job, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
+        job.read = piece.hi
 
     def _run(self, job: Job, lo: int, hi: int, watch: Watch) -> None:
         """These entries through the draft's layers that the maps look at."""

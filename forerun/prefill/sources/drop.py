@@ -89,7 +89,8 @@ class DropSource(DraftSource):
         counted = macs(workshop.draft.decoder) / macs(workshop.runner.decoder)
         self._cost = counted if measured is None else measured
         self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
-        self._top = self._layers = workshop.draft.decoder.config.num_layers
+        self._taps, self._top = (), workshop.draft.decoder.config.num_layers
+        self._layers = self._top
 
     def problem(self, tokens: int) -> BadRequest | None:
         return BadRequest(

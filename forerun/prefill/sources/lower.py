@@ -16,7 +16,7 @@ from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Writer, needed
+from forerun.prefill.sources.writing import Piece, Writer, needed
 
 
 @dataclass
@@ -47,26 +47,18 @@ class LowerSource(Source):
 
     def read(self, job: Job, count: int) -> None:
         state: _Reading = job.state
-        lo, hi = job.read, min(job.read + count, len(job.tokens))
-        first, end, tail = max(lo, job.known), min(hi, job.end), max(lo, job.end)
-        hidden: dict[int, Tensor] = {}
-
-        def watch(layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
-            if first < end and layer in self._writer.taps:
-                hidden[layer] = x[first - lo : end - lo]
-            if q is not None and tail < hi:
-                state.gaze.see(layer, q[tail - lo :], tail)
-
-        if lo < hi:
-            kept = self._writer.stairs.run(self._writer.rows(job, lo, hi), watch, keep=self.base).x
+        piece = Piece(job, count, job.known, self._writer.taps, state.gaze)
+        lo, first, end = piece.lo, piece.first, piece.end
+        if lo < piece.hi:
+            kept = self._writer.stairs.run(self._writer.rows(job, lo, piece.hi), piece.watch, keep=self.base).x
             assert kept is not None
             if lo < end:
                 state.x[lo - job.first : end - job.first] = kept[: end - lo]
                 job.x = state.x[: end - job.first]
             if first < end:
-                hidden[self.base] = kept[first - lo : end - lo]
-                self._writer.write(job, [hidden[tap] for tap in self._writer.taps], first, end)
-        job.read = hi
+                piece.hidden[self.base] = kept[first - lo : end - lo]
+                self._writer.write(job, [piece.hidden[tap] for tap in self._writer.taps], first, end)
+        job.read = piece.hi
 
     def finish(self, job: Job) -> None:
         job.state = job.x = None

@@ -14,7 +14,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.linear import Precision
 from forerun.models.rope import rotate
 from forerun.models.runner import Runner
-from forerun.prefill.attention_scores import slots_of
+from forerun.prefill.attention_scores import TailAttention, slots_of
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.maps import FastMaps, Maps
@@ -46,6 +46,23 @@ def macs(decoder: Decoder) -> int:
 def precision_of(decoder: Decoder) -> Precision:
     """What the decoder's own matrices are held in, for matrices that run beside them."""
     return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
+
+
+class Piece:
+    """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
+
+    def __init__(self, job: Job, count: int, need: int, taps: tuple[int, ...], gaze: TailAttention) -> None:
+        """`need`: entries before it have their K/V already."""
+        self.lo, self.hi = job.read, min(job.read + count, len(job.tokens))
+        self.first, self.end, self.tail = max(self.lo, need), min(self.hi, job.end), max(self.lo, job.end)
+        self.hidden: dict[int, Tensor] = {}  # tap -> [end - first, hidden]
+        self._taps, self._gaze = taps, gaze
+
+    def watch(self, layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
+        if self.first < self.end and layer in self._taps:
+            self.hidden[layer] = x[self.first - self.lo : self.end - self.lo]
+        if q is not None and self.tail < self.hi:
+            self._gaze.see(layer, q[self.tail - self.lo :], self.tail)
 
 
 class Writer:
