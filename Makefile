@@ -1,5 +1,6 @@
-# make demo: set up, fetch the default model, answer questions about a long document.
-# make test: set up, then lint, types and tests. Both stand on `make setup`, which leaves .venv/bin/forerun.
+# make demo: set up, fetch the default model, race plain decoding against Forerun over a long document.
+# make serve: the same for the server and its page, at http://127.0.0.1:8000; `make serve ARGS="--port 9000"` for more.
+# make test: set up, then lint, types and tests. All stand on `make setup`, which leaves .venv/bin/forerun.
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python3.12 setup` chooses another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -7,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo serve test lint format clean browser
 
 setup: $(STAMP)
 
@@ -36,8 +37,25 @@ $(STAMP): pyproject.toml
 demo: setup
 	@$(BIN)/forerun demo
 
-test: lint
+serve: setup
+	@$(BIN)/forerun serve $(ARGS)
+
+test: lint browser
 	$(BIN)/python -m pytest -q
+
+# The page is tested in a real browser; Chromium is no Python package.
+BROWSERS := chromium chromium-browser google-chrome-stable google-chrome chrome
+
+browser:
+	@for name in "$$FORERUN_BROWSER" $(BROWSERS); do \
+		if [ -n "$$name" ] && command -v "$$name" >/dev/null; then exit 0; fi; done; \
+	as_root=""; if [ "$$(id -u)" != 0 ]; then as_root="sudo -n"; fi; \
+	if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+		$$as_root apt-get update -q && $$as_root apt-get install -y -q --no-install-recommends chromium; \
+	else \
+		echo "error: the page is tested in a browser, and there is none of: $(BROWSERS)" >&2; \
+		echo "hint: install one (Debian: apt install chromium; Fedora: dnf install chromium; macOS: brew install" \
+			"--cask google-chrome), or name one: FORERUN_BROWSER=/path/to/chromium make test" >&2; exit 1; fi
 
 lint: setup
 	$(BIN)/ruff check .

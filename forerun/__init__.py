@@ -38,7 +38,12 @@ _HOME = {
 }
 
 
+_PARTS = ("plan", "sharing")  # modules of public names: forerun.plan.solve, forerun.sharing.best_of_n
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f"forerun.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
@@ -46,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PARTS})

@@ -16,6 +16,7 @@ import torch
 
 from forerun.accounting import Stats
 from forerun.answers import Choice, Completion, collect
+from forerun.cache.outline import Outline, outline
 from forerun.cache.tiers import TierConfig, Tiers
 from forerun.core import SamplingParams
 from forerun.decode.workshop import DraftModel
@@ -35,7 +36,8 @@ from forerun.sizing import checked_pool_tokens, default_pool_tokens
 
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
-    from forerun.sharing.session import Session, SessionBook
+    from forerun.sharing.session import Session
+    from forerun.sharing.session_book import SessionBook
     from forerun.sharing.tree import RolloutTree
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
@@ -107,14 +109,15 @@ class LLM:
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
         )
-        prefiller = None if self.profile is None else prefilling(self.profile)
-        keep = self._tiers(tiers, checkpoint) if tiers.any else None
+        prefiller = prefilling(self.profile)
+        self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
+        keep = self._tiers(tiers) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
         self._driver = Driver(self.engine)
         self._sessions: SessionBook | None = None
 
-    def _tiers(self, config: TierConfig, checkpoint: Checkpoint) -> Callable[[PagePool], Tiers]:
-        identity = f"{fingerprint(checkpoint)} {self.precision.name}"
+    def _tiers(self, config: TierConfig) -> Callable[[PagePool], Tiers]:
+        identity = f"{self.fingerprint} {self.precision.name}"
         return lambda pool: Tiers(pool, config, identity)
 
     def _open_draft(
@@ -202,7 +205,7 @@ class LLM:
     def sessions(self) -> SessionBook:
         """All sessions by name, those on disk too."""
         if self._sessions is None:
-            from forerun.sharing.session import SessionBook
+            from forerun.sharing.session_book import SessionBook
 
             self._sessions = SessionBook(self, self._driver)
         return self._sessions
@@ -223,6 +226,11 @@ class LLM:
         """How prompt tokens were served and what answers cost so far, in total and by session."""
         tiers = self.engine.tiers
         return self._driver.visit(lambda engine: engine.stats.snapshot(tiers.figures() if tiers is not None else None))
+
+    def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> Outline:
+        """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
+        ids = [] if prompt is None else self.encode(prompt)
+        return self._driver.visit(lambda engine: outline(engine.tree, ids, most))
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 

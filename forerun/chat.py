@@ -48,6 +48,11 @@ class ChatTemplate:
         self._starts = {special[:n] for special in self._specials for n in range(1, len(special))}
         self._search: re.Pattern[str] | None = None
 
+    @property
+    def tool_text(self) -> str:
+        """The template that conversations with tools go through, as its authors wrote it."""
+        return self._texts.get("tool_use") or self._texts.get("default", "")
+
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, prompt: bool
     ) -> list[Piece]:

@@ -54,6 +54,7 @@ class TokenBatch:
     tree: torch.Tensor | None = None  # [T, W] bool
     tree_start: list[int] | None = None  # [S] entry that column 0 of `tree` stands for
     run_start: int | None = None  # first slot, where the slots of all tokens are known to follow each other
+    host: HostBatch | None = None  # what it was made from, for planning without waiting for the device
 
     def __post_init__(self) -> None:
         assert self.starts[-1] == self.tokens.numel() == self.positions.numel() == self.slots.numel()
@@ -103,6 +104,7 @@ class HostBatch:
             tree=None if self.bits is None else _unpack(self.bits).to(device),
             tree_start=self.tree_start,
             run_start=int(self.slots[0]) if together else None,
+            host=self,
         )
 
 
@@ -252,6 +254,8 @@ class Usage:
     verifier: str = ""  # empty: nothing was drafted
     lossless: bool = True
     lengths: list[int] = field(default_factory=list)  # drafted tokens that each step accepted
+    # steps where asked for: seconds from submission, tokens added, tokens checked, seconds of drafting, of verifying
+    timeline: list[tuple[float, int, int, float, float]] = field(default_factory=list)
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
@@ -268,6 +272,7 @@ class Usage:
             mine.drafted += tally.drafted
             mine.accepted += tally.accepted
         self.lengths += part.lengths
+        self.timeline = self.timeline or part.timeline  # of one answer: those of several do not make one
         self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)
         self.verifier, self.lossless = self.verifier or part.verifier, self.lossless and part.lossless
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -21,9 +22,11 @@ from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
+from forerun.mail import Mail
 
 T = TypeVar("T")
 
+BLOCKED = 0.001  # seconds between two looks whether somebody gave pages back
 PAUSE = 0.1  # seconds of quiet before upgrades begin: whoever asks one thing after the other is not disturbed
 
 
@@ -37,6 +40,7 @@ class Driver:
         self._closed = False
         self._steppers = 0  # callers that step the engine themselves
         self._readers = 0  # callers that let the thread do it
+        self._mail: Mail[Event] | None = None  # to the event loop that asked last
 
     def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
         """Run jobs to their ends; the events of each, in order. On any error or Ctrl-C none of them goes on."""
@@ -52,7 +56,7 @@ class Driver:
                 for request in requests:
                     self._submit(request)
                 while done < open_answers:
-                    self._step()
+                    self._step(requests)
                     for i, inbox in enumerate(inboxes):
                         done += sum(_ends(e) for e in inbox[seen[i] :])
                         seen[i] = len(inbox)
@@ -71,7 +75,7 @@ class Driver:
             try:
                 while open_answers:
                     while not inbox:
-                        self._step()
+                        self._step([request])
                     event = inbox.popleft()
                     open_answers -= _ends(event)
                     yield event
@@ -79,15 +83,15 @@ class Driver:
                 if open_answers:
                     self._abandon([request])
 
-    async def astream(self, ids: list[int], params: SamplingParams) -> AsyncIterator[Event]:
+    async def astream(self, ids: list[int], params: SamplingParams, session: str | None = None) -> AsyncIterator[Event]:
         """The same for asyncio; a background thread does the stepping."""
-        loop = asyncio.get_running_loop()
+        mail = self._mail_to(asyncio.get_running_loop())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
 
         def sink(event: Event) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, event)
+            mail.put(inbox, event)
 
-        request = Request(ids, params, sink)
+        request = Request(ids, params, sink, session)
         self._submit(request)
         self._readers += 1  # only the event loop's own thread counts them
         self._background()
@@ -102,6 +106,11 @@ class Driver:
                 self.engine.cancel(request.id)
                 self._wake.set()
             self._readers -= 1
+
+    def _mail_to(self, loop: asyncio.AbstractEventLoop) -> Mail[Event]:
+        if self._mail is None or self._mail.loop is not loop:  # who has another loop keeps what it was given
+            self._mail = Mail(loop)
+        return self._mail
 
     def upgrade(self) -> None:
         """Block until all that was answered from drafted K/V is known exactly, as far as there is room for it."""
@@ -148,10 +157,17 @@ class Driver:
         with self._stepping(), self._lock:
             self.engine.clear_cache()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
+
     def _submit(self, request: Request) -> None:
         with self._gate:
-            if self._closed:
-                raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
+            self.check_open()
             self.engine.submit(request)
 
     def prepare(self, params: SamplingParams) -> None:
@@ -162,15 +178,38 @@ class Driver:
             with self._stepping(), self._lock:
                 self.engine.prepare(params)
 
-    def _step(self) -> None:
+    def _step(self, mine: list[Request]) -> None:
+        """A step by somebody who waits for these requests."""
         with self._lock:
             self.engine.step()
+            blocked = self._relieve(mine)
+        if blocked:
+            time.sleep(BLOCKED)
+
+    def _relieve(self, mine: Sequence[Request] = ()) -> bool:
+        """Where nothing can run because others hold the pages: whether there is nothing to do but wait for them."""
+        scheduler, loans = self.engine.scheduler, self.engine.loans
+        if not scheduler.waiting or scheduler.running or not loans or loans.recall():
+            return False
+        seq = scheduler.waiting[0]
+        error = loans.hopeless() if any(request is seq.request for request in mine) else None
+        if error is not None:
+            self.engine.fail(seq, error)
+        return error is None
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.cancel(request.id)
-        with self._lock:
-            self.engine.take_in()
+        self.collect()
+
+    def collect(self) -> None:
+        """Have what was cancelled or given back taken in now, or else by whoever has the engine. It never waits: a
+        garbage collector that ends a forgotten iterator may run in the middle of a step."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.engine.take_in()
+            finally:
+                self._lock.release()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -208,7 +247,11 @@ class Driver:
             return False  # they step by themselves: two threads would only be in each other's way
         try:
             with self._lock:
-                return self.engine.upgrade_step() if self.engine.idle else self.engine.step()
+                went = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
+                blocked = self._relieve()
+            if blocked:
+                time.sleep(BLOCKED)
+            return went
         except Exception as error:  # nobody calls this thread: those who wait must hear of it
             with self._lock:
                 self.engine.upgrades.clear()

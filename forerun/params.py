@@ -115,6 +115,9 @@ class SamplingParams:
     grammar: Grammar | None = None
     speculate: Speculation | str = "auto"  # a drafter's name is enough
     prefill: Prefill | str = "exact"  # a mode's name is enough
+    cache: bool = True  # False: reads nothing that other requests left, and leaves nothing for them
+    prediction: tuple[int, ...] = ()  # tokens of what the answer may well be: guessed from, never more than that
+    timeline: bool = False  # `Usage.timeline` tells of every step
 
     def __post_init__(self) -> None:
         if isinstance(self.speculate, str):
@@ -127,6 +130,16 @@ class SamplingParams:
             raise BadRequest(f"prefill must be a name or a Prefill, got {self.prefill!r}", "use exact or speculative")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", "pass Grammar('regex', '[0-9]+')")
+        if isinstance(self.prediction, list):
+            object.__setattr__(self, "prediction", tuple(self.prediction))
+        if not isinstance(self.prediction, tuple) or any(type(token) is not int for token in self.prediction):
+            raise BadRequest(f"prediction must be a list of token ids, got {self.prediction!r:.80}", "leave it out")
+        for name in ("cache", "timeline"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", "leave it out")
+        if not self.cache and self.prefilling.source == "chunk":
+            hint = "leave cache as it is, or take another source"
+            raise BadRequest("prefill: the source 'chunk' reads what others left, and cache is false", hint)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         elif isinstance(self.stop, (list, set, frozenset)):

@@ -9,12 +9,17 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import torch
+
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.fingerprint import fingerprint
+from forerun.prefill.maps import Maps
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
+
+CHUNK_SHARE = 0.15  # of the tokens of texts met before that are recomputed where nothing was measured
 
 
 def open_profile(
@@ -40,10 +45,20 @@ def packaged(target: Checkpoint) -> Path | None:
     return path if path.is_file() else None
 
 
-def prefilling(profile: Profile) -> Callable[[Workshop], Prefiller]:
+def unfitted() -> Profile:
+    """What stands in for a profile where there is none. Texts met before need no maps, so they can be reused; nothing
+    was measured, so nothing is promised about quality, and no checkpoint can fail."""
+    none = torch.zeros(1, 1)
+    maps = Maps((0,), 1, none, none, none, none, none, none)
+    return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_SHARE)
+
+
+def prefilling(profile: Profile | None) -> Callable[[Workshop], Prefiller]:
     """What an engine makes its prefiller with."""
 
     def make(workshop: Workshop) -> Prefiller:
+        if profile is None:
+            return Prefiller(workshop, unfitted())
         if workshop.draft is None or workshop.draft.same_tokens:
             return Prefiller(workshop, profile)
         from forerun.prefill.cross_scores import CrossScores

@@ -125,6 +125,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
+    @property
+    def tool_template(self) -> str:
+        """The text of the chat template for conversations with tools; empty where there is none."""
+        return self._chat.tool_text if self._chat is not None else ""
+
     def apply_chat_template(
         self,
         messages: Sequence[dict[str, Any]],

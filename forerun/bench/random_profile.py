@@ -17,10 +17,10 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
 from forerun.models.fingerprint import fingerprint
 from forerun.models.shapes import expected_shapes
+from forerun.prefill.calibration.setup import MOST_RANK, READ
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
-RANK = 512  # of the maps, as calibration makes them
 SHARE = 0.1  # of tokens recomputed
 
 
@@ -50,11 +50,11 @@ def layer_weights(config: ModelConfig) -> int:
 
 
 def random_profile(model: RandomCheckpoint, draft: RandomCheckpoint) -> Profile:
-    """For a target and a draft of these shapes: maps from all draft layers, at the rank that calibration uses."""
+    """For a target and a draft of these shapes: maps from as many draft layers, at the rank, as calibration takes."""
     target, source = model.config, draft.config
-    taps = tuple(range(1, source.num_layers + 1))
-    wide, out = len(taps) * source.hidden_size, (target.num_layers - 1) * 2 * target.kv_size
-    rank = min(RANK, wide)
+    taps = tuple(range(round(READ * source.num_layers) + 1))
+    wide = len(taps) * source.hidden_size + target.hidden_size
+    rank, out = min(MOST_RANK, target.hidden_size), (target.num_layers - 1) * 2 * target.kv_size
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -69,7 +69,8 @@ def random_profile(model: RandomCheckpoint, draft: RandomCheckpoint) -> Profile:
         mix_out=normal(rank, rank),
         up=normal(out, rank),
         up_bias=torch.zeros(out),
+        own=True,
     )
-    cost = layer_weights(source) / layer_weights(target)
+    cost = max(taps) / source.num_layers * layer_weights(source) / layer_weights(target)
     names = {"target": "random target", "source": "random draft"}
     return Profile("draft", fingerprint(model), fingerprint(draft), names, maps, source_cost=cost, share=SHARE)

@@ -1,5 +1,5 @@
-"""What sharing saves: branches of one prompt, rollout trees, an agent's turns, planning before tools; and whether the
-cache itself is quick and right at size.
+"""What sharing saves: branches of one prompt, a restart, rollout trees, an agent's turns, planning before tools; and
+whether the cache itself is quick and right at size.
 
 Everything runs in this process, one model at a time; what is compared takes turns.
 """
@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from forerun.api import LLM, Prompt
-from forerun.bench import agent_trace, cache_model, common, sharing_plan, sharing_tree
+from forerun.bench import agent_trace, cache_model, common, sharing_plan, sharing_restart, sharing_tree
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 
-PARTS = ("branches", "rollouts", "trace", "plan", "tree", "operations")
+PARTS = ("branches", "restart", "rollouts", "trace", "plan", "tree", "operations")
 NEED_TEXT = ("rollouts", "trace", "plan")
 GOALS = {"unshared": 6.0, "attention": 1.3, "rollouts": 1.5, "trace": 0.9}
+
+QUICK: dict[str, Any] = {
+    "prompt": 300, "branches": 4, "tokens": 8, "questions": 1, "budget": 600, "turns": 4, "tasks": 1, "nodes": 100,
+    "tree_tokens": 50_000, "steps": 2000,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class Sizes:
     nodes: int = 1000
     tree_tokens: int = 1_000_000
     steps: int = 100_000
+    quick: bool = False  # small sizes, to see that everything runs: goals are not set for them
+
+    @classmethod
+    def small(cls, **given: Any) -> Sizes:
+        """Sizes of a run that is quick; `given`: those of the caller's choice."""
+        return cls(**{**QUICK, "quick": True, **given})
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -59,7 +70,7 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
     if setup.shape is not None and wants_text:
         raise BadRequest(
             f"{', '.join(wants_text)} need a real model, {setup.name} answers token ids only",
-            "use --parts branches,tree,operations",
+            "use --parts branches,restart,tree,operations",
         )
     found: dict[str, Any] = {}
     if "tree" in sizes.parts:
@@ -70,6 +81,10 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
         found["operations"] = cache_model.run(sizes.steps)
     if "branches" in sizes.parts:
         found["branches"] = branches(setup, sizes, say)
+    if "restart" in sizes.parts:
+        say("restart")
+        ids = common.Prompts(replace(setup, data=None)).cut(sizes.prompt)
+        found["restart"] = sharing_restart.run(functools.partial(_opened, setup), ids)
     if wants_text:
         with _opened(setup) as llm:
             if "rollouts" in sizes.parts:
@@ -81,7 +96,12 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
                 found["plan"] = sharing_plan.run(llm, sizes.tasks)
     about = {"bench": "sharing", "model": setup.name, "weights": setup.weights, "device": setup.device}
     reached = {part: figures["goal"]["reached"] for part, figures in found.items() if "goal" in figures}
-    return about | {"runs": setup.runs} | found | {"goals": reached, "hardware": common.hardware(setup.thread_count())}
+    return (
+        about
+        | {"runs": setup.runs, "quick": sizes.quick}
+        | found
+        | {"goals": reached, "hardware": common.hardware(setup.thread_count())}
+    )
 
 
 # -- branches ----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ Row = tuple[str, str, str]
 
 
 def table(result: dict[str, Any]) -> Table:
-    made = Table("part", "", "figures", "goal", title=f"sharing {result['model']}", title_justify="left")
+    title = f"sharing {result['model']}" + (", quick: goals are set for full sizes" if result["quick"] else "")
+    made = Table("part", "", "figures", "goal", title=title, title_justify="left")
     rows = {
         "branches": _branches,
+        "restart": _restart,
         "rollouts": _rollouts,
         "trace": _trace,
         "plan": _plan,
@@ -27,7 +29,7 @@ def table(result: dict[str, Any]) -> Table:
             continue
         for number, (what, figures, goal) in enumerate(describe(result[part])):
             made.add_row("" if number else part, what, figures, goal)
-        if "goal" in result[part]:
+        if "goal" in result[part] and not result["quick"]:
             made.add_row("", "", "", "reached" if result[part]["goal"]["reached"] else "[bold]missed[/bold]")
         made.add_section()
     return made
@@ -46,6 +48,17 @@ def _branches(own: dict[str, Any]) -> Iterator[Row]:
         goal = f"{goals[name]:.1f}x" if name in goals else ""
         yield label, common.cell(own["seconds"][name]) + ratio, goal
     yield "prompt tokens computed for all branches", f"{own['computed_prompt_tokens']:,}", "the prompt once"
+
+
+def _restart(own: dict[str, Any]) -> Iterator[Row]:
+    seconds = own["seconds"]
+    yield f"{own['prompt_tokens']:,} tokens, computed", f"{seconds['computed']:.3f} s to the first token", ""
+    kept = f"{own['disk_tokens']:,} tokens from {own['disk_bytes'] / 1e6:,.0f} MB on disk"
+    yield (
+        "after a restart",
+        f"{seconds['from_disk']:.3f} s, {own['ratio']:.1f}x ({kept})",
+        f"{own['goal']['ratio']:.0f}x",
+    )
 
 
 def _rollouts(own: dict[str, Any]) -> Iterator[Row]:

@@ -34,21 +34,23 @@ class HostTier:
         return len(self._slots) * self.page_bytes
 
     def put(self, keys: Sequence[bytes], data: Tensor) -> list[tuple[bytes, Tensor]]:
-        """Keep pages, data [n, L, 2, page, Hkv, D]; returns those that had to go for them, as copies."""
+        """Keep pages, data [n, L, 2, page, Hkv, D] on any device; returns those that had to go for them, as copies."""
         gone: list[tuple[bytes, Tensor]] = []
         for key, page in zip(keys, data, strict=True):
             if self.touch(key):
                 continue
             if not self._free and not self._slots:  # less than one page of memory
-                gone.append((key, page))
+                gone.append((key, page.cpu()))
                 continue
             if not self._free:
                 oldest, slot = self._slots.popitem(last=False)
+                _finish(data.device)  # it may have come in this very call
                 gone.append((oldest, self._memory[slot].clone()))
                 self._free.append(slot)
             slot = self._free.pop()
-            self._memory[slot] = page
+            self._memory[slot].copy_(page, non_blocking=True)
             self._slots[key] = slot
+        _finish(data.device)  # nobody may read a slot before its bytes are there
         return gone
 
     def touch(self, key: bytes) -> bool:
@@ -57,11 +59,14 @@ class HostTier:
             self._slots.move_to_end(key)
         return key in self._slots
 
-    def get(self, keys: Sequence[bytes]) -> Tensor:
-        """Pages that are here, [n, L, 2, page, Hkv, D]."""
-        for key in keys:
+    def get(self, keys: Sequence[bytes], device: torch.device) -> Tensor:
+        """Copies of pages that are here, [n, L, 2, page, Hkv, D] on a device."""
+        out = torch.empty((len(keys), *self._memory.shape[1:]), dtype=self._memory.dtype, device=device)
+        for i, key in enumerate(keys):
             self.touch(key)
-        return self._memory[[self._slots[key] for key in keys]]
+            out[i].copy_(self._memory[self._slots[key]], non_blocking=True)
+        _finish(device)
+        return out
 
     def items(self) -> list[tuple[bytes, Tensor]]:
         """Everything, least recently used first; no copies."""
@@ -70,3 +75,9 @@ class HostTier:
     def clear(self) -> None:
         self._slots.clear()
         self._free = list(range(self.num_pages))
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for copies between pinned memory and a GPU, which go on behind the caller's back."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -35,6 +35,11 @@ class Pins:
         """References held; a page that two names pin counts twice."""
         return sum(len(pin.pages) for pin in self._pins.values())
 
+    @property
+    def distinct_pages(self) -> int:
+        """Pages held, each once; may be asked while another thread changes them."""
+        return len({page for pin in tuple(self._pins.values()) for page in pin.pages})
+
     def open(self, name: str, ttl: float) -> None:
         """From now on `name` can hold pages, until `ttl` seconds after it was last used."""
         pages = self._pins[name].pages if name in self._pins else []

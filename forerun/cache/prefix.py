@@ -26,10 +26,15 @@ class Node:
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)  # by the tokens of their first page
     last_used: int = 0
+    reads: int = 0  # by requests that did not have to compute these pages
 
 
 def pack(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    return array("i", data).tolist()
 
 
 class PrefixTree:
@@ -60,6 +65,16 @@ class PrefixTree:
                 break
             node, at = child, at + len(child.tokens)
         return pages
+
+    def count_read(self, tokens: Sequence[int]) -> None:
+        """Somebody reads a known prefix of whole pages. A node that is read in part is cut there, as it would be by
+        what comes after: all of a node was read equally often."""
+        data, node, at = pack(tokens), self.root, 0
+        while at < len(data) and (child := node.children.get(data[at : at + self._stride])) is not None:
+            shared = self._shared_pages(child, data, at)
+            node = self._split(child, shared) if shared < len(child.pages) else child
+            node.reads += 1
+            at += len(node.tokens)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
         """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay. Returns how
@@ -177,7 +192,7 @@ class PrefixTree:
     def _split(self, node: Node, keep: int) -> Node:
         """Cut a node in two after `keep` pages; returns the upper part."""
         cut = keep * self._stride
-        upper = Node(node.tokens[:cut], node.pages[:keep], node.parent, last_used=node.last_used)
+        upper = Node(node.tokens[:cut], node.pages[:keep], node.parent, last_used=node.last_used, reads=node.reads)
         assert node.parent is not None
         node.parent.children[node.tokens[: self._stride]] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[keep:], upper

@@ -89,7 +89,7 @@ class Tiers:
         new = [(key, page) for key, page in pairs if not self.host.touch(key)]
         for at in range(0, len(new), CHUNK):
             part = new[at : at + CHUNK]
-            gone = self.host.put([key for key, _ in part], self._read([page for _, page in part]))
+            gone = self.host.put([key for key, _ in part], self._gather([page for _, page in part]))
             if self.disk is not None and gone:
                 self.disk.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
 
@@ -151,7 +151,7 @@ class Tiers:
         if tier == "host":
             assert self.host is not None
             here = next((i for i, key in enumerate(keys) if key not in self.host), len(keys))
-            self._write(pages[:here], self.host.get(keys[:here]))
+            self._write(pages[:here], self.host.get(keys[:here], self._device))
             return here
         if self.disk is None:
             return 0
@@ -165,12 +165,16 @@ class Tiers:
 
     def _read(self, pages: Sequence[int]) -> Tensor:
         """A copy of pages in main memory, [n, L, 2, page, Hkv, D]."""
+        return self._gather(pages).cpu()
+
+    def _gather(self, pages: Sequence[int]) -> Tensor:
+        """A copy of pages on the pool's own device."""
         index = torch.tensor(list(pages), device=self._device)
         out = torch.empty((len(pages), *self._shape), dtype=self._dtype, device=self._device)
         for i, layer in enumerate(self.pool.kv):
             for j, cache in enumerate(layer):
                 out[:, i, j] = self._paged(cache)[index]
-        return out.cpu()
+        return out
 
     def _write(self, pages: Sequence[int], data: Tensor) -> None:
         index, data = torch.tensor(list(pages), device=self._device), data.to(self._device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,10 +33,14 @@ class SizeOptions:
     tree_tokens: Annotated[int, _sizes("--tree-tokens", min=16, help="Tokens in that tree.")] = 1_000_000
     steps: Annotated[int, _sizes("--steps", min=1, help="Random operations on the cache.")] = 100_000
 
-    def sizes(self, parts: tuple[str, ...]) -> Sizes:
+    def sizes(self, parts: tuple[str, ...], quick: bool) -> Sizes:
         from forerun.bench.sharing import PARTS, Sizes
 
-        return Sizes(parts=parts or PARTS, **vars(self))
+        if not quick:
+            return Sizes(parts=parts or PARTS, **vars(self))
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        chosen = {entry.name: own[entry.name] for entry in fields(self) if own[entry.name] != entry.default}
+        return Sizes.small(parts=parts or PARTS, **chosen)
 
 
 @opt.grouped
@@ -46,23 +50,28 @@ def sharing(
     weights: opt.Weights = "auto",
     device: opt.Device = "auto",
     parts: Annotated[
-        str, typer.Option("--parts", help="Only these of branches,rollouts,trace,plan,tree,operations.")
+        str, typer.Option("--parts", help="Only these of branches,restart,rollouts,trace,plan,tree,operations.")
     ] = "",
     data: Annotated[
         Path | None, typer.Option("--data", help="Questions for rollouts: a .jsonl file with `question` on each line.")
     ] = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Measured runs of branches, after one for warmth.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, to see that everything runs; goals are not set for them.")
+    ] = False,
     threads: opt.Threads = None,
     random_shape: Annotated[
         str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON line.")] = False,
 ) -> None:
-    """What sharing saves: branches of one prompt, rollout trees, an agent's turns, plans; and the cache at size.
+    """What sharing saves: branches of one prompt, a restart, rollout trees, an agent's turns, plans; the cache at size.
 
     [bold]Examples[/bold]
 
     forerun bench sharing --data gsm8k.jsonl
+
+    forerun bench sharing --quick
 
     forerun bench sharing --parts tree,operations --json
 
@@ -73,7 +82,7 @@ def sharing(
     from forerun.bench import common, sharing_table
     from forerun.bench import sharing as bench
 
-    asked = sizes.sizes(tuple(part.strip() for part in parts.split(",") if part.strip()))
+    asked = sizes.sizes(tuple(part.strip() for part in parts.split(",") if part.strip()), quick)
     setup = common.Setup(model, weights, device, "none", runs, threads, data, random_shape)
     with Console(stderr=True).status("loading") as status:
         result = bench.run(setup, asked, status.update)

@@ -33,7 +33,10 @@ Base = Annotated[
     int | None,
     typer.Option("--base", min=1, help="Target layers that every token runs. Default: 1; 30% without --draft."),
 ]
-Rank = Annotated[int, typer.Option("--rank", min=1, help="Width of the maps: less is faster and smaller.")]
+Rank = Annotated[
+    int | None,
+    typer.Option("--rank", min=1, help="Width of the maps: less is faster and smaller. Default: by the model."),
+]
 Taps = Annotated[
     int | None, typer.Option("--taps", min=1, help="Layers of the source that the maps read. Default: as many as fit.")
 ]
@@ -56,7 +59,7 @@ def calibrate(
     more: More = None,
     draft: Source = None,
     base: Base = None,
-    rank: Rank = 512,
+    rank: Rank = None,
     taps: Taps = None,
     steps: Steps = None,
     minutes: Minutes = None,

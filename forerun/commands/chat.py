@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
@@ -12,11 +12,13 @@ from rich.console import Console
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
 from forerun.commands.stats import usage_lines
+from forerun.commands.tier_options import SessionName
 from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun import LLM, SamplingParams
     from forerun.engine.sequence import Event
+    from forerun.sharing.session import Session
 
 HELP = "/reset forgets the conversation, /quit leaves. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
 
@@ -28,6 +30,7 @@ def chat(
     opened: opt.ModelOptions,
     answer: opt.ChatAnswerOptions,
     system: opt.System = None,
+    session: SessionName = None,
     stats: opt.Stats = False,
 ) -> None:
     """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer.
@@ -39,7 +42,10 @@ def chat(
     forerun chat --model qwen2.5-coder-0.5b-instruct --system "You review Python code." --temperature 0 --stats
 
     forerun chat --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+
+    forerun chat --session garden --disk ~/forerun-kv
     """
+    opened.check_session(session)
     params = answer.params()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
@@ -47,14 +53,25 @@ def chat(
         llm.prepare(params)
         console = Console(stderr=True, highlight=False)
         console.print(f"{opened.model}. {HELP}", style="dim", markup=False)
-        Conversation(llm, params, system, stats, console).run()
+        kept = None if session is None else llm.session(session)
+        if kept is not None and kept.messages:
+            console.print(f"session {session!r} goes on after {kept.turns} answers", style="dim", markup=False)
+        Conversation(llm, params, system, stats, console, kept).run()
 
 
 class Conversation:
-    """The messages so far and the loop around them."""
+    """The messages so far, its own or a session's, and the loop around them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, console: Console) -> None:
-        self.llm, self.params, self.stats, self.console = llm, params, stats, console
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        stats: bool,
+        console: Console,
+        session: Session | None = None,
+    ) -> None:
+        self.llm, self.params, self.stats, self.console, self.session = llm, params, stats, console, session
         self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
 
@@ -71,27 +88,50 @@ class Conversation:
             if line == "/quit":
                 return
             if line == "/reset":
-                self.messages = list(self.opening)
+                self.reset()
                 self.console.print("forgotten", style="dim")
             elif line.startswith("/"):
                 self.console.print(HELP, style="dim", markup=False)
             elif line:
                 self.turn(line)
 
+    def reset(self) -> None:
+        self.messages = list(self.opening)
+        if self.session is not None and self.session.turns:
+            self.session.rewind(turns=self.session.turns)
+
     def turn(self, line: str) -> None:
-        """One question and its answer; an answer that was stopped stays in the conversation as far as it came."""
-        self.messages.append({"role": "user", "content": line})
+        """One question and its answer. An answer that was stopped stays in the conversation as far as it came; a
+        session keeps whole answers only."""
         try:
-            answer = self._answer()
+            if self.session is not None:
+                self._session_turn(self.session, {"role": "user", "content": line})
+            else:
+                self._own_turn({"role": "user", "content": line})
         except ForerunError as error:
-            self.messages.pop()
             self.console.print(f"error: {error}\nhint: {error.hint or 'start over with /reset'}", markup=False)
-            return
+
+    def _own_turn(self, message: Message) -> None:
+        self.messages.append(message)
+        try:
+            answer = self._answer(self.llm.stream(self.messages, self.params))
+        except ForerunError:
+            self.messages.pop()
+            raise
         self.messages.append({"role": "assistant", "content": answer})
 
-    def _answer(self) -> str:
+    def _session_turn(self, session: Session, message: Message) -> None:
+        turns = session.turns
+        session.append([message] if session.messages else [*self.opening, message])
+        try:
+            self._answer(session.stream(self.params))
+        finally:
+            if session.turns == turns:
+                session.rewind(turns=1)
+
+    def _answer(self, events: Iterator[Event]) -> str:
         screen = Screen(sys.stdout)
-        stream = cast("Generator[Event, None, None]", self.llm.stream(self.messages, self.params))
+        stream = cast("Generator[Event, None, None]", events)
         try:
             for event in stream:
                 screen.show(event)

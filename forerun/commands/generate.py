@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
 from forerun.commands.stats import usage_lines, usage_record
+from forerun.commands.tier_options import SessionName
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
-    from forerun import LLM, SamplingParams
+    from forerun import LLM, Completion, SamplingParams
+    from forerun.engine.sequence import Event
+    from forerun.sharing.session import Session
 
 
 @opt.grouped
@@ -29,6 +34,7 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
     system: opt.System = None,
+    session: SessionName = None,
     n: Annotated[int, typer.Option("--choices", help="How many answers to draw; needs a temperature above 0.")] = 1,
     logprobs: Annotated[
         int | None, typer.Option("--logprobs", help="With --json: log-probabilities of this many likeliest tokens.")
@@ -53,14 +59,52 @@ def generate(
     forerun generate "A ship, as JSON." --json-schema ship.json --speculate grammar+lookup
 
     cat notes.txt | forerun generate - --system "Summarise in one sentence." --json
+
+    forerun generate "And in winter?" --session light --disk ~/forerun-kv --stats
     """
+    opened.check_session(session)
     asked = _asked(read_prompt(prompt, file), chat, system)
     params = answer.params(n=n, logprobs=logprobs)
-    with opened.open() as llm:
+    with opened.open() as llm, _source(llm, asked, session) as source:
         if as_json or n > 1:
-            _whole(llm, asked, params, stats, as_json)
+            _whole(source, params, stats, as_json, session)
         else:
-            _streamed(llm, asked, params, stats)
+            _streamed(source, params, stats)
+
+
+class Plain:
+    """One question to a model; sessions have the same two methods."""
+
+    def __init__(self, llm: LLM, asked: Any) -> None:
+        self.llm, self.asked = llm, asked
+
+    def stream(self, params: SamplingParams) -> Iterator[Event]:
+        return self.llm.stream(self.asked, params)
+
+    def answer(self, params: SamplingParams) -> Completion:
+        ask = self.llm.generate if isinstance(self.asked, str) else self.llm.chat
+        return ask(self.asked, params)[0]
+
+
+@contextmanager
+def _source(llm: LLM, asked: Any, name: str | None) -> Iterator[Plain | Session]:
+    """Where the answer comes from. A question that was not answered is not part of its session."""
+    if name is None:
+        yield Plain(llm, asked)
+        return
+    session = llm.session(name)
+    begun = bool(session.tokens or session.messages)
+    if begun and not isinstance(asked, str) and asked[0]["role"] == "system":
+        raise BadRequest(
+            f"session {name!r} has begun, --system comes too late", "leave it out, or name another session"
+        )
+    turns = session.turns
+    session.append(asked)
+    try:
+        yield session
+    finally:
+        if session.turns == turns:
+            session.rewind(turns=1)
 
 
 def _asked(text: str, chat: bool, system: str | None) -> str | list[dict[str, Any]]:
@@ -98,31 +142,34 @@ def _standard_input() -> str:
         raise BadRequest(f"standard input is not UTF-8 text ({error})", "pipe UTF-8 text") from None
 
 
-def _streamed(llm: LLM, asked: Any, params: SamplingParams, stats: bool) -> None:
+def _streamed(source: Plain | Session, params: SamplingParams, stats: bool) -> None:
     event, screen = None, Screen(sys.stdout)
+    stream = cast("Generator[Event, None, None]", source.stream(params))
     try:
-        for event in llm.stream(asked, params):
+        for event in stream:
             screen.show(event)
     finally:
+        stream.close()  # Ctrl-C: the request ends before anything else does
         if event is not None:  # an error or Ctrl-C before the first token leaves no empty line
             sys.stdout.write("\n")
     if stats and event is not None and event.usage is not None:
         print(usage_lines(event.usage, event.finish_reason), file=sys.stderr)
 
 
-def _whole(llm: LLM, asked: Any, params: SamplingParams, stats: bool, as_json: bool) -> None:
-    completion = (llm.generate(asked, params) if isinstance(asked, str) else llm.chat(asked, params))[0]
+def _whole(
+    source: Plain | Session, params: SamplingParams, stats: bool, as_json: bool, session: str | None = None
+) -> None:
+    completion = source.answer(params)
     if as_json:
         choices = [
             {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "logprobs": c.logprobs}
             for c in completion.choices
         ]
+        record: dict[str, Any] = {"choices": choices, "usage": usage_record(completion.usage)}
+        if session is not None:
+            record["session"] = session
         escape = sys.stdout.encoding.lower() not in ("utf-8", "utf8")  # what the terminal cannot show stays readable
-        print(
-            json.dumps(
-                {"choices": choices, "usage": usage_record(completion.usage)}, ensure_ascii=escape, default=_plain
-            )
-        )
+        print(json.dumps(record, ensure_ascii=escape, default=_plain))
         return
     for number, choice in enumerate(completion.choices, 1):
         print(f"[{number}] {choice.text}")

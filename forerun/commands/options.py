@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
@@ -117,8 +118,8 @@ Data = Annotated[Path | None, typer.Option("--data", help="Prompts of your own: 
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which model runs, and where."""
+class ModelOptions(TierOptions):
+    """Which model runs, where, and what it keeps."""
 
     model: Model = DEFAULT_MODEL
     draft: Draft = None
@@ -129,17 +130,9 @@ class ModelOptions:
     max_context: MaxContext = None
     profile: Profile = None
 
-    def open(self) -> LLM:
-        return open_llm(
-            self.model,
-            self.weights,
-            self.device,
-            self.threads,
-            self.pool_tokens,
-            self.max_context,
-            self.draft,
-            self.profile,
-        )
+    def open(self, **more: Any) -> LLM:
+        where = (self.model, self.weights, self.device, self.threads, self.pool_tokens, self.max_context)
+        return open_llm(*where, self.draft, self.profile, **(self.tiers() | more))
 
 
 @dataclass(frozen=True)
@@ -269,6 +262,7 @@ def open_llm(
     max_context: int | None = None,
     draft: str | None = None,
     profile: str | None = None,
+    **more: Any,
 ) -> LLM:
     from forerun import LLM
 
@@ -281,6 +275,7 @@ def open_llm(
         threads=threads,
         pool_tokens=pool_tokens,
         max_context=max_context,
+        **more,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,30 +22,101 @@ if TYPE_CHECKING:
 KEYS_VARIABLE = "FORERUN_API_KEYS"
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
+_listening = functools.partial(typer.Option, rich_help_panel="Listening")
+_limiting = functools.partial(typer.Option, rich_help_panel="Limits")
+_admitting = functools.partial(typer.Option, rich_help_panel="Who may ask")
+_watching = functools.partial(typer.Option, rich_help_panel="Watching")
+
+Host = Annotated[str, _listening("--host", help="Address to listen on; 0.0.0.0: for everybody.")]
+Port = Annotated[int, _listening("--port", "-p", min=0, max=65535, help="0: any free one.")]
+Name = Annotated[str | None, _listening("--name", help="The model as clients call it; default: as --model.")]
+
+MaxBatch = Annotated[int, _limiting("--max-batch", min=1, help="Answers that are computed at once.")]
+MaxQueue = Annotated[int, _limiting("--max-queue", min=0, help="Answers that may wait beside them; more get 429.")]
+MaxBody = Annotated[float, _limiting("--max-body", help="Largest request in MB; larger ones get 413.")]
+Timeout = Annotated[float, _limiting("--timeout", help="Longest time for an answer, waiting included, in seconds.")]
+Drain = Annotated[float, _limiting("--drain", help="Seconds for open answers to end after SIGTERM or Ctrl-C.")]
+MaxSessions = Annotated[
+    int, _limiting("--max-sessions", min=1, help="Sessions open at once; with --disk, more wait there.")
+]
+SessionTtl = Annotated[
+    float, _limiting("--session-ttl", help="Longest that sessions may keep K/V in the pool, in seconds.")
+]
+Drafters = Annotated[
+    list[str] | None, _limiting("--drafter", help="A drafter that requests may name; may be repeated.")
+]
+
+ApiKeys = Annotated[
+    Path | None,
+    _admitting("--api-keys", help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."),
+]
+Cors = Annotated[list[str] | None, _admitting("--cors", help="An origin whose pages may ask; may be repeated.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    _admitting("--allowed-host", help="A name that requests may call this server by; may be repeated; *: any."),
+]
+
+Traces = Annotated[
+    str | None, _watching("--traces", help="Send OpenTelemetry traces to this OTLP URL; default: OTEL_* say.")
+]
+LogPrompts = Annotated[bool, _watching("--log-prompts", help="Write what people ask into the log.")]
+ShowPrompts = Annotated[bool, _watching("--show-prompts", help="The page shows everybody how cached texts begin.")]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the server behaves; see `ServeConfig`."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    name: Name = None
+    max_batch: MaxBatch = 64
+    max_queue: MaxQueue = 256
+    max_body: MaxBody = 8.0
+    timeout: Timeout = 600.0
+    drain: Drain = 30.0
+    max_sessions: MaxSessions = 256
+    session_ttl: SessionTtl = 3600.0
+    drafter: Drafters = None
+    api_keys: ApiKeys = None
+    cors: Cors = None
+    allowed_host: AllowedHost = None
+    traces: Traces = None
+    log_prompts: LogPrompts = False
+    show_prompts: ShowPrompts = False
+
+    def config(self, model: str) -> ServeConfig:
+        from forerun.serve.config import ServeConfig
+
+        return ServeConfig(
+            model_name=self.name or _model_name(model),
+            max_body_bytes=_bytes(self.max_body),
+            max_queue=self.max_queue,
+            max_request_s=self.timeout,
+            max_sessions=self.max_sessions,
+            max_session_ttl=self.session_ttl,
+            drain_s=self.drain,
+            drafters=tuple(self.drafter or ()),
+            keys=_keys(self.api_keys),
+            cors_origins=tuple(self.cors or ()),
+            allowed_hosts=self._hosts(),
+            log_prompts=self.log_prompts,
+            show_prompts=self.show_prompts,
+        )
+
+    def _hosts(self) -> tuple[str, ...]:
+        """A server for this machine answers to its names only; one for others to any, unless it was given names."""
+        from forerun.serve.config import LOCAL_HOSTS
+
+        named = tuple(host.lower() for host in self.allowed_host or ())
+        return (*LOCAL_HOSTS, *named) if named or self.host in LOCAL else ("*",)
+
 
 @opt.grouped
-def serve(
-    opened: opt.ModelOptions,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: for everybody.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option("--name", help="The model as clients call it; default: as --model.")
-    ] = None,
-    max_queue: Annotated[int, typer.Option("--max-queue", min=0, help="Answers that may wait; more get 429.")] = 256,
-    max_body: Annotated[float, typer.Option("--max-body", help="Largest request in MB.")] = 8.0,
-    timeout: Annotated[float, typer.Option("--timeout", help="Longest time for an answer, in seconds.")] = 600.0,
-    drain: Annotated[float, typer.Option("--drain", help="Seconds for open answers to end after SIGTERM.")] = 30.0,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="A drafter that requests may name; may be repeated.")
-    ] = None,
-    api_keys: Annotated[
-        Path | None,
-        typer.Option("--api-keys", help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else none."),
-    ] = None,
-    cors: Annotated[list[str] | None, typer.Option("--cors", help="An origin that may ask; may be repeated.")] = None,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write what people ask into the log.")] = False,
-) -> None:
-    """Serve a model to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models; /metrics, /health, /ready.
+def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
+    """Serve a model to OpenAI clients, and a page to watch it on.
+
+    The address for clients is printed at the start; the page is at its root. Ctrl-C lets open answers end.
 
     [bold]Examples[/bold]
 
@@ -51,37 +124,40 @@ def serve(
 
     forerun serve --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct --port 9000
 
+    forerun serve --disk ~/.cache/forerun/kv --disk-bytes 10G
+
     forerun serve --host 0.0.0.0 --api-keys keys.txt --max-queue 64
     """
-    from forerun.serve.config import ServeConfig
-
-    config = ServeConfig(
-        model_name=name or _model_name(opened.model),
-        max_body_bytes=int(max_body * 1e6),
-        max_queue=max_queue,
-        max_request_s=timeout,
-        drain_s=drain,
-        drafters=tuple(drafter or ()),
-        keys=_keys(api_keys),
-        cors_origins=tuple(cors or ()),
-        log_prompts=log_prompts,
-    )
+    config = server.config(opened.model)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    _run(opened, config, host, port)
+    _run(opened, server, config)
 
 
-def _run(opened: opt.ModelOptions, config: ServeConfig, host: str, port: int) -> None:
+def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
     from forerun.serve.app import create_app
     from forerun.serve.server import Server, listen
+    from forerun.serve.tracing import Traced, open_traces
 
-    console = Console(stderr=True, highlight=False)
-    with listen(host, port) as sock, opened.open() as llm:  # a port that is taken is told before a model is loaded
+    console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
+    # A port that is taken is told before a model is loaded
+    with listen(host, server.port) as sock, opened.open(max_batch=server.max_batch) as llm:
+        app = create_app(llm, config)
+        if traces is not None:
+            app.add_middleware(Traced, traces=traces)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        console.print(f"{config.model_name} at {where}/v1 · Ctrl-C lets open answers end", markup=False)
+        console.print(f"{config.model_name} at {where}/v1, the page at {where}/", markup=False, soft_wrap=True)
+        console.print("Ctrl-C lets open answers end", style="dim")
         if config.keys is None and host not in LOCAL:
-            console.print(f"everybody who can reach {host} may ask: consider --api-keys", style="yellow", markup=False)
-        Server(create_app(llm, config), config).run(sockets=[sock])
+            warning = f"everybody who can reach {host} may ask: consider --api-keys"
+            console.print(warning, style="yellow", markup=False, soft_wrap=True)
+        Server(app, config).run(sockets=[sock])
+
+
+def _bytes(megabytes: float) -> int:
+    if not 0 < megabytes < 1e6:
+        raise BadRequest(f"--max-body is {megabytes} MB, allowed is above 0 to 1e6", "choose a size in that range")
+    return int(megabytes * 1e6)
 
 
 def _keys(path: Path | None) -> Keys | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     """A line about the answer, one or two where its prompt was drafted, one about the guesses that made it."""
     parts = [
-        f"prompt {usage.prompt_tokens:,} tokens ({usage.cached_tokens:,} reused{_from(usage)})",
+        f"prompt {usage.prompt_tokens:,} tokens ({_served(usage)})",
         f"first token {usage.ttft_s:.2f} s",
         f"{usage.completion_tokens:,} tokens at {usage.tokens_per_second:.1f}/s",
         f"total {usage.total_s:.2f} s",
@@ -29,10 +29,20 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     return "\n".join([*lines, speculation_line(usage)])
 
 
-def _from(usage: Usage) -> str:
-    """Which tiers reused tokens came from, where that was not the pool alone."""
-    slow = [f"{usage.served[name]:,} from {name}" for name in ("host", "disk") if usage.served.get(name)]
-    return ": " + ", ".join(slow) if slow else ""
+_SERVED = {
+    "pool": "{:,} from the pool",
+    "host": "{:,} from host memory",
+    "disk": "{:,} from disk",
+    "approximate": "{:,} approximate",
+    "computed": "{:,} computed",
+}
+
+
+def _served(usage: Usage) -> str:
+    """Where the prompt's tokens came from, and how many others can read now that they could not before."""
+    served = usage.served or {"pool": usage.cached_tokens, "computed": usage.computed_tokens}
+    parts = [said.format(served[name]) for name, said in _SERVED.items() if served.get(name)]
+    return ", ".join([*parts, f"{usage.written:,} written"])
 
 
 def prefill_line(report: PrefillReport) -> str:

@@ -77,6 +77,8 @@ class Crew:
         """The drafters of a request that starts, without those that cannot be made."""
         names = []
         for name in self.names(params):
+            if registered()[name].remembers and not params.cache:
+                continue
             try:
                 if name not in self._drafters:
                     self._make(name)
@@ -177,6 +179,8 @@ class Crew:
 
     def finish(self, guessing: Guessing) -> None:
         for drafter in self._drafters.values():
+            if drafter.remembers and not guessing.context.params.cache:
+                continue
             try:
                 drafter.finish(guessing.id, guessing.context.tokens, guessing.context.num_prompt)
             except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from forerun.cache.prefix import unpack
 from forerun.core import PrefillReport
 from forerun.engine.scheduler import Keeper, Scheduler
 from forerun.engine.sequence import Approximate, Sequence
@@ -64,14 +65,24 @@ class Drafting:
             return None
         assert self.prefiller is not None
         source = self.prefiller.source(settings)
-        if isinstance(source, Keeper) and source not in self.scheduler.keepers:
-            self.scheduler.keepers.append(source)
+        if isinstance(source, Keeper):
+            self._enlist(source)
         drafted = Sequence(seq.request, seq.index, seq.seed) if provisional else seq
         drafted.approximate = Approximate(self.prefiller.key(settings))
         if not provisional:
             return None
         seq.guide, drafted.real, seq.provisional = drafted, seq, Provisional()
         return drafted
+
+    def _enlist(self, keeper: Keeper) -> None:
+        """From now on it hears of all exact K/V; of what the prefix tree has already, at once, the latest last."""
+        tree = self.scheduler.tree
+        if keeper in self.scheduler.keepers:
+            return
+        self.scheduler.keepers.append(keeper)
+        for data, _ in reversed(tree.texts()) if tree is not None else ():
+            tokens = unpack(data)
+            keeper.remember(tokens, tree.match(tokens) if tree is not None else [])
 
     def advance(self) -> int:
         """One unit of work for each prompt that is being drafted; the tokens' worth of target work that took."""

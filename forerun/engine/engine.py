@@ -29,6 +29,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.drafting import Drafting
 from forerun.engine.guides import meet, say
 from forerun.engine.intake import Intake
+from forerun.engine.loans import Loans
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.engine.text import Texts
@@ -74,14 +75,14 @@ class Engine:
         workshop.make_room = self.scheduler.make_room
         workshop.warm_up()
         self.speculator = Speculator(workshop, controller)
-        self.drafting = Drafting(None if prefiller is None else prefiller(workshop), self.scheduler, self._fail)
+        self.drafting = Drafting(None if prefiller is None else prefiller(workshop), self.scheduler, self.fail)
         self.scheduler.on_leaving = self._leaves
         make_room, size = self.scheduler.make_room, config.chunk_tokens
         self.upgrades = Upgrader(self.runner, self.tree, self.approximate, make_room, size)
         self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
-        self._texts, self.stats = Texts(tokenizer), Stats()
+        self._texts, self.stats, self.loans = Texts(tokenizer), Stats(), Loans(self.pool)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Engine:
         if ruling is None:
             return
         if ruling.error is not None:
-            self._fail(seq, ruling.error)
+            self.fail(seq, ruling.error)
             return
         first, path = len(seq.tokens), ruling.verdict.path
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
@@ -168,6 +169,7 @@ class Engine:
         event.logprobs = ruling.logprobs[:added]
         seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
         seq.usage.steps += 1
+        seq.note(added, len(work.draft))
         if seq.provisional is not None and not seq.provisional.judged:
             event.confirmed, event.retracted = seq.provisional.judge(event.token_ids)
             seq.usage.confirmed = event.confirmed
@@ -191,7 +193,7 @@ class Engine:
         full = len(seq.tokens) >= min(self.config.max_context, self.config.capacity)
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None
 
-    def _fail(self, seq: Sequence, error: ForerunError) -> None:
+    def fail(self, seq: Sequence, error: ForerunError) -> None:
         """This answer is over, the others go on; a guide's is none."""
         if seq.real is not None:
             self.scheduler.dismiss(seq)
@@ -203,7 +205,7 @@ class Engine:
         if seq.guide is not None:
             self.scheduler.dismiss(seq.guide)
         finished = reason in ("stop", "length")
-        drafted = seq.approximate is not None and seq.admitted and not seq.drafting
+        drafted = seq.approximate is not None and seq.admitted and not seq.drafting and seq.params.cache
         if self.config.prefix_cache and drafted and reason != "error":
             self.upgrades.add(seq.tokens)
         seq.settle(finished)
@@ -256,6 +258,7 @@ class Engine:
                 self.scheduler.add(seq)
         while self._cancelled:
             self._drop(self._cancelled.popleft())
+        self.loans.collect()
 
     def _drop(self, request_id: int) -> None:
         for seq in [s for s in self.scheduler.everyone if s.request.id == request_id and s.real is None]:

@@ -52,7 +52,7 @@ class Intake:
         self.drafting.check(params.prefilling, len(prompt_ids))
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
-        for token in (*prompt_ids, *params.logit_bias):
+        for token in (*prompt_ids, *params.logit_bias, *params.prediction):
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise BadRequest(
                     f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"

@@ -155,13 +155,14 @@ class Scheduler:
     def remember(self, seq: Sequence) -> None:
         """Make what a sequence has computed so far known to others: exact K/V to all, the rest to those who asked for
         the like of it."""
-        if self.tree is not None:
+        if self.tree is not None and seq.params.cache:
             new = self.tree.insert(seq.tokens[: seq.exact], seq.pages)
             seq.usage.written += new * self.pool.page_size
             for keeper in self.keepers:
                 keeper.remember(seq.tokens[: seq.exact], seq.pages)
         own = seq.approximate
-        if self.approximate is not None and own is not None and not own.drafting and seq.real is None:
+        others = seq.params.cache and seq.real is None  # may read it
+        if self.approximate is not None and own is not None and not own.drafting and others:
             where = ApproximatePages(seq.pages, own.first, own.depths)
             self.approximate.insert(own.key, seq.tokens[: seq.computed], where)
 
@@ -175,7 +176,7 @@ class Scheduler:
         if self._prefix_in_flight(seq):
             return None
         # at least one token must run, or there would be no logits to sample from
-        known = self.tree.match(seq.tokens[:-1]) if self.tree is not None else []
+        known = self._known(seq)
         self.pool.retain(known)
         if seq.approximate is not None and self.approximate is not None:
             self.approximate.known(seq.approximate.key, seq.tokens[:-1])  # marks it as used: others are evicted first
@@ -187,7 +188,7 @@ class Scheduler:
         self.running.append(seq)
         seq.status = Status.RUNNING
         served = {"pool": len(known) * self.pool.page_size}
-        if self.tiers is not None and self.tree is not None:
+        if self.tiers is not None and self.tree is not None and seq.params.cache:
             restored, tiers = self.tiers.restore(seq.tokens[:-1], known)
             known, served = [*known, *restored], served | tiers
             self.tree.insert(seq.tokens[:-1], known)
@@ -197,9 +198,15 @@ class Scheduler:
             self._start_drafting(seq)
         if not seq.admitted:
             seq.admitted = True
+            if self.tree is not None and seq.real is None:
+                self.tree.count_read(seq.tokens[: seq.computed])
             seq.usage.cached_tokens, seq.usage.served = seq.computed, served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
+
+    def _known(self, seq: Sequence) -> list[int]:
+        """Pages of what is known of a sequence, less than all of it."""
+        return self.tree.match(seq.tokens[:-1]) if self.tree is not None and seq.params.cache else []
 
     def _unpin_for(self, seq: Sequence) -> bool:
         """Whether the next in line can be tried again: nothing runs, so that only pins can be in its way. Idle ones go
@@ -215,8 +222,7 @@ class Scheduler:
 
     def _room_for_two(self, guide: Sequence) -> bool:
         """Whether a guide would leave room for the sequence it guides."""
-        known = len(self.tree.match(guide.tokens[:-1])) if self.tree is not None else 0
-        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - known)
+        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - len(self._known(guide)))
         return len(self.running) + 2 <= self.max_batch and self.make_room(missing)
 
     def _start_drafting(self, seq: Sequence) -> None:
@@ -226,18 +232,18 @@ class Scheduler:
         own.drafting, own.first = True, seq.computed
         missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
         seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
-        if self.approximate is not None:
+        if self.approximate is not None and seq.params.cache:
             own.depths = self.approximate.read(own.key, seq.tokens[:-1], own.first, seq.pages)
 
     def _prefix_in_flight(self, seq: Sequence) -> bool:
         """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
-        if self.tree is None:
+        if self.tree is None or not seq.params.cache:
             return False
         page, head = self.pool.page_size, seq.tokens[: self.pool.page_size]
         leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.tokens[:page] == head]
         if not leaders or len(seq.tokens) <= page:
             return False
-        known = len(self.tree.match(seq.tokens[:-1])) * page
+        known = len(self._known(seq)) * page
         if self.approximate is not None and seq.approximate is not None:
             known = max(known, self.approximate.known(seq.approximate.key, seq.tokens[:-1]))
         return any(common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)

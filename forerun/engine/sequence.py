@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+MOST_STEPS = 4096  # of a timeline
+
 _ids = itertools.count()
 
 
@@ -100,6 +102,7 @@ class Sequence:
         self.status = Status.WAITING
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self.admitted = False
+        self._noted = (0.0, 0.0)  # seconds of drafting and verifying up to the last step that was written down
 
     @property
     def num_generated(self) -> int:
@@ -130,11 +133,20 @@ class Sequence:
 
     def can_read(self, leader: Sequence) -> bool:
         """Whether this sequence can use what `leader` computes."""
-        if leader.real is not None:  # a guide's K/V is nobody else's
+        if leader.real is not None or not leader.params.cache:  # a guide's K/V is nobody else's
             return False
         if leader.approximate is None:
             return True
         return self.approximate is not None and self.approximate.key == leader.approximate.key
+
+    def note(self, tokens: int, drafted: int) -> None:
+        """Write a step down that added tokens, where that was asked for."""
+        usage = self.usage
+        if not self.params.timeline or len(usage.timeline) >= MOST_STEPS:
+            return
+        draft_s, verify_s = usage.draft_s - self._noted[0], usage.verify_s - self._noted[1]
+        self._noted = (usage.draft_s, usage.verify_s)
+        usage.timeline.append((time.perf_counter() - self.request.arrived, tokens, drafted, draft_s, verify_s))
 
     def settle(self, finished: bool) -> None:
         """Book, at its end and before its pages go, how its prompt tokens were served."""

@@ -84,7 +84,7 @@ def _scores(scorer: Scorer, ids: list[int], setting: Setting) -> tuple[np.ndarra
     The maps run, too, since the draft source reads for them; they are cheap, and counted.
     """
     engine = scorer.engine
-    reading = replace(setting, prefill=replace(setting.prefill, source="draft"), share=0.0)
+    reading = replace(setting, prefill=replace(setting.prefill, source="draft", chooser="draft"), share=0.0)
     pages = array("i", engine.pool.allocate(engine.pool.pages_for(len(ids))))
     try:
         with scorer.reading(ids, pages, reading) as job:

@@ -8,7 +8,6 @@ backend is tested against.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from forerun.core import TokenBatch
 from forerun.models.config import ModelConfig
+from forerun.models.copies import KeyCopies, Keys, link
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
 from forerun.models.shared_prefix import PrefixGroup, additive_mask, plan_groups, prefix_order
@@ -81,13 +81,13 @@ class _Tile:
     """Some new tokens of one sequence, and the keys they attend over."""
 
     tokens: slice  # of the batch
-    keys: list[slice]  # slots, in order: one slice for each run of pages that follow each other
+    keys: Keys
     masks: dict[int | None, Tensor]  # per window: additive mask [rows, keys]
     apart: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
-    num_keys: int
-    context: int  # keys that any of the tokens sees; those behind fill the last block
-    fresh: list[slice]  # where keys are more than one run: slots to copy, those of keys kept, kept + 1, ... context - 1
-    kept: int = 0  # first keys that are those of the tile copied before it
+
+    @property
+    def single(self) -> bool:
+        return self.tokens.stop - self.tokens.start == 1 and not self.apart
 
 
 class SdpaAttention(AttentionBackend):
@@ -114,7 +114,7 @@ class SdpaAttention(AttentionBackend):
     ) -> None:
         super().__init__(config, device, max_context)
         self.same_bits, self.share_prefix = same_bits, share_prefix
-        self._scratch: tuple[Tensor, Tensor] | None = None  # K and V of the tile copied last, [keys, Hkv, D]
+        self._copies = KeyCopies()
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
@@ -123,6 +123,8 @@ class SdpaAttention(AttentionBackend):
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
         self._windows = {self.config.window(i) for i in range(self.config.num_layers)}
         self._groups: list[PrefixGroup] = []
+        # by entries that a single token sees, and keys: branches of one prompt mostly see equally much
+        self._single_masks: dict[tuple[int, int], dict[int | None, Tensor]] = {}
         grouped: set[int] = set()
         order = list(range(batch.num_seqs))
         if self.share_prefix and batch.num_seqs > 1:
@@ -130,10 +132,13 @@ class SdpaAttention(AttentionBackend):
             if not self.same_bits and self.device.type == "cpu":
                 group = self.config.num_heads // self.config.num_kv_heads
                 self._groups, grouped = plan_groups(batch, self._windows, group)
-        self._tiles = [tile for s in order if s not in grouped for tile in self._sequence(batch, s)]
-        self._most = max((tile.num_keys for tile in self._tiles), default=0)
+        tiles = [tile for s in order if s not in grouped for tile in self._sequence(batch, s)]
+        self._most = max((tile.keys.count for tile in tiles), default=0)
+        self._singles = [tile for tile in tiles if tile.single]
+        self._tiles = [tile for tile in tiles if not tile.single]
+        self._single_tokens = torch.tensor([tile.tokens.start for tile in self._singles], device=self.device)
         if self.share_prefix:
-            _link(self._tiles)
+            link(tile.keys for tile in self._singles + self._tiles)
 
     def _sequence(self, batch: TokenBatch, s: int) -> list[_Tile]:
         lo, hi = batch.starts[s], batch.starts[s + 1]
@@ -152,14 +157,21 @@ class SdpaAttention(AttentionBackend):
             assert batch.tree is not None
             seen = seen + batch.tree[tokens].sum(-1)
         apart = count >= MANY and keys > LONG
+        sees = (int(seen[0]), keys) if count == 1 else None
+        masks = (self._single_masks.get(sees) if sees else None) or self._masks(seen, keys, apart)
+        if sees:
+            self._single_masks[sees] = masks
+        runs = _key_slots(batch.tables[s], start, path, keys, batch.page_size)
+        return _Tile(tokens, Keys(runs, keys, context), masks, apart)
+
+    def _masks(self, seen: Tensor, keys: int, apart: bool) -> dict[int | None, Tensor]:
         masks = {}
         for window in self._windows:
             mask = additive_mask(seen, 0, keys, window)  # [count, keys]
             if not apart:
                 mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
             masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROWS))
-        runs = _key_slots(batch.tables[s], start, path, keys, batch.page_size)
-        return _Tile(tokens, runs, masks, apart, keys, context, _between(runs, 0, context))
+        return masks
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c = self.config
@@ -180,45 +192,47 @@ class SdpaAttention(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         window = self.config.window(layer)
-        if len(self._tiles) == 1 and not self._groups:
+        if q.shape[0] == 1:
+            return self._attend_singles(q, window, kv)
+        if len(self._tiles) == 1 and not self._groups and not self._singles:
             return self._attend_tile(q, self._tiles[0], self._tiles[0].masks[window], kv)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for group in self._groups:
             out[group.tokens] = group.attend(q, kv, window, self.config.scale)
+        if self._singles:
+            out[self._single_tokens] = self._attend_singles(q[self._single_tokens], window, kv)
         for tile in self._tiles:
             out[tile.tokens] = self._attend_tile(q[tile.tokens], tile, tile.masks[window], kv)
         return out
 
     def forget(self) -> None:
-        self._scratch = None
+        self._copies.forget()
 
-    def _gather(self, tile: _Tile, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V [keys, Hkv, D]: views where all pages are one run, as they mostly are, else copies."""
-        if len(tile.keys) == 1:
-            return kv[0][tile.keys[0]], kv[1][tile.keys[0]]
-        if self._scratch is None or self._scratch[0].shape[0] < self._most or self._scratch[0].dtype != kv[0].dtype:
-            shape = (self._most, *kv[0].shape[1:])
-            with torch.inference_mode(False):  # so that later calls may write to it in either mode
-                self._scratch = kv[0].new_zeros(shape), kv[1].new_zeros(shape)  # what is masked must be a number too
-        for cache, copy in zip(kv, self._scratch, strict=True):
-            if tile.fresh:
-                torch.cat([cache[run] for run in tile.fresh], out=copy[tile.kept : tile.context])
-        return self._scratch[0][: tile.num_keys], self._scratch[1][: tile.num_keys]
+    def _attend_singles(self, q: Tensor, window: int | None, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """Tokens that are alone in their tiles, in the order of these [N, Hq, D]: what all need is done once."""
+        count, heads, dim = q.shape
+        kv_heads = kv[0].shape[1]
+        group, rows = heads // kv_heads, self._singles[0].masks[window].shape[0]
+        # the query heads that share a KV head become rows of one head, so that its K and V are read once
+        q = F.pad(q.reshape(count, kv_heads, group, dim), (0, 0, 0, rows - group))  # [N, Hkv, rows, D]
+        outs = []
+        for own, tile in zip(q.split(1), self._singles, strict=True):
+            k, v = self._copies.read(tile.keys, kv, self._most)  # [1, Hkv, keys, D]
+            mask = tile.masks[window]
+            mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
+            outs.append(F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=self.config.scale))
+        out = outs[0] if count == 1 else torch.cat(outs)
+        return out[:, :, :group].reshape(count, -1)
 
     def _attend_tile(self, q: Tensor, tile: _Tile, mask: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = (x.transpose(0, 1)[None] for x in self._gather(tile, kv))  # [1, Hkv, keys, D]
+        k, v = self._copies.read(tile.keys, kv, self._most)  # [1, Hkv, keys, D]
         mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
         count, heads, dim = q.shape
         if tile.apart:
             q = F.pad(q.transpose(0, 1)[None], (0, 0, 0, mask.shape[0] - count))  # [1, Hq, rows, D]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale, enable_gqa=True)
             return out[0, :, :count].transpose(0, 1).reshape(count, -1)  # [count, Hq * D]
-        # the query heads that share a KV head become rows of one head, so that its K and V are read once
         group = heads // k.shape[1]
-        if count == 1:  # the common case, with fewer steps
-            q = F.pad(q.view(1, -1, group, dim), (0, 0, 0, mask.shape[0] - group))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale)
-            return out[:, :, :group].reshape(1, -1)
         q = q.view(count, -1, group, dim).transpose(0, 1).reshape(1, -1, count * group, dim)
         q = F.pad(q, (0, 0, 0, mask.shape[0] - count * group))  # [1, Hkv, rows, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale)
@@ -259,28 +273,3 @@ def _key_slots(table: Tensor, start: int, path: list[int], keys: int, page_size:
     entries = [start + node for node in path]
     slots = [int(table[e // page_size]) * page_size + e % page_size for e in entries]
     return [*runs, *(slice(slot, slot + 1) for slot in slots), slice(0, keys - start - len(path))]
-
-
-def _between(runs: list[slice], first: int, end: int) -> list[slice]:
-    """Slots of the keys first, first + 1, ... end - 1 of those in these runs."""
-    found, at = [], 0
-    for run in runs:
-        lo, hi = max(first - at, 0), min(end - at, run.stop - run.start)
-        if lo < hi:
-            found.append(slice(run.start + lo, run.start + hi))
-        at += run.stop - run.start
-    return found
-
-
-def _link(tiles: list[_Tile]) -> None:
-    """Let each copied tile keep what the one copied before it has in common with it."""
-    copied = [tile for tile in tiles if len(tile.keys) > 1]
-    for last, tile in itertools.pairwise(copied):
-        common = 0
-        for a, b in zip(last.keys, tile.keys, strict=False):
-            if a.start == b.start:
-                common += min(a.stop, b.stop) - a.start
-            if a != b:
-                break
-        tile.kept = min(common, last.context, tile.context)
-        tile.fresh = _between(tile.keys, tile.kept, tile.context)

@@ -34,13 +34,32 @@ def find_groups(tables: np.ndarray, usable: list[int], least: int) -> list[tuple
     Row r may share its first `usable[r]` pages. A row is in one group at most; where prefixes nest, the cut that saves
     most reads of pages wins.
     """
-    rows = [row for row in prefix_order(tables) if usable[row] >= least]
+    families: dict[int, list[int]] = {}  # rows that share nothing need not be compared
+    for row in range(tables.shape[0]):
+        if usable[row] >= least:
+            families.setdefault(int(tables[row, 0]), []).append(row)
+    found: list[tuple[list[int], int]] = []
+    for rows in families.values():
+        if len(rows) > 1:
+            found += _find_in_family(tables, rows, usable, least)
+    return found
+
+
+def _find_in_family(tables: np.ndarray, rows: list[int], usable: list[int], least: int) -> list[tuple[list[int], int]]:
+    own = tables if len(rows) == tables.shape[0] else tables[rows]
+    differ = (own != own[0]).any(0)
+    same = int(differ.argmax()) if differ.any() else tables.shape[1]  # first pages that all have: not looked at again
+    ends = own[:, same:]
+    order = prefix_order(ends)
     found: list[tuple[list[int], int]] = []
     for at in range(0, len(rows), MOST):
-        part = rows[at : at + MOST]
-        pairs = zip(part, part[1:], strict=False)
-        common = [_common(tables[a], tables[b], min(usable[a], usable[b])) for a, b in pairs]
-        found += [(part[lo:hi], pages) for lo, hi, pages in _best(common, 0, len(part), least)[1]]
+        part = order[at : at + MOST]
+        common = []
+        for a, b in zip(part, part[1:], strict=False):
+            most = min(usable[rows[a]], usable[rows[b]])
+            common.append(min(most, same + _common(ends[a], ends[b], max(0, most - same))))
+        groups = _best(common, 0, len(part), least)[1]
+        found += [([rows[member] for member in part[lo:hi]], pages) for lo, hi, pages in groups]
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.models.runner import Runner
 
 REDUCTIONS = ("mean", "max")  # over the queries of the tail
+MOST_WEIGHTS = 1 << 25  # at a time
 
 
 def slots_of(pages: array[int], first: int, end: int, page_size: int) -> np.ndarray:
@@ -36,6 +37,7 @@ class TailAttention:
         self._sum = torch.zeros(tokens - tail, tokens, device=runner.decoder.device)  # [Q, tokens]
         self._layers: set[int] = set()
         self._seen: set[int] = set()  # entries whose queries were shown
+        self._mask: tuple[tuple[int, int, int, int | None], Tensor] | None = None
 
     def see(self, layer: int, q: Tensor, first: int) -> None:
         """Rotated queries [Q, Hq, D] of entries first, first + 1, ... whose K is in the cache already."""
@@ -43,12 +45,14 @@ class TailAttention:
         lo = 0 if window is None else max(0, first + 1 - window)
         keys = self._keys(layer, lo, end)  # [E, Hkv, D]
         group = q.shape[1] // keys.shape[1]
-        rows = q.view(count, -1, group, q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2).float()  # [Hkv, group * Q, D]
-        hidden = self._hidden(first, end, lo, window)
+        rows = q.view(count, -1, group, q.shape[2]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, group * Q, D]
+        rows, hidden = rows * self._config.scale, self._hidden(first, end, lo, window)
         total = self._sum[first - self.tail : end - self.tail, lo:end]
-        for head in range(keys.shape[1]):  # one at a time: all weights of a long prompt at once would be large
-            scores = ((rows[head] * self._config.scale) @ keys[:, head].float().T).view(group, count, -1)
-            scores.masked_fill_(hidden, float("-inf"))
+        together = max(1, MOST_WEIGHTS // (rows.shape[1] * (end - lo)))  # all weights of a long prompt would be large
+        for head in range(0, keys.shape[1], together):
+            some = keys[:, head : head + together].permute(1, 2, 0)  # [heads, D, E]
+            scores = torch.matmul(rows[head : head + together], some.to(rows.dtype)).view(-1, count, end - lo).float()
+            scores += hidden
             total.add_(torch.softmax(scores, -1).sum(0), alpha=1.0 / q.shape[1])
         self._layers.add(layer)
         self._seen.update(range(first, end))
@@ -60,10 +64,15 @@ class TailAttention:
         return cache.index_select(0, self._slots[lo:end])
 
     def _hidden(self, first: int, end: int, lo: int, window: int | None) -> Tensor:
-        """[Q, E]: what a query does not see."""
-        entry = torch.arange(lo, end, device=self._sum.device)
-        own = torch.arange(first, end, device=self._sum.device)[:, None]
-        return entry > own if window is None else (entry > own) | (entry <= own - window)
+        """[Q, E], to be added to scores: minus infinity where a query does not see. The same for most layers."""
+        asked = (first, end, lo, window)
+        if self._mask is None or self._mask[0] != asked:
+            entry = torch.arange(lo, end, device=self._sum.device)
+            own = torch.arange(first, end, device=self._sum.device)[:, None]
+            unseen = entry > own if window is None else (entry > own) | (entry <= own - window)
+            mask = torch.zeros(unseen.shape, device=self._sum.device).masked_fill_(unseen, float("-inf"))
+            self._mask = asked, mask
+        return self._mask[1]
 
     @property
     def complete(self) -> bool:

@@ -129,19 +129,21 @@ class Checker:
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:
         """Once all checkpoint rows have run."""
-        now = self._read()
-        layers, spans = self._decoder.config.num_layers, len(self.spans)
-        values = {signal: np.full((layers, spans), float(signal in COSINES)) for signal in SIGNALS}
-        finite = torch.ones(spans, dtype=torch.bool, device=self._member.device)
+        now, found = self._read(), {}
         for signal, drafted, true in zip(("key", "value"), self._drafted, now, strict=True):
             old, new = (t[:, self._sinks :].float().flatten(2) for t in (drafted, true))  # [layers, C, Hkv * D]
             apart, norm = ((t.square().sum(-1) @ self._member) for t in (old - new, new))  # [layers, spans]
-            values[signal][self._base :] = (apart / norm.clamp_min(1e-20)).sqrt().cpu().numpy()
-            finite &= apart.isfinite().all(0)
+            found[signal] = (apart / norm.clamp_min(1e-20)).sqrt()
         for signal, cosines in self._cosines(now).items():
-            mean = (cosines @ self._member) / self._member.sum(0)  # [layers, spans]
-            values[signal][self._base : self._base + len(mean)] = mean.cpu().numpy()
-        return Scores(values, self._base, kl, finite.cpu().numpy())
+            found[signal] = (cosines @ self._member) / self._member.sum(0)  # [layers, spans]
+        told = torch.cat(list(found.values())).cpu().numpy()  # at once: each copy would wait for the device
+        layers, spans, at = self._decoder.config.num_layers, len(self.spans), 0
+        values = {signal: np.full((layers, spans), float(signal in COSINES)) for signal in SIGNALS}
+        for signal, figures in found.items():
+            values[signal][self._base : self._base + len(figures)] = told[at : at + len(figures)]
+            at += len(figures)
+        finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
+        return Scores(values, self._base, kl, finite)
 
     def _cosines(self, now: list[Tensor]) -> dict[str, Tensor]:
         """Per signal [layers that were watched, C]."""
@@ -162,8 +164,9 @@ class Checker:
             keys, values = (t.transpose(1, 2).float() for t in (k, v))  # [n, Hkv, keys, D]
             out = F.scaled_dot_product_attention(q, keys, values, visible, scale=config.scale, enable_gqa=True)
             both.append(out.transpose(1, 2).flatten(2))  # [n, C, Hq * D]
-        streams = [torch.stack([self._stream(i, x[n], out[n]) for n, i in enumerate(watched)]) for out in both]
-        pairs = {"attention": both, "hidden": streams}
+        rows = torch.cat(both, 1)  # [n, 2 C, Hq * D]
+        streams = torch.stack([self._stream(i, x[n], rows[n]) for n, i in enumerate(watched)])  # [n, 2 C, hidden]
+        pairs = {"attention": both, "hidden": streams.chunk(2, 1)}
         return {signal: F.cosine_similarity(pair[0], pair[1], dim=-1) for signal, pair in pairs.items()}
 
     def _visible(self, window: int | None) -> Tensor:
@@ -173,8 +176,8 @@ class Checker:
         return seen if window is None else seen & (self._keys > own - window)
 
     def _stream(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states after a layer's attention: [C, hidden], [C, Hq * D] -> [C, hidden]."""
-        w = self._decoder.layers[layer]
+        """Hidden states after a layer's attention: [C, hidden], [2 C, Hq * D] -> [2 C, hidden]."""
+        w, x = self._decoder.layers[layer], x.repeat(2, 1)
         added = w.o(attended.to(x.dtype))
         return (x + (added if w.post_attn_norm is None else rms_norm(added, w.post_attn_norm))).float()
 

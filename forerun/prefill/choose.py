@@ -17,6 +17,7 @@ from forerun.errors import BadRequest
 from forerun.models.runner import Runner
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.echo import echoes
 from forerun.prefill.job import Job
 from forerun.prefill.sources.base import Source
 
@@ -50,8 +51,8 @@ def by_source(case: Case) -> np.ndarray | None:
 
 
 def by_tail(case: Case) -> np.ndarray:
-    """Attention of the target's own tail over the drafted K/V."""
-    return tail_attention(case.runner, case.job)
+    """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
+    return tail_attention(case.runner, case.job) + echoes(case.job.tokens, case.job.end)
 
 
 def by_scorer(case: Case) -> np.ndarray | None:
@@ -80,12 +81,12 @@ CHOOSERS: dict[str, Chooser] = {
     "random": at_random,
 }
 OFFERED_BY = {"draft": ("draft", "drop"), "lower": ("self",), "deviation": ("chunk",)}  # others go with any source
-_AUTO = {"draft": "draft", "drop": "draft", "chunk": "deviation"}
 
 
 def chooser_for(asked: str, source: str) -> str:
-    """`auto` is what the source itself is good at; its lower layers choose badly, so `self` asks the tail."""
-    return _AUTO.get(source, "tail") if asked == "auto" else asked
+    """`auto`: the target's own tail knows best what it will look at; it needs K/V of all tokens, which dropping them
+    does not give."""
+    return asked if asked != "auto" else "draft" if source == "drop" else "tail"
 
 
 def chooser_problem(name: str, source: str, scorers: dict[str, Scorer]) -> BadRequest | None:

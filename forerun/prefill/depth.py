@@ -86,14 +86,14 @@ class Rows:
         assert (self.x is None) == (self.first == 0), "inputs of a layer come with the layer's number"
         assert self.x is None or self.x.shape[0] == len(self.ids)
 
-    def running(self, layer: int, layers: int, keep: int | None = None) -> np.ndarray:
-        """Rows that run this layer whole; those of depth layer + 1 that are not among them only leave their K/V."""
+    def whole(self, layer: int, layers: int, keep: int | None = None) -> np.ndarray:
+        """[R] which rows run this layer whole; the others of depth layer + 1 only leave their K/V."""
         whole = self.depths > layer + 1
         if keep == layer + 1:
             whole |= self.depths >= keep
         if layer + 1 == layers:
             whole[list(self.want)] = True
-        return np.flatnonzero(whole)
+        return whole
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Staircase:
 
     @torch.inference_mode()
     def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> Climbed:
-        """`watch` sees in layer i the rows `rows.running(i, layers, keep)`; `keep`: return inputs of this layer."""
+        """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
         self._check(rows, keep)
         decoder, kv, count = self._runner.decoder, self._runner.kv, self._layers
         plan = _Plan(self._runner, rows)
@@ -128,7 +128,7 @@ class Staircase:
         for i in range(rows.first, count):
             if i == keep:
                 result.x, result.kept = x, alive
-            whole = np.isin(alive, rows.running(i, count, keep))
+            whole = rows.whole(i, count, keep)[alive]
             leaving = (rows.depths[alive] > i) & ~whole
             if leaving.any():  # before the others, who look at these
                 plan.use(alive[leaving], attend=False)

@@ -1,13 +1,15 @@
 """From hidden states of a source to K and V of the target: a shared projection to low rank, a small nonlinear step, and
 one matrix to all layers at once.
 
-A token's features are its hidden states at some layers, each divided by its own root mean square. K comes out as it is
-before rotation, so that a map does not depend on the position. `Maps` are the numbers as calibration leaves them;
+A token's features are its hidden states at some layers, each divided by its own root mean square, and perhaps its
+embedding in the target, which is free and tells what a narrower source does not. K comes out as it is before rotation,
+so that a map does not depend on the position. `Maps` are the numbers as calibration leaves them;
 `FastMaps` are the same, ready to run beside a decoder. Neither knows pages, prompts or which model is which.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -22,16 +24,18 @@ EPS = 1e-6
 
 @dataclass
 class Maps:
-    """`taps`: inputs of these layers of the source, num_layers for the last one's output."""
+    """`taps`: inputs of these layers of the source, num_layers for the last one's output. `own`: the target's
+    embedding of the token comes after them."""
 
     taps: tuple[int, ...]
     base: int  # target layers below it are not mapped
-    down: Tensor  # [rank, len(taps) * hidden]
+    down: Tensor  # [rank, inputs]
     down_bias: Tensor  # [rank]
     mix_in: Tensor  # [inner, rank]
     mix_out: Tensor  # [rank, inner]
     up: Tensor  # [mapped layers * 2 * kv_size, rank]: K, then V, layer by layer
     up_bias: Tensor  # [mapped layers * 2 * kv_size]
+    own: bool = False
 
     @property
     def rank(self) -> int:
@@ -43,16 +47,22 @@ class Maps:
         return sum(t.numel() for t in (self.down, self.mix_in, self.mix_out, self.up))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("taps", "base")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
 
     def __call__(self, features: Tensor) -> Tensor:
-        """[..., len(taps) * hidden] -> [..., mapped layers * 2 * kv_size]; differentiable."""
+        """[..., inputs] -> [..., mapped layers * 2 * kv_size]; differentiable."""
         z = F.linear(features, self.down, self.down_bias)
         z = z + F.linear(F.silu(F.linear(z, self.mix_in)), self.mix_out)
         return F.linear(z, self.up, self.up_bias)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Maps:
-        return Maps(self.taps, self.base, **{k: t.to(device, dtype) for k, t in self.tensors().items()})
+        return self.holding({name: t.to(device, dtype) for name, t in self.tensors().items()})
+
+    def holding(self, tensors: dict[str, Tensor]) -> Maps:
+        """Maps of the same kind with other numbers."""
+        other = copy(self)
+        vars(other).update(tensors)
+        return other
 
 
 def unit(x: Tensor) -> Tensor:
@@ -61,13 +71,15 @@ def unit(x: Tensor) -> Tensor:
 
 
 class FastMaps:
-    """Maps in a decoder's precision, for hidden states in its own (perhaps rotated) basis."""
+    """Maps in a decoder's precision. `bases`: of each part of the inputs, in order, how wide it is and the (perhaps
+    rotated) basis it comes in."""
 
-    def __init__(self, maps: Maps, precision: Precision, basis: Rotation | None, device: torch.device) -> None:
-        self.taps, self.base = maps.taps, maps.base
-        down = maps.down.float()
-        if basis is not None:
-            down = torch.cat([basis.apply(part.contiguous()) for part in down.split(basis.size, 1)], 1)
+    def __init__(
+        self, maps: Maps, precision: Precision, bases: list[tuple[int, Rotation | None]], device: torch.device
+    ) -> None:
+        parts = maps.down.float().split([width for width, _ in bases], 1)
+        turned = (part if b is None else b.apply(part.contiguous()) for part, (_, b) in zip(parts, bases, strict=True))
+        down = torch.cat(list(turned), 1)
         dtype = precision.dtype
 
         def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -83,7 +95,7 @@ class FastMaps:
         return sum(linear.nbytes for linear in (self._down, self._mix_in, self._mix_out, self._up))
 
     def __call__(self, hidden: list[Tensor]) -> Tensor:
-        """Hidden states at the taps, [T, hidden] each -> [T, mapped layers, 2, kv_size]."""
+        """Hidden states, [T, hidden] each -> [T, mapped layers * 2 * kv_size]."""
         z = self._down(torch.cat([unit(x) for x in hidden], 1))
         z = self._mix_out(F.silu(self._mix_in(z)), add=z)
         return self._up(z)

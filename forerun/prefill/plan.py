@@ -38,7 +38,7 @@ class Policy:
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of repair where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
-    window: int = 3  # neighbours over which scores are averaged
+    window: int = 1  # neighbours over which scores are averaged
     glance: int = 384  # drafted tokens after which a first checkpoint says whether to go on
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
@@ -181,8 +181,8 @@ def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> lis
         at = np.arange(left, right - size + 1)
         at = at[whole[at] == size]
         if len(at):
-            middle = (left + right - size) / 2
-            starts.append(int(min(at, key=lambda e: (-gain[e], abs(e - middle)))))
+            best = at[gain[at] == gain[at].max()]
+            starts.append(int(best[np.abs(best - (left + right - size) / 2).argmin()]))
     middles = [(a + b + size) // 2 for a, b in zip(starts, starts[1:], strict=False)]
     bounds = [job.first, *middles, job.end]
     return [Checkpoint(s, size, a, b) for s, a, b in zip(starts, bounds, bounds[1:], strict=False)]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from forerun.errors import BadProfile
 from forerun.prefill.maps import Maps
 
-VERSION = 1
+VERSION = 2
 _KEY = "forerun_profile"
 
 
@@ -65,10 +65,10 @@ class Profile:
 
     def save(self, path: Path) -> None:
         tensors = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
-        rounded = Maps(self.maps.taps, self.maps.base, **tensors)
+        rounded = self.maps.holding(tensors)
         about = {f: getattr(self, f) for f in ("kind", "target", "source", "names", "source_cost", "share")}
         about |= {"curve": [asdict(p) for p in self.curve], "thresholds": self.thresholds, "facts": self.facts}
-        about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base}
+        about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base, "own": self.maps.own}
         about["checksum"] = checksum(rounded, about)
         part = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Profile:
                 raise BadProfile(
                     f"{path} is a profile of version {about['version']}, this is {VERSION}", "calibrate again"
                 )
-            maps = Maps(tuple(about["taps"]), about["base"], **tensors)
+            maps = Maps(tuple(about["taps"]), about["base"], **tensors, own=about["own"])
             profile = cls(
                 maps=maps,
                 curve=[Point(**p) for p in about["curve"]],
@@ -118,7 +118,7 @@ class Profile:
 
 def checksum(maps: Maps, about: dict[str, Any] | None = None) -> str:
     """Of the maps as they are stored, and of what is said about them."""
-    digest = hashlib.sha256(repr((tuple(maps.taps), maps.base)).encode())
+    digest = hashlib.sha256(repr((tuple(maps.taps), maps.base, maps.own)).encode())
     digest.update(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(maps.tensors().items()):
         data = tensor.detach().to("cpu", torch.float16).contiguous().view(torch.uint8).numpy()

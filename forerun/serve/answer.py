@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from forerun.serve.gate import Gate
 from forerun.serve.keys import Key
 from forerun.serve.metrics import Metrics
 from forerun.serve.schema import ChatRequest, CompletionRequest
+from forerun.serve.sessions import Sessions, Turn
+from forerun.serve.tools import Chat, ToolUse
 
 log = logging.getLogger("forerun.serve")
 
@@ -49,6 +51,7 @@ class Service:
     config: ServeConfig
     gate: Gate
     metrics: Metrics
+    sessions: Sessions
 
     @property
     def context(self) -> int:
@@ -56,13 +59,18 @@ class Service:
         engine = self.llm.engine.config
         return min(self.config.max_context or engine.max_context, engine.max_context, engine.capacity)
 
-    def prepared(self, prompt: Any, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    def prepared(self, prompt: Any, params: SamplingParams, predicted: str) -> tuple[list[int], SamplingParams]:
         """Token ids, and parameters that fit; raises whatever is wrong with either. May take long: not for the loop."""
-        ids = self.llm.encode(prompt)
+        ids = prompt.encode(self.llm.tokenizer) if isinstance(prompt, (Chat, Turn)) else self.llm.encode(prompt)
         if len(ids) >= self.context:
             message = f"the prompt has {len(ids)} tokens, the context holds {self.context} with the answer"
             raise ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
         params = replace(params, max_tokens=min(params.max_tokens, self.context - len(ids)))
+        if predicted:
+            if "copy" not in self.llm.engine.speculator.crew.names(params):
+                hint = "leave forerun.speculate as it is, or leave prediction out"
+                raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
+            params = replace(params, prediction=tuple(self.llm.tokenizer.encode(predicted)[: params.max_tokens]))
         self.llm.engine.check(ids, params)
         self._check_drafters(params)
         self.llm.prepare(params)
@@ -92,13 +100,19 @@ class Answer(Response):
         prompts: list[Any],
         form: Format,
         key: Key | None,
+        tools: ToolUse | None = None,
     ) -> None:
         self.service, self.asked, self.prompts, self.form, self.key = service, asked, prompts, form, key
         self.status_code, self.background = 200, None
         self.params = asked.params(service.context)
+        if tools is not None:
+            self.params = replace(self.params, grammar=tools.grammar(self.params.grammar))
+        self.turn = prompts[0] if isinstance(prompts[0], Turn) else None
         self.collected = [Collected() for _ in range(self.params.n * len(prompts))]
         self.usage = Usage()
+        self.session: dict[str, Any] | None = None  # what the client is told of it
         self._arrived = time.perf_counter()
+        self.submitted: float | None = None  # when the engine got it
         self._streaming = False  # the first byte of a stream is out: errors come as events from here on
         self._spoke = self._showed = False
 
@@ -111,7 +125,7 @@ class Answer(Response):
                 async with asyncio.timeout(service.config.max_request_s):
                     await unless_gone(receive, self._answer())
             if not self._streaming:
-                body = self.form.whole(self.collected, self.usage, self.asked.forerun.statistics)
+                body = self.form.whole(self.collected, self.usage, bool(self.asked.forerun.statistics), self.session)
                 await JSONResponse(body, headers={"x-request-id": self.form.id})(scope, receive, send)
         except ClientGone:
             self.status_code = GONE
@@ -127,11 +141,23 @@ class Answer(Response):
                     await self._tell(failure.body)
                     await self._end()
         finally:
+            scope["state"]["answer"] = self  # for those who count and trace
             self._book(scope["path"])
 
     async def _answer(self) -> None:
         """Run all prompts, and send what comes where a stream was asked for."""
-        jobs = [await asyncio.to_thread(self.service.prepared, prompt, self.params) for prompt in self.prompts]
+        async with self.turn or nullcontext():
+            await self._run_all()
+            self.session = None if self.turn is None else self.turn.record(self.usage)
+        if self.asked.stream:
+            statistics = bool(self.asked.forerun.statistics)
+            await self._tell(self.form.closing(self.usage, self.asked.include_usage, statistics, self.session))
+            await self._end("[DONE]")
+
+    async def _run_all(self) -> None:
+        predicted = self.asked.prediction.text if isinstance(self.asked, ChatRequest) and self.asked.prediction else ""
+        jobs = [await asyncio.to_thread(self.service.prepared, p, self.params, predicted) for p in self.prompts]
+        self.submitted = time.perf_counter()
         if self.asked.stream:
             await self._begin()
         try:
@@ -140,18 +166,16 @@ class Answer(Response):
                     group.create_task(self._run(number, ids, params))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
-        if self.asked.stream:
-            await self._tell(self.form.closing(self.usage, self.asked.include_usage, self.asked.forerun.statistics))
-            await self._end("[DONE]")
 
     async def _run(self, number: int, ids: list[int], params: SamplingParams) -> None:
-        async with aclosing(self.service.llm.astream(ids, params)) as events:  # type: ignore[type-var]
+        told = self.turn.stream(params) if self.turn is not None else self.service.llm.astream(ids, params)
+        async with aclosing(told) as events:  # type: ignore[type-var]
             async for event in events:
                 index = number * params.n + event.index
                 if event.finish_reason == "cancelled":
                     raise ApiError(503, "the server shut down before the answer was complete", "ask again")
-                for told in self._take(index, event):
-                    await self._tell(told)
+                for chunk in self._take(index, event):
+                    await self._tell(chunk)
 
     def _take(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Add an event to its answer; what a stream says about it."""
@@ -170,11 +194,14 @@ class Answer(Response):
             self.service.metrics.ttft.observe(time.perf_counter() - self._arrived)
         answer.provisional, answer.provisional_ids = "", []
         answer.text += event.text
+        answer.tokens += len(event.token_ids)
         answer.logprobs += event.logprobs
         answer.finish_reason = event.finish_reason
         if event.usage is not None:
             self._count(event.usage, first=event.index == 0)
         chunk = self.form.chunk(index, event, answer) if self._streaming else None
+        if chunk is not None and self.asked.forerun.statistics == "steps":
+            chunk["forerun"] = {"event": "tokens", "index": index, "tokens": answer.tokens}
         return told if chunk is None else [*told, chunk]
 
     def _count(self, part: Usage, first: bool) -> None:
@@ -210,7 +237,6 @@ class Answer(Response):
 
     def _book(self, path: str) -> None:
         seconds, usage = time.perf_counter() - self._arrived, self.usage
-        self.service.metrics.requests.labels(path, str(self.status_code)).inc()
         self.service.metrics.duration.observe(seconds)
         log.info(
             "%s %s %d key=%s prompt=%d cached=%d completion=%d seconds=%.3f",

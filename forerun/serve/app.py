@@ -22,18 +22,23 @@ from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_inval
 from forerun.serve.format import ChatFormat, CompletionFormat
 from forerun.serve.gate import Gate
 from forerun.serve.guard import Guard
-from forerun.serve.metrics import Metrics
+from forerun.serve.metrics import Counted, Metrics
+from forerun.serve.page import add_page
 from forerun.serve.schema import ChatRequest, CompletionRequest
+from forerun.serve.sessions import Sessions, Turn
+from forerun.serve.tools import Dialect
+from forerun.serve.watch import add_watch
 
 _ERROR = {"description": "An error in OpenAI's form"}
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503), _ERROR)
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 409, 413, 429, 500, 503), _ERROR)
 _ERRORS[422] = {"description": "Never sent: what does not fit the schema is answered with 400"}
 
 
 def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     """The server's application; `app.state.gate` tells how many answers are open, and lets nobody in once it drains."""
     gate = Gate(llm.engine.config.max_batch, config.max_queue)
-    service = Service(llm, config, gate, Metrics(llm, gate))
+    sessions = Sessions(llm, config.max_sessions, config.max_session_ttl)
+    service = Service(llm, config, gate, Metrics(llm, gate), sessions)
     service.warm_up()
     app = FastAPI(title="Forerun", version=forerun.__version__, docs_url=None, redoc_url=None)
     app.state.gate, app.state.service = gate, service
@@ -42,8 +47,11 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     for kind in (ApiError, ForerunError, Exception):
         app.add_exception_handler(kind, on_api_error)
     _add_answers(app, service)
+    _add_sessions(app, sessions)
     _add_models(app, config, created=int(time.time()))
     _add_watching(app, service)
+    add_watch(app, service)
+    add_page(app)
     _name_model(app, config.model_name)
     app.add_middleware(Guard, config=config, gate=gate)
     if config.cors_origins:  # outermost: a preflight carries no key
@@ -51,11 +59,13 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=["*"]
         )
+    app.add_middleware(Counted, metrics=service.metrics)  # of those who are turned away, too
     return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
     name, tokenizer = service.config.model_name, service.llm.tokenizer
+    dialect = Dialect.of(tokenizer)
 
     def checked(model: str) -> None:
         if model != name:
@@ -66,7 +76,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         checked(asked.model)
         form = ChatFormat(f"chatcmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, bool(asked.logprobs))
-        return Answer(service, asked, [asked.conversation()], form, request.state.key)
+        form.tools = asked.tool_use(dialect)
+        options, key = asked.forerun.conversation, request.state.key
+        prompt: Any = asked.conversation(dialect, whole=options is None)
+        if options is not None:
+            prompt = Turn(service.sessions, options, key, asked.messages, asked.continued(dialect))
+        return Answer(service, asked, [prompt], form, key, form.tools)
 
     @app.post("/v1/completions", responses=_ERRORS, response_class=Response)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -74,13 +89,32 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         checked(asked.model)
         told = asked.logprobs is not None
         form = CompletionFormat(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, told)
-        return Answer(service, asked, asked.prompts(), form, request.state.key)
+        options, key, prompts = asked.forerun.conversation, request.state.key, asked.prompts()
+        if options is not None:
+            if len(prompts) > 1:
+                raise ApiError(400, f"a session goes on with one text, got {len(prompts)} prompts", "send one")
+            prompts = [Turn(service.sessions, options, key, prompts[0])]
+        return Answer(service, asked, prompts, form, key)
 
     @app.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
         """Not offered: a decoder's hidden states are no embeddings that anybody trained."""
         hint = "ask a server that runs an embedding model"
         raise ApiError(501, "this server has no embedding model", hint, code="not_implemented")
+
+
+def _add_sessions(app: FastAPI, sessions: Sessions) -> None:
+    @app.get("/forerun/sessions")
+    async def names(request: Request) -> dict[str, Any]:
+        """Sessions of whoever asks, those on disk too."""
+        found = await sessions.names(request.state.key)
+        return {"object": "list", "data": [{"object": "forerun.session", "name": name} for name in found]}
+
+    @app.delete("/forerun/sessions/{name:path}", responses={404: _ERROR, 409: _ERROR})
+    async def forget(name: str, request: Request) -> dict[str, Any]:
+        """Have a session forgotten, on disk too."""
+        await sessions.forget(name, request.state.key)
+        return {"object": "forerun.session", "name": name, "deleted": True}
 
 
 def _add_models(app: FastAPI, config: ServeConfig, created: int) -> None:

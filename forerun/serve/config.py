@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from forerun.errors import BadRequest
 from forerun.serve.keys import Keys
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*|\*")
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,15 @@ class ServeConfig:
     max_header_s: float = 10.0  # for a connection's first line and headers
     max_body_s: float = 30.0  # for a body to arrive
     max_request_s: float = 600.0  # for an answer, waiting included
+    max_sessions: int = 256  # open at once; with a disk tier, others wait there
+    max_session_ttl: float = 3600.0  # seconds that requests may have K/V kept in the pool
     drafters: tuple[str, ...] = ()  # that requests may name, beside those that `auto` takes
     drain_s: float = 30.0  # for open answers to end after SIGTERM
     keys: Keys | None = None  # None: anybody who can connect may ask
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = LOCAL_HOSTS  # names that requests may call this server by; "*": any
     log_prompts: bool = False
+    show_prompts: bool = False  # whoever may ask sees how the texts of others begin, on the page
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name.strip():
@@ -33,10 +41,15 @@ class ServeConfig:
             _whole("max_context", self.max_context, 2)
         _whole("max_body_bytes", self.max_body_bytes, 1024)
         _whole("max_queue", self.max_queue, 0)
-        for name in ("max_header_s", "max_body_s", "max_request_s", "drain_s"):
+        _whole("max_sessions", self.max_sessions, 1)
+        for name in ("max_header_s", "max_body_s", "max_request_s", "max_session_ttl", "drain_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise BadRequest(f"{name} is {value!r}, it must be a number above 0", "give seconds")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                hint = "give one such as models.example.org, in small letters, without port"
+                raise BadRequest(f"an allowed host cannot be {host!r:.80}", hint)
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise BadRequest(f"a CORS origin cannot be {origin!r}", "give one such as https://example.org, or *")

@@ -15,7 +15,13 @@ from starlette.exceptions import HTTPException
 from forerun.decode.grammar import DeadEnd
 from forerun.errors import BadProfile, BadRequest, ForerunError, OutOfPages
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
 _CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
 
 

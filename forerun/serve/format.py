@@ -7,6 +7,10 @@ choices whose `forerun` object has an `event`:
     {"event": "confirm", "index": 0, "tokens": 2, "text": " the old"}              this beginning of it stands
     {"event": "retract", "index": 0, "tokens": 1, "text": " keeper"}               this rest of it is taken back
 
+With `"statistics": "steps"` each chunk of content has one, too:
+
+    {"event": "tokens", "index": 0, "tokens": 17}                                  tokens of the answer so far
+
 The content that comes as usual is always the whole answer, its confirmed beginning too: whoever shows provisional text
 replaces it as soon as content comes.
 """
@@ -21,6 +25,8 @@ from typing import Any
 
 from forerun.core import TokenLogprob, Usage
 from forerun.engine.sequence import Event
+from forerun.serve.tool_calls import Call, CallReader
+from forerun.serve.tools import ToolUse
 from forerun.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -33,9 +39,11 @@ class Collected:
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: int = 0
     provisional: str = ""
     provisional_ids: list[int] = field(default_factory=list)
     offset: int = 0  # characters of the tokens whose log-probabilities were told
+    reader: CallReader | None = None  # of a stream that may call tools
 
 
 class Format(ABC):
@@ -47,17 +55,21 @@ class Format(ABC):
         self.id, self.model, self.created = answer_id, model, created
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
-    def whole(self, answers: list[Collected], usage: Usage, statistics: bool) -> dict[str, Any]:
+    def whole(
+        self, answers: list[Collected], usage: Usage, statistics: bool, session: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         body = self._envelope(self.whole_name, choices) | {"usage": usage_object(usage)}
-        return body | {"forerun": {"statistics": record(usage)}} if statistics else body
+        own = ({"session": session} if session else {}) | ({"statistics": record(usage)} if statistics else {})
+        return body | {"forerun": own} if own else body
 
     def chunk(self, index: int, event: Event, answer: Collected) -> dict[str, Any] | None:
         """What a client hears of an event; None where that is nothing."""
         told = self._told(event.logprobs)
         if not event.text and not told and event.finish_reason is None:
             return None
-        return self._envelope(self.chunk_name, [self._delta(index, event, told, answer)])
+        delta = self._delta(index, event, told, answer)
+        return None if delta is None else self._envelope(self.chunk_name, [delta])
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
@@ -73,11 +85,15 @@ class Format(ABC):
         told = [("confirm", event.confirmed, stands), ("retract", event.retracted, said[len(stands) :])]
         return [self._own(name, index, tokens, text) for name, tokens, text in told if tokens]
 
-    def closing(self, usage: Usage, include_usage: bool, statistics: bool) -> dict[str, Any] | None:
+    def closing(
+        self, usage: Usage, include_usage: bool, statistics: bool, session: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """The chunk after the last one with a choice."""
         more: dict[str, Any] = {"usage": usage_object(usage)} if include_usage else {}
+        if session:
+            more["forerun"] = {"event": "session", "session": session}
         if statistics:
-            more["forerun"] = {"event": "statistics", "statistics": record(usage)}
+            more["forerun"] = more.get("forerun", {}) | {"event": "statistics", "statistics": record(usage)}
         return self._envelope(self.chunk_name, []) | more if more else None
 
     def _own(self, name: str, index: int, tokens: int, text: str) -> dict[str, Any]:
@@ -99,12 +115,13 @@ class Format(ABC):
         """One finished answer."""
 
     @abstractmethod
-    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
-        """What one event adds to an answer."""
+    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any] | None:
+        """What one event adds to an answer; None where that is nothing yet."""
 
 
 class ChatFormat(Format):
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
+    tools: ToolUse | None = None  # what the answer may call
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
@@ -112,20 +129,42 @@ class ChatFormat(Format):
         return self._envelope(self.chunk_name, [choice])
 
     def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._entries(self._told(answer.logprobs)),
-            "finish_reason": answer.finish_reason,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        reason = answer.finish_reason
+        if self.tools is not None:
+            reader = self.tools.reader()
+            pieces = reader.push(answer.text) + reader.finish()
+            if reader.calls:
+                content = "".join(piece.content for piece in pieces)
+                message |= {"content": content or None, "tool_calls": [_call(call) for call in reader.calls]}
+                reason = _called(reason)
+        logprobs = self._entries(self._told(answer.logprobs))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": event.text} if event.text or told else {},
-            "logprobs": self._entries(told) if told else None,
-            "finish_reason": event.finish_reason,
-        }
+    def _delta(self, index: int, event: Event, told: list[TokenLogprob], answer: Collected) -> dict[str, Any] | None:
+        delta: dict[str, Any] = {"content": event.text} if event.text or told else {}
+        reason: str | None = event.finish_reason
+        if self.tools is not None:
+            delta = self._read(event, self.tools, answer)
+            reason = _called(reason) if answer.reader and answer.reader.calls else reason
+        logprobs = self._entries(told) if told else None
+        if not delta and logprobs is None and reason is None:
+            return None  # held back: it may become a call
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _read(self, event: Event, tools: ToolUse, answer: Collected) -> dict[str, Any]:
+        """What an event adds where it may add to calls."""
+        reader = answer.reader = answer.reader or tools.reader()
+        pieces = reader.push(event.text) + (reader.finish() if event.finish_reason is not None else [])
+        content, calls = "".join(piece.content for piece in pieces), dict[int, dict[str, Any]]()
+        for piece in pieces:
+            if piece.begun is not None:
+                calls[piece.call] = {"index": piece.call} | _call(piece.begun, arguments="")
+            elif piece.call >= 0:
+                told = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
+                told["function"]["arguments"] += piece.arguments
+        delta: dict[str, Any] = {"content": content} if content else {}
+        return delta | {"tool_calls": list(calls.values())} if calls else delta
 
     def _entries(self, told: list[TokenLogprob]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -167,12 +206,30 @@ class CompletionFormat(Format):
         }
 
 
+def _call(call: Call, arguments: str | None = None) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _called(reason: str | None) -> str | None:
+    """An answer that was cut off is not done with its calls."""
+    return "tool_calls" if reason == "stop" else reason
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "served": dict(usage.served),  # tokens by where they came from: pool, host, disk, approximate, computed
+            "written": usage.written,
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""What a request meets before it is read: its key, the limits of its body in bytes and time.
+"""What a request meets before it is read: whom it calls, its key, the limits of its body in bytes and time.
 
 Works on ASGI messages, so that nothing is read from whoever may not ask, and nothing is kept of what is too large.
 """
@@ -6,6 +6,7 @@ Works on ASGI messages, so that nothing is read from whoever may not ask, and no
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
 from forerun.serve.gate import Gate
+from forerun.serve.page import is_page
 
 OPEN = ("/health", "/ready")  # for whoever watches over the server: no key needed
 
@@ -35,19 +37,29 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
+        self._check_host(headers.get("host", ""))
         scope.setdefault("state", {})["key"] = None
-        if self.config.keys is not None and path not in OPEN:
+        if self.config.keys is not None and path not in OPEN and not is_page(path):
             given = headers.get("authorization", "")
             key = self.config.keys.find(given[7:].strip()) if given[:7].lower() == "bearer " else None
             if key is None:
                 hint = "send `Authorization: Bearer <key>` with a key of this server"
-                raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key")
+                asked = {"WWW-Authenticate": "Bearer"}
+                raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key", headers=asked)
             scope["state"]["key"] = key
         if path.startswith("/v1/") and scope["method"] == "POST":
             self.gate.check_open()
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.config.max_body_bytes:
             raise ApiError(413, _too_large(self.config), "send less, or have the limit raised")
+
+    def _check_host(self, given: str) -> None:
+        """A page of another site can have its own name lead here; then the browser sends that name."""
+        allowed = self.config.allowed_hosts
+        name = re.sub(r":\d*$", "", given.strip().lower()).strip("[]").removesuffix(".")
+        if "*" not in allowed and name not in allowed and not name.endswith(".localhost"):
+            hint = "use its own address, or have it started with --allowed-host"
+            raise ApiError(421, f"this server is not called {given!r:.80}", hint, code="host_not_allowed")
 
 
 class _Body:

@@ -7,18 +7,29 @@ of values are those of `SamplingParams`. Knows no engine and no tokenizer.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.errors import BadRequest
-from forerun.params import Grammar, Prefill, SamplingParams, Speculation
+from forerun.params import MAX_LOGPROBS, Grammar, Prefill, SamplingParams, Speculation
+from forerun.serve.tool_schema import MOST_TOOLS, Choice, Tool, ToolCall, chosen
+from forerun.serve.tools import Chat, Dialect, ToolUse, chat
 
 ROLES = {"developer": "system"}  # what a role is called in chat templates
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def _from(low: float, high: float) -> Any:
+    """Limits for readers of the OpenAPI document; `SamplingParams` keeps them, and says them in its own words."""
+    return Field(default=None, json_schema_extra={"minimum": low, "maximum": high})
+
+
+SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.*\S)?$")]
 
 
 class PrefillOptions(_Model):
@@ -48,22 +59,40 @@ class SpeculateOptions(_Model):
         return Speculation(**self.model_dump())
 
 
+class SessionOptions(_Model):
+    """A conversation that the server keeps."""
+
+    name: SessionName
+    ttl: float | None = None  # seconds that its K/V stays in the pool after a turn
+    create: bool = True  # False: an unknown name is an error
+
+
 class ForerunOptions(_Model):
     """Forerun's own part of a request; clients that know nothing of it leave it out."""
 
     prefill: Literal["exact", "speculative", "provisional"] | PrefillOptions = "exact"
     speculate: str | SpeculateOptions = "auto"
-    statistics: bool = False  # the answer comes with all that was counted
+    statistics: bool | Literal["steps"] = False  # all that was counted; with steps: each of them, and live counts
+    session: SessionName | SessionOptions | None = None
+    cache: bool = True  # False: reads nothing that other requests left, and leaves nothing for them
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
+
+    @property
+    def conversation(self) -> SessionOptions | None:
+        if self.session is not None and not self.cache:
+            raise BadRequest("a session is in the cache, and cache is false", "leave one of them out")
+        return SessionOptions(name=self.session) if isinstance(self.session, str) else self.session
 
     def params(self) -> dict[str, Any]:
         prefill = self.prefill.prefill() if isinstance(self.prefill, PrefillOptions) else Prefill(self.prefill)
         guess = self.speculate
         return {
             "prefill": prefill,
+            "cache": self.cache,
+            "timeline": self.statistics == "steps",
             "speculate": guess.speculation() if isinstance(guess, SpeculateOptions) else Speculation(guess),
             "top_k": self.top_k,
             "min_p": self.min_p,
@@ -102,14 +131,35 @@ class TextPart(_Model):
 
 
 class Message(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None  # no template of ours shows it
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    # What answers carry: clients send them back as they came
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
 
     @property
     def text(self) -> str:
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def template_role(self) -> str:
+        return ROLES.get(self.role, self.role)
+
+    def check(self) -> None:
+        """What fits together; types alone do not say."""
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise BadRequest(f"a message of role {self.role} has no content", "give it text")
+        if self.tool_calls and self.role != "assistant":
+            raise BadRequest(f"a message of role {self.role} has tool_calls", "only those of role assistant call tools")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise BadRequest(f"a message of role {self.role} and its tool_call_id", "only results have one, and all do")
 
 
 class _Asked(_Model):
@@ -118,14 +168,14 @@ class _Asked(_Model):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
+    n: int | None = _from(1, 256)
+    temperature: float | None = _from(0, 100)
+    top_p: float | None = _from(0.01, 1)
+    max_tokens: int | None = _from(1, 10_000_000)
     stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    seed: int | None = _from(-(2**63), 2**64)
+    presence_penalty: float | None = _from(-2, 2)
+    frequency_penalty: float | None = _from(-2, 2)
     logit_bias: dict[str, float] | None = None
     forerun: ForerunOptions = Field(default_factory=ForerunOptions)
     # Accepted because many clients send them; about accounts and storage, of which there are none here
@@ -154,12 +204,25 @@ class _Asked(_Model):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class Prediction(_Model):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(_Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = _from(1, 10_000_000)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = _from(0, MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None  # what the answer may well be; see `SamplingParams.prediction`
 
     def params(self, room: int) -> SamplingParams:
         """`room`: longest answer where no length is asked for."""
@@ -172,13 +235,37 @@ class ChatRequest(_Asked):
             grammar=self.response_format.grammar() if self.response_format else None,
         )
 
-    def conversation(self) -> list[dict[str, str]]:
-        return [{"role": ROLES.get(message.role, message.role), "content": message.text} for message in self.messages]
+    def tool_use(self, dialect: Dialect) -> ToolUse | None:
+        """None: the answer is text."""
+        tools, must = chosen(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return ToolUse(dialect, tuple(tools), must, self.parallel_tool_calls is not False) if tools else None
+
+    def continued(self, dialect: Dialect) -> Callable[[list[dict[str, Any]]], list[int]]:
+        """How all messages of a session become a prompt of this request."""
+        use, tokenizer = self.tool_use(dialect), dialect.tokenizer
+
+        def encode(messages: list[dict[str, Any]]) -> list[int]:
+            known = [Message.model_validate(message) for message in messages]
+            return chat(dialect, known, use.tools if use else ()).encode(tokenizer)
+
+        return encode
+
+    def conversation(self, dialect: Dialect, whole: bool = True) -> Chat:
+        """`whole`: every result must follow its call; what only goes on with a conversation may answer earlier ones."""
+        called: set[str] = set()
+        for message in self.messages:
+            message.check()
+            called |= {call.id for call in message.tool_calls or ()}
+            if whole and message.tool_call_id is not None and message.tool_call_id not in called:
+                hint = "send the assistant's message with the call before its result"
+                raise BadRequest(f"no call before it has the tool_call_id {message.tool_call_id!r:.80}", hint)
+        use = self.tool_use(dialect)
+        return chat(dialect, self.messages, use.tools if use else ())
 
 
 class CompletionRequest(_Asked):
     prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1, max_length=1024)]
-    logprobs: int | None = None
+    logprobs: int | None = _from(0, MAX_LOGPROBS)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
 
+LINGER_S = 2.0  # for whoever was answered before all was sent: to read that answer, and stop
 LEAVING_S = 1  # for connections to close, once nobody is waited for any more
 
 
@@ -71,7 +72,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 whose connections are closed when a request's headers do not arrive within some seconds."""
+    """HTTP/1.1 whose connections are closed when a request's headers do not arrive within some seconds, and when bodies
+    go on after their answer. Whatever comes of those is thrown away."""
 
     class Protocol(H11Protocol):
         _patience: asyncio.TimerHandle | None = None
@@ -87,6 +89,15 @@ def _protocol(seconds: float) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()
             super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:
+                self.loop.call_later(LINGER_S, self._hang_up)
+
+        def _hang_up(self) -> None:
+            if self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+                self.transport.close()
 
         def _watch(self) -> None:
             """Between requests uvicorn's own keep-alive counts; from a request's first byte on, this."""

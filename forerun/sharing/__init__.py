@@ -1,0 +1,36 @@
+"""What stands on `LLM` and shares its cache. Sessions, rollouts and workers are methods of `LLM`; these are beside it:
+`from forerun import sharing; sharing.best_of_n(llm, prompt, 8, score)`.
+"""
+
+from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
+from forerun.sharing.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
+from forerun.sharing.compare import Comparison, compare
+from forerun.sharing.consensus import Ranking, Wording, equilibrium_ranking
+from forerun.sharing.rollout import arollout
+from forerun.sharing.rollout_config import RolloutConfig
+from forerun.sharing.scoring import Scored, score_continuations
+from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
+
+__all__ = [
+    "Best",
+    "Candidate",
+    "Comparison",
+    "Ranking",
+    "RolloutConfig",
+    "RolloutNode",
+    "RolloutTree",
+    "Scored",
+    "Trajectory",
+    "Vote",
+    "Wording",
+    "arollout",
+    "best_of_n",
+    "compare",
+    "equilibrium_ranking",
+    "group_relative",
+    "node_advantages",
+    "sample",
+    "score_continuations",
+    "self_consistency",
+    "token_advantages",
+]

@@ -15,7 +15,7 @@ import torch
 from forerun.api import LLM
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
-from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.errors import BadRequest, OutOfPages
 from forerun.models.runner import Span
 
 
@@ -52,8 +52,7 @@ def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[
         llm.engine.check(list(prefix), SamplingParams())
 
     def use(engine: Engine) -> list[Scored]:
-        if llm._driver._closed:
-            raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
+        llm._driver.check_open()
         return [_Scorer(engine, list(prefix)).run(continuations) for prefix, continuations in pairs]
 
     return llm._driver.visit(use)  # nobody steps the engine meanwhile, whoever waits goes on afterwards

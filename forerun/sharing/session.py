@@ -2,14 +2,17 @@
 
 A session is its tokens. Each turn appends to them, asks for an answer and keeps it token by token, so that the next
 turn reads all of it from the cache. After a turn its K/V stays in the pool until its time to live is over, and goes to
-the disk tier where there is one: then a new process finds the session by its name. Knows no pages.
+the disk tier where there is one: then a new process finds the session by its name. Which sessions there are is the
+business of `session_book`. Knows no pages.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forerun.accounting import Account
@@ -17,15 +20,11 @@ from forerun.answers import Completion, collect
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event
 from forerun.errors import BadRequest
-from forerun.sharing.session_files import SessionFiles, State
+from forerun.sharing.session_files import State
 
 if TYPE_CHECKING:
-    from forerun.api import LLM, Messages
-    from forerun.driver import Driver
-    from forerun.engine.engine import Engine
-
-DEFAULT_TTL = 600.0  # seconds
-MOST_NAME = 200  # characters
+    from forerun.api import Messages
+    from forerun.sharing.session_book import SessionBook
 
 
 class Session:
@@ -41,6 +40,7 @@ class Session:
         self._book, self.name, self.ttl, self._state = book, name, ttl, state
         self._busy = threading.Lock()
         self.closed = False
+        self.encoder: Callable[[Messages], list[int]] | None = None  # how messages become a prompt; None: as usual
 
     @property
     def tokens(self) -> list[int]:
@@ -100,27 +100,60 @@ class Session:
 
     def answer(self, params: SamplingParams | None = None) -> Completion:
         """Run a turn to its end; the answer becomes part of the session."""
-        events = list(self.stream(params))
-        return collect(self._state.tokens[: self._state.prompt_end], 1, events)
+        turn = _Turn()
+        return collect(turn.prompt, 1, list(self._stream(self._checked(params), turn)))
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[Event]:
         """The same as it comes. Leaving the loop cancels the turn: the session is then as if it had not been asked."""
+        return self._stream(self._checked(params), _Turn())
+
+    async def aanswer(self, params: SamplingParams | None = None) -> Completion:
+        """`answer` for asyncio; turns of several sessions at once share batches."""
+        turn = _Turn()
+        return collect(turn.prompt, 1, [event async for event in self._astream(self._checked(params), turn)])
+
+    def astream(self, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+        """`stream` for asyncio."""
+        return self._astream(self._checked(params), _Turn())
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = self._book.llm._checked(params)
         if params.n != 1:
             raise BadRequest(f"a session has one answer a turn, n is {params.n}", "fork it for others")
+        return params
+
+    def _stream(self, params: SamplingParams, turn: _Turn) -> Iterator[Event]:
         with self._alone("answer in"):
-            ids = self._prompt()
-            said: list[int] = []
-            text = ""
-            for event in self._book.driver.stream(ids, params, self.name):
-                if not event.provisional:
-                    said += event.token_ids
-                    text += event.text
-                if event.finish_reason in ("stop", "length"):
-                    self._state.end_turn(ids, said, text)
-                    self._book.save(self)
-                    self._book.driver.save(self._state.tokens)
+            turn.prompt += self._prompt()
+            for event in self._book.driver.stream(turn.prompt, params, self.name):
+                if turn.take(event):
+                    self._end(turn)
                 yield event
+
+    async def _astream(self, params: SamplingParams, turn: _Turn) -> AsyncIterator[Event]:
+        with self._alone("answer in"):
+            turn.prompt += await asyncio.to_thread(self._prompt)
+            async with aclosing(self._book.driver.astream(turn.prompt, params, self.name)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if turn.take(event):
+                        await completed(asyncio.to_thread(self._end, turn))  # it waits for the disk
+                    yield event
+
+    def _end(self, turn: _Turn) -> None:
+        """The answer is there: from here on it is kept, whatever becomes of this process."""
+        self._state.end_turn(turn.prompt, turn.said, turn.text)
+        self._book.save(self)
+        self._book.driver.save(self._state.tokens)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was appended that is not answered."""
+        return self._state.pending is not None
+
+    def upcoming(self) -> list[int]:
+        """The prompt that the next answer is about."""
+        with self._alone("look at"):
+            return self._prompt()
 
     def _prompt(self) -> list[int]:
         """What the model is asked: all tokens so far as they were, then what is new."""
@@ -131,7 +164,7 @@ class Session:
             return list(state.tokens)
         if state.pending is None:
             raise BadRequest(f"the last message of session {self.name!r} is answered", "append another first")
-        full = llm.encode(state.messages)
+        full = (self.encoder or llm.encode)(state.messages)
         if not state.tokens:
             return full
         # an answer's text may have other tokens when it is encoded again: keep those that have K/V, and take from the
@@ -175,7 +208,8 @@ class Session:
     def close(self, forget: bool = False) -> None:
         """Its K/V may go, and this object is of no more use. Where there is a disk tier the session can be opened again
         by its name, unless it is to `forget`."""
-        if self.closed:
+        if self.closed or self._book.driver.closed:
+            self.closed = True
             return
         with self._alone("close"):
             self._book.close(self, forget)
@@ -191,10 +225,11 @@ class Session:
     def _alone(self, what: str) -> Iterator[None]:
         if self.closed:
             raise BadRequest(f"cannot {what} session {self.name!r}: it is closed", "open it with llm.session(name)")
+        self._book.driver.check_open()
         if not self._busy.acquire(blocking=False):
             raise BadRequest(
                 f"cannot {what} session {self.name!r}: a turn of it is running",
-                "wait for its end, or fork it before and use the fork",
+                "wait for its end or close its iterator; or fork it before, and use the fork",
             )
         try:
             yield
@@ -202,91 +237,36 @@ class Session:
             self._busy.release()
 
 
-class SessionBook:
-    """The sessions of one LLM by name: those that are open, and those that the disk tier has kept."""
+@dataclass
+class _Turn:
+    """A question and what has come of its answer."""
 
-    def __init__(self, llm: LLM, driver: Driver) -> None:
-        self.llm, self.driver = llm, driver
-        disk = None if llm.engine.tiers is None else llm.engine.tiers.disk
-        self._files = None if disk is None else SessionFiles(disk.folder / "sessions", disk.identity)
-        self._open: dict[str, Session] = {}
-        self._lock = threading.RLock()
+    prompt: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    text: str = ""
 
-    def names(self) -> list[str]:
-        with self._lock:
-            return sorted({*self._open, *(self._files.names() if self._files is not None else [])})
-
-    def open(self, name: str, ttl: float | None, create: bool) -> Session:
-        _check_name(name)
-        _check_ttl(ttl)
-        with self._lock:
-            session = self._open.get(name)
-            if session is not None:
-                if ttl is not None:
-                    session.ttl = ttl
-                    self._pin(session)
-                return session
-            state = None if self._files is None else self._files.load(name)
-            if state is None and not create:
-                known = ", ".join(map(repr, self.names()[:5])) or "none"
-                raise BadRequest(f"there is no session {name!r}", f"known are: {known}")
-            return self._add(name, DEFAULT_TTL if ttl is None else ttl, state or State())
-
-    def fork(self, session: Session, name: str, ttl: float) -> Session:
-        _check_name(name)
-        _check_ttl(ttl)
-        with self._lock:
-            if name in self.names():
-                raise BadRequest(f"there is a session {name!r} already", "choose another name for the fork")
-            fork = self._add(name, ttl, session._state.copy())
-            self.save(fork)
-            return fork
-
-    def _add(self, name: str, ttl: float, state: State) -> Session:
-        session = self._open[name] = Session(self, name, ttl, state)
-        self._pin(session)
-        return session
-
-    def _pin(self, session: Session) -> None:
-        """From now on its K/V stays for its time to live; what of it is in the pool already, too."""
-
-        def pin(engine: Engine) -> None:
-            pins = engine.scheduler.pins
-            pins.open(session.name, session.ttl)
-            if engine.config.prefix_cache:
-                pins.hold(session.name, engine.tree.match(session._state.tokens))
-
-        self.driver.visit(pin)
-
-    def save(self, session: Session) -> None:
-        if self._files is not None:
-            self._files.save(session.name, session._state)
-
-    def close(self, session: Session, forget: bool) -> None:
-        with self._lock:
-            self._open.pop(session.name, None)
-        self.driver.visit(lambda engine: engine.scheduler.pins.close(session.name))
-        if self._files is not None and forget:
-            self._files.remove(session.name)
+    def take(self, event: Event) -> bool:
+        """Whether that was the whole answer."""
+        if not event.provisional:
+            self.said += event.token_ids
+            self.text += event.text
+        return event.finish_reason in ("stop", "length")
 
 
 def _is_message(value: object) -> bool:
     return not isinstance(value, (int, str))
 
 
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME:
-        raise BadRequest(
-            f"a session's name is text of 1 to {MOST_NAME} characters, got {name!r:.80}", "choose another name"
-        )
-
-
-def _check_ttl(ttl: float | None) -> None:
-    right = ttl is None or (isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= 1e9)
-    if not right:
-        raise BadRequest(f"ttl is {ttl!r}, it must be a number of seconds above 0 and up to 1e9", "leave it out")
-
-
 def _whole(what: str, value: int, most: int, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise BadRequest(f"cannot rewind {value!r} {what}: session {name!r} has {most}", f"give 1 to {most}")
+
+
+async def completed(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for it even where whoever waits is cancelled: a thread cannot be, and nobody may change what it works on."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -64,7 +64,7 @@ class State:
 
 class SessionFiles:
     def __init__(self, folder: Path, identity: str) -> None:
-        """`identity`: of the model; sessions of another one are not seen."""
+        """`identity`: of the model's weights, whatever they run on; sessions of another one are not seen."""
         self._folder, self._identity = folder, identity
         self._failed = False
 
@@ -96,7 +96,10 @@ class SessionFiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             body = {"name": name, "state": asdict(state)}
-            temporary.write_text(json.dumps({"body": body, "digest": _digest(body)}), encoding="utf-8")
+            with open(temporary, "w", encoding="utf-8", opener=_private) as file:
+                json.dump({"body": body, "digest": _digest(body)}, file)
+                file.flush()
+                os.fsync(file.fileno())  # a machine that stops now must not leave an empty file under the name
             os.replace(temporary, self._path(name))
         except OSError as error:
             with suppress(OSError):
@@ -113,6 +116,11 @@ class SessionFiles:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{self._identity[:12]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+
+def _private(path: str, flags: int) -> int:
+    """What people say to a model is nobody else's business."""
+    return os.open(path, flags, 0o600)
 
 
 def _read(path: Path) -> dict[str, Any]:

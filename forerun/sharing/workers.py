@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from forerun.accounting import settle
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.judge import Case, Ruling, judge
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.match import Match
 from forerun.engine.sequence import Event, FinishReason, Request
 from forerun.engine.text import TextStream
-from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Output
 from forerun.models.runner import Span
 from forerun.sharing.blocks import Block, BlockRunner
@@ -127,13 +128,14 @@ class Workers:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[Event]:
-        self._check_open()
+        self._driver.check_open()
         return self._events()
 
     def _events(self) -> Iterator[Event]:
         request = Request(self._prompt_ids, self.workers[0].params, sink=lambda event: None)
         self._id, self._arrived = request.id, request.arrived
-        self._pages: list[array[int]] = []  # whatever lies in here is held
+        self._loan = self._engine.loans.lend()
+        self._pages = self._loan.pages
         with self._driver._stepping():
             try:
                 with self._turn():
@@ -146,22 +148,19 @@ class Workers:
                         events = self._step()
                     yield from events
             finally:
-                with self._driver._lock:
-                    for pages in self._pages:
-                        self._engine.pool.release(pages)
+                self._engine.loans.give_back(self._loan)
+                self._driver.collect()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The engine to itself, after one of its own steps: those who wait for other requests get every second turn."""
         with self._driver._lock:
-            self._check_open()
+            self._driver.check_open()
+            self._loan.check()
+            self._loan.use()
             if not self._engine.idle:
                 self._engine.step()
             yield
-
-    def _check_open(self) -> None:
-        if self._driver._closed:
-            raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
 
     def _take_pages(self) -> int:
         """All pages that the group can come to need; how many of the prompt's tokens have K/V on them already."""
@@ -189,6 +188,7 @@ class Workers:
     def _start(self, worker: Worker, known: int) -> None:
         worker.text = TextStream(self._llm.tokenizer.stream(), worker.params.stop)
         worker.usage.cached_tokens = len(self._prompt_ids) if worker.index else known  # the first computes for all
+        worker.usage.served = {"pool": worker.usage.cached_tokens}
         worker.usage.queued_s = time.perf_counter() - self._arrived
         if worker.params.grammar is not None:
             worker.grammar = self._engine.intake.grammars.constraint(worker.params.grammar)
@@ -207,7 +207,8 @@ class Workers:
                     span.want = (len(span.ids) - 1,)
                 output = self._engine.runner.forward([span])
                 if at == len(ids) and self._engine.scheduler.tree is not None:
-                    self._engine.scheduler.tree.insert(ids, pages)
+                    new = self._engine.scheduler.tree.insert(ids, pages)
+                    self.workers[0].usage.written = new * self._engine.pool.page_size
                 if at == len(ids) and bare:
                     events = self._settle(bare, Output(output.logits.expand(len(bare), -1)))
             yield from events
@@ -257,6 +258,8 @@ class Workers:
         event.text += worker.text.flush()
         worker.usage.completion_tokens = worker.num_generated
         worker.usage.total_s = time.perf_counter() - self._arrived
+        settle(worker.usage, 0, worker.usage.prompt_tokens)
+        self._engine.stats.book(None, worker.usage, finished=reason != "error")
         event.usage = worker.usage
         return event
 

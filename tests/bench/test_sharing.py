@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.bench import sharing, sharing_plan, sharing_table
+from forerun.bench import sharing, sharing_plan, sharing_restart, sharing_table
 from forerun.bench.sharing import PARTS, Sizes
 from forerun.cli import main
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, ForerunError
 from tests import tiny
 
 SMALL = ["--prompt", "100", "--branches", "3", "--tokens", "4", "--questions", "1", "--budget", "300"]
@@ -51,6 +51,7 @@ def test_every_part_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["trace"]["speculation_off"]["turns"] == 2
     assert result["rollouts"]["questions"] == 1 and result["tree"]["nodes"] == 20
     assert result["operations"]["steps"] == 200 and result["goals"]["operations"]
+    assert result["restart"]["disk_tokens"] >= 80 and result["restart"]["ratio"] > 0
     for way in ("plan", "interleaved"):
         assert result["plan"]["own_calls"][way]["requests"] >= 1
         assert result["plan"]["same_calls"][way]["calls"] == 3
@@ -138,6 +139,24 @@ def test_random_weights_branch_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--random-shape", "tiny", "--parts", "branches", *SMALL, "--json") == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 1 and json.loads(out)["model"] == "random tiny"
+
+
+def test_quick_is_small_but_for_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--quick", "--random-shape", "tiny", "--parts", "branches,restart,tree", "--nodes", "7", "--threads", "1"]
+    assert run(*args) == 0
+    shown, result = capsys.readouterr().out.rsplit("\n{", 1)
+    found = json.loads("{" + result)
+    assert found["tree"]["nodes"] == 7 and found["tree"]["tokens"] == 50_000 and found["branches"]["branches"] == 4
+    assert found["quick"] and "quick: goals" in shown and "missed" not in shown
+
+
+def test_a_restart_that_read_nothing_is_no_figure(tiny_folder: Callable[[str], Path]) -> None:
+    def opened(**options: Any) -> LLM:
+        del options["disk"]
+        return LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, host_bytes=1 << 20, **options)
+
+    with pytest.raises(ForerunError, match="only 0 of 200 tokens came from disk"):
+        sharing_restart.run(opened, [5 + i % 90 for i in range(200)])
 
 
 def test_a_rollout_without_a_complete_answer_is_said() -> None:

@@ -104,10 +104,13 @@ def test_random_weights_get_a_random_draft_and_profile(monkeypatch: pytest.Monke
     """The draft takes the target's vocabulary."""
     wide = replace(SHAPES["tiny"], hidden_size=256, num_layers=8, num_heads=8, intermediate_size=1024, vocab_size=640)
     monkeypatch.setitem(SHAPES, "wide", wide)
-    monkeypatch.setattr(random_profile, "RANK", 32)
+    monkeypatch.setattr(random_profile, "MOST_RANK", 32)
     side = ForerunSide(SideSpec("forerun", "", "float32", "cpu", 1, 800, 2, shape="wide", draft="tiny"))
     try:
         assert side.llm.profile is not None and side.llm.profile.source_cost < 0.1
+        maps, layers = side.llm.profile.maps, SHAPES["tiny"].num_layers
+        assert maps.own and maps.rank == 32 and maps.taps == tuple(range(round(0.6 * layers) + 1))
+        assert maps.down.shape[1] == len(maps.taps) * SHAPES["tiny"].hidden_size + 256
         found = side.drafted([i % 640 for i in range(700)], DRAFTED)["report"]
         assert found["source"] == "draft" and found["fell_back"] == "" and found["drafted"] > 600
         assert 0.1 < found["recomputed"] / found["drafted"] < 0.25 and found["cost"] < 0.5

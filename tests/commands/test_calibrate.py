@@ -48,6 +48,17 @@ def test_from_files_to_a_profile(
     assert record["bytes"] == out.stat().st_size
 
 
+def test_without_a_rank_the_model_decides(
+    models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--target", models[0], "--draft", models[1], "--text", text, "--out", tmp_path / "a.profile")
+    small = ("--window", 416, "--tokens", 3000, "--device", "cpu", "--no-distill", "--json")
+    assert run(*given, *small) == 0
+    assert json.loads(capsys.readouterr().out)["rank"] == 64  # as wide as the target
+    maps = Profile.load(tmp_path / "a.profile").maps
+    assert maps.own and maps.down.shape == (64, 3 * 32 + 64)
+
+
 def test_a_table_for_people(
     models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,8 +27,9 @@ def spoken() -> Usage:
 
 def test_the_second_line_is_about_guesses() -> None:
     first, second = usage_lines(spoken(), "stop").split("\n")
-    assert (
-        first == "prompt 1,200 tokens (1,000 reused) · first token 1.00 s · 21 tokens at 10.0/s · total 3.00 s · stop"
+    assert first == (
+        "prompt 1,200 tokens (1,000 from the pool, 200 computed, 0 written) · first token 1.00 s"
+        " · 21 tokens at 10.0/s · total 3.00 s · stop"
     )
     assert second == (
         "drafted 30, accepted 14 · 3.00 tokens a pass · model 71%, lookup 29%"
@@ -105,6 +106,8 @@ def test_the_record_has_the_prefill_report() -> None:
 
 def test_tokens_from_slower_tiers_are_named() -> None:
     usage = spoken()
-    usage.served = {"pool": 200, "host": 0, "disk": 800, "approximate": 0, "computed": 200}
-    assert "prompt 1,200 tokens (1,000 reused: 800 from disk) · first" in usage_lines(usage, "stop")
-    assert usage_record(usage)["served"]["disk"] == 800
+    usage.served = {"pool": 150, "host": 50, "disk": 700, "approximate": 100, "computed": 200}
+    usage.written = 16
+    said = "150 from the pool, 50 from host memory, 700 from disk, 100 approximate, 200 computed, 16 written"
+    assert f"prompt 1,200 tokens ({said}) · first" in usage_lines(usage, "stop")
+    assert usage_record(usage)["served"]["disk"] == 700

@@ -17,6 +17,7 @@ from forerun.core import ROOT, TokenBatch
 from forerun.models.attention import SLACK, SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
+from forerun.models.copies import Keys
 from forerun.models.load import open_checkpoint
 from forerun.models.runner import Runner, Span
 from forerun.models.shared_prefix import PrefixGroup, find_groups
@@ -177,19 +178,18 @@ def test_a_shared_prefix_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     spare = shuffled(4)
     case = Case(branches([spare.pop() for _ in range(32)], spare, [(10, 1)] * 5))
     copied: list[int] = []
-    cat = torch.cat
+    copy = Keys.copy
 
-    def counted(parts: list[torch.Tensor], *dim: int, **options: torch.Tensor) -> torch.Tensor:
-        if "out" in options:
-            copied.append(sum(part.shape[0] for part in parts))
-        return cat(parts, *dim, **options)
+    def counted(keys: Keys, kv: tuple[torch.Tensor, torch.Tensor], memory: torch.Tensor) -> None:
+        copied.append(sum(run.stop - run.start for _, run in keys._fresh()))
+        copy(keys, kv, memory)
 
-    monkeypatch.setattr(torch, "cat", counted)
+    monkeypatch.setattr(Keys, "copy", counted)
     case.run(same_bits=True, share_prefix=True)
-    assert copied == [522, 522, *[10] * 8] * 2  # K and V of both layers
+    assert copied == [522, *[10] * 4] * 2  # in both layers
     copied.clear()
     case.run(same_bits=True, share_prefix=False)
-    assert copied == [522] * 20
+    assert copied == [522] * 10
 
 
 def test_one_backend_serves_calls_in_and_out_of_inference_mode():

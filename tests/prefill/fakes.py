@@ -31,6 +31,7 @@ IDS = np.random.default_rng(5).integers(3, 400, 203).tolist()
 POLICY = Policy(first=16, tail=12, shortest=64, spans=4, span=8)
 END = len(IDS) - POLICY.tail
 SETTINGS = Prefill("speculative")
+BY_SOURCE = Prefill("speculative", chooser="draft")  # scores that cost nothing beyond the reading
 STRICT = {"key": [0.01] * 4, "attention": [0.999] * 4}  # what only good K/V passes
 
 

@@ -252,7 +252,7 @@ def test_kept_inputs_are_the_layers_inputs(models: Callable[..., Runner]):
         assert climbed.kept.tolist() == np.flatnonzero(depths >= keep).tolist()
         for layer, x in got.items():
             if layer < layers:
-                assert len(x) == len(rows.running(layer, layers, keep))
+                assert len(x) == rows.whole(layer, layers, keep).sum()
         assert climbed.x is not None
         seen[keep] = climbed.x, climbed.kept
     for keep in range(layers):

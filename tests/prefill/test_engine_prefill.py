@@ -192,6 +192,32 @@ def test_texts_met_before_are_reused_elsewhere_and_never_in_the_way(
     assert engine.pool.used == 0
 
 
+def test_documents_in_another_order_are_reused_without_a_profile(tiny_folder: Callable[[str], Path]) -> None:
+    """What exact requests computed before anybody asked for chunks counts, and only who asks gets it."""
+    a, b, c, question = prompt(50, 300), prompt(51, 290), prompt(52, 280), prompt(53, 80)
+    chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
+    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True, pool_tokens=16384) as llm:
+        assert llm.profile is None
+        llm.generate([*a, *b, *c, *question], EXACT)
+        mixed = [*c, *a, *b, *question]
+        usage = llm.generate(mixed, chunked)[0].usage
+        report = usage.prefill
+        assert report is not None and not report.fell_back and report.source == "chunk" and report.cost < 0.8
+        assert report.chooser == "tail"
+        assert 0.6 * len(mixed) < report.accepted < len(mixed) - len(question)
+        assert usage.served["approximate"] == report.accepted
+        assert usage.served["approximate"] + usage.served["computed"] == len(mixed) == usage.prompt_tokens
+        assert llm.stats().served["approximate"] == report.accepted
+        llm.upgrade()
+        exact = llm.generate([*b, *a, *c, *question], EXACT)[0]  # not asked for: computed, whatever is known
+        assert exact.usage.served["approximate"] == 0 and exact.usage.served["computed"] == len(mixed)
+        with pytest.raises(BadProfile, match="needs a profile") as caught:
+            llm.generate(mixed, DRAFTED)
+        assert "chunk" in caught.value.hint
+        llm.clear_cache()
+        assert llm.engine.pool.used == 0
+
+
 def test_what_cannot_be_is_refused(make: Callable[..., Engine]) -> None:
     engine = make("self", draft=False)
     with pytest.raises(BadProfile, match="draft"):

@@ -12,17 +12,17 @@ from forerun.models.linear import Linear, Precision
 from forerun.models.rotation import Rotation
 from forerun.prefill.maps import FastMaps, Maps, unit
 
-HIDDEN, KV, LAYERS, RANK = 96, 32, 3, 24
+HIDDEN, OWN, KV, LAYERS, RANK = 96, 160, 32, 3, 24
 CPU = torch.device("cpu")
 
 
-def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40) -> Maps:
+def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40, own: bool = False) -> Maps:
     draw = torch.Generator().manual_seed(3)
 
     def some(*shape: int, scale: float) -> Tensor:
         return torch.randn(shape, generator=draw) * scale
 
-    inputs, outputs = len(taps) * HIDDEN, LAYERS * 2 * KV
+    inputs, outputs = len(taps) * HIDDEN + own * OWN, LAYERS * 2 * KV
     return Maps(
         taps,
         1,
@@ -32,15 +32,27 @@ def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40) -> Maps:
         mix_out=some(RANK, inner, scale=inner**-0.5),
         up=some(outputs, RANK, scale=RANK**-0.5),
         up_bias=some(outputs, scale=1.0),
+        own=own,
     )
 
 
-def streams(rows: int = 37, taps: int = 3) -> list[Tensor]:
-    """Hidden states with a few loud channels, as models have them."""
+def streams(rows: int = 37, taps: int = 3, own: bool = False) -> list[Tensor]:
+    """Hidden states with a few loud channels, as models have them; `own`: another model's, of another width, too."""
     draw = torch.Generator().manual_seed(4)
-    loud = torch.ones(HIDDEN)
-    loud[[5, 50]] = 30.0
-    return [torch.randn(rows, HIDDEN, generator=draw) * loud * (i + 1) for i in range(taps)]
+    found = [torch.randn(rows, HIDDEN, generator=draw) * (i + 1) for i in range(taps)]
+    found += [torch.randn(rows, OWN, generator=draw)] * own
+    for x in found:
+        x[:, [5, 50]] *= 30.0
+    return found
+
+
+def bases(hidden: list[Tensor], rotated: bool) -> list[tuple[int, Rotation | None]]:
+    """What each part comes in; two models of different widths are rotated differently."""
+    return [(x.shape[1], Rotation(x.shape[1]) if rotated else None) for x in hidden]
+
+
+def turned(hidden: list[Tensor], parts: list[tuple[int, Rotation | None]]) -> list[Tensor]:
+    return [x if basis is None else basis.apply(x) for x, (_, basis) in zip(hidden, parts, strict=True)]
 
 
 def test_maps_by_hand() -> None:
@@ -57,6 +69,7 @@ def test_maps_by_hand() -> None:
 def test_work_is_counted() -> None:
     assert made(inner=40).macs == 3 * HIDDEN * RANK + 2 * 40 * RANK + RANK * LAYERS * 2 * KV
     assert made().rank == RANK
+    assert made(own=True).macs == made().macs + OWN * RANK
 
 
 def test_units_ignore_scale_and_rotation() -> None:
@@ -67,32 +80,54 @@ def test_units_ignore_scale_and_rotation() -> None:
     assert unit(torch.zeros(1, HIDDEN)).isfinite().all()
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("weights", ["plain", "float32", "fp16", "int8"])
-def test_fast_maps_say_the_same(weights: str, rotated: bool) -> None:
-    maps, hidden = made(), streams()
+def test_fast_maps_say_the_same(weights: str, rotated: bool, own: bool) -> None:
+    maps, hidden = made(own=own), streams(own=own)
     wanted = maps(torch.cat([unit(x) for x in hidden], 1))
     plain = Precision("plain", Linear, torch.float32)
     precision = plain if weights == "plain" else choose_precision(weights, CPU, quantised=True)
-    basis = Rotation(HIDDEN) if rotated else None
-    fast = FastMaps(maps, precision, basis, CPU)
-    given = fast([basis.apply(x) for x in hidden] if basis is not None else hidden).float()
+    parts = bases(hidden, rotated)
+    given = FastMaps(maps, precision, parts, CPU)(turned(hidden, parts)).float()
     assert given.shape == wanted.shape
     # Loud channels cost int8 some of its precision, unless they are spread over all channels
     tolerance = {"plain": 1e-5, "float32": 1e-5, "fp16": 3e-3, "int8": 0.015 if rotated else 0.05}[weights]
     assert float((given - wanted).norm() / wanted.norm()) < tolerance
 
 
-def test_a_forgotten_rotation_is_seen() -> None:
-    maps, hidden = made(), streams()
-    basis = Rotation(HIDDEN)
-    wrong = FastMaps(maps, Precision("plain", Linear, torch.float32), None, CPU)([basis.apply(x) for x in hidden])
+@pytest.mark.parametrize("forgotten", [[0, 1, 2], [1], [3]])
+def test_a_forgotten_rotation_is_seen(forgotten: list[int]) -> None:
+    """Of the source's hidden states, or of the target's embedding."""
+    maps, hidden = made(own=True), streams(own=True)
+    parts = bases(hidden, rotated=True)
+    told = [(width, None if i in forgotten else basis) for i, (width, basis) in enumerate(parts)]
+    wrong = FastMaps(maps, Precision("plain", Linear, torch.float32), told, CPU)(turned(hidden, parts))
     wanted = maps(torch.cat([unit(x) for x in hidden], 1))
     assert float((wrong - wanted).norm() / wanted.norm()) > 0.1
 
 
+def test_one_model_may_be_rotated_and_the_other_not() -> None:
+    maps, hidden = made(own=True), streams(own=True)
+    wanted = maps(torch.cat([unit(x) for x in hidden], 1))
+    for plain in ([3], [0, 1, 2]):
+        parts = [(w, None if i in plain else basis) for i, (w, basis) in enumerate(bases(hidden, rotated=True))]
+        given = FastMaps(maps, Precision("plain", Linear, torch.float32), parts, CPU)(turned(hidden, parts))
+        torch.testing.assert_close(given, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_maps_of_other_numbers_are_of_the_same_kind() -> None:
+    maps = made(own=True)
+    before = maps.up.clone()
+    other = maps.holding({"up": maps.up + 1.0})
+    assert (other.taps, other.base, other.own) == (maps.taps, maps.base, True)
+    assert set(maps.tensors()) == {"down", "down_bias", "mix_in", "mix_out", "up", "up_bias"}
+    assert torch.equal(other.up, before + 1.0) and torch.equal(maps.up, before) and other.down is maps.down
+
+
 def test_maps_move_between_dtypes() -> None:
     half = made().to(CPU, torch.float16)
+    assert made(own=True).to(CPU, torch.float16).own and not half.own
     assert all(t.dtype == torch.float16 for t in half.tensors().values())
     assert (half.taps, half.base) == (made().taps, made().base)
     x = F.normalize(streams()[0].repeat(1, 3))

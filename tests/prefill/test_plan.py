@@ -140,6 +140,18 @@ def test_what_cannot_be_had_is_exact_prefill():
     assert "cost" in planned(make_job(), share=0.9).exact
 
 
+def test_each_token_is_chosen_by_its_own_score():
+    """A single token that the tail looks at is taken, whatever lies beside it."""
+    job, source = make_job(), Cheap()
+    scores = np.random.default_rng(1).random(1000)
+    best = 16 + np.sort(np.argsort(-scores[16 : job.end], kind="stable")[:92])  # a tenth of them
+    costs, profile, read = Costs(job, source, CONFIG), make_profile(share=0.1), source.cost(1000)
+    made = plan(job, scores, profile, source, costs, Policy(spans=0), read)
+    assert made.todo.tolist() == [*range(16), *best.tolist()]
+    passages = plan(job, scores, profile, source, costs, Policy(spans=0, window=3), read)
+    assert passages.todo.tolist() != made.todo.tolist()
+
+
 def test_what_the_source_left_out_is_recomputed_and_not_chosen():
     made = planned(make_job(), source=Holes())
     assert set(range(300, 340)) <= set(made.todo.tolist())

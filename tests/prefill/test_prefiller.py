@@ -16,6 +16,7 @@ from forerun.params import Prefill
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job, Phase
 from tests.prefill.fakes import (
+    BY_SOURCE,
     END,
     IDS,
     POLICY,
@@ -57,7 +58,7 @@ def test_recomputing_everything_is_exact_whatever_was_drafted(family: str, first
     workshop = make_workshop(tiny_folder(family))
     prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE, price=0.0), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, workshop, first=first), 50)
+    job = drive(prefiller, start(prefiller, workshop, BY_SOURCE, first), 50)
     assert job.phase is Phase.DONE
     true, logits = exact_kv(workshop)
     for mine, exact in zip(stored(workshop, job.pages, 0, END), true, strict=True):
@@ -152,8 +153,9 @@ def test_a_failing_span_deepens_its_own_region(workshop: Workshop):
     assert apart(answer(workshop, after), true) < 0.5 * apart(answer(workshop, before), true)
     assert len(after.report.scores["kl"]) == 2
     assert before.report.cost < after.report.cost <= 1.0
-    # four checkpoints, then one and one again; three times the tail is asked, and each row that ran is counted
-    rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 4 * POLICY.tail
+    # four checkpoints, then one and one again; the tail chooses, is asked three times, and runs in the end; each row
+    # that ran is counted
+    rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 5 * POLICY.tail
     assert after.report.token_layers == after.layers * rows + END
     work = 0.05 * len(IDS) + rows + check_work(workshop, 6)
     assert after.report.cost * len(IDS) == pytest.approx(work)
@@ -209,16 +211,21 @@ def check_work(workshop: Workshop, spans: int) -> float:
     return spans * POLICY.span * 2 * config.hidden_size * config.q_size / layer
 
 
+@pytest.mark.parametrize(
+    ("asked", "chooser", "tails"), [("draft", "draft", 1), ("tail", "tail", 2), ("auto", "tail", 2)]
+)
 @pytest.mark.parametrize("first", [0, 40])
-def test_costs_and_tokens_add_up(first: int, workshop: Workshop):
+def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: int, workshop: Workshop):
+    """The engine runs the tail in the end; asking it what to recompute runs it once more."""
     prefiller = make_prefiller(workshop, Fake(workshop, price=0.25))
-    job = drive(prefiller, start(prefiller, workshop, first=first))
-    report, rows = job.report, int((job.depths[first:] == job.layers).sum())
+    job = drive(prefiller, start(prefiller, workshop, Prefill("speculative", chooser=asked), first))
+    report, rows, tail = job.report, int((job.depths[first:] == job.layers).sum()), tails * POLICY.tail
+    assert report.chooser == chooser
     assert report.tokens == report.exact + report.accepted + report.recomputed + POLICY.tail
     assert report.drafted == report.accepted + report.recomputed
     exact = len(IDS) - first
-    assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(workshop, 4) + POLICY.tail)
-    assert report.token_layers == job.layers * (rows + POLICY.tail) + (END - first)
+    assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(workshop, 4) + tail)
+    assert report.token_layers == job.layers * (rows + tail) + (END - first)
     assert sum(count for _, count in report.depth_runs) == len(IDS)
     assert sum(count for depth, count in report.depth_runs if depth == job.layers) == first + rows + POLICY.tail
     assert set(report.scores) == {"key", "value", "attention", "hidden"}
@@ -253,7 +260,7 @@ def test_rows_go_on_from_kept_inputs(first: int, workshop: Workshop):
 
     prefiller = make_prefiller(workshop, Lower(workshop, GARBAGE, price=0.0, base=2), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, workshop, first=first), 64)
+    job = drive(prefiller, start(prefiller, workshop, BY_SOURCE, first), 64)
     assert apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
     assert job.report.cost == pytest.approx(((END - first) * 2 / 4 + POLICY.tail) / (len(IDS) - first))
     assert job.report.token_layers == 4 * (len(IDS) - first)

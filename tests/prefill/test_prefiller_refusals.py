@@ -109,11 +109,11 @@ def test_keys_differ_by_what_is_planned(workshop: Workshop):
     asked = [
         Prefill("speculative"),
         Prefill("speculative", budget=0.5),
-        Prefill("speculative", chooser="tail"),
+        Prefill("speculative", chooser="draft"),
         Prefill("speculative", source="self"),
     ]
     assert len({prefiller.key(settings) for settings in asked}) == 4
-    assert prefiller.key(Prefill("speculative")) == prefiller.key(Prefill("provisional", chooser="draft"))
+    assert prefiller.key(Prefill("speculative")) == prefiller.key(Prefill("provisional", chooser="tail"))
     other = make_prefiller(workshop, Fake(workshop), kind="self")
     assert other.key(SETTINGS) != prefiller.key(SETTINGS)
 
@@ -154,7 +154,10 @@ def test_thresholds_of_another_target_are_refused(workshop: Workshop):
 
 @pytest.mark.parametrize(("kind", "base", "taps"), [("draft", 1, (1, 2, 3)), ("self", 3, (3,))])
 @pytest.mark.parametrize("right", [True, False])
-def test_mapped_sources_are_checked_and_repaired(kind: str, base: int, taps, right: bool, tiny_folder, monkeypatch):
+@pytest.mark.parametrize("by_source", [False, True])
+def test_mapped_sources_are_checked_and_repaired(
+    by_source: bool, kind: str, base: int, taps, right: bool, tiny_folder, monkeypatch
+):
     """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""
     folder = tiny_folder("llama")
     workshop = common.make_workshop(folder)
@@ -163,9 +166,12 @@ def test_mapped_sources_are_checked_and_repaired(kind: str, base: int, taps, rig
     logits = workshop.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()
     common.clear(workshop.pool)
     prefiller = Prefiller(workshop, profile, Policy(first=8, tail=common.TAIL, shortest=16, spans=2, span=4))
-    monkeypatch.setattr(prefiller.source(SETTINGS), "cost", lambda tokens: 0.2 * tokens)  # maps dwarf tiny models
-    job = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, SETTINGS), 13)
-    assert job.report.source == kind and job.report.chooser == ("draft" if kind == "draft" else "tail")
+    chooser = "tail" if not by_source else "draft" if kind == "draft" else "lower"
+    settings = Prefill("speculative", chooser=chooser) if by_source else SETTINGS
+    price = 0.4 if by_source else 0.2  # maps dwarf tiny models; asking the tail costs about as much as the difference
+    monkeypatch.setattr(prefiller.source(settings), "cost", lambda tokens: price * tokens)
+    job = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, settings), 13)
+    assert job.report.source == kind and job.report.chooser == chooser
     assert [span["passed"] for span in job.report.spans] == [right, right]
     assert job.phase is (Phase.DONE if right else Phase.EXACT)
     if right:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_round_trip(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["a.profile"]  # nothing half-written is left
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_whether_the_targets_embedding_is_read_is_kept(tmp_path: Path, own: bool) -> None:
+    path = tmp_path / "a.profile"
+    ours = profile(maps=made(own=own))
+    ours.save(path)
+    back = Profile.load(path)
+    assert back.maps.own is own and back.maps.down.shape == ours.maps.down.shape and back.key == ours.key
+
+
 def test_saving_again_replaces(path: Path) -> None:
     other = profile()
     other.share = 0.2
@@ -105,21 +115,24 @@ def test_something_else(path: Path) -> None:
         Profile.load(path)
 
 
-def test_another_version(path: Path) -> None:
-    rewritten(path, version=99)
-    with pytest.raises(BadProfile, match="version 99") as error:
+@pytest.mark.parametrize("changes", [{"version": 99}, {"version": 1, "own": None}])
+def test_another_version(path: Path, changes: dict[str, object]) -> None:
+    rewritten(path, **changes)
+    with pytest.raises(BadProfile, match=f"version {changes['version']}") as error:
         Profile.load(path)
     assert error.value.hint == "calibrate again"
 
 
-@pytest.mark.parametrize("changes", [{"curve": None}, {"curve": [{"share": 1}]}, {"taps": 3}, {"checksum": None}])
+@pytest.mark.parametrize(
+    "changes", [{"curve": None}, {"curve": [{"share": 1}]}, {"taps": 3}, {"checksum": None}, {"own": None}]
+)
 def test_a_header_with_gaps(path: Path, changes: dict[str, object]) -> None:
     rewritten(path, **changes)
     with pytest.raises(BadProfile, match="not a whole profile"):
         Profile.load(path)
 
 
-@pytest.mark.parametrize("changes", [{"taps": [0, 1, 4]}, {"base": 2}])
+@pytest.mark.parametrize("changes", [{"taps": [0, 1, 4]}, {"base": 2}, {"own": True}])
 def test_maps_for_other_layers_are_seen(path: Path, changes: dict[str, object]) -> None:
     rewritten(path, **changes)
     with pytest.raises(BadProfile, match="damaged"):
@@ -142,7 +155,9 @@ def test_other_models_are_refused() -> None:
 def test_the_key_tells_maps_and_models_apart(path: Path) -> None:
     other = made()
     other.up[0, 0] += 1.0
-    assert len({profile().key, profile("self").key, profile(maps=other).key}) == 3
+    blind = replace(made(own=True), own=False)  # the same numbers, taken for other inputs
+    keys = [p.key for p in (profile(), profile("self"), profile(maps=other), profile(maps=made(own=True)))]
+    assert len({*keys, profile(maps=blind).key}) == 5
     assert Profile.load(path).key == profile().key
     assert checksum(made()) != checksum(other)
 

@@ -56,7 +56,12 @@ class Running:
 @contextlib.contextmanager
 def running(llm: LLM, **config: Any) -> Iterator[Running]:
     settings = ServeConfig(NAME, **config)
-    app = create_app(llm, settings)
+    with serving(llm, create_app(llm, settings), settings) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(llm: LLM, app: Any, settings: ServeConfig) -> Iterator[Running]:
     server, sock = Server(app, settings), listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
@@ -100,16 +105,14 @@ def slowed(llm: LLM) -> tuple[pytest.MonkeyPatch, list[float]]:
 class Holding:
     """A client with a long answer open, reading it in a thread."""
 
-    def __init__(self, made: Running, **options: Any) -> None:
+    def __init__(self, made: Running, body: dict[str, Any] = ENDLESS, **options: Any) -> None:
         self.text, self.first = "", threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(made, options))
+        self._thread = threading.Thread(target=self._read, args=(made, body, options))
         self._thread.start()
         assert self.first.wait(10)
 
-    def _read(self, made: Running, options: dict[str, Any]) -> None:
-        with httpx.stream(
-            "POST", made.url + CHAT, json=ENDLESS | {"max_tokens": 120}, timeout=60, **options
-        ) as response:
+    def _read(self, made: Running, body: dict[str, Any], options: dict[str, Any]) -> None:
+        with httpx.stream("POST", made.url + CHAT, json=body | {"max_tokens": 120}, timeout=60, **options) as response:
             for piece in response.iter_text():
                 self.text += piece
                 self.first.set()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.errors import BadRequest
 from forerun.params import Grammar
-from tests.serve.common import NAME, Running
+from tests.serve.common import CHAT, NAME, Running, error
 
 MESSAGES: Any = [{"role": "user", "content": "Who counts the ships?"}]
 GREEDY = SamplingParams(max_tokens=24)
@@ -165,6 +166,29 @@ def test_cached_tokens_and_statistics(served: Running, llm: LLM):
     assert figures["cached_tokens"] == cached and figures["drafted"] == 0 and figures["ttft_s"] > 0
     last: Any = list(served.client().chat.completions.create(**asked, stream=True))[-1]
     assert last.forerun["event"] == "statistics" and last.forerun["statistics"]["cached_tokens"] == cached
+
+
+def test_a_prediction_saves_steps_and_changes_nothing(served: Running, llm: LLM):
+    """What the answer is expected to be is guessed from; where it is wrong, only guesses are lost."""
+    prompt = llm.encode(MESSAGES)
+    plain = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = llm.generate(prompt, plain)[0]
+    right, wrong = tuple(expected.token_ids), tuple(range(100, 124))
+    for prediction, most in ((right, 8), (right[:10] + (5,) + right[11:], 20), (wrong, 24)):
+        params = replace(plain, speculate="copy", prediction=prediction)
+        found = llm.generate(prompt, params)[0]
+        assert found.token_ids == expected.token_ids and found.usage.steps <= most
+    with pytest.raises(BadRequest, match="vocabulary"):
+        llm.generate(prompt, replace(plain, prediction=(10**6,)))
+    for content in ("The keeper", [{"type": "text", "text": "The "}, {"type": "text", "text": "keeper"}]):
+        told: Any = {"type": "content", "content": content}
+        answer = served.client().chat.completions.create(**ASKED, prediction=told)
+        assert answer.choices[0].message.content == llm.chat(MESSAGES, GREEDY)[0].text
+    details = answer.usage.completion_tokens_details if answer.usage else None
+    assert details is not None and details.accepted_prediction_tokens is not None
+    assert details.rejected_prediction_tokens is not None and details.rejected_prediction_tokens >= 0
+    off = {"prediction": {"type": "content", "content": "x"}, "forerun": {"speculate": "off"}}
+    assert "drafter copy" in error(served.post(CHAT, ASKED | off), 400)["message"]
 
 
 def test_special_tokens_in_user_text_stay_text(served: Running, llm: LLM):

@@ -25,6 +25,7 @@ def test_api_keys(llm: LLM, slow: None):
         for headers in ({}, {"authorization": "Bearer secret-c"}, {"authorization": "secret-a"}):
             for response in (made.post(CHAT, ASKED, headers=headers), made.get("/metrics", headers=headers)):
                 assert error(response, 401)["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
         with pytest.raises(openai.AuthenticationError):
             made.client("secret-").models.list()
         assert made.get("/health").status_code == 200 == made.get("/ready").status_code

@@ -141,10 +141,10 @@ def test_bodies_too_large(llm: LLM):
 def test_slow_senders_are_cut_off(llm: LLM):
     with running(llm, max_header_s=0.2, max_body_s=0.2) as hasty:
         with socket.create_connection(("127.0.0.1", hasty.port), timeout=5) as sock:
-            sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+            sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
             assert sock.recv(100) == b""
         with socket.create_connection(("127.0.0.1", hasty.port), timeout=5) as sock:
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             received = b""
             while b"ok" not in received:
                 received += sock.recv(1000)
@@ -159,7 +159,7 @@ def test_slow_senders_are_cut_off(llm: LLM):
 
 def head(length: int) -> bytes:
     kind = "Content-Type: application/json"
-    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -251,18 +251,6 @@ def test_prompts_are_logged_only_where_asked(llm: LLM, caplog: pytest.LogCapture
             made.post(CHAT, ASKED)
             made.post(CHAT, ASKED | {"messages": [{"role": "user", "content": "the ships? " * 2000}]})
         assert ("the ships?" in caplog.text) is wanted and "prompt=" in caplog.text
-
-
-def test_metrics(served: Running):
-    served.post(CHAT, ASKED)
-    served.post(CHAT, ASKED)
-    lines = dict(line.rsplit(" ", 1) for line in served.get("/metrics").text.splitlines() if line[0] != "#")
-    assert float(lines['forerun_requests_total{path="/v1/chat/completions",status="200"}']) >= 2
-    assert float(lines["forerun_ttft_seconds_count"]) >= 2 and float(lines["forerun_ttft_seconds_sum"]) > 0
-    assert float(lines["forerun_time_per_token_seconds_count"]) >= 2
-    assert float(lines['forerun_prompt_tokens_total{source="pool"}']) > 0 < float(lines["forerun_cached_share"]) < 1
-    assert float(lines["forerun_pages"]) == served.llm.engine.pool.num_pages > float(lines["forerun_pages_used"]) > 0
-    assert {"forerun_sequences_waiting", "forerun_answers_open", "forerun_prefill_cost_share_count"} <= set(lines)
 
 
 @pytest.mark.parametrize(

@@ -75,5 +75,5 @@ def test_an_answer_in_one_piece_is_the_exact_one(drafted: Running):
 def test_drafted_prompts_are_counted(drafted: Running):
     ask(drafted, 9, prefill="speculative")
     lines = dict(line.rsplit(" ", 1) for line in drafted.get("/metrics").text.splitlines() if line[0] != "#")
-    assert float(lines["forerun_prefill_cost_share_count"]) >= 1 and float(lines["forerun_prefill_cost_share_sum"]) > 0
+    assert float(lines["forerun_prefill_cost_ratio_count"]) >= 1 and float(lines["forerun_prefill_cost_ratio_sum"]) > 0
     assert float(lines["forerun_provisional_tokens_total"]) >= 0

@@ -4,9 +4,11 @@ worker alone is ordinary generation; nothing is left behind however it ends.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.core import Grammar
+from forerun.engine.sequence import Event
 from forerun.errors import BadRequest, ForerunError, OutOfPages
 from forerun.sharing.blocks import view_starts
 from forerun.sharing.workers import workers
@@ -161,6 +164,18 @@ def test_the_prompt_is_computed_once_and_stays_known(llm: LLM):
     assert cached() == [(count - 1) // page * page, count, count]
 
 
+def test_usage_says_how_prompts_were_served_and_adds_up(llm: LLM):
+    llm.clear_cache()
+    before = llm.stats()
+    usages = [e.usage for e in workers(llm, PROMPT, 2, params(4)) if e.usage is not None]
+    assert usages[0].served["computed"] == usages[0].prompt_tokens and usages[0].served["pool"] == 0
+    assert usages[1].served["pool"] == len(llm.encode(PROMPT)) and usages[1].served["computed"] > 0
+    assert usages[0].written == len(llm.encode(PROMPT)) // 16 * 16 and usages[1].written == 0
+    after = llm.stats()
+    assert after.answers - before.answers == 2
+    assert after.prompt_tokens - before.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+
+
 def test_a_seed_decides_and_workers_differ(llm: LLM):
     def ask(seed: int) -> list[list[int]]:
         own = params(8, temperature=1.0, seed=seed)
@@ -305,3 +320,62 @@ def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
             next(workers(llm, [5] * 40, 2, params(140), [[5]] * 2))
         assert len(tokens_of(list(running), 2)[1]) == 140  # the first group goes on as if nothing had happened
         assert_no_page_is_held(llm)
+
+
+# -- an iterator that nobody goes on with ------------------------------------------------------------------------------
+
+
+def paused(llm: LLM) -> Iterator[Event]:
+    """Workers that hold 29 of 32 pages, after their first event."""
+    running = workers(llm, [5] * 40, 2, params(200), [[5]] * 2)
+    next(running)
+    return running
+
+
+def test_a_request_beside_a_paused_iterator_of_its_own_thread_does_not_wait_for_ever(
+    tiny_folder: Callable[[str], Path],
+):
+    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+        running = paused(llm)
+        with pytest.raises(OutOfPages, match="29 of 32 pages belong to an iterator of workers") as caught:
+            llm.generate([7] * 100, params(4))
+        assert "close it" in caught.value.hint
+        with pytest.raises(OutOfPages, match="finds no room"):  # it was let in, and then had no page to go on
+            llm.generate([7] * 40, params(40))
+        assert len(tokens_of(list(running), 2)[1]) == 200  # the group goes on as if nothing had happened
+        assert len(llm.generate([7] * 100, params(4))[0].choices[0].token_ids) == 4
+        assert_no_page_is_held(llm)
+
+
+def test_a_request_elsewhere_waits_for_workers_who_go_on(tiny_folder: Callable[[str], Path]):
+    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+        running = paused(llm)
+        with ThreadPoolExecutor(1) as other:
+            answer = other.submit(llm.generate, [7] * 100, params(4))
+            assert len(tokens_of(list(running), 2)[1]) == 200
+            assert len(answer.result(30)[0].choices[0].token_ids) == 4
+        assert_no_page_is_held(llm)
+
+
+def test_pages_of_an_abandoned_iterator_are_taken_back(
+    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("forerun.engine.loans.PATIENCE", 0.05)
+    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+        running = paused(llm)
+        with ThreadPoolExecutor(1) as other:
+            assert len(other.submit(llm.generate, [7] * 100, params(4)).result(30)[0].choices[0].token_ids) == 4
+        with pytest.raises(OutOfPages, match="taken back"):
+            list(running)
+        running = paused(llm)
+        assert len(asyncio.run(llm.agenerate([8] * 100, params(4))).choices[0].token_ids) == 4
+        assert_no_page_is_held(llm)
+
+
+def test_an_iterator_may_end_while_its_thread_has_the_engine(llm: LLM):
+    """As when a garbage collector ends it in the middle of a step."""
+    running = workers(llm, PROMPT, 2, params(50))
+    next(running)
+    llm._driver.visit(lambda engine: running.close())  # type: ignore[attr-defined]
+    llm.generate("twelve", params(2))
+    assert_no_page_is_held(llm)

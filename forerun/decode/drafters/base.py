@@ -58,6 +58,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     free: ClassVar[bool] = True  # costs no forward of a model
+    remembers: ClassVar[bool] = False  # guesses from what other requests said
     draws: ClassVar[bool] = False  # can draw at random and tell its distribution (`Ask.at_random`)
     longest: int = 1 << 30  # of paid drafters: tokens their model's context holds
     on_device: bool = False  # decides by `Ask.least`, not `Ask.worth`, when to stop

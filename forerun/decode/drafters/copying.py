@@ -3,7 +3,8 @@
 A pointer follows the answer through the prompt. Where the answer leaves it, the places it may come back to (after a
 replacement, an insertion, a deletion) are drafted at once, and the next tokens tell which one it was. Unlike a lookup,
 it does not start anew after each change, and of several places that look alike it takes the one that comes next. The
-same text may be cut into other tokens beside a change: that is a replacement like any other. Knows tokens, no text.
+same text may be cut into other tokens beside a change: that is a replacement like any other. A request may bring a text
+that its answer is expected to repeat (`SamplingParams.prediction`): then that is followed. Knows tokens, no text.
 """
 
 from __future__ import annotations
@@ -115,10 +116,14 @@ class Copy(Drafter):
         return [self._propose(ask) for ask in asks]
 
     def _propose(self, ask: Ask) -> Draft:
-        tokens = ask.tokens
+        context, tokens, start = ask.context, ask.tokens, ask.context.num_prompt
+        if context.params.prediction:  # takes the prompt's place
+            tokens, start = [*context.params.prediction, *tokens[start:]], len(context.params.prediction)
         pointer = self._pointers.get(ask.id)
         if pointer is None or pointer.size > len(tokens):
-            pointer = self._pointers[ask.id] = Pointer(tokens, ask.context.num_prompt)
+            pointer = self._pointers[ask.id] = Pointer(tokens, start)
+            if context.params.prediction:  # is expected to be copied from its beginning
+                pointer.next, pointer.run, pointer.share = 0, _SOLID, 1.0
         pointer.follow(tokens)
         places = pointer.places(tokens)
         if not places:

@@ -174,6 +174,7 @@ class _Sequence:
 @register
 class Suffix(Drafter):
     name = "suffix"
+    remembers = True
 
     def __init__(self, workshop: Workshop, max_states: int = MAX_STATES) -> None:
         self._max_states = max_states // 2  # of each generation

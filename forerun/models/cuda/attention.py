@@ -1,7 +1,8 @@
 """The paged attention backend on CUDA, behind the same contract as the reference.
 
-A single fresh prompt whose pages lie side by side goes to torch's flash attention, everything else to the paged kernel.
-`plan` reads host-side lengths only, so nothing here waits for the device.
+A single fresh prompt whose pages lie side by side goes to torch's flash attention, everything else to the paged kernel;
+pages that several sequences start with are read for all of them at once where that pays (`share_prefix`). `plan` reads
+host-side lengths and tables only, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -14,19 +15,34 @@ from forerun.core import TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.cuda.fused import rope_and_store
 from forerun.models.cuda.paged import FEW, QueryPlan, paged_attention, plan_queries
+from forerun.models.cuda.prefixes import LAUNCHES, plan_shared
+from forerun.models.cuda.shared import SharedPlan
 from forerun.models.linear import Norm
 
 
 class PagedAttention(AttentionBackend):
+    share_prefix = True
+
     def plan(self, batch: TokenBatch) -> None:
         starts = batch.tree_start
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=self.device)
-        self.use(batch, plan_queries(batch.starts, max(batch.contexts), self.device), first)
+        shared = None
+        if self.share_prefix and batch.host is not None:
+            groups = plan_shared(batch.host, self.config, LAUNCHES)
+            shared = None if groups is None else SharedPlan.send(groups, self.device)
+        self.use(batch, plan_queries(batch.starts, max(batch.contexts), self.device), first, shared)
         self._fresh = self._fresh_slots(batch)
 
-    def use(self, batch: TokenBatch, queries: QueryPlan, tree_start: Tensor | None = None) -> None:
+    def use(
+        self,
+        batch: TokenBatch,
+        queries: QueryPlan,
+        tree_start: Tensor | None = None,
+        shared: SharedPlan | None = None,
+    ) -> None:
         """Plan from buffers whose contents may change between replays of a captured graph."""
         self._batch, self._queries, self._tree_start, self._fresh = batch, queries, tree_start, None
+        self._shared = shared
 
     def _fresh_slots(self, batch: TokenBatch) -> slice | None:
         """The slots of a lone prompt that is prefilled from its first token on contiguous pages."""
@@ -63,6 +79,7 @@ class PagedAttention(AttentionBackend):
             window=window,
             tree=batch.tree,
             tree_start=self._tree_start,
+            shared=self._shared,
         )
         return out.view(q.shape[0], -1)
 

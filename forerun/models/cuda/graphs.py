@@ -1,9 +1,10 @@
 """Forwards without the host in between, for the batches that decoding and verification repeat.
 
-Few rows run as one launch of `Stack` where it fits the decoder. Others run kernel by kernel as captured graphs: a graph
-keeps addresses and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first
-needed. All graphs share their input, their output and their memory, since one runs at a time. Batches that fit nothing
-run as usual. Knows no request.
+Few rows run as one launch of `Stack` where it fits the decoder. Others run kernel by kernel as captured graphs, and so
+do few rows whose sequences share so much that reading it once saves more than the one launch. A graph keeps addresses
+and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first needed; groups of
+sequences are tables in its input, with room for as many as the bucket can have. All graphs share their input, their
+output and their memory, since one runs at a time. Batches that fit nothing run as usual. Knows no request.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
+from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
+from forerun.models.cuda.prefixes import FIELDS, GRAPH, STACK, Groups, most_tiles, plan_shared
+from forerun.models.cuda.shared import SharedPlan
 from forerun.models.cuda.stack import ROWS, Stack, fits
 from forerun.models.decoder import Decoder, Output
 
@@ -33,12 +37,17 @@ class _Buffers:
     def __init__(self, decoder: Decoder, max_pages: int, page_size: int) -> None:
         self.max_pages, self.page_size = max_pages, page_size
         size = 8 * MAX_ROWS + 1 + max_pages * MAX_ROWS  # masks (two words), tokens ... tree_start, starts; then pages
+        size += _shared_size(decoder.config, MAX_ROWS, MAX_ROWS)  # before the pages
         self.staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self.host = self.staging.numpy()
         self.inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
         self.logits = torch.zeros(MAX_ROWS, decoder.config.vocab_size, device=decoder.device)
         self.greedy = torch.zeros(MAX_ROWS, dtype=torch.int64).pin_memory()
         self.pool = torch.cuda.graph_pool_handle()
+
+
+def _shared_size(config: ModelConfig, seqs: int, rows: int) -> int:
+    return seqs + 2 * rows + FIELDS * most_tiles(rows, config.num_heads // config.num_kv_heads)
 
 
 class _Graph:
@@ -51,6 +60,10 @@ class _Graph:
         parts = inputs[2 * rows : 6 * rows].view(4, rows)
         self.masks = inputs[: 2 * rows].view(torch.int64)
         self.tree_start, starts = inputs[6 * rows : 6 * rows + seqs], inputs[6 * rows + seqs : self.head]
+        self.shared, self.groups_at = None, self.head
+        if bucket.shared:
+            self.head += _shared_size(decoder.config, seqs, rows)
+            self.shared = SharedPlan.of(inputs[self.groups_at : self.head], seqs, rows)
         self.batch = TokenBatch(
             tokens=parts[0],
             positions=parts[1],
@@ -81,7 +94,7 @@ class _Graph:
             shifts = torch.arange(MASK_BITS, device=decoder.device)
             batch.tree, tree_start = (self.masks[:, None] >> shifts & 1).to(torch.uint8), self.tree_start
             batch.tree_start = [0] * self.bucket.seqs
-        attention.use(batch, self.plan, tree_start)
+        attention.use(batch, self.plan, tree_start, self.shared)
         x = decoder.run_layers(decoder.embed(batch.tokens), batch, kv, range(decoder.config.num_layers))
         logits = self.buffers.logits[: self.bucket.rows]
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
@@ -99,7 +112,7 @@ class _Graph:
         with torch.cuda.graph(self.graph, pool=self.buffers.pool):
             self._forward(decoder, kv)
 
-    def replay(self, batch: HostBatch) -> None:
+    def replay(self, batch: HostBatch, groups: Groups | None = None) -> None:
         count, rows, seqs, host = len(batch.tokens), self.bucket.rows, self.bucket.seqs, self.buffers.host
         self._fill_idle()
         if batch.bits is not None and batch.tree_start is not None:
@@ -109,9 +122,11 @@ class _Graph:
         host[3 * rows : 3 * rows + count] = batch.positions
         host[4 * rows : 4 * rows + count] = batch.slots
         host[5 * rows : 5 * rows + count] = batch.seen
-        starts = host[6 * rows + seqs : self.head]
+        starts = host[6 * rows + seqs : self.groups_at]
         starts[: len(batch.starts)] = batch.starts
         starts[len(batch.starts) :] = batch.starts[-1]  # empty sequences
+        if groups is not None:
+            groups.lay(host[self.groups_at : self.head], seqs, rows)
         used = self.head + lay_pages(batch, host[self.head :], seqs, self.buffers.max_pages) * seqs
         self.buffers.inputs[:used].copy_(self.buffers.staging[:used], non_blocking=True)
         self.graph.replay()
@@ -137,18 +152,25 @@ class GraphRunner:
         enough, masks = masks_of(batch)
         if not enough or len(batch.tokens) > MAX_ROWS:
             return None
-        if (stack := self._stack(len(batch.tokens))) is not None:
+        stack = self._stack(len(batch.tokens))
+        groups = self._groups(batch, GRAPH if stack is None else STACK)
+        if stack is not None and groups is None:
             stack.run(batch, masks)
             logits, greedy = stack.logits, stack.greedy[0]
             assert logits is not None
         else:
-            graph = self._graph(batch)
+            graph = self._graph(batch, groups is not None)
             if graph is None:
                 return None
-            graph.replay(batch)
+            graph.replay(batch, groups)
             logits, greedy = graph.buffers.logits, graph.buffers.greedy
         torch.cuda.current_stream().synchronize()
         return self._output(batch.want, logits, greedy)
+
+    def _groups(self, batch: HostBatch, least: int) -> Groups | None:
+        attention = self.decoder.attention
+        assert isinstance(attention, PagedAttention)
+        return plan_shared(batch, self.decoder.config, least) if attention.share_prefix else None
 
     @staticmethod
     def _output(want: list[int], logits: Tensor, greedy: Tensor) -> Output:
@@ -190,8 +212,8 @@ class GraphRunner:
                     warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
         return self.stacks[rows]
 
-    def _graph(self, batch: HostBatch) -> _Graph | None:
-        bucket = Bucket.of(batch)
+    def _graph(self, batch: HostBatch, shared: bool = False) -> _Graph | None:
+        bucket = Bucket.of(batch, shared)
         if bucket is None or (batch.bits is not None and max(batch.bits) >= 1 << MASK_BITS):
             return None
         if self._buffers is None:

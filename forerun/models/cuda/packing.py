@@ -34,20 +34,21 @@ class Bucket:
     seqs: int
     few: int  # tokens of a sequence
     tree: bool
+    shared: bool = False  # pages that sequences share are read for all of them at once
 
     @classmethod
-    def of(cls, batch: HostBatch) -> Bucket | None:
+    def of(cls, batch: HostBatch, shared: bool = False) -> Bucket | None:
         """The smallest bucket that holds a batch; fewer kinds where sequences differ, as each costs a capture."""
         rows, seqs, tree = len(batch.tokens), len(batch.pages), batch.bits is not None
         if rows > MAX_ROWS:
             return None
         few = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
         if few == 1:
-            return cls(_up(rows, DECODING), _up(rows, DECODING), 1, tree)
+            return cls(_up(rows, DECODING), _up(rows, DECODING), 1, tree, shared)
         if seqs == 1:
             return cls(_up(rows, DECODING), 1, _up(rows, DECODING), tree)
         rows = _up(rows, MIXED)
-        return cls(rows, min(rows, _up(seqs, SEQUENCES)), min(rows, _up(few, TOKENS)), tree)
+        return cls(rows, min(rows, _up(seqs, SEQUENCES)), min(rows, _up(few, TOKENS)), tree, shared)
 
 
 def layout(rows: int) -> np.dtype:

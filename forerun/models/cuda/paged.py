@@ -4,8 +4,9 @@ One kernel for both regimes. A tile holds (query token, head) pairs that share a
 once for all of them. Sequences with few new tokens (decode, verification) are also cut along the keys: block b of a
 sequence belongs to lane b % LANES, every lane leaves a partial softmax, and a second kernel joins the lanes in a fixed
 order. Tiles and lanes depend on the model only, never on the batch or the context, so a token's result is the same bits
-alone, in a batch, and as one of several drafted tokens. Sequences with many new tokens (prefill) have work enough in
-their queries and are not cut. Knows no model and allocates no cache.
+alone, in a batch, and as one of several drafted tokens. Blocks that a group of sequences shares may have been run for
+all of them before (shared.py); a lane then goes on from what that left, with the same bits. Sequences with many new
+tokens (prefill) have work enough in their queries and are not cut. Knows no model and allocates no cache.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.models.cuda.launch import options
+from forerun.models.cuda.prefixes import FEW, KEYS, ROWS
+from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
 
-FEW = 64  # new tokens of a sequence up to which its keys are cut into lanes
 LOG2_E = 1.4426950408889634
 
 
@@ -35,7 +37,7 @@ class Shape:
     stages: int
 
 
-FEW_SHAPE = Shape(32, 64, 4, 2)
+FEW_SHAPE = Shape(ROWS, KEYS, 4, 2)  # of sequences with at most FEW new tokens, whose keys are cut into lanes
 MANY_SHAPE = Shape(128, 128, 8, 2)
 
 
@@ -68,11 +70,11 @@ def lanes_for(kv_heads: int) -> int:
 
 @triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes"])
 def _attend(
-    q, k_cache, v_cache, tables, cu_q, cells_at, seen, tree, tree_start, out, part, part_ml, scale,
+    q, k_cache, v_cache, tables, cu_q, cells_at, seen, tree, tree_start, shared, out, part, part_ml, scale,
     table_stride, page_stride, tree_width, lanes,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -114,9 +116,21 @@ def _attend(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
+    if cut:
+        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
     block_low = low // KEYS
+    block_end = (high + KEYS - 1) // KEYS
+    if SHARED:
+        block_low = tl.load(shared + s)  # the first block that has not been run for the whole group
     block_first = block_low + (lane + LANES - block_low % LANES) % LANES  # the lane's first block that anyone sees
-    for block in range(block_first, (high + KEYS - 1) // KEYS, LANES):
+    if SHARED:
+        if (lane < block_low) & (block_first >= block_end):
+            return  # what the group left in this lane is all there is
+        begun = real & (lane < block_low)
+        best = tl.load(part_ml + cell * 2, mask=begun, other=float("-inf"))
+        total = tl.load(part_ml + cell * 2 + 1, mask=begun, other=0.0)
+        acc = tl.load(part + cell[:, None] * D + d[None, :], mask=begun[:, None] & d_ok[None, :], other=0.0)
+    for block in range(block_first, block_end, LANES):
         entry = block * KEYS + tl.arange(0, KEYS)
         there = (entry >= low) & (entry < high)
         page = tl.load(tables + s * table_stride + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
@@ -134,16 +148,9 @@ def _attend(
             kin = tl.load(tree + token[:, None] * tree_width + off[None, :], mask=off_ok, other=0) != 0
             visible = visible | (kin & (entry[None, :] >= limit[:, None]))
         score = tl.where(visible, score, float("-inf"))
-        now = tl.maximum(best, tl.max(score, axis=1))
-        base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet: no inf - inf
-        chance = tl.exp2(score - base[:, None])
-        keep = tl.exp2(best - base)
-        total = total * keep + tl.sum(chance, axis=1)
-        acc = tl.dot(chance.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
-        best = now
+        best, total, acc = absorb(score, v_tile, best, total, acc)
 
     if cut:
-        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
         tl.store(part_ml + cell * 2, best, mask=real)
         tl.store(part_ml + cell * 2 + 1, total, mask=real)
         saw = real & (best > float("-inf"))
@@ -197,6 +204,7 @@ def paged_attention(
     window: int | None = None,
     tree: torch.Tensor | None = None,  # [T, W] bool or uint8
     tree_start: torch.Tensor | None = None,  # [S] int32 on the device
+    shared: SharedPlan | None = None,
     out: torch.Tensor | None = None,
     few_shape: Shape = FEW_SHAPE,
     many_shape: Shape = MANY_SHAPE,
@@ -206,7 +214,8 @@ def paged_attention(
     Under a window, of the entries below seen[t] only those above place - window are seen, where a token's place is the
     number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
     furthest that is seen must have been written. Rows of sequences without new tokens are left alone; a token that sees
-    nothing gets zeros. All that varies between replays of a graph is read on the device.
+    nothing gets zeros. All that varies between replays of a graph is read on the device. Blocks in `shared` are read
+    once for a group; a window, which leaves little of a long prefix in sight, has no use for that.
     """
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
@@ -217,6 +226,8 @@ def paged_attention(
     width = 0 if tree is None else tree.shape[1]
     dim_padded = max(16, triton.next_power_of_2(dim))
     seqs = plan.cu_q.numel() - 1
+    assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
+    shared = None if window else shared
     for count, shape, cut in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
@@ -224,14 +235,18 @@ def paged_attention(
         cells = plan.num_cells * heads * launched if cut else 0
         part = torch.empty((cells, dim), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((cells, 2), dtype=torch.float32, device=q.device)
+        if cut and shared is not None:
+            attend_shared(q, (k_cache, v_cache), tables, shared, (part, part_ml), scale * LOG2_E, page_size, lanes,
+                          launched, shape.warps)  # fmt: skip
         grid = (triton.cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
         _attend[grid](
-            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start, out, part, part_ml,
-            scale * LOG2_E, tables.stride(0), tables.stride(1), width, launched,
+            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
+            shared.blocks if shared is not None else None, out, part, part_ml, scale * LOG2_E,
+            tables.stride(0), tables.stride(1), width, launched,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
             KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
             WIDTH=triton.next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
-            MOST=FEW if cut else 1 << 30, **options(shape.warps, shape.stages),
+            MOST=FEW if cut else 1 << 30, SHARED=cut and shared is not None, **options(shape.warps, shape.stages),
         )  # fmt: skip
         if cut:
             _join[(seqs * count, heads)](

@@ -59,10 +59,9 @@ def _scored(pair: Pair, maps: Maps, tokens: Tensor, ahead: int) -> Iterator[tupl
     stop = tokens.shape[1]
     end = stop - ahead - TAIL
     exact = pair.target.trace(tokens, keep_kv=False)
-    features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
+    features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    if pair.alone:
-        gaze = tail_gaze(pair, exact, drafted, end)
+    gaze = tail_gaze(pair, exact, drafted, end)
     for share in SHARES:
         x = pair.climb(exact, drafted, with_ends(choose(gaze, end, share), end, stop))
         yield share, compare(pair, exact.hidden[-1][:, -ahead - 1 : -1], x[:, -ahead - 1 : -1], tokens[:, -ahead:])

@@ -40,7 +40,7 @@ class Distiller:
         self._spread = maps.up.float().norm(dim=1, keepdim=True).clamp_min(1e-6)  # [outputs, 1]
         self.parts = {name: t.float().clone() for name, t in maps.tensors().items()}
         self.parts["up"] /= self._spread  # so that one rate fits all outputs
-        self._taps, self._base = maps.taps, maps.base
+        self._start = maps
         sizes = {name: _size(tensor) for name, tensor in self.parts.items()}
         sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
         groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
@@ -49,10 +49,10 @@ class Distiller:
     def maps(self) -> Maps:
         parts = dict(self.parts)
         parts["up"] = parts["up"] * self._spread
-        return Maps(self._taps, self._base, **parts)
+        return self._start.holding(parts)
 
     def result(self) -> Maps:
-        return Maps(self._taps, self._base, **{k: t.detach() for k, t in self.maps().tensors().items()})
+        return self._start.holding({k: t.detach() for k, t in self.maps().tensors().items()})
 
     def state(self) -> dict[str, object]:
         return {"parts": self.parts, "optimizer": self._optimizer.state_dict(), "done": self.done}
@@ -84,14 +84,13 @@ class Distiller:
             tokens = tokens[:, :stop]
         end = stop - ahead - TAIL
         with torch.no_grad():
-            # where nobody else looks, the tail's exact attention stands in for the one over drafted K/V
-            own = Gaze(slice(end, end + TAIL), pair.target.config.scale) if pair.alone else None
-            exact = pair.target.trace(tokens, see=own, keep_kv=False)
-            features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
-            gaze = gaze if own is None else own.mean(tokens)
+            # the tail's exact attention stands in for the one over drafted K/V
+            gaze = Gaze(slice(end, end + TAIL), pair.target.config.scale)
+            exact = pair.target.trace(tokens, see=gaze, keep_kv=False)
+            features, _ = pair.read(tokens, slice(0, 0), exact)
             wanted = exact.hidden[-1][:, end + TAIL - 1 : stop - 1]
         share = self.schedule.shares[self.done % len(self.schedule.shares)]
-        rows = with_ends(choose(gaze, end, share), end, stop)
+        rows = with_ends(choose(gaze.mean(tokens), end, share), end, stop)
         with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
             drafted = self.maps()(features).to(pair.target.dtype)
         x = pair.climb(exact, drafted, rows)[:, -ahead - 1 : -1]

@@ -37,7 +37,7 @@ class Scored:
 
 @torch.no_grad()
 def score(
-    pair: Pair, maps: Maps, windows: Tensor, ahead: int, share: float, by_tail: bool = False, batch: int = 4
+    pair: Pair, maps: Maps, windows: Tensor, ahead: int, share: float, by_tail: bool = True, batch: int = 4
 ) -> Scored:
     """Windows [N, T] end with `ahead` continuation tokens. `by_tail`: choose what to recompute by the target's own tail
     over drafted K/V, not by the source's attention."""

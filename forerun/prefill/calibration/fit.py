@@ -19,7 +19,7 @@ from forerun.prefill.calibration.evaluate import score
 from forerun.prefill.calibration.pair import FIRST, Pair
 from forerun.prefill.calibration.resume import Keeper
 from forerun.prefill.calibration.ridge import Ridge
-from forerun.prefill.calibration.setup import Settings
+from forerun.prefill.calibration.setup import MOST_RANK, Settings
 from forerun.prefill.calibration.text import Recipe, Windows
 from forerun.prefill.maps import Maps
 from forerun.progress import track
@@ -46,7 +46,7 @@ def fit(
 def _ridge(pair: Pair, rows: Tensor, settings: Settings, keeper: Keeper, quiet: bool) -> Maps:
     """Sums over all windows, then one solution."""
     device, config = pair.target.device, pair.target.config
-    ridge = Ridge(len(pair.taps) * pair.source.config.hidden_size, pair.width, device)
+    ridge = Ridge(pair.inputs, pair.width, device)
     done = 0
     if "ridge" in keeper.values:
         ridge.load(keeper.values["ridge"])
@@ -55,8 +55,9 @@ def _ridge(pair: Pair, rows: Tensor, settings: Settings, keeper: Keeper, quiet: 
     for at in track(range(done, len(rows), settings.batch), "fitting maps", quiet):
         ridge.add(*_examples(pair, rows[at : at + settings.batch].to(device).long()))
         keeper.tick(partial(_sums, ridge, at + settings.batch))
-    rank = min(settings.rank, *ridge.xy.shape)  # more than there is to span would be zeros
-    return ridge.fit(pair.taps, pair.base, config.kv_size, rank, rank, settings.strength)
+    asked = settings.rank or min(MOST_RANK, config.hidden_size)
+    rank = min(asked, *ridge.xy.shape)  # more than there is to span would be zeros
+    return ridge.fit(pair.taps, pair.base, config.kv_size, rank, rank, settings.strength, pair.own)
 
 
 def _sums(ridge: Ridge, windows: int) -> dict[str, Any]:
@@ -130,11 +131,11 @@ class Distillation:
         kl = self._judge(maps)
         if kl < self._kl:
             self._kl = kl
-            self._best = Maps(maps.taps, maps.base, **{name: t.clone() for name, t in maps.tensors().items()})
+            self._best = maps.holding({name: t.clone() for name, t in maps.tensors().items()})
 
     def _judge(self, maps: Maps) -> float:
         pair, batch = self._pair, self._settings.batch
-        return score(pair, maps, self._held, self._ahead, JUDGED_SHARE, pair.alone, batch).divergence
+        return score(pair, maps, self._held, self._ahead, JUDGED_SHARE, batch=batch).divergence
 
     def _state(self) -> dict[str, Any]:
         figures = {"kl": self._kl, "first_kl": self._first, "steps": self._distiller.schedule.steps}
@@ -143,4 +144,4 @@ class Distillation:
 
 
 def _restored(pair: Pair, tensors: dict[str, Tensor]) -> Maps:
-    return Maps(pair.taps, pair.base, **tensors).to(pair.target.device, torch.float32)
+    return Maps(pair.taps, pair.base, **tensors, own=pair.own).to(pair.target.device, torch.float32)

@@ -33,6 +33,17 @@ class Pair:
         return self.source is self.target
 
     @property
+    def own(self) -> bool:
+        """Whether the target's embedding is among the features: a draft's is narrower, and does not tell as much."""
+        return not self.alone
+
+    @property
+    def inputs(self) -> int:
+        """Width of the features."""
+        own = self.target.config.hidden_size if self.own else 0
+        return len(self.taps) * self.source.config.hidden_size + own
+
+    @property
     def mapped(self) -> int:
         return self.target.config.num_layers - self.base
 
@@ -42,7 +53,7 @@ class Pair:
         return self.mapped * 2 * self.target.config.kv_size
 
     def read(self, tokens: Tensor, tail: slice, exact: Trace) -> tuple[Tensor, Tensor]:
-        """Features [B, T, taps * hidden], and how much each query of the tail looks at each token [B, tail, T].
+        """Features [B, T, inputs], and how much each query of the tail looks at each token [B, tail, T].
 
         `exact` is the target's own trace; a source that is the target reads its lower layers from there.
         """
@@ -51,7 +62,8 @@ class Pair:
             return torch.cat([unit(exact.hidden[t]) for t in self.taps], -1), gaze.mean(tokens)
         layers = max(self.taps)
         trace = self.source.trace(tokens, max(layers, 1), gaze, keep_kv=False)
-        return torch.cat([unit(trace.hidden[t]) for t in self.taps], -1), gaze.mean(tokens)
+        seen = [unit(trace.hidden[t]) for t in self.taps]
+        return torch.cat([*seen, unit(exact.hidden[0])], -1), gaze.mean(tokens)
 
     def climb(self, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
         """Hidden states [B, R, hidden] at the end of the rows' way up, where everything else has drafted K/V.

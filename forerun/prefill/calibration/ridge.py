@@ -44,7 +44,9 @@ class Ridge:
             getattr(self, name).copy_(state[name])
         self.count = int(state["count"])
 
-    def fit(self, taps: tuple[int, ...], base: int, kv_size: int, rank: int, inner: int, strength: float) -> Maps:
+    def fit(
+        self, taps: tuple[int, ...], base: int, kv_size: int, rank: int, inner: int, strength: float, own: bool = False
+    ) -> Maps:
         """The best maps of a rank. `strength`: the ridge, as a share of the features' mean spread."""
         n = self.count
         mean_x, mean_y = self.x / n, self.y / n
@@ -72,6 +74,7 @@ class Ridge:
             mix_out=torch.zeros(rank, inner, device=down.device),  # nothing nonlinear until something is learnt
             up=up,
             up_bias=mean_y,
+            own=own,
         )
 
 

@@ -123,6 +123,6 @@ def _within_memory(settings: Settings, recipe: Recipe) -> Iterator[None]:
 def _too_large(settings: Settings, recipe: Recipe) -> BadRequest:
     return BadRequest(
         f"memory ended with {settings.batch} windows of {recipe.length:,} tokens at a time and maps of rank "
-        f"{settings.rank:,}",
+        f"{settings.rank or 'as wide as the target'}",
         "give a smaller --batch: it goes on where it was; if 1 is too much, a smaller --window, --taps or --rank",
     )

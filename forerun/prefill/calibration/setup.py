@@ -21,8 +21,9 @@ from forerun.prefill.calibration.cost import model_macs
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.pair import FIRST, TAIL, Pair
 
-MOST_INPUTS = 12_288  # of the maps: their Gram matrix is that wide, in float64 while it is solved
+MOST_INPUTS = 16_384  # of the maps: their Gram matrix is that wide, in float64 while it is solved
 
+MOST_RANK = 1536
 READ = 0.6  # of a draft's layers
 
 
@@ -31,7 +32,7 @@ class Settings:
     """How maps are fitted. None: what suits the models."""
 
     base: int | None = None  # layers of the target that every token runs
-    rank: int = 512
+    rank: int | None = None  # of the maps; None: the target's hidden size, up to MOST_RANK
     taps: int | None = None  # layers of the source that the maps read, spread evenly
     strength: float = 1e-3  # of the ridge
     batch: int = 4  # windows at a time
@@ -85,7 +86,8 @@ def open_subject(target: str, draft: str | None, settings: Settings, window: int
                 "give a smaller --window",
             )
     base = _base(opened.config, settings.base, alone=source is None)
-    taps = _taps(opened.config if source is None else source.config, settings.taps, base if source is None else None)
+    own = 0 if source is None else opened.config.hidden_size
+    taps = _taps(opened.config if source is None else source.config, settings.taps, None if own else base, own)
     marks = fingerprint(opened)
     return Subject(opened, source, taps, base, (marks, fingerprint(source) if source is not None else marks))
 
@@ -140,18 +142,19 @@ def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
     return base
 
 
-def _taps(config: ModelConfig, asked: int | None, last: int | None) -> tuple[int, ...]:
-    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows.
+def _taps(config: ModelConfig, asked: int | None, last: int | None, own: int) -> tuple[int, ...]:
+    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows beside `own`
+    inputs of the target's.
 
     A draft is read to `READ` of its layers: what lies above costs as much and adds next to nothing.
     """
     last = min(config.num_layers, max(2, round(READ * config.num_layers))) if last is None else last
-    most = max(1, MOST_INPUTS // config.hidden_size)
+    most = max(1, (MOST_INPUTS - own) // config.hidden_size)
     count = min(asked or most, last + 1)
     if count > most:
         raise BadRequest(
-            f"{count} taps of {config.hidden_size} numbers make {count * config.hidden_size:,} inputs, "
-            f"the limit is {MOST_INPUTS:,}",
+            f"{count} taps of {config.hidden_size} numbers make {count * config.hidden_size + own:,} inputs"
+            f"{' with the embedding of the target' if own else ''}, the limit is {MOST_INPUTS:,}",
             f"give --taps {most} or fewer",
         )
     if count == 1:

@@ -73,10 +73,9 @@ def look(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float) -> Se
     stop = tokens.shape[1]
     end = stop - ahead - TAIL
     exact = pair.target.trace(tokens, keep_kv=False)
-    features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
+    features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    if pair.alone:
-        gaze = tail_gaze(pair, exact, drafted, end)
+    gaze = tail_gaze(pair, exact, drafted, end)
     chosen = choose(gaze, end, share)[0]
     places = checkpoints(end, chosen)
     rows = with_ends(torch.cat((chosen, places)).unique()[None], end, stop)

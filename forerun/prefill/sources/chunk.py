@@ -23,6 +23,7 @@ from forerun.prefill.sources.base import Source
 from forerun.prefill.sources.texts import Match, Texts
 
 COPY = 0.005  # copying an entry, in tokens of the target's prefill
+HEAD = 8  # first entries of every span that are recomputed whatever the chooser says: what they saw is most amiss
 
 
 @dataclass
@@ -37,7 +38,8 @@ class _Reuse:
 
 
 class ChunkSource(Source):
-    """Choosers of its own: `start` (the first tokens of each span) and `deviation` (CacheBlend's: the target runs its
+    """The first tokens of every span are recomputed, and what a chooser says: by default what the question looks at.
+    Choosers of its own: `start` (more of each span's beginning) and `deviation` (CacheBlend's: the target runs its
     layer 0 over everything, and what its K/V of layer 1 differs most in is recomputed)."""
 
     name = "chunk"
@@ -100,13 +102,19 @@ class ChunkSource(Source):
             job.state = None
 
     def missing(self, job: Job) -> np.ndarray:
-        """Entries before job.end without K/V: never met before, so the target must run them through all layers."""
+        """Entries before job.end that the target must run through all layers: what was never met before, and the first
+        ones of each span."""
+        return np.flatnonzero(self._bare(job, HEAD))
+
+    @staticmethod
+    def _bare(job: Job, head: int = 0) -> np.ndarray:
+        """[end] whether an entry has nothing to be copied, or is among the first `head` of a span."""
         state: _Reuse = job.state
         bare = np.ones(job.end, dtype=bool)
         bare[: state.first] = False
         for match in state.matches:
-            bare[match.start : match.start + match.count] = False
-        return np.flatnonzero(bare)
+            bare[match.start + head : match.start + match.count] = False
+        return bare
 
     def scores(self, job: Job) -> np.ndarray | None:
         """By the chooser that the request names; None for one that is not this source's."""
@@ -120,14 +128,14 @@ class ChunkSource(Source):
         state, read = job.state, slice(job.first, job.end)
         mean = state.size[:, read].mean(1, keepdims=True)  # K and V count alike
         scores[read] = (state.apart[:, read] / np.maximum(mean, 1e-6)).sum(0)
-        scores[self.missing(job)] = 0.0  # nothing was copied there that could differ
+        scores[: job.end][self._bare(job)] = 0.0  # nothing was copied there that could differ
         return scores
 
     # -- its parts -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _deviates(job: Job) -> bool:
-        return job.settings.chooser in ("auto", "deviation")
+        return job.settings.chooser == "deviation"
 
     @staticmethod
     def _rows(job: Job, lo: int, hi: int, depth: int) -> Rows:
@@ -169,8 +177,7 @@ class ChunkSource(Source):
 
     def _blank(self, job: Job, lo: int, hi: int) -> None:
         """Zeros where nothing was met: whoever looks before these are computed must not see another prompt's rest."""
-        missing = self.missing(job)
-        mine = torch.from_numpy(missing[(missing >= lo) & (missing < hi)] - lo).to(self._decoder.device)
+        mine = torch.from_numpy(np.flatnonzero(self._bare(job)[lo:hi])).to(self._decoder.device)
         slots = self._slots(job, lo, hi)[mine]
         for layer in self._runner.kv[self.base :]:
             for cache in layer:

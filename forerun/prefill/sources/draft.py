@@ -22,14 +22,14 @@ from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Piece, Writer, needed
+from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
 
 
 @dataclass
 class _Reading:
     start: int  # first entry that is read
     need: int  # entries from here to the tail get mapped K/V
-    gaze: TailAttention
+    gaze: TailAttention | None  # where the chooser asks for it
     kept: list[Tensor] = field(default_factory=list)  # what came out of the highest layer that was run, chunk by chunk
 
 
@@ -71,7 +71,7 @@ class DraftSource(Source):
         """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
         need = max(job.first, job.known)
         job.read = min(self._filled(job), need, job.end)
-        job.state = _Reading(job.read, need, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
+        job.state = _Reading(job.read, need, gaze_of(job, "draft", self._runner))
 
     def read(self, job: Job, count: int) -> None:
         piece = Piece(job, count, job.state.need, self._taps, job.state.gaze)
@@ -101,7 +101,7 @@ class DraftSource(Source):
         job.state = None
 
     def scores(self, job: Job) -> np.ndarray | None:
-        return job.state.gaze.reduce() if job.state is not None and job.state.gaze.complete else None
+        return seen_by(job.state.gaze) if job.state is not None else None
 
     # -- what the draft's plane holds ----------------------------------------------------------------------------------
 

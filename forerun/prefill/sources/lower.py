@@ -16,13 +16,13 @@ from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Piece, Writer, needed
+from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
 
 
 @dataclass
 class _Reading:
     x: Tensor  # [end - first, hidden] inputs of layer `base`; job.x is what of it has been read
-    gaze: TailAttention
+    gaze: TailAttention | None  # where the chooser asks for it
 
 
 class LowerSource(Source):
@@ -42,7 +42,7 @@ class LowerSource(Source):
         """Reads what is known too: its K/V is there, but repair starts from inputs of layer `base`."""
         decoder = self._runner.decoder
         x = torch.empty(job.end - job.first, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        job.state = _Reading(x, TailAttention(self._runner, job.pages, job.end, len(job.tokens)))
+        job.state = _Reading(x, gaze_of(job, "lower", self._runner))
         job.read, job.x = job.first, x[:0]
 
     def read(self, job: Job, count: int) -> None:
@@ -65,4 +65,4 @@ class LowerSource(Source):
 
     def scores(self, job: Job) -> np.ndarray | None:
         """By the lower layers only, which choose worse than a whole model does."""
-        return job.state.gaze.reduce() if job.state is not None and job.state.gaze.complete else None
+        return seen_by(job.state.gaze) if job.state is not None else None

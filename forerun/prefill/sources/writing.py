@@ -48,10 +48,21 @@ def precision_of(decoder: Decoder) -> Precision:
     return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
 
 
+def gaze_of(job: Job, chooser: str, runner: Runner) -> TailAttention | None:
+    """What sums up the tail's attention while it is read, if that is what tokens are chosen by."""
+    if job.report.chooser != chooser:
+        return None
+    return TailAttention(runner, job.pages, job.end, len(job.tokens))
+
+
+def seen_by(gaze: TailAttention | None) -> np.ndarray | None:
+    return gaze.reduce() if gaze is not None and gaze.complete else None
+
+
 class Piece:
     """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
 
-    def __init__(self, job: Job, count: int, need: int, taps: tuple[int, ...], gaze: TailAttention) -> None:
+    def __init__(self, job: Job, count: int, need: int, taps: tuple[int, ...], gaze: TailAttention | None) -> None:
         """`need`: entries before it have their K/V already."""
         self.lo, self.hi = job.read, min(job.read + count, len(job.tokens))
         self.first, self.end, self.tail = max(self.lo, need), min(self.hi, job.end), max(self.lo, job.end)
@@ -61,7 +72,7 @@ class Piece:
     def watch(self, layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
         if self.first < self.end and layer in self._taps:
             self.hidden[layer] = x[self.first - self.lo : self.end - self.lo]
-        if q is not None and self.tail < self.hi:
+        if q is not None and self._gaze is not None and self.tail < self.hi:
             self._gaze.see(layer, q[self.tail - self.lo :], self.tail)
 
 
@@ -75,7 +86,9 @@ class Writer:
         self.cost = maps.macs / macs(target.decoder)  # of a token, in tokens of the target's prefill
         self._runner, self._decoder = target, target.decoder
         self._together = _groups(target.decoder, self.base)
-        self._maps = FastMaps(maps, precision_of(source), source.basis, source.device)
+        self._own, taken = maps.own, [source] * len(maps.taps) + [target.decoder] * maps.own
+        bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
+        self._maps = FastMaps(maps, precision_of(source), bases, source.device)
 
     def rows(self, job: Job, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
@@ -88,7 +101,11 @@ class Writer:
         step = end - first if self._decoder.device.type == "cuda" else BLOCK
         for lo in range(first, end, step):
             hi = min(lo + step, end)
-            self._put(job, self._maps([x[lo - first : hi - first] for x in hidden]), lo, hi)
+            features = [x[lo - first : hi - first] for x in hidden]
+            if self._own:
+                ids = torch.tensor(job.tokens[lo:hi], device=self._decoder.device)
+                features.append(self._decoder.embed(ids).to(features[0].dtype))
+            self._put(job, self._maps(features), lo, hi)
         job.depths[first:end] = np.maximum(job.depths[first:end], self.base)
 
     def _put(self, job: Job, mapped: Tensor, first: int, end: int) -> None:
@@ -127,6 +144,7 @@ def _check(maps: Maps, source: Decoder, target: Decoder) -> None:
     if not maps.taps or not all(0 <= tap <= deepest for tap in maps.taps):
         raise BadProfile(f"the profile reads layers {list(maps.taps)}, allowed is from 0 to {deepest}", _HINT)
     wide, high = len(maps.taps) * source.config.hidden_size, (layers - maps.base) * 2 * target.config.kv_size
+    wide += target.config.hidden_size * maps.own
     if maps.down.shape[1] != wide or maps.up.shape[0] != high:
         raise BadProfile(
             f"the profile maps {maps.down.shape[1]} values to {maps.up.shape[0]}, these models need {wide} to {high}",

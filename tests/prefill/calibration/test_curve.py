@@ -46,9 +46,9 @@ def test_costs(pair: Pair) -> None:
 
 def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: Pair) -> None:
     tokens = torch.randint(3, 512, (5, 480), generator=torch.Generator().manual_seed(0))
-    ridge = Ridge(3 * 32, pair.width, torch.device("cpu"))
+    ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
-    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3)
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
     ticks: list[int] = []
     kinds = ["plain", "echo", "plain", "recall", "plain"]
     curve, found = measure(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: ticks.append(1), True)
@@ -60,3 +60,5 @@ def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: Pair) -> None
     assert curve[0].top1 == pytest.approx(plain.agreement) and curve[0].kl == pytest.approx(plain.divergence, rel=1e-3)
     echo = score(pair, maps, tokens[1:2], 64, SHARES[1])
     assert found["echo"][1]["kl"] == pytest.approx(echo.divergence, rel=1e-3)
+    by_draft = score(pair, maps, tokens[1:2], 64, SHARES[1], by_tail=False)
+    assert found["echo"][1]["kl"] != pytest.approx(by_draft.divergence, rel=1e-3)  # the target's own tail chose

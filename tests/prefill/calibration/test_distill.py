@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.prefill.calibration.dense import See, Trace
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.pair import TAIL, Gaze, Pair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 
@@ -19,9 +20,9 @@ TOKENS = torch.randint(3, 512, (4, 320), generator=torch.Generator().manual_seed
 
 
 def ridge_maps(pair: Pair) -> Maps:
-    ridge = Ridge(3 * pair.source.config.hidden_size, pair.width, torch.device("cpu"))
+    ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, TOKENS))
-    return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3)
+    return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
 
 
 def loss(distiller: Distiller) -> float:
@@ -45,8 +46,31 @@ def test_maps_get_better_and_the_models_stay(which: str, request: pytest.Fixture
     assert loss(distiller) < 0.9 * first
     assert all(torch.equal(w, before[name]) for name, w in pair.target.weights.items())
     learnt = distiller.result()
+    assert (learnt.taps, learnt.base, learnt.own) == (pair.taps, pair.base, which == "pair")
     assert not any(t.requires_grad for t in learnt.tensors().values())
     assert all(not torch.equal(t, maps.tensors()[name]) for name, t in learnt.tensors().items())
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_the_targets_tail_says_what_is_recomputed(
+    which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair: Pair = request.getfixturevalue(which)
+    end = 320 - 32 - TAIL
+    gaze = Gaze(slice(end, end + TAIL), pair.target.config.scale)
+    pair.target.trace(TOKENS, see=gaze)
+    wanted = with_ends(choose(gaze.mean(TOKENS), end, 0.2), end, 320)
+    seen: list[Tensor] = []
+    climb = Pair.climb
+
+    def watched(self: Pair, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
+        seen.append(rows)
+        return climb(self, exact, drafted, rows, see)
+
+    monkeypatch.setattr(Pair, "climb", watched)
+    Distiller(pair, ridge_maps(pair), Schedule(steps=1, ahead=32, shares=(0.2,))).loss(TOKENS)
+    (rows,) = seen
+    assert torch.equal(rows, wanted)
 
 
 def test_before_the_first_step_the_maps_are_those_given(pair: Pair) -> None:

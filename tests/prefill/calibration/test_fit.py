@@ -14,6 +14,7 @@ from forerun.prefill.calibration.pair import FIRST, Pair
 from forerun.prefill.calibration.resume import Keeper
 from forerun.prefill.calibration.setup import Settings
 from forerun.prefill.calibration.text import Recipe, Windows
+from forerun.prefill.maps import unit
 
 RECIPE = Recipe(prompt=300, continuation=16)
 
@@ -55,6 +56,7 @@ def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, reque
             stops += 1
     assert stops == 2  # four pieces of ridge and four of distillation
     assert same == pytest.approx(facts)
+    assert maps.own == straight.own == (which == "pair")
     for name, tensor in maps.tensors().items():
         torch.testing.assert_close(tensor, straight.tensors()[name], atol=1e-4, rtol=1e-3)
 
@@ -65,15 +67,16 @@ def test_a_smaller_batch_may_go_on(pair: Pair, windows: Windows, tmp_path: Path)
     maps, _ = fit(pair, windows, settings(distill=False, batch=1), RECIPE, Keeper(tmp_path / "a", {}), True)
     whole, facts = fit(pair, windows, settings(distill=False), RECIPE, Keeper(tmp_path / "b", {}), True)
     assert facts == {"steps": 0}
-    x = torch.randn(5, 96)
+    x = torch.randn(5, 160)
     torch.testing.assert_close(maps(x), whole(x), atol=1e-2, rtol=1e-2)
 
 
 def test_examples_leave_out_the_first_tokens(pair: Pair, windows: Windows) -> None:
     tokens = windows.train[:2].long()
     features, outputs = _examples(pair, tokens)
-    assert features.shape == (2 * (316 - FIRST), 96) and outputs.shape == (2 * (316 - FIRST), pair.width)
+    assert features.shape == (2 * (316 - FIRST), 160) and outputs.shape == (2 * (316 - FIRST), pair.width)
     exact = pair.target.trace(tokens)
+    torch.testing.assert_close(features[0, 96:], unit(exact.hidden[0][0, FIRST]))  # the target's own embedding
     kv = pair.target.config.kv_size
     torch.testing.assert_close(outputs[0, :kv], exact.kv[1][0][0, FIRST])  # K of the first mapped layer
     torch.testing.assert_close(outputs[-1, -kv:], exact.kv[3][1][1, -1])  # V of the last
@@ -81,7 +84,16 @@ def test_examples_leave_out_the_first_tokens(pair: Pair, windows: Windows) -> No
 
 def test_more_rank_than_there_is(pair: Pair, windows: Windows, tmp_path: Path) -> None:
     maps, _ = fit(pair, windows, settings(rank=4096, steps=1), RECIPE, Keeper(tmp_path / "a", {}), True)
-    assert maps.rank == 96
+    assert maps.rank == 160 and maps.own
+
+
+@pytest.mark.parametrize(("most", "rank"), [(1536, 64), (40, 40)])
+def test_the_rank_is_the_targets_width(
+    pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, rank: int
+) -> None:
+    monkeypatch.setattr(fitting, "MOST_RANK", most)
+    maps, _ = fit(pair, windows, settings(rank=None, distill=False), RECIPE, Keeper(tmp_path / "a", {}), True)
+    assert maps.rank == rank
 
 
 def test_the_best_maps_are_kept_not_the_last(

@@ -64,10 +64,13 @@ def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None
     exact = pair.target.trace(TOKENS)
     features, gaze = pair.read(TOKENS, slice(END, 164), exact)
     hidden = pair.source.trace(TOKENS).hidden
-    torch.testing.assert_close(features, torch.cat([unit(hidden[i]) for i in (0, 1, 2)], -1))
+    wanted = [*(unit(hidden[i]) for i in (0, 1, 2)), unit(pair.target.start(TOKENS))]
+    torch.testing.assert_close(features, torch.cat(wanted, -1))
+    assert pair.own and pair.inputs == 3 * 32 + 64 == features.shape[-1]
     assert gaze.shape == (2, 64, 200)
     features, _ = alone.read(TOKENS, slice(END, 164), exact)
     torch.testing.assert_close(features[..., 128:], unit(exact.hidden[2]))
+    assert not alone.own and alone.inputs == 3 * 64 == features.shape[-1]
 
 
 def test_a_gaze_is_attention(pair: Pair) -> None:

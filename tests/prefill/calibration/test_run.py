@@ -41,7 +41,7 @@ def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
     target, draft = (fingerprint(open_checkpoint(path)) for path in models)
     profile.check(target, draft)
     assert (profile.kind, profile.names) == ("draft", {"target": "target", "source": "draft"})
-    assert (profile.maps.base, profile.maps.rank, profile.maps.taps) == (1, 64, (0, 1, 2))
+    assert (profile.maps.base, profile.maps.rank, profile.maps.taps) == (1, 64, (0, 1, 2)) and profile.maps.own
     assert [p.share for p in profile.curve] == list(SHARES) and profile.share in SHARES
     assert set(profile.thresholds) == {*SIGNALS, "kl"}
     check_thresholds(profile.thresholds, 4)

@@ -41,6 +41,19 @@ def test_taps_are_spread_and_bounded(models: tuple[Path, Path], monkeypatch: pyt
         open_subject(target, None, Settings(base=3, taps=4), 480)
 
 
+def test_the_targets_embedding_takes_some_of_the_inputs(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = map(str, models)
+    monkeypatch.setattr(setup, "MOST_INPUTS", 64 + 3 * 32)
+    assert open_subject(target, draft, Settings(), 480).taps == (0, 1, 2)
+    monkeypatch.setattr(setup, "MOST_INPUTS", 64 + 3 * 32 - 1)
+    assert open_subject(target, draft, Settings(), 480).taps == (0, 2)
+    with pytest.raises(BadRequest, match="make 160 inputs with the embedding of the target, the limit is 159") as error:
+        open_subject(target, draft, Settings(taps=3), 480)
+    assert "--taps 2" in error.value.hint
+
+
 def test_another_vocabulary(models: tuple[Path, Path], tmp_path: Path) -> None:
     other = tiny.write_folder(tmp_path / "other", "llama", num_hidden_layers=1)
     file = other / "tokenizer.json"

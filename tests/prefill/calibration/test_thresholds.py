@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint
 from forerun.models.runner import Runner, Span
+from forerun.prefill.calibration import thresholds as limiting
 from forerun.prefill.calibration.dense import Trace
+from forerun.prefill.calibration.evaluate import tail_gaze
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
@@ -96,9 +99,9 @@ def test_harmless_windows_hold_the_quality() -> None:
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.FixtureRequest) -> None:
     pair: Pair = request.getfixturevalue(which)
-    ridge = Ridge(3 * pair.source.config.hidden_size, pair.width, torch.device("cpu"))
+    ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
-    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3)
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
     windows = torch.cat((tokens, tokens.flip(0, 1)))
     ticks: list[int] = []
     limits = thresholds(pair, maps, windows, 64, 0.1, 0.5, lambda: ticks.append(1), True)
@@ -115,6 +118,29 @@ def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.Fi
         mapped = values[:, pair.base : -1]
         assert mapped.std() > 0  # it was measured
     assert (torch.tensor(limits["key"][pair.base :]) > 0.01).all()
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
+    which: str, tokens: Tensor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair: Pair = request.getfixturevalue(which)
+    ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
+    ridge.add(*_examples(pair, tokens))
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
+    window, end = tokens[:1], tokens.shape[1] - 64 - TAIL
+    exact = pair.target.trace(window)
+    chosen = choose(tail_gaze(pair, exact, maps(pair.read(window, slice(0, 0), exact)[0]), end), end, 0.1)[0]
+    wanted = with_ends(torch.cat((chosen, checkpoints(end, chosen))).unique()[None], end, tokens.shape[1])
+    seen: list[Tensor] = []
+
+    def watched(pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor) -> Any:
+        seen.append(rows)
+        return _climb(pair, exact, drafted, rows, places)
+
+    monkeypatch.setattr(limiting, "_climb", watched)
+    look(pair, maps, window, 64, 0.1)
+    assert len(chosen) == round(0.1 * end) and torch.equal(seen[0], wanted)
 
 
 @pytest.mark.parametrize("base", [1, 2])

@@ -90,8 +90,10 @@ def make_profile(kind: str, maps: Maps, source_cost: float = 0.25) -> Profile:
     return Profile(kind, "t", "s", {"target": "t", "source": "s"}, maps, source_cost, 0.1)
 
 
-def make_job(first: int = 0, known: int = 0, layers: int = 4) -> Job:
-    return Job(1, IDS, PAGES, first, END, Prefill("speculative"), layers, known=known)
+def make_job(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "tail") -> Job:
+    job = Job(1, IDS, PAGES, first, END, Prefill("speculative"), layers, known=known)
+    job.report.chooser = chooser
+    return job
 
 
 def read_all(source: Source, job: Job, chunk: int) -> None:

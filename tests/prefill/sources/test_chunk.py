@@ -22,7 +22,7 @@ from forerun.models.runner import Runner, Span
 from forerun.params import Prefill
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job, Phase
-from forerun.prefill.sources.chunk import ChunkSource
+from forerun.prefill.sources.chunk import HEAD, ChunkSource
 from tests import tiny
 from tests.prefill.fakes import answer, drive, make_prefiller, make_profile
 
@@ -93,7 +93,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     truth, _ = exact(workshop, job.tokens)
     (match,) = job.state.matches
     assert (match.start, match.old) == (29, 53) and 103 <= match.count <= 107  # whole pages of [a][b]
-    assert source.missing(job).tolist() == [*range(29), *range(29 + match.count, job.end)]
+    assert source.missing(job).tolist() == [*range(29 + HEAD), *range(29 + match.count, job.end)]
     assert not stored(workshop, job.pages, 3, range(29)).any()  # nobody else's
     everything = range(job.end)
     torch.testing.assert_close(stored(workshop, job.pages, 0, everything), stored(workshop, truth, 0, everything))
@@ -220,9 +220,9 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
     assert pool.free == held and source.release(5) == 0
 
 
-@pytest.mark.parametrize(("chooser", "right"), [("start", 3), ("auto", 1), ("random", 0)])
+@pytest.mark.parametrize(("chooser", "right"), [("start", 3), ("deviation", 1), ("random", 0)])
 def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folder: Callable[[str], Path]):
-    """The window is short, so a chunk is wrong at its start only, more so in upper layers. `auto` is the deviation: it
+    """The window is short, so a chunk is wrong at its start only, more so in upper layers. The deviation
     knows layer 1, and chance knows nothing."""
     workshop = workshop_of(tiny_folder("mistral"))
     source = ChunkSource(workshop)

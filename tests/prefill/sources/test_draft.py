@@ -20,6 +20,7 @@ from forerun.models.decoder import Output
 from forerun.models.load import open_checkpoint
 from forerun.models.runner import Span
 from forerun.prefill.depth import Rows
+from forerun.prefill.sources import writing
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
 from tests.prefill.sources.common import (
@@ -52,6 +53,10 @@ def workshop_of(folder: Path, weights: str = "float32") -> Workshop:
         _made[folder, weights] = make_workshop(folder, weights)
     clear(_made[folder, weights].pool)
     return _made[folder, weights]
+
+
+def never(*_: object) -> None:
+    raise AssertionError("nobody asked for attention")
 
 
 def source_of(workshop: Workshop, folder: Path, base: int = 1, whole: bool = True) -> DraftSource:
@@ -173,12 +178,12 @@ def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
     """A second prompt with the same start: the draft goes on from its K/V, and the result is the same."""
     workshop = workshop_of(tiny_folder("qwen2"))
     exact, source = exact_kv(workshop, END), source_of(workshop, tiny_folder("qwen2"))
-    before = make_job()
+    before = make_job(chooser="draft")
     read_all(source, before, 100)
     for cache in (cache for layer in workshop.pool.kv for cache in layer):
         cache.fill_(EMPTY)
     put_prefix(workshop, 32)
-    job = make_job(32)
+    job = make_job(32, chooser="draft")
     source.open(job)
     assert job.read == 32
     while job.read < len(IDS):
@@ -213,7 +218,7 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
 @pytest.mark.parametrize("chunk", [100, 7])
 def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     folder = tiny_folder("mistral")
-    workshop, job = workshop_of(folder), make_job()
+    workshop, job = workshop_of(folder), make_job(chooser="draft")
     source = source_of(workshop, folder)
     source.open(job)
     assert source.scores(job) is None
@@ -227,6 +232,21 @@ def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     assert np.allclose(gaze.reduce("max"), expected.max(0), atol=1e-5)
     source.finish(job)
     assert source.scores(job) is None
+
+
+def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    folder = tiny_folder("llama")
+    workshop = workshop_of(folder)
+    source = source_of(workshop, folder)
+    monkeypatch.setattr(writing, "TailAttention", never)
+    for chooser in ("tail", "cross", "start", "random"):
+        job = make_job(chooser=chooser)
+        read_all(source, job, 20)
+        assert job.read == len(IDS) and job.state.gaze is None and source.scores(job) is None
+        source.finish(job)
+        clear(workshop.pool)
+    with pytest.raises(AssertionError, match="nobody asked"):
+        source.open(make_job(chooser="draft"))
 
 
 # -- what cannot be drafted --------------------------------------------------------------------------------------------

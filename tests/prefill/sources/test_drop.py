@@ -17,6 +17,7 @@ from forerun.models.build import build_decoder
 from forerun.models.load import open_checkpoint
 from forerun.models.runner import Runner
 from forerun.params import Prefill
+from forerun.prefill.choose import chooser_for
 from forerun.prefill.job import Job, Phase
 from forerun.prefill.sources.drop import FIRST, DropRun, DropSource, drop
 from tests import tiny
@@ -112,6 +113,7 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
     assert source.cost(100) == pytest.approx(100.0) and source.longest == 512
     prompt = words(1, 200)
     job = Job(0, prompt, array("i", workshop.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
+    job.report.chooser = chooser_for("auto", source.name)
     source.open(job)
     while job.read < 200:
         assert source.scores(job) is None

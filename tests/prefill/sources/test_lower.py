@@ -93,13 +93,16 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
 
 
 def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
-    folder, job = tiny_folder("qwen2"), make_job()
+    folder, job = tiny_folder("qwen2"), make_job(chooser="lower")
     source = LowerSource(make_workshop(folder), make_profile("self", make_maps(folder, BASE, (2,))))
     read_all(source, job, 7)
     scores = source.scores(job)
     assert scores is not None and np.allclose(scores, slow_attention(folder, BASE).mean(0), atol=1e-5)
     source.finish(job)
     assert job.x is None and source.scores(job) is None
+    unasked = make_job(chooser="tail")
+    read_all(source, unasked, 7)
+    assert unasked.state.gaze is None and source.scores(unasked) is None
 
 
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):

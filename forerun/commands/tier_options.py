@@ -1,0 +1,66 @@
+"""Options about what outlives the KV pool: host memory, a folder on disk, and sessions kept there.
+
+Knows sizes as people write them. What tiers do is the cache's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.errors import BadRequest
+
+_keeping = functools.partial(typer.Option, rich_help_panel="What is kept")
+
+Disk = Annotated[
+    Path | None,
+    _keeping("--disk", help="A folder where K/V outlives the process: the same prompt is read from there next time."),
+]
+DiskBytes = Annotated[str | None, _keeping("--disk-bytes", help="Most bytes there, such as 500M; default: 8G.")]
+HostBytes = Annotated[
+    str | None, _keeping("--host-bytes", help="Main memory for K/V that the pool has no room for, such as 2G.")
+]
+SessionName = Annotated[
+    str | None,
+    _keeping("--session", help="A conversation under this name, kept in --disk: go on with it, or begin it."),
+]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """Where K/V goes when the pool needs its room."""
+
+    disk: Disk = None
+    disk_bytes: DiskBytes = None
+    host_bytes: HostBytes = None
+
+    def tiers(self) -> dict[str, Any]:
+        """Arguments for `LLM`."""
+        asked: dict[str, Any] = {"disk": self.disk}
+        if self.disk_bytes is not None:
+            if self.disk is None:
+                raise BadRequest("--disk-bytes is about a disk tier, and there is none", "add --disk FOLDER")
+            asked["disk_bytes"] = parse_bytes("--disk-bytes", self.disk_bytes)
+        if self.host_bytes is not None:
+            asked["host_bytes"] = parse_bytes("--host-bytes", self.host_bytes)
+        return asked
+
+    def check_session(self, name: str | None) -> None:
+        """A session that nobody could go on with is a mistake."""
+        if name is not None and self.disk is None:
+            raise BadRequest(f"session {name!r} would end with this command", "add --disk FOLDER, where it is kept")
+
+
+def parse_bytes(option: str, given: str) -> int:
+    """`8G`, `500M`, `1.5GB` or a plain number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", given, re.IGNORECASE)
+    if found is None:
+        raise BadRequest(f"{option} is {given!r:.40}", "give a size such as 500M, 8G or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,0 +1,143 @@
+"""Shared-prefix attention on CUDA: the queries of a group of sequences run over the pages they share together.
+
+The first of two passes. It leaves for every (token, head) pair of the group and every lane the partial softmax that the
+paged kernel would have after the shared blocks; the paged kernel goes on from there over each sequence's own blocks.
+Blocks, lanes, their order and the tile's shape are those of the paged kernel, so a token gets the bits it gets without
+sharing. Two tiles of a group run over each block that is loaded. Which sequences form groups is decided in prefixes.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forerun.models.cuda.launch import options
+from forerun.models.cuda.prefixes import FIELDS, KEYS, ROWS, TILES, Groups
+
+STAGES = 2  # blocks on their way; changes no bit
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """`Groups` on the device; a captured graph keeps the addresses and the number of tiles."""
+
+    blocks: torch.Tensor  # [S] int32
+    members: torch.Tensor  # [M, 2] int32
+    tiles: torch.Tensor  # [N, FIELDS] int32
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, seqs: int, rows: int) -> SharedPlan:
+        """From int32 memory in which `Groups.lay` has laid blocks, members and tiles."""
+        first = seqs + 2 * rows
+        return cls(memory[:seqs], memory[seqs:first].view(rows, 2), memory[first:].view(-1, FIELDS))
+
+    @classmethod
+    def send(cls, groups: Groups, device: torch.device) -> SharedPlan:
+        seqs, rows = len(groups.blocks), len(groups.members)
+        memory = torch.zeros(seqs + groups.members.size + groups.tiles.size, dtype=torch.int32)
+        groups.lay(memory.numpy(), seqs, rows)
+        return cls.of(memory.to(device, non_blocking=True), seqs, rows)
+
+
+@triton.jit
+def absorb(score, v_tile, best, total, acc):
+    """One block of scores into a tile's running softmax: highest score, sum of exponentials, weighted sum of values."""
+    now = tl.maximum(best, tl.max(score, axis=1))
+    base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet: no inf - inf
+    chance = tl.exp2(score - base[:, None])
+    keep = tl.exp2(best - base)
+    total = total * keep + tl.sum(chance, axis=1)
+    acc = tl.dot(chance.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
+    return now, total, acc
+
+
+@triton.jit
+def _place(members, first, size, pair, kv_head, lane, lanes, GROUP: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Of pairs of a group: whether there is one, where its query lies, and where its partial softmax goes."""
+    real = pair < size * GROUP
+    member = members + (first + pair // GROUP) * 2
+    head = kv_head * GROUP + pair % GROUP
+    query = tl.load(member, mask=real, other=0).to(tl.int64) * (GROUP * KV_HEADS) + head
+    cell = (tl.load(member + 1, mask=real, other=0).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
+    return real, query, cell
+
+
+@triton.jit
+def _leave(part, part_ml, cell, d, real, best, total, acc, D: tl.constexpr):
+    tl.store(part_ml + cell * 2, best, mask=real)
+    tl.store(part_ml + cell * 2 + 1, total, mask=real)
+    tl.store(part + cell[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["table_stride", "page_stride", "lanes"])
+def _attend_shared(
+    q, k_cache, v_cache, tables, tiles, members, part, part_ml, scale, table_stride, page_stride, lanes,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tiles + tl.program_id(0) * FIELDS
+    kv_head = tl.program_id(1) // lanes
+    lane = tl.program_id(1) % lanes
+    blocks = tl.load(tile + 4)
+    if lane >= blocks:
+        return
+    first = tl.load(tile)
+    size = tl.load(tile + 1)
+    table = tables + tl.load(tile + 3) * table_stride
+    d = tl.arange(0, DP)
+    pair = tl.load(tile + 2) + tl.arange(0, ROWS)
+    real_a, query_a, cell_a = _place(members, first, size, pair, kv_head, lane, lanes, GROUP, KV_HEADS)
+    real_b, query_b, cell_b = _place(members, first, size, pair + ROWS, kv_head, lane, lanes, GROUP, KV_HEADS)
+    d_ok = (d < D)[None, :]
+    q_a = tl.load(q + query_a[:, None] * D + d[None, :], mask=real_a[:, None] & d_ok, other=0.0)  # [ROWS, DP]
+    q_b = tl.load(q + query_b[:, None] * D + d[None, :], mask=real_b[:, None] & d_ok, other=0.0)
+
+    best_a = tl.full((ROWS,), float("-inf"), tl.float32)
+    best_b = tl.full((ROWS,), float("-inf"), tl.float32)
+    total_a = tl.zeros((ROWS,), tl.float32)
+    total_b = tl.zeros((ROWS,), tl.float32)
+    acc_a = tl.zeros((ROWS, DP), tl.float32)
+    acc_b = tl.zeros((ROWS, DP), tl.float32)
+    for block in range(lane, blocks, LANES):
+        entry = block * KEYS + tl.arange(0, KEYS)
+        page = tl.load(table + entry // PAGE * page_stride).to(tl.int64)
+        cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
+        k_tile = tl.load(k_cache + cells, mask=d_ok, other=0.0)  # [KEYS, DP]
+        v_tile = tl.load(v_cache + cells, mask=d_ok, other=0.0)
+        score_a = tl.dot(q_a, tl.trans(k_tile), input_precision="ieee") * scale
+        score_b = tl.dot(q_b, tl.trans(k_tile), input_precision="ieee") * scale
+        best_a, total_a, acc_a = absorb(score_a, v_tile, best_a, total_a, acc_a)
+        best_b, total_b, acc_b = absorb(score_b, v_tile, best_b, total_b, acc_b)
+    _leave(part, part_ml, cell_a, d, real_a, best_a, total_a, acc_a, D)
+    _leave(part, part_ml, cell_b, d, real_b, best_b, total_b, acc_b, D)
+
+
+def attend_shared(
+    q: torch.Tensor,  # [T, Hq, D]
+    kv: tuple[torch.Tensor, torch.Tensor],  # [num_slots, Hkv, D] each
+    tables: torch.Tensor,  # [S, P] int32, any strides
+    plan: SharedPlan,
+    parts: tuple[torch.Tensor, torch.Tensor],  # partial softmaxes [cells * Hq * lanes, D] and [.., 2], float32
+    scale_log2: float,
+    page_size: int,
+    lanes: int,
+    launched: int,  # lanes that `parts` has: others would have no block
+    warps: int,
+) -> None:
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads = kv[0].shape[1]
+    _attend_shared[(plan.tiles.shape[0], kv_heads * launched)](
+        q, *kv, tables, plan.tiles, plan.members, *parts, scale_log2, tables.stride(0), tables.stride(1), launched,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), PAGE=page_size,
+        ROWS=ROWS, KEYS=KEYS, LANES=lanes, FIELDS=FIELDS, **options(warps, STAGES),
+    )  # fmt: skip
+
+
+assert TILES == 2, "the kernel runs tiles a and b"

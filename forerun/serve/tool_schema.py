@@ -1,0 +1,91 @@
+"""Tools as clients describe them, and the calls in messages, in OpenAI's words. Knows no template and no model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from forerun.errors import BadRequest
+
+MOST_TOOLS = 128
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Function(_Model):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments fit `parameters` whenever the model calls it, not only where it must
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """Of its arguments, which are always an object."""
+        if self.parameters is None:
+            return NOTHING
+        if self.parameters.get("type", "object") != "object":
+            kind = self.parameters["type"]
+            raise BadRequest(f"the parameters of {self.name} are of type {kind!r:.40}", "describe an object")
+        return {"type": "object"} | self.parameters
+
+
+class Tool(_Model):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Model):
+    name: str
+
+
+class NamedTool(_Model):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(_Model):
+    name: str
+    arguments: str
+
+    @property
+    def values(self) -> Any:
+        """The arguments as templates expect them; as they are where they are no JSON, which models may write."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+
+
+class ToolCall(_Model):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # left in by clients that put a stream together
+
+
+def chosen(tools: list[Tool] | None, choice: Choice | None, parallel: bool | None) -> tuple[list[Tool], bool]:
+    """The tools that the model may call, and whether it must."""
+    if not tools:
+        if isinstance(choice, NamedTool) or choice == "required":
+            raise BadRequest("tool_choice asks for a call, and there are no tools", "give tools, or leave it out")
+        if parallel is not None:
+            raise BadRequest("parallel_tool_calls is about tools, and there are none", "leave it out")
+        return [], False
+    names = [tool.function.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadRequest(f"tools has {twice[0]} twice", "give each function a name of its own")
+    if not isinstance(choice, NamedTool):
+        return ([] if choice == "none" else tools), choice == "required"
+    if choice.function.name not in names:
+        raise BadRequest(f"tool_choice names {choice.function.name!r:.80}", f"there is {', '.join(names)}"[:200])
+    return [tool for tool in tools if tool.function.name == choice.function.name], True

@@ -1,0 +1,146 @@
+"""Tools of one request: how the model is told of them, what grammar its answer follows, how its calls are read.
+
+A model's chat template says which form of calls it was taught. Templates that know no tools, or a form that nobody here
+can read, get a system instruction in Qwen's form, and calls and results of earlier turns as text: that works with any
+chat model, the better the larger it is. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forerun.params import Grammar
+from forerun.serve.tool_calls import BEGIN, END, TAG, CallReader
+from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
+from forerun.serve.tool_schema import Tool
+from forerun.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from forerun.serve.schema import Message
+
+_INSTRUCTION = """You may call functions. These are available, one JSON object to a line:
+{tools}
+
+To call a function, answer with a JSON object between tags, and with nothing else:
+{begin}
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+{end}
+Results come between <tool_response> tags."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one model is told of tools and calls them."""
+
+    tokenizer: Tokenizer
+    native: bool = True  # its template takes tools, calls and results; False: all of that is put into text
+    llama: bool = False  # else Qwen's form
+    tag: bool = False  # it has Llama's mark before calls
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Dialect:
+        text = tokenizer.tool_template
+        if "tools" in text:
+            if BEGIN in text and "<function=" not in text:
+                return cls(tokenizer)
+            if re.search(r'\\?"parameters\\?"', text) or TAG in text:
+                return cls(tokenizer, llama=True, tag=tokenizer.backend.token_to_id(TAG) in tokenizer.special_ids)
+        return cls(tokenizer, native=False)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """`tools`: what the model may call; `must`: whether it has to."""
+
+    dialect: Dialect
+    tools: tuple[Tool, ...]
+    must: bool = False
+    parallel: bool = True
+
+    def reader(self) -> CallReader:
+        return CallReader({tool.function.name for tool in self.tools}, only=self.must)
+
+    def grammar(self, content: Grammar | None) -> Grammar | None:
+        """`content`: of what is said beside calls. The model is free unless somebody asked for more."""
+        llama, parallel = self.dialect.llama, self.parallel
+        if self.must:
+            return calls_only(self.tools, llama, parallel)
+        if content is not None:
+            return calls_or_json(self.tools, content, llama, parallel)
+        if parallel and not any(tool.function.strict for tool in self.tools):
+            return None
+        return calls_or_text(self.tools, llama, parallel, self.dialect.tag)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a chat template takes it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        return tokenizer.apply_chat_template(self.messages, self.tools)
+
+
+def chat(dialect: Dialect, messages: Sequence[Message], tools: Sequence[Tool]) -> Chat:
+    described = [tool.model_dump(exclude_none=True) for tool in tools]
+    if dialect.native:
+        return Chat(_native(messages), described or None)
+    told = _as_text(messages)
+    if described:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described)
+        instruction = _INSTRUCTION.format(tools=lines, begin=BEGIN, end=END)
+        if told and told[0]["role"] == "system":
+            told[0]["content"] += f"\n\n{instruction}"
+        else:
+            told.insert(0, {"role": "system", "content": instruction})
+    return Chat(told)
+
+
+def _native(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    names: dict[str, str] = {}
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.template_role, "content": message.text}
+        if message.tool_calls:
+            names |= {call.id: call.function.name for call in message.tool_calls}
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.values},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None:
+            entry |= {"tool_call_id": message.tool_call_id, "name": names.get(message.tool_call_id, "")}
+        told.append(entry)
+    return told
+
+
+def _as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same without tools: calls as the model would write them, results as what the user says."""
+    told: list[dict[str, Any]] = []
+    results = False
+    for message in messages:
+        role, text = message.template_role, message.text
+        if message.tool_calls:
+            text = "\n".join([*([text] if text else []), *map(_written, message.tool_calls)])
+        if role == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if results:  # one message for all results of a turn: templates want roles to take turns
+                told[-1]["content"] += f"\n{text}"
+                continue
+        told.append({"role": "user" if role == "tool" else role, "content": text})
+        results = role == "tool"
+    return told
+
+
+def _written(call: Any) -> str:
+    body = json.dumps({"name": call.function.name, "arguments": call.function.values}, ensure_ascii=False)
+    return f"{BEGIN}\n{body}\n{END}"

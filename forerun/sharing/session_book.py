@@ -1,0 +1,103 @@
+"""Which sessions there are: by name, those that are open and those that the disk tier has kept from earlier processes.
+
+Pins their K/V in the pool for their time to live. What a session does is its own business.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from forerun.errors import BadRequest
+from forerun.sharing.session import Session
+from forerun.sharing.session_files import SessionFiles, State
+
+if TYPE_CHECKING:
+    from forerun.api import LLM
+    from forerun.driver import Driver
+    from forerun.engine.engine import Engine
+
+DEFAULT_TTL = 600.0  # seconds
+MOST_NAME = 200  # characters
+
+
+class SessionBook:
+    """The sessions of one LLM by name: those that are open, and those that the disk tier has kept."""
+
+    def __init__(self, llm: LLM, driver: Driver) -> None:
+        self.llm, self.driver = llm, driver
+        disk = None if llm.engine.tiers is None else llm.engine.tiers.disk
+        self._files = None if disk is None else SessionFiles(disk.folder / "sessions", llm.fingerprint)
+        self._open: dict[str, Session] = {}
+        self._lock = threading.RLock()
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted({*self._open, *(self._files.names() if self._files is not None else [])})
+
+    def open(self, name: str, ttl: float | None, create: bool) -> Session:
+        _check_name(name)
+        _check_ttl(ttl)
+        self.driver.check_open()
+        with self._lock:
+            session = self._open.get(name)
+            if session is not None:
+                if ttl is not None:
+                    session.ttl = ttl
+                    self._pin(session)
+                return session
+            state = None if self._files is None else self._files.load(name)
+            if state is None and not create:
+                known = ", ".join(map(repr, self.names()[:5])) or "none"
+                raise BadRequest(f"there is no session {name!r}", f"known are: {known}")
+            return self._add(name, DEFAULT_TTL if ttl is None else ttl, state or State())
+
+    def fork(self, session: Session, name: str, ttl: float) -> Session:
+        _check_name(name)
+        _check_ttl(ttl)
+        with self._lock:
+            if name in self.names():
+                raise BadRequest(f"there is a session {name!r} already", "choose another name for the fork")
+            fork = self._add(name, ttl, session._state.copy())
+            self.save(fork)
+            return fork
+
+    def _add(self, name: str, ttl: float, state: State) -> Session:
+        session = self._open[name] = Session(self, name, ttl, state)
+        self._pin(session)
+        return session
+
+    def _pin(self, session: Session) -> None:
+        """From now on its K/V stays for its time to live; what of it is in the pool already, too."""
+
+        def pin(engine: Engine) -> None:
+            pins = engine.scheduler.pins
+            pins.open(session.name, session.ttl)
+            if engine.config.prefix_cache:
+                pins.hold(session.name, engine.tree.match(session._state.tokens))
+
+        self.driver.visit(pin)
+
+    def save(self, session: Session) -> None:
+        if self._files is not None:
+            self._files.save(session.name, session._state)
+
+    def close(self, session: Session, forget: bool) -> None:
+        with self._lock:
+            self._open.pop(session.name, None)
+        self.driver.visit(lambda engine: engine.scheduler.pins.close(session.name))
+        if self._files is not None and forget:
+            self._files.remove(session.name)
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME:
+        raise BadRequest(
+            f"a session's name is text of 1 to {MOST_NAME} characters, got {name!r:.80}", "choose another name"
+        )
+
+
+def _check_ttl(ttl: float | None) -> None:
+    right = ttl is None or (isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= 1e9)
+    if not right:
+        raise BadRequest(f"ttl is {ttl!r}, it must be a number of seconds above 0 and up to 1e9", "leave it out")

@@ -1,0 +1,227 @@
+"""Clients that send too much, too slowly, half or nonsense: each is answered or cut off, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import BadRequest
+from forerun.serve.config import ServeConfig
+from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Running, error, running, slowed, wait_for
+
+MB = 1 << 20
+
+
+def connected(made: Running, seconds: float = 10) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", made.port), timeout=seconds)
+
+
+def head(*lines: str, path: str = CHAT) -> bytes:
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+    ).encode()
+
+
+def received(sock: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    parts = []
+    try:
+        while part := sock.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_hundred_megabytes_are_refused_before_they_are_read(served: Running, announced: bool):
+    before, piece = psutil.Process().memory_info().rss, b"x" * MB
+    line = f"Content-Length: {100 * MB}" if announced else "Transfer-Encoding: chunked"
+    with connected(served) as sock:
+        sock.sendall(head(line))
+        for _ in range(0 if announced else 9):
+            sock.sendall(b"%x\r\n%s\r\n" % (MB, piece))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")  # 91 of them were not sent
+        start = time.monotonic()
+        with pytest.raises(OSError):  # whoever goes on all the same is cut off
+            while time.monotonic() < start + 10:
+                sock.sendall(piece if announced else b"%x\r\n%s\r\n" % (MB, piece))
+                time.sleep(0.005)
+        assert time.monotonic() < start + 5
+    assert psutil.Process().memory_info().rss - before < 40 * MB
+    assert served.post(CHAT, ASKED).status_code == 200
+
+
+def test_whoever_waits_for_the_go_ahead_hears_no(served: Running):
+    with connected(served) as sock:
+        sock.sendall(head(f"Content-Length: {100 * MB}", "Expect: 100-continue", "Connection: close"))
+        answer = received(sock)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
+def test_a_body_that_nobody_wants_does_not_hold_the_connection(served: Running):
+    with connected(served) as sock:
+        sock.sendall(head("Content-Length: 1000", path="/nothing") + b"{")
+        start = time.monotonic()
+        assert received(sock).startswith(b"HTTP/1.1 404 ") and time.monotonic() < start + 4
+
+
+def test_one_byte_at_a_time_is_too_slow(llm: LLM):
+    with running(llm, max_header_s=0.4, max_body_s=0.4) as made:
+        cut: list[float] = []
+        answers: list[bytes] = []
+
+        def trickle(start: bytes) -> None:
+            with connected(made) as sock:
+                began = time.monotonic()
+                try:
+                    sock.sendall(start)
+                    while time.monotonic() < began + 8:
+                        time.sleep(0.03)
+                        sock.sendall(b"a")
+                        sock.settimeout(0.001)
+                        try:
+                            answers.append(sock.recv(4096))
+                            break
+                        except TimeoutError:
+                            pass
+                        sock.settimeout(10)
+                except OSError:
+                    pass
+                cut.append(time.monotonic() - began)
+
+        starts = [b"", b"POST ", head()[:-2] + b"X-Slow: "] * 8 + [head("Content-Length: 5000") + b"{"] * 8
+        threads = [threading.Thread(target=trickle, args=(start,)) for start in starts]
+        for thread in threads:
+            thread.start()
+        assert made.post(CHAT, ASKED).status_code == 200  # the others keep nobody waiting
+        for thread in threads:
+            thread.join(20)
+        assert len(cut) == len(starts) and max(cut) < 5
+        assert sum(b" 408 " in answer for answer in answers) == 8
+        assert made.app.state.gate.open == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_half_a_goodbye_is_one(llm: LLM, stream: bool):
+    """A client that closes its side is taken to have gone: nothing tells it from one that has."""
+    patch, _ = slowed(llm)
+    with running(llm) as made:
+        body = json.dumps(ENDLESS | {"stream": stream}).encode()
+        with connected(made) as sock:
+            sock.sendall(head(f"Content-Length: {len(body)}") + body)
+            wait_for(lambda: made.app.state.gate.open == 1 and bool(llm.engine.scheduler.running))
+            sock.shutdown(socket.SHUT_WR)
+            received(sock)
+        wait_for(lambda: made.app.state.gate.open == 0 and llm.engine.idle, 3)
+        with connected(made) as sock:  # in the middle of a body
+            sock.sendall(head("Content-Length: 1000") + b"{")
+            sock.shutdown(socket.SHUT_WR)
+            assert received(sock) == b""
+        patch.undo()
+        assert made.post(CHAT, ASKED).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\xff\xfe\x00\r\n\r\n", b"400"),
+        (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET /v1/models/%ff%fe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: \xff\xfe\r\nConnection: close\r\n\r\n", b"200"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\nConnection: close\r\n\r\n", b"4"),
+        (head("Content-Length: 3", "Connection: close") + b"\xff\xfe{", b"400"),
+        (head("Content-Length: -1"), b"400"),
+        (head("Content-Length: 5", "Content-Length: 6"), b"400"),
+        (head("Transfer-Encoding: chunked") + b"zz\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * MB + b"\r\n\r\n", b"400"),
+    ],
+)
+def test_what_is_no_http_or_no_utf8(served: Running, sent: bytes, status: bytes):
+    with connected(served) as sock:
+        with suppress(OSError):  # it may have heard enough
+            sock.sendall(sent)
+        answer = received(sock)
+    assert answer.startswith(b"HTTP/1.1 " + status), answer[:200]
+    assert served.post(CHAT, ASKED).status_code == 200
+
+
+def test_only_those_who_call_it_by_its_name(llm: LLM):
+    """A page whose own name was made to lead here (DNS rebinding) is not this server's page."""
+    with running(llm) as made:
+        port = made.port
+        for host in ("localhost", f"127.0.0.1:{port}", f"LOCALHOST:{port}", "[::1]:80", "a.localhost", "localhost."):
+            assert made.get("/v1/models", headers={"host": host}).status_code == 200
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "10.0.0.1",
+        ):
+            for path in ("/v1/models", "/health", "/", "/metrics"):
+                assert error(made.get(path, headers={"host": host}), 421)["code"] == "host_not_allowed"
+    with running(llm, allowed_hosts=("models.example",)) as made:
+        assert made.get("/health", headers={"host": "Models.example:8000"}).status_code == 200
+        error(made.get("/health"), 421)
+    with running(llm, allowed_hosts=("*",)) as made:
+        assert made.get("/health", headers={"host": "anything.example"}).status_code == 200
+    with pytest.raises(BadRequest, match="allowed host"):
+        ServeConfig(NAME, allowed_hosts=("http://a.example",))
+
+
+def test_nothing_of_others_in_anybodys_answer(llm: LLM):
+    """Streams, whole answers, sessions, calls and failures side by side: each has what it would have alone."""
+    words = [f"secret{number:02d}" for number in range(24)]
+
+    def body(number: int) -> dict[str, Any]:
+        messages: Any = [{"role": "user", "content": f"{words[number]} counts the ships"}]
+        kind = number % 4
+        more: dict[str, Any] = {"stream": kind == 0}
+        if kind == 1:
+            more = {"forerun": {"session": words[number]}}
+        elif kind == 2:
+            more = {"messages": messages * 400}
+        return ASKED | {"messages": messages, "max_tokens": 24} | more
+
+    def texts(lines: str) -> str:
+        chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+        return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+    with running(llm) as made, ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda number: made.post(CHAT, body(number)), range(24)))
+        everything = [answer.text for answer in answers]
+    for number, answer in enumerate(answers):
+        assert not any(word in everything[number] for word in words if word != words[number])
+        if number % 4 == 2:
+            error(answer, 400)
+            continue
+        expected = llm.chat(body(number)["messages"], SamplingParams(max_tokens=24))[0].text
+        found = texts(answer.text) if number % 4 == 0 else answer.json()["choices"][0]["message"]["content"]
+        assert found == expected
+    assert len({answer.headers["x-request-id"] for answer in answers if answer.status_code == 200}) == 18
+
+
+@pytest.fixture(scope="module")
+def single(llm: LLM) -> Iterator[Running]:
+    with running(llm, max_body_bytes=1024) as made:
+        yield made
+
+
+def test_a_refused_body_does_not_become_the_next_request(single: Running):
+    """What follows a refusal on the same connection is the rest of a body, never a request of its own."""
+    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(single) as sock:
+        sock.sendall(head(f"Content-Length: {2000 + len(smuggled)}", "Connection: close") + b"x" * 2000 + smuggled)
+        answer = received(sock)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 413 ")
