@@ -134,7 +134,7 @@ class Runner:
             seen=np.array(seen, dtype=np.int32),
             starts=starts,
             contexts=[span.first + len(span.ids) for span in spans],
-            pages=[np.frombuffer(span.pages, dtype=np.int32) for span in spans],
+            pages=[np.array(span.pages, dtype=np.int32) for span in spans],
             page_size=self.pool.page_size,
             want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
         )

@@ -165,7 +165,7 @@ class _Plan:
     def __init__(self, runner: Runner, rows: Rows) -> None:
         self._runner, self._rows = runner, rows
         size = runner.pool.page_size
-        self._pages = np.frombuffer(rows.pages, dtype=np.int32)
+        self._pages = np.array(rows.pages, dtype=np.int32)  # a copy: the list may grow while a plan is kept
         self._slots = self._pages[rows.entries // size].astype(np.int64) * size + rows.entries % size
         self._planned = np.zeros(0, dtype=np.int64)
         self._batch: TokenBatch | None = None

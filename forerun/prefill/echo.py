@@ -30,7 +30,7 @@ def echoes(tokens: list[int], end: int) -> np.ndarray:
     same = np.logical_and.reduce(text[:, :, None] == asked[:, None, :])  # [starts, asked]
     same &= same.sum(0) <= RARE
     steps = np.zeros(len(ids) + 1)
-    for start in np.nonzero(same)[0]:
+    for start in np.nonzero(same)[0].tolist():
         steps[start] += 1.0
         steps[min(start + WORDS - 1 + AFTER, end)] -= 1.0
     marks += np.cumsum(steps)[:-1]

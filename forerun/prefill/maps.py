@@ -10,7 +10,7 @@ so that a map does not depend on the position. `Maps` are the numbers as calibra
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class Maps:
     mix_out: Tensor  # [rank, inner]
     up: Tensor  # [mapped layers * 2 * kv_size, rank]: K, then V, layer by layer
     up_bias: Tensor  # [mapped layers * 2 * kv_size]
-    own: bool = False
+    own: bool = field(default=False, kw_only=True)
 
     @property
     def rank(self) -> int:

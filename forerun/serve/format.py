@@ -124,7 +124,7 @@ class ChatFormat(Format):
     tools: ToolUse | None = None  # what the answer may call
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self.tools is not None and self.tools.must else ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._envelope(self.chunk_name, [choice])
 

@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from forerun.cli import main
+from forerun.commands.serve import ServerOptions
+from forerun.serve.config import LOCAL_HOSTS
 
 
 def test_it_answers_and_leaves(tiny_folder: Callable[[str], Path]):
@@ -39,6 +41,10 @@ def test_it_answers_and_leaves(tiny_folder: Callable[[str], Path]):
         (["--cors", "example.org"], "CORS origin"),
         (["--timeout", "0"], "max_request_s is 0"),
         (["--api-keys", "no-such-file"], "cannot read the API keys"),
+        (["--allowed-host", "http://a.example"], "allowed host"),
+        (["--max-body", "inf"], "--max-body is inf"),
+        (["--session-ttl", "nan"], "max_session_ttl is nan"),
+        (["--disk-bytes", "1G"], "--disk"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_opened(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
@@ -53,3 +59,16 @@ def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         main(["serve", "-m", "there-is-no-such-model"])
     told = capsys.readouterr().err
     assert "FORERUN_API_KEYS, line 1" in told and "my-plain-key" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        (ServerOptions(), LOCAL_HOSTS),
+        (ServerOptions(host="::1", allowed_host=["Box.example"]), (*LOCAL_HOSTS, "box.example")),
+        (ServerOptions(host="0.0.0.0"), ("*",)),
+        (ServerOptions(host="0.0.0.0", allowed_host=["box.example"]), (*LOCAL_HOSTS, "box.example")),
+    ],
+)
+def test_a_server_for_this_machine_answers_to_its_names_only(options: ServerOptions, hosts: tuple[str, ...]):
+    assert options.config("some-model").allowed_hosts == hosts

@@ -119,13 +119,15 @@ def test_what_a_client_left_is_counted(llm: LLM):
         patch, _ = slowed(llm)
         body = json.dumps(ENDLESS).encode()
         with socket.create_connection(("127.0.0.1", made.port)) as sock:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            lines = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
+            head = "\r\n".join([f"POST {CHAT} HTTP/1.1", *lines])
             sock.sendall(head.encode() + b"\r\n\r\n" + body)
             wait_for(lambda: bool(llm.engine.scheduler.running) and llm.engine.scheduler.running[0].num_generated > 5)
         wait_for(lambda: llm.engine.idle and made.app.state.gate.open == 0)
         patch.undo()
+        gone = "forerun_requests_total{path=/v1/chat/completions,status=499}"
+        wait_for(lambda: grown(before, read(made), gone) == 1)
         after = read(made)
-        assert grown(before, after, "forerun_requests_total{path=/v1/chat/completions,status=499}") == 1
         assert grown(before, after, "forerun_completion_tokens_total") > 5
         assert grown(before, after, "forerun_answers_total") == 0
 

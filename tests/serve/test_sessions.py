@@ -143,6 +143,20 @@ def test_a_turn_that_comes_to_nothing_is_taken_back(llm: LLM):
     patch.undo()
 
 
+def test_whoever_goes_away_leaves_the_session_as_it_was(llm: LLM):
+    patch, _ = slowed(llm)
+    with running(llm) as made:
+        told(made, ASKED | own("left"))
+        endless = ENDLESS | {"messages": [USER], "forerun": ENDLESS["forerun"] | {"session": "left"}}
+        with httpx.stream("POST", made.url + CHAT, json=endless, timeout=30) as response:
+            next(response.iter_text())
+        wait_for(lambda: made.app.state.gate.open == 0 and not made.app.state.service.sessions.busy, 3)
+        wait_for(lambda: llm.engine.idle, 3)
+        patch.undo()
+        assert told(made, ASKED | {"messages": [USER]} | own("left"))["forerun"]["session"]["turn"] == 2
+    patch.undo()
+
+
 def test_every_key_has_sessions_of_its_own(llm: LLM):
     lines = [f"{name} {hashlib.sha256(name.encode()).hexdigest()}" for name in ("ann", "ann/x")]
     ann, other = ({"authorization": f"Bearer {name}"} for name in ("ann", "ann/x"))

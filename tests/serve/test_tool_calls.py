@@ -11,9 +11,11 @@ import pytest
 from forerun.decode.grammar import GrammarCompiler
 from forerun.models.load import open_checkpoint
 from forerun.params import Grammar
-from forerun.serve.tool_calls import CallReader
+from forerun.serve.tool_calls import TAG, CallReader
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
 from forerun.serve.tool_schema import Tool
+from forerun.tokenizer import Tokenizer
+from tests.tiny import VOCAB, write_tokenizer
 
 Call = tuple[str, str]
 
@@ -150,3 +152,16 @@ def test_grammars(compiler: GrammarCompiler, grammar: Grammar, fits: list[str], 
     wrong = [text.replace("Oslo", "Bonn") for text in fits] + [text.replace("city", "town") for text in fits]
     assert all(map(passes, fits))
     assert not any(passes(text) for text in [*not_this, *wrong] if text not in fits)
+
+
+def test_the_mark_of_llama_models_may_stand_before_a_call(tmp_path: Path):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", TAG))
+    tokenizer = Tokenizer.from_folder(tmp_path, eos_ids=[2])
+    answer = GrammarCompiler(tokenizer, VOCAB).constraint(calls_or_text(tools(), True, False, tag=True))
+    mark = tokenizer.backend.token_to_id(TAG)
+    assert mark in tokenizer.special_ids
+    good, wrong = (tokenizer.encode(text) for text in (LLAMA, "hello"))
+    assert answer.accepts((), [mark, *good]) == len(good) + 1 and answer.accepts((), good) == len(good)
+    assert answer.accepts((), [mark, *wrong]) == 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import forerun
+from forerun import sharing
 from tests import tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharing.md"
@@ -29,3 +31,10 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert names["answer"].usage.served["approximate"] > 1000  # documents in another order
     assert names["rank"].cached_tokens > 1000 and names["done"].results["#E3"] == "2070"
     assert names["llm"].sessions.names() == ["light", "north", "south", "storm"]
+
+
+def test_modules_of_public_names_need_no_import_of_their_own() -> None:
+    assert forerun.__getattr__("plan").solve and forerun.__getattr__("sharing").best_of_n
+    assert {"plan", "sharing"} <= set(dir(forerun))
+    for name in sharing.__all__:
+        assert hasattr(sharing, name)

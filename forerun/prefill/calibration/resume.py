@@ -22,7 +22,7 @@ from forerun.errors import BadRequest
 
 EVERY_S = 60.0  # between two states
 SHARE = 0.05  # of the time that saving may take
-VERSION = 1
+VERSION = 2  # of what is kept: sums of older ones have another width
 
 
 class Keeper:

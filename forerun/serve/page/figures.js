@@ -10,7 +10,7 @@ export class Figures {
   }
 
   clear() {
-    cancelAnimationFrame(this._clock);
+    clearInterval(this._clock);
     this._show([["Time to first word", "–"], ["Tokens a second", "–"], ["Prompt from cache", "–"], ["Tokens a pass", "–"]]);
   }
 
@@ -18,21 +18,19 @@ export class Figures {
   waiting() {
     const start = performance.now();
     this.clear();
-    const tick = () => {
-      this._set("Time to first word", `${((performance.now() - start) / 1000).toFixed(1)} s…`);
-      this._clock = requestAnimationFrame(tick);
-    };
+    const tick = () => this._set("Time to first word", `${((performance.now() - start) / 1000).toFixed(1)} s…`);
+    this._clock = setInterval(tick, 100); // no more often: on one machine the page takes its time from the server
     tick();
   }
 
   live(view) {
-    cancelAnimationFrame(this._clock);
+    clearInterval(this._clock);
     this._set("Time to first word", seconds(view.live.shown));
     this._set("Tokens a second", rate(view.rate));
   }
 
   rest(view) {
-    cancelAnimationFrame(this._clock);
+    clearInterval(this._clock);
     this._set("Time to first word", seconds(view.live.shown));
   }
 

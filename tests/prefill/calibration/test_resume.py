@@ -58,8 +58,8 @@ def test_a_damaged_state(tmp_path: Path, data: bytes) -> None:
 
 def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Keeper(tmp_path / "a.profile", JOB).save({})
-    monkeypatch.setattr(resume, "VERSION", 2)
-    with pytest.raises(BadRequest, match="version 1, this is 2"):
+    monkeypatch.setattr(resume, "VERSION", 3)
+    with pytest.raises(BadRequest, match="version 2, this is 3"):
         Keeper(tmp_path / "a.profile", JOB)
 
 
