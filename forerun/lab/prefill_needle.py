@@ -1,4 +1,4 @@
-"""Needle: a number hidden in a long text, with another one beside it that was not asked for.
+"""Needle: a number hidden in a long text, as a rule with another one beside it that was not asked for.
 
 The text is cut from essays at the ends of sentences; both needles are sentences of their own.
 """
@@ -85,6 +85,8 @@ class Needle(TaskMeasure):
     prompts: int = 16  # of each length
     tokens: int = 24  # of the answer
     text: str = "essays"
+    digits: int = 7  # of the numbers: what a model cannot repeat says nothing about its prompt
+    distractor: bool = True
     seed: int = 0
 
     def cases(self, subject: Subject) -> list[Case]:
@@ -97,10 +99,12 @@ class Needle(TaskMeasure):
     def case(self, subject: Subject, hay: Haystack, length: int, number: int) -> Case:
         draw = random.Random(f"{self.seed} {length} {number}")
         city, other = draw.sample(CITIES, 2)
-        wanted, distractor = draw.sample(range(1_000_000, 10_000_000), 2)
+        wanted, distractor = draw.sample(range(10 ** (self.digits - 1), 10**self.digits), 2)
         depth = (number + 0.5) / self.prompts  # every depth alike, over all prompts
         away = draw.uniform(0.05, 0.95)
-        inserts = [(depth, _NEEDLE.format(city, wanted)), (away, _NEEDLE.format(other, distractor))]
+        inserts = [(depth, _NEEDLE.format(city, wanted))]
+        if self.distractor:
+            inserts.append((away, _NEEDLE.format(other, distractor)))
         skip, room = draw.randrange(len(hay.parts)), length
         while True:  # joined sentences take a few tokens more or less than alone
             text = place(hay.cut(room, skip), inserts)
@@ -118,7 +122,7 @@ class Needle(TaskMeasure):
         plain = answer.replace(",", "")
         return {
             "score": float(case.more["wanted"] in plain),
-            "distracted": case.more["distractor"] in plain,
+            "distracted": self.distractor and case.more["distractor"] in plain,
             **{key: case.more[key] for key in ("wanted", "depth")},
         }
 
