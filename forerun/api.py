@@ -32,6 +32,7 @@ from forerun.models.load import open_checkpoint
 from forerun.models.store import resolve
 from forerun.prefill.profile import Profile
 from forerun.profiles import open_profile, prefilling
+from forerun.prompts import KINDS, Messages, Prompt, as_conversations, as_prompts
 from forerun.sizing import checked_pool_tokens, default_pool_tokens
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-
-Prompt = str | list[int]
-Messages = list[dict[str, Any]]
-
-_KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
 
 
 class LLM:
@@ -138,11 +134,11 @@ class LLM:
 
     def generate(self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Continue each prompt (text or token ids); one `Completion` per prompt, in order."""
-        return self._complete([self.encode(p) for p in _as_prompts(prompts)], params)
+        return self._complete([self.encode(p) for p in as_prompts(prompts)], params)
 
     def chat(self, messages: Messages | list[Messages], params: SamplingParams | None = None) -> list[Completion]:
         """Answer each conversation; one `Completion` per conversation, in order."""
-        return self._complete([self.encode(m) for m in _as_conversations(messages)], params)
+        return self._complete([self.encode(m) for m in as_conversations(messages)], params)
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
@@ -167,12 +163,12 @@ class LLM:
                 raise BadRequest("the prompt is empty", "give at least one character of text")
             return self.tokenizer.encode(prompt, add_special=True)
         if not isinstance(prompt, (list, tuple)):
-            raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", _KINDS)
+            raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", KINDS)
         if prompt and isinstance(prompt[0], dict):
             return self.tokenizer.apply_chat_template(prompt)
         for token in prompt:
             if type(token) is not int:  # bool is an int to Python, but no token id
-                raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", _KINDS)
+                raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
         return list(prompt)  # type: ignore[arg-type]
 
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
@@ -287,22 +283,3 @@ def _context(asked: int | None, limit: int) -> int:
     if not isinstance(asked, int) or not 2 <= asked <= limit:
         raise BadRequest(f"max_context is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
     return asked
-
-
-def _as_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, (list, tuple)):
-        raise BadRequest(f"prompts cannot be a {type(prompts).__name__}: {prompts!r:.80}", _KINDS)
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise BadRequest(f"a conversation is a list of messages, got {messages!r:.80}", _KINDS)
-    if isinstance(messages[0], dict):
-        return [messages]  # type: ignore[list-item]
-    for conversation in messages:
-        if not isinstance(conversation, (list, tuple)) or not conversation or not isinstance(conversation[0], dict):
-            raise BadRequest(f"a conversation is a list of messages, got {conversation!r:.80}", _KINDS)
-    return list(messages)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from forerun.apart import apart
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
 
@@ -141,8 +142,8 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
 
     console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
     # A port that is taken is told before a model is loaded
-    with listen(host, server.port) as sock, opened.open(max_batch=server.max_batch) as llm:
-        app = create_app(llm, config)
+    with listen(host, server.port) as sock, apart(lambda: opened.open(max_batch=server.max_batch)) as llm:
+        app = apart(lambda: create_app(llm, config))  # warms up
         if traces is not None:
             app.add_middleware(Traced, traces=traces)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
