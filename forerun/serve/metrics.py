@@ -7,11 +7,12 @@ answers count, too. Labels only have values from lists that are known beforehand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 import forerun
 from forerun.accounting import CACHES, SERVED
@@ -19,6 +20,10 @@ from forerun.api import LLM
 from forerun.core import Tally, Usage
 from forerun.decode.drafters import registered
 from forerun.serve.gate import Gate
+from forerun.serve.outcome import Outcome
+
+if TYPE_CHECKING:
+    from forerun.serve.answer import Answer
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
@@ -135,27 +140,12 @@ def _gauge(name: str, text: str, values: dict[str, float], label: str) -> Metric
     return made
 
 
-class Counted:
-    """Counts every request by its outcome: the status that was sent, or what became of an answer after that; whoever
-    sends one leaves it in the scope's state."""
+class Counted(Outcome):
+    """Counts every request by its outcome."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
+        super().__init__(app)
+        self.metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        state, sent = scope.setdefault("state", {}), 500  # where nothing is sent, an error is on its way
-
-        async def noted(message: Message) -> None:
-            nonlocal sent
-            if message["type"] == "http.response.start":
-                sent = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        finally:
-            answer = state.get("answer")
-            self.metrics.request(scope["path"], sent if answer is None else answer.status_code)
+    def ended(self, scope: Scope, status: int, arrived: float, answer: Answer | None) -> None:
+        self.metrics.request(scope["path"], status)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 import forerun
 from forerun.errors import BadRequest
+from forerun.serve.outcome import Outcome
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -183,26 +184,15 @@ def _judge(root: Span, status: int) -> None:
         root.set_status(Status(StatusCode.ERROR))
 
 
-class Traced:
+class Traced(Outcome):
     """Records the spans of every request for answers, when it has ended."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
-        self.app, self.traces = app, traces
+        super().__init__(app)
+        self.traces = traces
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in OPERATIONS:
-            await self.app(scope, receive, send)
-            return
-        state, arrived, sent = scope.setdefault("state", {}), time.perf_counter(), 500
+    def wanted(self, scope: Scope) -> bool:
+        return super().wanted(scope) and scope["path"] in OPERATIONS
 
-        async def noted(message: Message) -> None:
-            nonlocal sent
-            if message["type"] == "http.response.start":
-                sent = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        finally:
-            answer = state.get("answer")
-            self.traces.record(scope, sent if answer is None else answer.status_code, arrived, answer)
+    def ended(self, scope: Scope, status: int, arrived: float, answer: Answer | None) -> None:
+        self.traces.record(scope, status, arrived, answer)

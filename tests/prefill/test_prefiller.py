@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,18 +33,6 @@ from tests.prefill.fakes import (
 )
 
 GARBAGE = (0, len(IDS))
-
-
-@pytest.fixture(scope="module")
-def workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
-    return make_workshop(tiny_folder("qwen2"))
-
-
-@pytest.fixture(autouse=True)
-def clean(workshop: Workshop):
-    yield
-    workshop.pool.refs[:] = 0
-    workshop.pool.free = workshop.pool.num_pages
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------

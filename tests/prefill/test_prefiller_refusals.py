@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -28,24 +25,11 @@ from tests.prefill.fakes import (
     drive,
     make_prefiller,
     make_profile,
-    make_workshop,
     start,
 )
 from tests.prefill.sources import common
 
 GARBAGE = (0, len(IDS))
-
-
-@pytest.fixture(scope="module")
-def workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
-    return make_workshop(tiny_folder("qwen2"))
-
-
-@pytest.fixture(autouse=True)
-def clean(workshop: Workshop):
-    yield
-    workshop.pool.refs[:] = 0
-    workshop.pool.free = workshop.pool.num_pages
 
 
 # -- what is not drafted -----------------------------------------------------------------------------------------------

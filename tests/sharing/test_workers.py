@@ -1,62 +1,29 @@
 """Workers on one cache: the same numbers as a slow reference that turns every key to where each worker sees it; one
-worker alone is ordinary generation; nothing is left behind however it ends.
+worker alone is ordinary generation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.core import Grammar
-from forerun.engine.sequence import Event
-from forerun.errors import BadRequest, ForerunError, OutOfPages
 from forerun.sharing.blocks import view_starts
 from forerun.sharing.workers import workers
 from tests import tiny
+from tests.sharing.common import PREFIXES, assert_no_page_is_held, open_llm, params
 from tests.sharing.reference import PROMPT, replay, tokens_of
-
-PREFIXES = ["Alice:", "Bob, who listens:", " Carol"]
-
-
-def params(max_tokens: int = 6, **others) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **others})
-
-
-def open_llm(folder: Path, **options) -> LLM:
-    return LLM(str(folder), weights="float32", threads=1, quiet=True, **{"pool_tokens": 2048, **options})
-
-
-@pytest.fixture(scope="module")
-def llms(tiny_folder: Callable[[str], Path]) -> Iterator[Callable[[str], LLM]]:
-    """`llms("qwen3")`: a tiny model of that family."""
-    made: dict[str, LLM] = {}
-
-    def find(family: str) -> LLM:
-        if family not in made:
-            made[family] = open_llm(tiny_folder(family))
-        return made[family]
-
-    yield find
-    for llm in made.values():
-        llm.close()
 
 
 @pytest.fixture
 def llm(llms: Callable[[str], LLM]) -> LLM:
     return llms("qwen3")
-
-
-def assert_no_page_is_held(llm: LLM) -> None:
-    llm.clear_cache()
-    assert llm.engine.pool.used == 0
 
 
 # -- against the reference --------------------------------------------------------------------------------------------
@@ -246,136 +213,3 @@ def test_requests_go_on_while_only_workers_step(llm: LLM):
     list(workers(llm, PROMPT, 2, params(20)))
     assert llm.engine.idle  # the workers' turns served the request to its end
     assert sum(len(event.token_ids) for event in stream) == 9
-
-
-# -- leaving early, and errors -----------------------------------------------------------------------------------------
-
-
-def test_closing_the_iterator_frees_all_pages(llm: LLM):
-    llm.clear_cache()
-    running = workers(llm, PROMPT, 4, params(50))
-    assert llm.engine.pool.used == 0  # nothing is taken before the first event is asked for
-    next(running)
-    assert llm.engine.pool.used >= 4 * llm.engine.pool.pages_for(50)
-    running.close()  # type: ignore[attr-defined]
-    assert_no_page_is_held(llm)
-
-
-def test_a_failing_forward_frees_all_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    running = workers(llm, PROMPT, 2, params(50))
-    next(running)
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr("forerun.sharing.blocks.BlockAttention.attend", fail)
-    with pytest.raises(RuntimeError, match="broken"):
-        list(running)
-    assert_no_page_is_held(llm)
-
-
-def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
-    llm = open_llm(tiny_folder("llama"))
-    running = workers(llm, PROMPT, 2, params(50))
-    next(running)
-    llm.close()
-    with pytest.raises(ForerunError, match="closed"):
-        list(running)
-    assert_no_page_is_held(llm)
-    with pytest.raises(ForerunError, match="closed"):
-        workers(llm, PROMPT, 2, params(50))
-
-
-@pytest.mark.parametrize(
-    ("n", "options", "message"),
-    [
-        (0, {}, "n is 0, there can be 1 to 16"),
-        (17, {}, "n is 17"),
-        (True, {}, "n is True"),
-        (2, {"params": [params()]}, "params for 1 workers, n is 2"),
-        (2, {"params": "fast"}, "must be SamplingParams, got 'fast'"),
-        (2, {"params": params(n=3)}, "n=3"),
-        (2, {"params": params(prefill="speculative")}, "speculative"),
-        (2, {"params": params(speculate="lookup")}, "lookup"),
-        (2, {"prefixes": ["a"]}, "prefixes for 1 workers, n is 2"),
-        (2, {"prefixes": "ab"}, "must be a list"),
-        (2, {"prefixes": [3, 4]}, "cannot be a int"),
-        (2, {"prefixes": [[3], [9999]]}, "9999"),
-        (4, {"params": params(300), "prefixes": [[3]] * 4}, "up to 1204, the context holds 1024"),
-    ],
-)
-def test_what_cannot_run_is_refused_at_once(llm: LLM, n: int, options: dict, message: str):
-    with pytest.raises(BadRequest, match=re.escape(message)) as caught:
-        workers(llm, PROMPT, n, **options)
-    assert caught.value.hint
-
-
-def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
-        with pytest.raises(OutOfPages, match="need 39 pages of 16 tokens, the KV pool has 32"):
-            workers(llm, [5] * 40, 4, params(140), [[5]] * 4)
-        running = workers(llm, [5] * 40, 2, params(140), [[5]] * 2)
-        next(running)
-        with pytest.raises(OutOfPages, match="need 19 more pages of 16 tokens, 11 of 32 are free"):
-            next(workers(llm, [5] * 40, 2, params(140), [[5]] * 2))
-        assert len(tokens_of(list(running), 2)[1]) == 140  # the first group goes on as if nothing had happened
-        assert_no_page_is_held(llm)
-
-
-# -- an iterator that nobody goes on with ------------------------------------------------------------------------------
-
-
-def paused(llm: LLM) -> Iterator[Event]:
-    """Workers that hold 29 of 32 pages, after their first event."""
-    running = workers(llm, [5] * 40, 2, params(200), [[5]] * 2)
-    next(running)
-    return running
-
-
-def test_a_request_beside_a_paused_iterator_of_its_own_thread_does_not_wait_for_ever(
-    tiny_folder: Callable[[str], Path],
-):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
-        running = paused(llm)
-        with pytest.raises(OutOfPages, match="29 of 32 pages belong to an iterator of workers") as caught:
-            llm.generate([7] * 100, params(4))
-        assert "close it" in caught.value.hint
-        with pytest.raises(OutOfPages, match="finds no room"):  # it was let in, and then had no page to go on
-            llm.generate([7] * 40, params(40))
-        assert len(tokens_of(list(running), 2)[1]) == 200  # the group goes on as if nothing had happened
-        assert len(llm.generate([7] * 100, params(4))[0].choices[0].token_ids) == 4
-        assert_no_page_is_held(llm)
-
-
-def test_a_request_elsewhere_waits_for_workers_who_go_on(tiny_folder: Callable[[str], Path]):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
-        running = paused(llm)
-        with ThreadPoolExecutor(1) as other:
-            answer = other.submit(llm.generate, [7] * 100, params(4))
-            assert len(tokens_of(list(running), 2)[1]) == 200
-            assert len(answer.result(30)[0].choices[0].token_ids) == 4
-        assert_no_page_is_held(llm)
-
-
-def test_pages_of_an_abandoned_iterator_are_taken_back(
-    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("forerun.engine.loans.PATIENCE", 0.05)
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
-        running = paused(llm)
-        with ThreadPoolExecutor(1) as other:
-            assert len(other.submit(llm.generate, [7] * 100, params(4)).result(30)[0].choices[0].token_ids) == 4
-        with pytest.raises(OutOfPages, match="taken back"):
-            list(running)
-        running = paused(llm)
-        assert len(asyncio.run(llm.agenerate([8] * 100, params(4))).choices[0].token_ids) == 4
-        assert_no_page_is_held(llm)
-
-
-def test_an_iterator_may_end_while_its_thread_has_the_engine(llm: LLM):
-    """As when a garbage collector ends it in the middle of a step."""
-    running = workers(llm, PROMPT, 2, params(50))
-    next(running)
-    llm._driver.visit(lambda engine: running.close())  # type: ignore[attr-defined]
-    llm.generate("twelve", params(2))
-    assert_no_page_is_held(llm)

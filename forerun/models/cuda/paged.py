@@ -217,12 +217,10 @@ def paged_attention(
     nothing gets zeros. All that varies between replays of a graph is read on the device. Blocks in `shared` are read
     once for a group; a window, which leaves little of a long prefix in sight, has no use for that.
     """
-    heads, dim = q.shape[1], q.shape[2]
-    kv_heads = k_cache.shape[1]
+    (_, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = torch.empty_like(q) if out is None else out
     lanes = lanes_for(kv_heads)
-    if tree is not None:
-        tree = tree.view(torch.uint8) if tree.dtype == torch.bool else tree
+    tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     width = 0 if tree is None else tree.shape[1]
     dim_padded = max(16, triton.next_power_of_2(dim))
     seqs = plan.cu_q.numel() - 1
