@@ -57,7 +57,9 @@ class LLM:
     of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool. `profile`: a
     file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the default model
     has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for
-    pages that the pool has no room for.
+    pages that the pool has no room for. `batch_invariant`: with int8 weights on a CPU a token is the same bits alone,
+    in any batch and as a guess; False lets sequences that share a long prefix attend over it in one call: branches of
+    one prompt are much faster, and equal to rounding. With other weights, and on CUDA, it changes nothing.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class LLM:
         chunk_tokens: int | None = None,
         max_context: int | None = None,
         prefix_cache: bool = True,
+        batch_invariant: bool = True,
         disk: str | Path | None = None,
         disk_bytes: int = TierConfig.disk_bytes,
         host_bytes: int = 0,
@@ -87,12 +90,16 @@ class LLM:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 hint = f"leave {name} out to have it chosen"
                 raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
+        if not isinstance(batch_invariant, bool):
+            raise BadRequest(f"batch_invariant is {batch_invariant!r:.80}, it must be True or False", "leave it out")
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = _opened(model)
         context = _context(max_context, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
-        self.decoder, self.precision = build_decoder(checkpoint, where, weights, context, quiet)
+        self.decoder, self.precision = build_decoder(
+            checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
+        )
         self.config, self.model = self.decoder.config, checkpoint.source
         guesser = None if draft is None else _opened(draft)
         drafting = None if guesser is None else self._open_draft(guesser, where, weights, context, quiet)
@@ -107,13 +114,15 @@ class LLM:
         )
         prefiller = prefilling(self.profile)
         self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
-        keep = self._tiers(tiers) if tiers.any else None
+        loose = self.precision.name == "int8" and not batch_invariant
+        keep = self._tiers(tiers, loose) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
         self._driver = Driver(self.engine)
         self._sessions: SessionBook | None = None
 
-    def _tiers(self, config: TierConfig) -> Callable[[PagePool], Tiers]:
-        identity = f"{self.fingerprint} {self.precision.name}"
+    def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
+        """`loose`: bits depend on the batch they came from; nobody who was promised others may read them."""
+        identity = f"{self.fingerprint} {self.precision.name}" + (" loose" if loose else "")
         return lambda pool: Tiers(pool, config, identity)
 
     def _open_draft(

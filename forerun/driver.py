@@ -223,6 +223,8 @@ class Driver:
                 self._steppers -= 1
             if not self._steppers and len(self.engine.upgrades):
                 self._background()
+            elif not self._steppers and self._thread is not None and not self.engine.idle:
+                self._wake.set()  # it left to this caller what this caller did not do, a cancellation above all
 
     def _background(self) -> None:
         with self._gate:

@@ -202,4 +202,4 @@ def _number(name: str, value: float, low: float, high: float, *, whole: bool = F
     too_low = value <= low if open_low else value < low
     if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
         above = "above" if open_low else "from"
-        raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", f"choose a {name} in that range")
+        raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", "choose a value in that range")

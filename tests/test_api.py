@@ -121,6 +121,8 @@ def test_n_answers_come_as_choices(llm: LLM):
         ({"pool_tokens": 3}, "pool_tokens is 3"),
         ({"threads": -1}, "threads is -1"),
         ({"threads": "2"}, "threads is '2'"),
+        ({"batch_invariant": "no"}, "batch_invariant is 'no'"),
+        ({"batch_invariant": 0}, "batch_invariant is 0"),
         ({"pool_tokens": 0}, "pool_tokens is 0"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"max_context": "x"}, "max_context is 'x'"),
@@ -190,3 +192,55 @@ def test_an_error_in_the_background_reaches_those_who_wait(llm: LLM, monkeypatch
 def test_a_pool_larger_than_memory_is_refused(tiny_folder: Callable[[str], Path]):
     with pytest.raises(OutOfPages, match="pool_tokens is 1000000000000"):
         LLM(str(tiny_folder("qwen3")), quiet=True, threads=1, pool_tokens=10**12)
+
+
+BRANCHES = SamplingParams(max_tokens=6, temperature=1.2, seed=4, n=4, ignore_eos=True, speculate="off", logprobs=1)
+
+
+def test_branches_may_attend_together_where_bits_may_differ(tiny_folder: Callable[[str], Path]):
+    """int8 keeps its bits unless told otherwise; then answers are the same to rounding, and attention is shared."""
+    said, groups = [], []
+    for options in ({}, {"batch_invariant": False}, {"batch_invariant": False, "prefix_cache": False}):
+        with LLM(str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, **options) as made:
+            attention: Any = made.decoder.attention
+            shapes = _watch(attention)
+            said.append(made.generate([5 + i % 300 for i in range(400)], BRANCHES)[0].choices)
+            groups.append(4 in shapes)
+    assert groups == [False, True, False]  # branches without a shared cache have pages of their own
+    for others in said[1:]:
+        for mine, theirs in zip(said[0], others, strict=True):
+            ours, other = mine.logprobs[0].logprob, theirs.logprobs[0].logprob
+            assert mine.token_ids[0] == theirs.token_ids[0] and other == pytest.approx(ours, abs=0.05)
+
+
+def _watch(attention: Any) -> list[int]:
+    """After each plan: how many tokens of the batch attend in groups."""
+    seen, plan = [0], attention.plan
+
+    def watched(batch: Any) -> None:
+        plan(batch)
+        seen.append(sum(len(group.tokens) for group in attention._groups))
+
+    attention.plan = watched
+    return seen
+
+
+@pytest.mark.parametrize(("weights", "strict"), [("int8", True), ("float32", False)])
+def test_the_promise_of_bits_is_about_int8(tiny_folder: Callable[[str], Path], weights: str, strict: bool):
+    found = []
+    for wanted in (True, False):
+        with LLM(str(tiny_folder("qwen3")), weights=weights, threads=1, quiet=True, batch_invariant=wanted) as made:
+            found.append(made.decoder.attention.same_bits)  # type: ignore[attr-defined]
+    assert found == [strict, False]
+
+
+def test_bits_that_depend_on_a_batch_are_not_read_from_disk(tiny_folder: Callable[[str], Path], tmp_path: Path):
+    def served(**options: Any) -> int:
+        with LLM(str(tiny_folder("qwen3")), threads=1, quiet=True, disk=tmp_path, **options) as made:
+            return made.generate([7] * 100, PARAMS)[0].usage.served["disk"]
+
+    assert served(weights="int8", batch_invariant=False) == 0
+    assert served(weights="int8") == 0  # was promised the bits of a token alone
+    assert served(weights="int8") == served(weights="int8", batch_invariant=False) == 96
+    assert served(weights="float32", batch_invariant=False) == 0
+    assert served(weights="float32") == 96  # no such promise: nothing differs

@@ -9,21 +9,28 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.api import LLM, Prompt
-from forerun.bench import agent_trace, cache_model, common, sharing_plan, sharing_restart, sharing_tree
+from forerun.api import LLM
+from forerun.bench import (
+    agent_trace,
+    cache_model,
+    common,
+    sharing_branches,
+    sharing_plan,
+    sharing_restart,
+    sharing_tree,
+)
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 
 PARTS = ("branches", "restart", "rollouts", "trace", "plan", "tree", "operations")
 NEED_TEXT = ("rollouts", "trace", "plan")
-GOALS = {"unshared": 6.0, "attention": 1.3, "rollouts": 1.5, "trace": 0.9}
+GOALS = {"rollouts": 1.5, "trace": 0.9}
 
 QUICK: dict[str, Any] = {
     "prompt": 300, "branches": 4, "tokens": 8, "questions": 1, "budget": 600, "turns": 4, "tasks": 1, "nodes": 100,
@@ -80,7 +87,7 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
         say("random operations")
         found["operations"] = cache_model.run(sizes.steps)
     if "branches" in sizes.parts:
-        found["branches"] = branches(setup, sizes, say)
+        found["branches"] = sharing_branches.run(functools.partial(_opened, setup), setup, sizes, say)
     if "restart" in sizes.parts:
         say("restart")
         ids = common.Prompts(replace(setup, data=None)).cut(sizes.prompt)
@@ -95,105 +102,18 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
                 say("plan before tools")
                 found["plan"] = sharing_plan.run(llm, sizes.tasks)
     about = {"bench": "sharing", "model": setup.name, "weights": setup.weights, "device": setup.device}
-    reached = {part: figures["goal"]["reached"] for part, figures in found.items() if "goal" in figures}
+    reached = {
+        part + name.removeprefix("reached"): mark
+        for part, figures in found.items()
+        for name, mark in figures.get("goal", {}).items()
+        if name.startswith("reached")  # a part that is measured in several ways has a mark for each
+    }
     return (
         about
         | {"runs": setup.runs, "quick": sizes.quick}
         | found
         | {"goals": reached, "hardware": common.hardware(setup.thread_count())}
     )
-
-
-# -- branches ----------------------------------------------------------------------------------------------------------
-
-
-def branches(setup: common.Setup, sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
-    """Answers to one prompt: sharing everything, without shared-prefix attention, and as requests on their own."""
-    prompts = common.Prompts(replace(setup, data=None))  # data are questions for rollouts
-    context = sizes.prompt + sizes.tokens + 1
-    prompts.check(context)
-    pool = sizes.branches * (context + 32)
-    clock = _Clock(setup.runs, say)
-    warm = replace(sizes, branches=2, tokens=min(4, sizes.tokens))
-    with _opened(setup, max_context=context, pool_tokens=pool, max_batch=sizes.branches, prefix_cache=False) as llm:
-        for run in range(setup.runs + 1):
-            ids = prompts.cut(sizes.prompt, skip=run * sizes.prompt)
-            clock.take("independent", run, functools.partial(_at_once, llm, ids, sizes if run else warm, run))
-            clock.take("one_by_one", run, functools.partial(_one_by_one, llm, ids, sizes if run else warm, run))
-    computed = 0
-    with _opened(setup, max_context=context, pool_tokens=pool, max_batch=sizes.branches) as llm:
-        for run in range(setup.runs + 1):
-            ids = prompts.cut(sizes.prompt, skip=run * sizes.prompt)
-            for name, share in (("prefix_cache_only", False), ("shared", True)):
-                llm.clear_cache()
-                before = llm.stats().computed
-                with _sharing(llm, share):
-                    clock.take(name, run, functools.partial(_branched, llm, ids, sizes if run else warm, run))
-                computed = llm.stats().computed - before
-    return _branch_figures(sizes, clock.seconds, computed)
-
-
-@dataclass
-class _Clock:
-    """Times what takes turns; run 0 is for warmth and does not count."""
-
-    runs: int
-    say: Callable[[str], None]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def take(self, name: str, run: int, go: Callable[[], None]) -> None:
-        self.say(f"branches: {name}, " + (f"run {run} of {self.runs}" if run else "for warmth"))
-        start = time.perf_counter()
-        go()
-        if run:
-            self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-
-
-def _branch_figures(sizes: Sizes, seconds: dict[str, list[float]], computed: int) -> dict[str, Any]:
-    """`computed`: prompt tokens that were run for all branches together."""
-    figures = {name: common.spread(values) for name, values in seconds.items()}
-    ratios = {name: figures[name]["median"] / figures["shared"]["median"] for name in figures if name != "shared"}
-    once = computed < sizes.prompt + 32 * sizes.branches  # each branch may redo what lies on its last, partial page
-    reached = ratios["independent"] >= GOALS["unshared"] and ratios["prefix_cache_only"] >= GOALS["attention"]
-    return {
-        "prompt_tokens": sizes.prompt,
-        "branches": sizes.branches,
-        "tokens": sizes.tokens,
-        "seconds": figures,
-        "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        "computed_prompt_tokens": computed,
-        "goal": {"unshared": GOALS["unshared"], "attention": GOALS["attention"], "reached": reached and once},
-    }
-
-
-def _params(sizes: Sizes, seed: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(temperature=0.8, seed=seed, max_tokens=sizes.tokens, ignore_eos=True, speculate="off", n=n)
-
-
-def _branched(llm: LLM, ids: list[int], sizes: Sizes, run: int) -> None:
-    llm.generate(ids, _params(sizes, 1000 * run, n=sizes.branches))
-
-
-def _at_once(llm: LLM, ids: list[int], sizes: Sizes, run: int) -> None:
-    prompts: list[Prompt] = [ids] * sizes.branches
-    llm.generate(prompts, _params(sizes, 1000 * run))
-
-
-def _one_by_one(llm: LLM, ids: list[int], sizes: Sizes, run: int) -> None:
-    for branch in range(sizes.branches):
-        llm.generate(ids, _params(sizes, 1000 * run + branch))
-
-
-@contextmanager
-def _sharing(llm: LLM, share: bool) -> Iterator[None]:
-    """Shared-prefix attention on or off."""
-    attention: Any = llm.decoder.attention
-    before = attention.share_prefix
-    attention.share_prefix = share
-    try:
-        yield
-    finally:
-        attention.share_prefix = before
 
 
 # -- rollouts and the trace --------------------------------------------------------------------------------------------

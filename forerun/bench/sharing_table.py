@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from forerun.bench import common
+from forerun.bench.sharing_branches import LOOSE, SHARED, UNSHARED
 
 Row = tuple[str, str, str]
 
@@ -30,23 +31,36 @@ def table(result: dict[str, Any]) -> Table:
         for number, (what, figures, goal) in enumerate(describe(result[part])):
             made.add_row("" if number else part, what, figures, goal)
         if "goal" in result[part] and not result["quick"]:
-            made.add_row("", "", "", "reached" if result[part]["goal"]["reached"] else "[bold]missed[/bold]")
+            for name, mark in result[part]["goal"].items():
+                if name.startswith("reached"):
+                    way = name.removeprefix("reached_").replace("_", " ") if name != "reached" else ""
+                    made.add_row("", way, "", "reached" if mark else "[bold]missed[/bold]")
         made.add_section()
     return made
 
 
 def _branches(own: dict[str, Any]) -> Iterator[Row]:
+    """Ratios are to shared branches: both kinds of those where a row has no kind of its own."""
+    what = f"{own['branches']} branches of {own['tokens']} from {own['prompt_tokens']:,} tokens, seconds"
     names = {
-        "shared": f"{own['branches']} branches of {own['tokens']} from {own['prompt_tokens']:,} tokens, seconds",
-        "prefix_cache_only": "without shared-prefix attention",
+        SHARED: what,
+        UNSHARED: "without shared-prefix attention",
+        SHARED + LOOSE: "branches, batch_invariant=False",
+        UNSHARED + LOOSE: "the same without shared-prefix attention",
         "independent": "requests at once, no prefix cache",
         "one_by_one": "the same, one after the other",
     }
-    goals = {"prefix_cache_only": own["goal"]["attention"], "independent": own["goal"]["unshared"]}
+    goals = dict.fromkeys((UNSHARED, UNSHARED + LOOSE), own["goal"]["attention"]) | {
+        "independent": own["goal"]["unshared"]
+    }
     for name, label in names.items():
-        ratio = f", {own['ratios'][name]:.2f}x" if name in own["ratios"] else ""
+        if name not in own["seconds"]:
+            continue
+        ratios = [f"{own['ratios'][name]:.2f}x"] if name in own["ratios"] else []
+        if name + LOOSE in own["ratios"] and name + LOOSE not in own["seconds"]:
+            ratios.append(f"{own['ratios'][name + LOOSE]:.2f}x with batch_invariant=False")
         goal = f"{goals[name]:.1f}x" if name in goals else ""
-        yield label, common.cell(own["seconds"][name]) + ratio, goal
+        yield label, ", ".join([common.cell(own["seconds"][name]), *ratios]), goal
     yield "prompt tokens computed for all branches", f"{own['computed_prompt_tokens']:,}", "the prompt once"
 
 

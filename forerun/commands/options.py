@@ -48,6 +48,10 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threa
 PoolTokens = Annotated[
     int | None, typer.Option("--pool-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."),
+]
 MaxContext = Annotated[int | None, typer.Option("--max-context", min=16, help="Longest prompt and answer together.")]
 
 MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", help="Longest answer in tokens.")]
@@ -129,10 +133,12 @@ class ModelOptions(TierOptions):
     pool_tokens: PoolTokens = None
     max_context: MaxContext = None
     profile: Profile = None
+    batch_invariant: BatchInvariant = True
 
     def open(self, **more: Any) -> LLM:
-        where = (self.model, self.weights, self.device, self.threads, self.pool_tokens, self.max_context)
-        return open_llm(*where, self.draft, self.profile, **(self.tiers() | more))
+        names = ("draft", "pool_tokens", "max_context", "profile", "batch_invariant")
+        own = {name: getattr(self, name) for name in names}
+        return open_llm(self.model, self.weights, self.device, self.threads, **(own | self.tiers() | more))
 
 
 @dataclass(frozen=True)
@@ -253,30 +259,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def open_llm(
-    model: str,
-    weights: str,
-    device: str,
-    threads: int | None = None,
-    pool_tokens: int | None = None,
-    max_context: int | None = None,
-    draft: str | None = None,
-    profile: str | None = None,
-    **more: Any,
-) -> LLM:
+def open_llm(model: str, weights: str, device: str, threads: int | None = None, **more: Any) -> LLM:
     from forerun import LLM
 
-    return LLM(
-        model,
-        draft=draft,
-        profile=profile,
-        weights=weights,
-        device=device,
-        threads=threads,
-        pool_tokens=pool_tokens,
-        max_context=max_context,
-        **more,
-    )
+    return LLM(model, weights=weights, device=device, threads=threads, **more)
 
 
 def stop_strings(given: list[str] | None) -> tuple[str, ...]:

@@ -239,14 +239,14 @@ class Scheduler:
         """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
         if self.tree is None or not seq.params.cache:
             return False
-        page, head = self.pool.page_size, seq.tokens[: self.pool.page_size]
-        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.tokens[:page] == head]
-        if not leaders or len(seq.tokens) <= page:
+        page, own = self.pool.page_size, seq.tokens[:-1]  # the last token runs in any case
+        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.tokens[:page] == own[:page]]
+        if not leaders or len(own) < page:
             return False
         known = len(self._known(seq)) * page
         if self.approximate is not None and seq.approximate is not None:
-            known = max(known, self.approximate.known(seq.approximate.key, seq.tokens[:-1]))
-        return any(common_prefix(r.tokens, seq.tokens) // page * page > max(known, 0) for r in leaders)
+            known = max(known, self.approximate.known(seq.approximate.key, own))
+        return any(common_prefix(r.tokens, own) // page * page > known for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""

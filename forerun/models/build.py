@@ -83,8 +83,10 @@ def build_decoder(
     max_context: int,
     quiet: bool = False,
     guesses: bool = False,
+    batch_invariant: bool = True,
 ) -> tuple[Decoder, Precision]:
-    """`guesses`: a draft model: faster, where results may depend on the batch and rare tokens may be left out."""
+    """`guesses`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
+    `batch_invariant`: False allows only the former, in attention."""
     precision = choose_precision(weights, device, checkpoint.quantised)
     builder = _Builder(checkpoint, precision, device, guesses)
     config = checkpoint.config
@@ -104,7 +106,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=attention_backend(config, device, precision, max_context, same_bits=not guesses),
+        attention=attention_backend(config, device, precision, max_context, same_bits=batch_invariant and not guesses),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from forerun.core import ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.attention import KV
 from forerun.models.decoder import Decoder, Output, Taps, Watch
+from forerun.models.planes import Planes, make_planes
 
 if TYPE_CHECKING:
     from forerun.models.cuda.chain import Chains
@@ -85,6 +87,11 @@ class Runner:
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
 
+    @cached_property
+    def planes(self) -> Planes:
+        """K/V of all layers at once."""
+        return make_planes(self.decoder, self.kv)
+
     def forward(
         self,
         spans: list[Span],
@@ -122,6 +129,11 @@ class Runner:
         if self.graphs is None:
             return None
         return self.graphs.chains(self.batch(spans), depth, least)
+
+    def gaze(self, span: Span) -> np.ndarray | None:
+        """How much the tokens of a span look at each entry of their sequence up to the last of them, [entries] float32:
+        mean over tokens, heads and all layers but the last. Leaves their K/V; None where no device does it at once."""
+        return None if self.graphs is None else self.graphs.gaze(self.batch([span]))
 
     def batch(self, spans: list[Span]) -> HostBatch:
         """Lay spans out one after the other."""

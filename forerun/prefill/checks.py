@@ -30,6 +30,7 @@ from forerun.core import PrefillReport
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
 from forerun.models.linear import rms_norm
+from forerun.models.planes import Picker
 from forerun.models.runner import Runner
 from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.plan import Checkpoint
@@ -85,6 +86,19 @@ class Scores:
             report.spans.append(about | self.of_span(i))
 
 
+@dataclass
+class _Pass:
+    """Rows of checkpoints in one pass of the target, layer by layer."""
+
+    inputs: Picker  # [hidden] each
+    queries: Picker  # [Hq, D] each
+    layers: list[int] = field(default_factory=list)
+
+    def settle(self) -> None:
+        self.inputs.settle()
+        self.queries.settle()
+
+
 class Checker:
     """Remembers what a round of repair is going to overwrite at the checkpoints, watches it, and compares.
 
@@ -94,48 +108,48 @@ class Checker:
 
     def __init__(self, runner: Runner, pages: array[int], spans: list[Checkpoint], base: int, sinks: int) -> None:
         """`sinks`: entries at the start of the prompt that are exact."""
-        self._decoder, self._kv, self.spans, self._base = runner.decoder, runner.kv, spans, base
-        device = runner.decoder.device
+        self._decoder, self._planes, self.spans, self._base = runner.decoder, runner.planes, spans, base
         self._entries = np.concatenate([span.entries for span in spans])  # [C]
         span = np.repeat(np.arange(len(spans)), [span.count for span in spans])
-        self._member = F.one_hot(torch.from_numpy(span), len(spans)).float().to(device)  # [C, spans]
-        every = np.concatenate((np.arange(sinks), self._entries))
-        slots = np.array(pages, dtype=np.int64)[every // runner.pool.page_size] * runner.pool.page_size
-        self._slots = torch.from_numpy(slots + every % runner.pool.page_size).to(device)  # [sinks + C]
-        self._keys, self._sinks = torch.from_numpy(every).to(device), sinks
-        self._drafted = self._read()
-        self._inputs: dict[int, list[Tensor]] = {}  # layer -> rows of checkpoints, in order
-        self._queries: dict[int, list[Tensor]] = {}
+        self._member = self._send(np.eye(len(spans), dtype=np.float32)[span])  # [C, spans]
+        self._every, self._sinks = np.concatenate((np.arange(sinks), self._entries)), sinks  # [keys]
+        slots = np.array(pages, dtype=np.int64)[self._every // runner.pool.page_size] * runner.pool.page_size
+        self._slots = self._send(slots + self._every % runner.pool.page_size)  # [keys]
+        self._drafted = self._planes.read(base, self._slots)  # [2, layers, keys, Hkv, D]
+        self._passes: list[_Pass] = []
 
-    def _read(self) -> list[Tensor]:
-        """K and V of the drafted layers at sinks and checkpoints, as they are now: [layers, sinks + C, Hkv, D] each."""
-        drafted = self._kv[self._base :]
-        return [torch.stack([layer[j].index_select(0, self._slots) for layer in drafted]) for j in (0, 1)]
+    def _send(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
 
     def watch(self, entries: np.ndarray) -> Watch | None:
         """For a pass over rows of these entries; None where no checkpoint is among them."""
         here = np.flatnonzero(np.isin(entries, self._entries))
         if not len(here):
             return None
-        rows = torch.from_numpy(here).to(self._decoder.device)
+        for earlier in self._passes:
+            earlier.settle()
+        rows = self._send(here)
+        seen = _Pass(self._planes.picker(rows), self._planes.picker(rows))
+        self._passes.append(seen)
 
         def look(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
             if q is not None and layer >= self._base and q.shape[0] == len(entries):  # in the last layer rows are gone
-                self._inputs.setdefault(layer, []).append(x.index_select(0, rows))
-                self._queries.setdefault(layer, []).append(q.index_select(0, rows))
+                seen.layers.append(layer)
+                seen.inputs.see(x)
+                seen.queries.see(q)
 
         return look
 
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:
         """Once all checkpoint rows have run."""
-        now, found = self._read(), {}
-        for signal, drafted, true in zip(("key", "value"), self._drafted, now, strict=True):
-            old, new = (t[:, self._sinks :].float().flatten(2) for t in (drafted, true))  # [layers, C, Hkv * D]
-            apart, norm = ((t.square().sum(-1) @ self._member) for t in (old - new, new))  # [layers, spans]
-            found[signal] = (apart / norm.clamp_min(1e-20)).sqrt()
-        for signal, cosines in self._cosines(now).items():
-            found[signal] = (cosines @ self._member) / self._member.sum(0)  # [layers, spans]
+        both = torch.stack((self._planes.read(self._base, self._slots), self._drafted)).float()
+        new, old = both[:, :, :, self._sinks :].flatten(4)  # [2, layers, C, Hkv * D] each
+        apart, norm = ((t.square().sum(-1) @ self._member) for t in (old - new, new))  # [2, layers, spans]
+        found = dict(zip(("key", "value"), (apart / norm.clamp_min(1e-20)).sqrt(), strict=True))
+        if any(seen.layers for seen in self._passes):
+            cosines = torch.stack(self._cosines(both)) @ self._member / self._member.sum(0)  # [2, n, spans]
+            found |= dict(zip(("attention", "hidden"), cosines, strict=True))
         told = torch.cat(list(found.values())).cpu().numpy()  # at once: each copy would wait for the device
         layers, spans, at = self._decoder.config.num_layers, len(self.spans), 0
         values = {signal: np.full((layers, spans), float(signal in COSINES)) for signal in SIGNALS}
@@ -145,41 +159,55 @@ class Checker:
         finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
         return Scores(values, self._base, kl, finite)
 
-    def _cosines(self, now: list[Tensor]) -> dict[str, Tensor]:
-        """Per signal [layers that were watched, C]."""
-        config, watched = self._decoder.config, sorted(self._queries)
-        if not watched:
-            return {}
+    def _cosines(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """`attention` and `hidden`, [layers that were watched, C] each, from K/V [now or drafted, 2, layers, keys, Hkv,
+        D], of which drafted sinks are overwritten."""
+        config, watched = self._decoder.config, self._passes[0].layers
+        assert all(seen.layers == watched for seen in self._passes)
         assert watched == list(range(self._base, self._base + len(watched)))
-        x = torch.stack([torch.cat(self._inputs[i]) for i in watched])  # [n, C, hidden]
-        q = torch.stack([torch.cat(self._queries[i]) for i in watched]).transpose(1, 2).float()  # [n, Hq, C, D]
+        x = torch.cat([seen.inputs.picked() for seen in self._passes], 1)  # [n, C, hidden]
+        q = torch.cat([seen.queries.picked() for seen in self._passes], 1)  # [n, C, Hq, D]
         assert x.shape[1] == len(self._entries), "not all checkpoint rows have run"
-        visible = torch.stack([self._visible(config.window(i)) for i in watched])[:, None]  # [n, 1, C, keys]
-        both = []
-        for drafted in (False, True):
-            k, v = (t[: len(watched)].clone() for t in now)
-            if drafted:
-                for cache, old in zip((k, v), self._drafted, strict=True):
-                    cache[:, self._sinks :] = old[: len(watched), self._sinks :]
-            keys, values = (t.transpose(1, 2).float() for t in (k, v))  # [n, Hkv, keys, D]
-            out = F.scaled_dot_product_attention(q, keys, values, visible, scale=config.scale, enable_gqa=True)
-            both.append(out.transpose(1, 2).flatten(2))  # [n, C, Hq * D]
-        rows = torch.cat(both, 1)  # [n, 2 C, Hq * D]
-        streams = torch.stack([self._stream(i, x[n], rows[n]) for n, i in enumerate(watched)])  # [n, 2 C, hidden]
-        pairs = {"attention": both, "hidden": streams.chunk(2, 1)}
-        return {signal: F.cosine_similarity(pair[0], pair[1], dim=-1) for signal, pair in pairs.items()}
+        n, count, heads, dim = q.shape
+        # heads that share a KV head are rows of one head: kernels take those and a mask without copies of K and V
+        group = heads // config.num_kv_heads
+        rows = both.new_empty(2, n, config.num_kv_heads, group, count, dim)
+        rows.copy_(q.view(n, count, -1, group, dim).permute(0, 2, 3, 1, 4))
+        both[1, :, :, : self._sinks] = both[0, :, :, : self._sinks]
+        keys, values = both[:, :, :n].permute(1, 0, 2, 4, 3, 5).flatten(1, 2)  # [2 n, Hkv, keys, D] each
+        mask = self._mask(watched, group)
+        out = F.scaled_dot_product_attention(
+            rows.view(2 * n, -1, group * count, dim), keys, values, mask, scale=config.scale
+        )
+        out = out.view(2, n, -1, group, count, dim).permute(1, 0, 4, 2, 3, 5).flatten(3)  # [n, 2, C, Hq * D]
+        return cosine(out), cosine(self._streams(watched, x, out))
 
-    def _visible(self, window: int | None) -> Tensor:
-        """[C, keys]: which of the sampled keys each checkpoint row sees."""
-        own = self._keys[self._sinks :, None]
-        seen = self._keys <= own
-        return seen if window is None else seen & (self._keys > own - window)
+    def _mask(self, layers: list[int], group: int) -> Tensor:
+        """What is added to scores of the sampled keys for each checkpoint row: [1 or 2 n, 1, group * C, keys]."""
+        windows = [self._decoder.config.window(i) for i in layers]
+        kinds, own, masks = list(dict.fromkeys(windows)), self._entries[:, None], []
+        for window in kinds:
+            seen = (self._every <= own) & (True if window is None else self._every > own - window)
+            masks.append(np.tile(np.where(seen, np.float32(0), np.float32(-np.inf)), (group, 1))[None])
+        sent = self._send(np.stack(masks))
+        if len(kinds) == 1:
+            return sent
+        return sent.index_select(0, self._send(np.array([kinds.index(window) for window in windows * 2])))
 
-    def _stream(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states after a layer's attention: [C, hidden], [2 C, Hq * D] -> [2 C, hidden]."""
-        w, x = self._decoder.layers[layer], x.repeat(2, 1)
-        added = w.o(attended.to(x.dtype))
-        return (x + (added if w.post_attn_norm is None else rms_norm(added, w.post_attn_norm))).float()
+    def _streams(self, layers: list[int], x: Tensor, attended: Tensor) -> Tensor:
+        """Hidden states after attention: [n, C, hidden], [n, 2, C, Hq * D] -> [n, 2, C, hidden]."""
+        added = []
+        for i, rows in zip(layers, attended.to(x.dtype).flatten(1, 2), strict=True):
+            w = self._decoder.layers[i]
+            out = w.o(rows)
+            added.append(out if w.post_attn_norm is None else rms_norm(out, w.post_attn_norm))
+        return (x[:, None] + torch.stack(added).view(*attended.shape[:3], -1)).float()
+
+
+def cosine(pairs: Tensor) -> Tensor:
+    """[n, 2, C, D] -> [n, C]."""
+    norms = torch.linalg.vector_norm(pairs, dim=-1).clamp_min(1e-8)  # [n, 2, C]
+    return (pairs[:, 0] * pairs[:, 1]).sum(-1) / (norms[:, 0] * norms[:, 1])
 
 
 def check_thresholds(thresholds: dict[str, list[float]], layers: int) -> None:

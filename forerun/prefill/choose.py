@@ -6,6 +6,7 @@ source: scores that a source measures while it reads come in through its own `sc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from forerun.errors import BadRequest
-from forerun.models.runner import Runner
+from forerun.models.runner import Runner, Span
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.echo import echoes
@@ -137,8 +138,12 @@ def tail_rows(job: Job, want: int = 0) -> Rows:
 def tail_attention(runner: Runner, job: Job) -> np.ndarray:
     """[len(job.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and layers.
 
-    The last layer is left out: rows that nobody wants logits of leave the pass before they attend there.
+    The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
+    has the pass and the sums ready does both at once.
     """
+    seen = runner.gaze(Span(job.tokens[job.end :], job.end, job.pages, ()))
+    if seen is not None:
+        return seen
     gaze = TailAttention(runner, job.pages, job.end, len(job.tokens))
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
@@ -147,3 +152,15 @@ def tail_attention(runner: Runner, job: Job) -> np.ndarray:
 
     Staircase(runner).run(tail_rows(job), watch)
     return gaze.reduce()
+
+
+def warm_up(runner: Runner, tail: int) -> None:
+    """Let a device compile and capture what the first prompt's tail would wait for; needs pages for that tail."""
+    pool = runner.pool
+    if runner.graphs is None or pool.pages_for(tail) > pool.free:
+        return
+    pages = array("i", pool.allocate(pool.pages_for(tail)))
+    try:
+        runner.gaze(Span([0] * tail, 0, pages, ()))
+    finally:
+        pool.release(pages)

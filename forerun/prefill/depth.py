@@ -125,7 +125,8 @@ class Staircase:
         alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
         x = self._inputs(rows, alive)  # [len(alive), hidden]
         result = Climbed(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
-        for i in range(rows.first, count):
+        i = rows.first
+        while i < count and len(alive):
             if i == keep:
                 result.x, result.kept = x, alive
             whole = rows.whole(i, count, keep)[alive]
@@ -134,16 +135,25 @@ class Staircase:
                 plan.use(alive[leaving], attend=False)
                 decoder.write_kv(_pick(x, leaving), i, kv)
             x, alive = _pick(x, whole), alive[whole]
-            if not len(alive):
-                break
-            x = decoder.run_layers(x, plan.use(alive, attend=True), kv, range(i, i + 1), watch=watch)
-            result.token_layers += len(alive)
+            end = self._together(rows, alive, i, keep)
+            if len(alive):
+                x = decoder.run_layers(x, plan.use(alive, attend=True), kv, range(i, end), watch=watch)
+            result.token_layers += len(alive) * (end - i)
+            i = end
         if keep is not None and result.x is None:
             result.x, result.kept = x, alive
         if len(rows.want):
             at = torch.from_numpy(np.searchsorted(alive, np.asarray(rows.want))).to(decoder.device)
             result.logits = decoder.logits(x.index_select(0, at))
         return result
+
+    def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
+        """The layer before which none of these rows leaves and nobody wants to see what comes in: up to it they run in
+        one go, because every stop in between costs the host more than a small layer takes."""
+        end = first + 1
+        while end < self._layers and end != keep and rows.whole(end, self._layers, keep)[alive].all():
+            end += 1
+        return end
 
     def _check(self, rows: Rows, keep: int | None) -> None:
         depths = rows.depths

@@ -25,19 +25,25 @@ def echoes(tokens: list[int], end: int) -> np.ndarray:
     marks = np.zeros(len(ids))
     if end < WORDS or len(ids) - end < WORDS:
         return marks
-    grams = np.stack([ids[i : len(ids) - WORDS + 1 + i] for i in range(WORDS)])  # [WORDS, starts]
-    text, asked = grams[:, : end - WORDS + 1], np.unique(grams[:, end - WORDS + 1 :], axis=1)
-    same = np.logical_and.reduce(text[:, :, None] == asked[:, None, :])  # [starts, asked]
-    same &= same.sum(0) <= RARE
+    grams = _grams(ids)
+    text, asked = grams[: end - WORDS + 1], np.unique(grams[end - WORDS + 1 :])
+    which = np.searchsorted(asked, text).clip(max=len(asked) - 1)
+    found = np.flatnonzero(asked[which] == text)  # starts of what the tail repeats
+    found = found[np.bincount(which[found], minlength=len(asked))[which[found]] <= RARE]
     steps = np.zeros(len(ids) + 1)
-    for start in np.nonzero(same)[0].tolist():
-        steps[start] += 1.0
-        steps[min(start + WORDS - 1 + AFTER, end)] -= 1.0
+    steps[found] += 1.0
+    np.subtract.at(steps, np.minimum(found + WORDS - 1 + AFTER, end), 1.0)
     marks += np.cumsum(steps)[:-1]
     last = _last(ids, end)
     if last is not None:
         marks[last + 1 : min(last + 1 + GOES_ON, end)] += len(ids)  # before all others
     return _strongest(marks, max(1, int(MOST * end)))
+
+
+def _grams(ids: np.ndarray) -> np.ndarray:
+    """[starts] one number for each WORDS tokens in a row; token ids are below 2 ** 21."""
+    starts = len(ids) - WORDS + 1
+    return np.bitwise_or.reduce([ids[i : starts + i] << (21 * i) for i in range(WORDS)])
 
 
 def _last(ids: np.ndarray, end: int) -> int | None:

@@ -21,7 +21,7 @@ from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, check_thresholds, divergence, wipe
-from forerun.prefill.choose import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows
+from forerun.prefill.choose import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows, warm_up
 from forerun.prefill.depth import Staircase
 from forerun.prefill.job import Job, Phase
 from forerun.prefill.plan import (
@@ -62,6 +62,9 @@ class Prefiller:
         self._staircase, self._repairs = Staircase(workshop.runner), Repair(workshop.runner, self.policy)
         self._sources: dict[str, Source] = {}
         self._progress: dict[int, Way] = {}
+        if profile is not None:  # without one nothing is drafted
+            warm_up(workshop.runner, self.policy.tail)
+            workshop.runner.planes.prepare()
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 

@@ -55,9 +55,12 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     _name_model(app, config.model_name)
     app.add_middleware(Guard, config=config, gate=gate)
     if config.cors_origins:  # outermost: a preflight carries no key
-        methods = ["GET", "POST"]  # and any header: clients in browsers send many of their own
         app.add_middleware(
-            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # clients in browsers send many of their own
+            expose_headers=["Retry-After", "x-request-id"],
         )
     app.add_middleware(Counted, metrics=service.metrics)  # of those who are turned away, too
     return app

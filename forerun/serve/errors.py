@@ -22,6 +22,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
+_SHOULD = "Input should be "  # how pydantic begins where a value is of the wrong type
 _CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
 
 
@@ -94,11 +95,45 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}").response
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "extra_forbidden":
+    parts, meant = _meant(error)
+    path = ".".join(map(str, parts))
+    if meant[0]["type"] == "extra_forbidden":
         return ApiError(400, f"{path} is not supported here", "leave it out", param=path).response
-    what = f"{path}: {first['msg']}" if path else f"the body: {first['msg']}"
+    what = f"{path or 'the body'}: {_wanted(meant)}"
     return ApiError(400, what, "send application/json" if not path else "", param=path or None).response
+
+
+def _meant(error: RequestValidationError) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
+    """Where the first mistake is, and all that was said about that place.
+
+    A value of several allowed forms is measured against each: the form it came furthest with is the one that was meant.
+    """
+    found = [(_place(one, error.body), one) for one in error.errors()]
+    first = found[0][0]
+    within = [place for place, _ in found if place[: len(first)] == first]
+    meant = max(within, key=len)  # the first of the longest
+    return meant, [one for place, one in found if place == meant]
+
+
+def _place(one: dict[str, Any], body: Any) -> tuple[Any, ...]:
+    """The way to a value as its sender knows it, without the names of forms that it was measured against."""
+    place: list[Any] = []
+    for part in one["loc"][1:]:  # after "body"
+        inside = range(len(body)) if isinstance(body, list) else body if isinstance(body, dict) else ()
+        if part in inside:
+            body = body[part]
+            place.append(part)
+    return (*place, one["loc"][-1]) if one["type"] == "missing" and len(one["loc"]) > 1 else tuple(place)
+
+
+def _wanted(meant: list[dict[str, Any]]) -> str:
+    """What a value should have been, in one sentence."""
+    ours = [one["msg"].removeprefix("Value error, ") for one in meant]
+    close = [text for text in ours if not text.startswith(_SHOULD)]  # of the right type
+    if close:
+        return close[0]
+    wanted = ["an object" if "dictionary" in text else text.removeprefix(_SHOULD) for text in ours]
+    return _SHOULD + " or ".join(dict.fromkeys(wanted))
 
 
 def _plain(value: str | None) -> str | None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from forerun.errors import BadRequest
 from forerun.params import MAX_LOGPROBS, Grammar, Prefill, SamplingParams, Speculation
@@ -29,7 +29,13 @@ def _from(low: float, high: float) -> Any:
     return Field(default=None, json_schema_extra={"minimum": low, "maximum": high})
 
 
-SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.*\S)?$")]
+def _no_dots(name: str) -> str:
+    if name in (".", ".."):  # clients take them for steps in a path: the session could not be deleted
+        raise ValueError(f"a session cannot be called {name}")
+    return name
+
+
+SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.*\S)?$"), AfterValidator(_no_dots)]
 
 
 class PrefillOptions(_Model):
@@ -226,6 +232,12 @@ class ChatRequest(_Asked):
 
     def params(self, room: int) -> SamplingParams:
         """`room`: longest answer where no length is asked for."""
+        # Called otherwise in `SamplingParams`, whose words would be about fields that nobody sent
+        for name, low, high in (("max_completion_tokens", 1, 10_000_000), ("top_logprobs", 0, MAX_LOGPROBS)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                hint = "choose a value in that range"
+                raise BadRequest(f"{name} is {value}, allowed is from {low} to {high}", hint)
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", "set logprobs, or leave top_logprobs out")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

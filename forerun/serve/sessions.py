@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from forerun.sharing.session_book import DEFAULT_TTL
 from forerun.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
     from forerun.serve.schema import Message, SessionOptions
 
 Encode = Callable[[list[dict[str, Any]]], list[int]]
@@ -38,6 +40,7 @@ class Sessions:
         self.llm, self.most, self.longest = llm, most, longest
         self.busy: set[str] = set()
         self._used: dict[str, float] = {}  # open ones, least recently used first
+        self._gone: deque[str] = deque(maxlen=256)  # closed lately
         self._lock = threading.Lock()
 
     @staticmethod
@@ -119,6 +122,15 @@ class Sessions:
     def _close(self, name: str, session: Session, forget: bool = False) -> None:
         session.close(forget)
         self._used.pop(name, None)
+        self._gone.append(name)
+        self.llm.sessions.driver.visit(self._drop_figures)
+
+    def _drop_figures(self, engine: Engine) -> None:
+        """The library keeps those of all sessions there ever were; here names are the clients', without end. A turn
+        that was cancelled is counted in the step after: so those closed lately are looked at again."""
+        for name in self._gone:
+            if name not in self._used:
+                engine.stats.sessions.pop(name, None)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.bench import sharing, sharing_plan, sharing_restart, sharing_table
+from forerun.bench import sharing, sharing_branches, sharing_plan, sharing_restart, sharing_table
 from forerun.bench.sharing import PARTS, Sizes
 from forerun.cli import main
 from forerun.errors import BadRequest, ForerunError
@@ -89,15 +89,29 @@ def test_the_tasks_are_right() -> None:
     ],
 )
 def test_the_goal_of_branches(seconds: dict[str, list[float]], computed: int, reached: bool) -> None:
-    found = sharing._branch_figures(Sizes(), seconds, computed)
+    found = sharing_branches.figures(Sizes(), seconds, computed)
     assert found["goal"]["reached"] is reached and found["ratios"]["one_by_one"] == 9.0
+    assert "reached_not_batch_invariant" not in found["goal"]
+
+
+@pytest.mark.parametrize(
+    ("loose", "beside", "reached"), [(1.0, 1.3, True), (1.0, 1.2, False), (1.1, 3.0, False)], ids=str
+)
+def test_branches_that_need_no_bits_are_judged_apart(loose: float, beside: float, reached: bool) -> None:
+    seconds = {"shared": [2.0], "prefix_cache_only": [9.0], "independent": [6.0], "one_by_one": [9.0]}
+    own = {"shared_not_batch_invariant": [loose], "prefix_cache_only_not_batch_invariant": [beside]}
+    found = sharing_branches.figures(Sizes(), seconds | own, 2040)
+    assert found["goal"]["reached_not_batch_invariant"] is reached and not found["goal"]["reached"]
+    assert found["ratios"]["independent"] == 3.0 and found["ratios"]["prefix_cache_only"] == 4.5
+    assert found["ratios"]["one_by_one_not_batch_invariant"] == round(9 / loose, 3)
+    assert found["ratios"]["prefix_cache_only_not_batch_invariant"] == round(beside / loose, 3)
 
 
 def test_the_switch_is_put_back(tiny_folder: Callable[[str], Path]) -> None:
     with LLM(str(tiny_folder("llama")), threads=1, quiet=True, weights="float32") as llm:
         attention: Any = llm.decoder.attention
         assert attention.share_prefix
-        with pytest.raises(ZeroDivisionError), sharing._sharing(llm, False):
+        with pytest.raises(ZeroDivisionError), sharing_branches.sharing(llm, False):
             assert not attention.share_prefix
             raise ZeroDivisionError
         assert attention.share_prefix
@@ -133,6 +147,16 @@ def test_bad_questions_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(BadRequest, match="q.jsonl"):
         sharing._questions(file)
     assert len(sharing._questions(None)) >= 4
+
+
+def test_int8_branches_run_with_and_without_the_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--random-shape", "tiny", "--parts", "branches", "--weights", "int8", *SMALL) == 0
+    shown, result = capsys.readouterr().out.rsplit("\n{", 1)
+    found = json.loads("{" + result)
+    ways = {way + ends for way in ("shared", "prefix_cache_only") for ends in ("", "_not_batch_invariant")}
+    assert set(found["branches"]["seconds"]) == ways | {"independent", "one_by_one"}
+    assert set(found["goals"]) == {"branches", "branches_not_batch_invariant"}
+    assert shown.count("batch_invariant=False") == 3 and "not batch invariant" in shown
 
 
 def test_random_weights_branch_too(capsys: pytest.CaptureFixture[str]) -> None:

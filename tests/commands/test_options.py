@@ -38,6 +38,19 @@ def test_a_group_becomes_one_option_for_each_field() -> None:
     assert command.__doc__ == "Help."
 
 
+def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.LLM", lambda model, **options: (model, options))
+    model, options = opt.ModelOptions("big", "small", threads=1, pool_tokens=64).open(quiet=True)  # type: ignore[misc]
+    given = {"draft": "small", "threads": 1, "pool_tokens": 64, "max_context": None, "profile": None, "disk": None}
+    assert model == "big" and options == given | {
+        "weights": "auto",
+        "device": "auto",
+        "batch_invariant": True,
+        "quiet": True,
+    }
+    assert not opt.ModelOptions(batch_invariant=False).open()[1]["batch_invariant"]  # type: ignore[index]
+
+
 def test_params_carry_what_was_asked() -> None:
     params = opt.AnswerOptions(temperature=0.3, stop=["a\\nb"], speculate="lookup", verify="match").params(n=2)
     assert (params.temperature, params.stop, params.n) == (0.3, ("a\nb",), 2)

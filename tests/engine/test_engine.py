@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,24 @@ def test_n_answers_share_the_prompt_and_differ(folder: Path):
         tuple(run(engine, [[9] * 64], SamplingParams(max_tokens=12, temperature=1.5, seed=3 + i, ignore_eos=True))[0])
         for i in range(4)
     ]
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 63, 64, 65])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_branches_join_in_one_step_wherever_the_prompt_ends(folder: Path, length: int, weights: str):
+    """Prompts that end with a page, too: a branch must not wait for a page that it computes the end of itself."""
+    prompt = make_prompts(1, seed=3)[0][:1] * length
+    params = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
+    engine = make_engine(folder, weights=weights, chunk_tokens=128)
+    answer, steps = Answer(engine, prompt, replace(params, n=6)), 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+    assert steps <= 7  # the prompt, then all branches at once
+    alone = make_engine(folder, weights=weights, prefix_cache=False)
+    for i in range(6):
+        assert answer.tokens(i) == run(alone, [prompt], replace(params, seed=3 + i))[0]
+    assert leaked(engine) == 0
 
 
 def test_cancelling_frees_pages_within_a_step_and_disturbs_nobody(folder: Path, alone: dict):

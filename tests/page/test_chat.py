@@ -63,6 +63,20 @@ def test_words_appear_as_they_come_and_stop_frees_the_request(visit: Visit, monk
     assert visit.text("#status") == "Stopped." and visit.answer == "One two"
 
 
+def test_a_new_conversation_knows_nothing_of_an_answer_it_cut_off(visit: Visit, monkeypatch: pytest.MonkeyPatch):
+    never, page = threading.Event(), visit.page
+    said = Script(says("One ", token_ids=[1]), never, says("", finish_reason="stop"))
+    said.play(visit.made.llm, monkeypatch, plain)
+    visit.ask("Count", done=False)
+    expect(page.locator(".answer")).to_contain_text("One")
+    page.click("#new")
+    visit.wait_done()
+    never.set()
+    assert page.locator(".turn").count() == 0 and "–" in page.locator("#figures dd").first.inner_text()
+    visit.ask("Hello")
+    assert said.asked[1][0] == visit.made.llm.encode([{"role": "user", "content": "Hello"}])
+
+
 def test_errors_are_told_in_words_and_the_question_stays(visit: Visit):
     visit.page.fill("#temperature", "-3")
     visit.ask("Why?")

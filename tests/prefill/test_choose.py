@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.models.runner import Span
-from forerun.prefill.choose import CHOOSERS, Case, chooser_for, chooser_problem, select, smooth, tail_attention
+from forerun.prefill.choose import (
+    CHOOSERS,
+    Case,
+    chooser_for,
+    chooser_problem,
+    select,
+    smooth,
+    tail_attention,
+    warm_up,
+)
 from forerun.prefill.job import Job
 from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_workshop, own_pages, slots
 
@@ -72,6 +81,42 @@ def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: 
                 weights = torch.softmax(shared @ queries[layer][t, head] * config.scale, 0)
                 expected[low : t + 1] += weights.numpy() / config.num_heads / (len(IDS) - END) / layers
     assert tail_attention(runner, job) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_device_that_has_the_tail_ready_is_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    workshop = make_workshop(tiny_folder("llama"))
+    runner, asked = workshop.runner, []
+    job = Job(1, IDS, own_pages(workshop), 0, END, SETTINGS, runner.decoder.config.num_layers)
+    weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
+
+    def gaze(span: Span) -> np.ndarray:
+        asked.append((span.ids, span.first, span.pages, list(span.want)))
+        return weights
+
+    monkeypatch.setattr(runner, "gaze", gaze)
+    assert tail_attention(runner, job) is weights
+    assert asked == [(IDS[END:], END, job.pages, [])]
+
+
+def test_warming_up_borrows_pages_where_a_device_captures(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    workshop = make_workshop(tiny_folder("llama"))
+    runner, pool, asked = workshop.runner, workshop.pool, []
+    free = pool.free
+
+    def gaze(span: Span) -> None:
+        asked.append((len(span.ids), span.first, len(span.pages), free - pool.free))
+
+    monkeypatch.setattr(runner, "gaze", gaze)
+    warm_up(runner, 12)
+    assert asked == []  # nothing to capture on a CPU
+    monkeypatch.setattr(runner, "graphs", object())
+    warm_up(runner, 12)
+    warm_up(runner, free * pool.page_size + 1)  # no room: the first prompt waits instead
+    assert asked == [(12, 0, 2, 2)] and pool.free == free
 
 
 def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path]):

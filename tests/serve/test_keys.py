@@ -61,5 +61,8 @@ def test_other_origins_may_ask_only_where_they_are_named(served: Running, llm: L
         preflight = httpx.options(made.url + CHAT, headers=asking)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        assert "DELETE" in preflight.headers["access-control-allow-methods"]  # of sessions
+        refused = made.post(CHAT, ASKED, headers={"origin": "https://a.example"})  # may be read, the time to wait, too
+        assert "Retry-After" in refused.headers["access-control-expose-headers"]
         other = httpx.options(made.url + CHAT, headers=asking | {"origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers

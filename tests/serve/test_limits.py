@@ -51,7 +51,8 @@ def test_wrong_types_and_unknown_fields(served: Running, change: dict[str, Any],
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop": [""]}, "stop strings"),
         ({"top_logprobs": 2}, "needs logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens is 0"),
         ({"logit_bias": {"x": 1}}, "no token id"),
         ({"logit_bias": {"99999": 1}}, "99999"),
         ({"stream_options": {"include_usage": True}}, "stream is not true"),
@@ -90,6 +91,27 @@ def test_values_out_of_bounds(served: Running, change: dict[str, Any], words: st
 def test_bodies_that_are_no_request(served: Running, body: bytes):
     error(served.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
     assert served.post(CHAT, ASKED).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "required"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"stop": 5}, "stop", "a valid string or a valid list"),
+        ({"tool_choice": "all"}, "tool_choice", "'none', 'auto' or 'required' or an object"),
+        ({"forerun": {"prefill": {"mode": "exact", "x": 1}}}, "forerun.prefill.x", "not supported"),
+        ({"forerun": {"session": ""}}, "forerun.session", "at least 1 character"),
+        ({"forerun": {"session": ".."}}, "forerun.session", "cannot be called .."),
+        ({"forerun": None}, "forerun", "an object"),
+        ({"body": 1}, "body", "not supported"),
+    ],
+)
+def test_what_is_wrong_is_told_in_words_of_the_request(served: Running, change: Any, param: str, words: str):
+    """Not in those of the schema, which has names for each form that a value may have."""
+    found = error(served.post(CHAT, ASKED | change), 400)
+    assert found["param"] == param and found["message"].startswith(param) and words in found["message"]
 
 
 def test_other_media_types_are_refused(served: Running):

@@ -182,6 +182,7 @@ def test_every_key_has_sessions_of_its_own(llm: LLM):
         " ",
         "x" * 129,
         "a\nb",
+        "..",
         "\ud800",
         5,
         {"name": "a", "ttl": 0},
@@ -196,6 +197,19 @@ def test_names_and_times_that_are_refused(served: Running, session: Any):
         "session"
         in error(served.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)["message"]
     )
+
+
+def test_sessions_that_are_gone_leave_no_figures_behind(served: Running):
+    before = served.get("/forerun/stats").json()["sessions"]
+    told(served, ASKED | own("brief"))
+    assert served.get("/forerun/stats").json()["sessions"] == before + 1
+    for number in range(6):  # whose first turn comes to nothing
+        cut_off = ENDLESS | {"forerun": ENDLESS["forerun"] | {"session": f"cut off {number}"}}
+        with httpx.stream("POST", served.url + CHAT, json=cut_off, timeout=30) as response:
+            next(response.iter_text())
+        wait_for(lambda: served.llm.engine.idle and not served.app.state.service.sessions.busy, 3)  # pages are free
+    assert delete(served, "brief") == 200
+    assert served.get("/forerun/stats").json()["sessions"] == before
 
 
 def test_what_does_not_go_with_a_session(served: Running):

@@ -4,7 +4,8 @@ Few rows run as one launch of `Stack` where it fits the decoder. Others run kern
 do few rows whose sequences share so much that reading it once saves more than the one launch. A graph keeps addresses
 and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first needed; groups of
 sequences are tables in its input, with room for as many as the bucket can have. All graphs share their input, their
-output and their memory, since one runs at a time. Batches that fit nothing run as usual. Knows no request.
+output and their memory, since one runs at a time. Batches that fit nothing run as usual. A second kind of graph leaves
+queries instead of logits, for whoever asks what tokens look at (`gaze`). Knows no request.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from forerun.models.attention import KV
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
+from forerun.models.cuda.gaze import Gaze, queries_of
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
@@ -86,7 +88,7 @@ class _Graph:
         host[: self.head] = 0
         host[4 * rows : 5 * rows] = -1
 
-    def _forward(self, decoder: Decoder, kv: KV) -> None:
+    def _plan(self, decoder: Decoder) -> None:
         attention = decoder.attention
         assert isinstance(attention, PagedAttention)
         batch, tree_start = self.batch, None
@@ -95,6 +97,10 @@ class _Graph:
             batch.tree, tree_start = (self.masks[:, None] >> shifts & 1).to(torch.uint8), self.tree_start
             batch.tree_start = [0] * self.bucket.seqs
         attention.use(batch, self.plan, tree_start, self.shared)
+
+    def _forward(self, decoder: Decoder, kv: KV) -> None:
+        self._plan(decoder)
+        batch = self.batch
         x = decoder.run_layers(decoder.embed(batch.tokens), batch, kv, range(decoder.config.num_layers))
         logits = self.buffers.logits[: self.bucket.rows]
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
@@ -132,6 +138,16 @@ class _Graph:
         self.graph.replay()
 
 
+class _QueryGraph(_Graph):
+    """A bucket that leaves the queries of all layers but the last, and no logits."""
+
+    queries: Tensor  # [layers - 1, rows, Hq, D], in the graphs' memory: held, so that no later graph gets it
+
+    def _forward(self, decoder: Decoder, kv: KV) -> None:
+        self._plan(decoder)
+        self.queries = queries_of(decoder, self.batch, kv)
+
+
 class GraphRunner:
     """Chooses how a batch runs. `run` returns None for batches that neither a stack nor a graph fits.
 
@@ -144,6 +160,8 @@ class GraphRunner:
         self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
+        self._query_graph: _QueryGraph | None = None
+        self._gaze: Gaze | None = None
         self._mover = Mover(kv)
         self._chains: ChainRunner | None = None
         self.stack = self._stack(ROWS[0])
@@ -166,6 +184,22 @@ class GraphRunner:
             logits, greedy = graph.buffers.logits, graph.buffers.greedy
         torch.cuda.current_stream().synchronize()
         return self._output(batch.want, logits, greedy)
+
+    def gaze(self, batch: HostBatch) -> np.ndarray | None:
+        """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads
+        and all layers but the last. Leaves their K/V as `run` does; None for batches that the graph does not fit."""
+        count, entries = len(batch.tokens), batch.contexts[0]
+        fits = 0 < count <= MAX_ROWS and len(batch.pages) == 1 and entries <= self.max_pages * self.page_size
+        if not fits or batch.bits is not None or len(self.kv) < 2:
+            return None
+        if self._gaze is None or self._query_graph is None:
+            self._gaze = Gaze.of(self.decoder.config, self.kv, self.page_size)
+            # one for any number of tokens: fewer would save less time than another capture takes
+            self._query_graph = _QueryGraph(self.decoder, self.kv, Bucket(MAX_ROWS, 1, MAX_ROWS, False), self._room())
+        graph = self._query_graph
+        graph.replay(batch)
+        weights = self._gaze.weights(graph.queries, graph.batch.tables[0], entries - count, count)
+        return weights.cpu().numpy()  # waits for the device, as the next batch is laid out in the same memory
 
     def _groups(self, batch: HostBatch, least: int) -> Groups | None:
         attention = self.decoder.attention
@@ -216,8 +250,11 @@ class GraphRunner:
         bucket = Bucket.of(batch, shared)
         if bucket is None or (batch.bits is not None and max(batch.bits) >= 1 << MASK_BITS):
             return None
+        if bucket not in self._graphs:
+            self._graphs[bucket] = _Graph(self.decoder, self.kv, bucket, self._room())
+        return self._graphs[bucket]
+
+    def _room(self) -> _Buffers:
         if self._buffers is None:
             self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = _Graph(self.decoder, self.kv, bucket, self._buffers)
-        return self._graphs[bucket]
+        return self._buffers

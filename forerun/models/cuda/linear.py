@@ -5,6 +5,7 @@ Knows no model; which rows are few is the only decision taken here.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +31,11 @@ class SkinnyLinear(Linear):
             return self._product(x if norm is None else fused_rms_norm(x, *_pieces(norm)), add)
         weight, eps = (None, 0.0) if norm is None else _pieces(norm)
         return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, residual=add)
+
+    def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
+        if add is None or self.bias is not None:
+            return super()._product(x, add)
+        return torch.addmm(add, x, self.weight.t())  # the sum in the product's own epilogue: no pass over it after
 
     def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
         if x.shape[0] > FEW_ROWS:

@@ -1,14 +1,18 @@
 """How bad a check may look while the answer is still good: limits per signal and layer, from held-out text.
 
 The signals are those of `prefill/checks.py`, taken from the same kind of spans, but here on whole windows whose answers
-are known: the windows over which the stated quality holds say which values are harmless.
+are known: the windows over which the stated quality holds say which values are harmless. A prompt has several spans of
+many layers and signals, and one bad span costs it a repair, so limits are stretched until almost all such windows pass
+as wholes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +20,15 @@ from torch import Tensor
 from forerun.prefill.calibration.dense import Trace
 from forerun.prefill.calibration.evaluate import compare, tail_gaze
 from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
-from forerun.prefill.checks import COSINES, SIGNALS
+from forerun.prefill.checks import COSINES, SIGNALS, Scores
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.progress import track
 
 HARMLESS = 0.98  # share of the values of good windows that pass
+PASSING = 0.98  # share of good windows whose spans all pass
+STRETCH = 1.05  # by so much limits are widened at a time
+STEPS = 60  # at most
 
 
 @dataclass
@@ -49,13 +56,35 @@ def thresholds(
         seen.append(look(pair, maps, rows.to(pair.target.device).long(), ahead, share))
         tick()
     kl, agreement = (torch.cat([getattr(s, name) for s in seen]) for name in ("kl", "agreement"))
-    good = harmless(kl, agreement, quality)
-    limits = {"kl": [round(float(kl[good].quantile(HARMLESS)), 6)]}  # what good answers are apart anyway
-    for signal in SIGNALS:
-        values = torch.cat([s.values[signal] for s in seen])[good].transpose(0, 1).flatten(1)  # [layers, values]
-        at = 1.0 - HARMLESS if signal in COSINES else HARMLESS
-        limits[signal] = [round(v, 5) for v in values.quantile(at, 1).tolist()]
+    # more than the drafts give at this share cannot be held, and to ask for it would only send good prompts back
+    good = harmless(kl, agreement, min(quality, float(agreement.mean())))
+    values = {signal: torch.cat([s.values[signal] for s in seen])[good] for signal in SIGNALS}
+    # what good answers are apart anyway
+    return {"kl": [round(float(kl[good].quantile(HARMLESS)), 6)]} | limits_for(values, pair.base)
+
+
+def limits_for(values: dict[str, Tensor], base: int) -> dict[str, list[float]]:
+    """For good windows with these values [N, layers, spans]: limits that most values keep, widened until PASSING of the
+    windows keep them by the rule that prompts are judged by."""
+    errors = {signal: 1.0 - v if signal in COSINES else v for signal, v in values.items()}
+    by_layer = {signal: e.transpose(0, 1).flatten(1) for signal, e in errors.items()}  # [layers, values]
+    worst = {signal: e.quantile(HARMLESS, 1).nan_to_num(0.0) for signal, e in by_layer.items()}  # [layers]
+    spans = np.ones(values["key"].shape[2], dtype=bool)
+    told = [Scores({s: v[n].numpy() for s, v in values.items()}, base, finite=spans) for n in range(len(values["key"]))]
+    limits: dict[str, list[float]] = {}
+    for step in range(STEPS):
+        limits = {signal: _rounded(signal, STRETCH**step * limit) for signal, limit in worst.items()}
+        passing = [scores.passed(limits, Policy().failing).all() for scores in told]
+        if sum(passing) >= PASSING * len(passing):
+            break
     return limits
+
+
+def _rounded(signal: str, error: Tensor) -> list[float]:
+    """Away from what is good, so that rounding fails nobody."""
+    if signal in COSINES:
+        return [math.floor(1e5 * (1.0 - e)) / 1e5 for e in error.tolist()]
+    return [math.ceil(1e5 * e) / 1e5 for e in error.tolist()]
 
 
 def harmless(kl: Tensor, agreement: Tensor, quality: float) -> Tensor:

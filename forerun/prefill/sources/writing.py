@@ -12,7 +12,6 @@ from torch import Tensor
 from forerun.errors import BadProfile
 from forerun.models.decoder import Decoder
 from forerun.models.linear import Precision
-from forerun.models.rope import rotate
 from forerun.models.runner import Runner
 from forerun.prefill.attention_scores import TailAttention, slots_of
 from forerun.prefill.depth import Rows, Staircase
@@ -103,31 +102,22 @@ class Writer:
             hi = min(lo + step, end)
             features = [x[lo - first : hi - first] for x in hidden]
             if self._own:
-                ids = torch.tensor(job.tokens[lo:hi], device=self._decoder.device)
+                ids = torch.tensor(job.tokens[lo:hi]).to(self._decoder.device, non_blocking=True)
                 features.append(self._decoder.embed(ids).to(features[0].dtype))
             self._put(job, self._maps(features), lo, hi)
         job.depths[first:end] = np.maximum(job.depths[first:end], self.base)
 
     def _put(self, job: Job, mapped: Tensor, first: int, end: int) -> None:
-        """As `AttentionBackend.write` does for one layer, but angles and slots are looked up once for all of them."""
+        """As `AttentionBackend.write` does for one layer, but for all of them at once."""
         c, device = self._decoder.config, self._decoder.device
         mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
-        positions = torch.arange(first, end, device=device)
-        slots = torch.from_numpy(slots_of(job.pages, first, end, self._runner.pool.page_size)).to(device)
-        tables = self._decoder.attention.ropes.items()
-        angles = {rope: [a[:, None] for a in table.at(positions)] for rope, table in tables}  # [T, 1, 1, D] each
-        for layers in self._together:
-            own = slice(layers.start - self.base, layers.stop - self.base)
-            k = rotate(mapped[:, own, 0], *angles[c.layer_rope(layers.start)])  # [T, some layers, Hkv, D]
-            for j, i in enumerate(layers):
-                keys, values = self._runner.kv[i]
-                keys.index_copy_(0, slots, k[:, j].to(keys.dtype))
-                values.index_copy_(0, slots, mapped[:, own.start + j, 1].to(values.dtype))
+        slots = torch.from_numpy(slots_of(job.pages, first, end, self._runner.pool.page_size))
+        self._runner.planes.write(mapped, first, slots.to(device, non_blocking=True), self._together)
 
 
 def _groups(decoder: Decoder, base: int) -> list[range]:
-    """Layers from `base` on whose K is rotated in one go: on a GPU runs of equal angles, for fewer launches; on a CPU
-    one at a time, which stays in the caches."""
+    """Layers from `base` on whose K torch rotates in one go: on a GPU runs of equal angles, for fewer launches; on a
+    CPU one at a time, which stays in the caches."""
     layers, c = range(base, decoder.config.num_layers), decoder.config
     if decoder.device.type != "cuda":
         return [range(i, i + 1) for i in layers]

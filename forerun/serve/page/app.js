@@ -56,6 +56,7 @@ async function askQuestion() {
     return `Answer complete: ${plural(view.live.tokens, "token")}, first word after ${seconds(view.live.shown)}`
       + `${reason === "length" ? "; it ended at the longest answer allowed" : ""}.`;
   });
+  if (!turn.isConnected) return; // a new conversation has begun: this one is no part of it
   view.abandon();
   view.node.setAttribute("aria-busy", "false");
   panels.figures.rest(view);
@@ -95,6 +96,7 @@ function stale(name, is) {
 
 /** An answer that comes in, as the panels show it. */
 function watch(view) {
+  if (!view.node.isConnected) return; // of a conversation that was left
   panels.figures.live(view);
   panels.timeline.live(view);
   if (view.steps.length) stale("timeline", false);
@@ -134,6 +136,7 @@ async function inspect(asked, view) {
     panels.timeline.final(figures);
     try {
       const { pieces } = await json("/forerun/tokens", { messages: asked });
+      if (!view.node.isConnected) return;
       panels.depth.draw(figures, pieces);
       for (const name of ["timeline", "depth"]) stale(name, false);
     } catch (error) {

@@ -21,8 +21,17 @@ from forerun.prefill.calibration.evaluate import tail_gaze
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
-from forerun.prefill.calibration.thresholds import HARMLESS, _climb, checkpoints, harmless, look, thresholds
-from forerun.prefill.checks import COSINES, SIGNALS, Checker, check_thresholds
+from forerun.prefill.calibration.thresholds import (
+    HARMLESS,
+    PASSING,
+    _climb,
+    checkpoints,
+    harmless,
+    limits_for,
+    look,
+    thresholds,
+)
+from forerun.prefill.checks import COSINES, SIGNALS, Checker, Scores, check_thresholds
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.plan import Checkpoint, Policy
 
@@ -94,6 +103,33 @@ def test_harmless_windows_hold_the_quality() -> None:
     assert harmless(kl, agreement, 0.97).tolist() == [1, 2, 0]
     assert harmless(kl, agreement, 0.5).tolist() == [1, 2, 0, 3]
     assert harmless(kl, agreement, 1.0).tolist() == [1, 2]  # never fewer than half
+
+
+def test_limits_are_wide_enough_for_whole_windows() -> None:
+    """Values of one bad span in ten: each of them is rare, a window without any is rarer."""
+    draw = torch.Generator().manual_seed(1)
+    bad = (torch.rand(200, 1, 4, generator=draw) < 0.1).float()
+    errors = torch.rand(200, 8, 4, generator=draw) * 0.1 + 0.3 * bad
+    values = {signal: 1.0 - errors if signal in COSINES else errors for signal in SIGNALS}
+    limits = limits_for(values, 1)
+    assert all(len(found) == 8 for found in limits.values())
+
+    def passing(limits: dict[str, list[float]]) -> float:
+        told = [
+            Scores({s: v[n].numpy() for s, v in values.items()}, 1, finite=np.ones(4, dtype=bool)) for n in range(200)
+        ]
+        return float(np.mean([scores.passed(limits, Policy().failing).all() for scores in told]))
+
+    assert passing(limits) >= PASSING
+    tight = {signal: torch.tensor(found) for signal, found in limits.items()}
+    near = {s: (1 - (1 - t) * 0.9 if s in COSINES else t * 0.9).tolist() for s, t in tight.items()}
+    assert passing(near) < PASSING  # not wider than it must be
+    assert max(limits["key"]) < 0.5 and min(limits["attention"]) > 0.5  # what is much worse is still caught
+
+
+def test_limits_of_what_is_no_number_end() -> None:
+    values = {signal: torch.full((3, 4, 4), float("nan")) for signal in SIGNALS}
+    assert set(limits_for(values, 1)) == set(SIGNALS)
 
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
