@@ -87,21 +87,22 @@ class HostBatch:
     tree_start: list[int] | None = None  # [S]
 
     def to(self, device: torch.device) -> TokenBatch:
+        """Copies that do not wait for what the device still does: the host's memory is read before they return."""
         tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
         for row, pages in enumerate(self.pages):
             tables[row, : len(pages)] = pages
         together = bool((np.diff(self.slots) == 1).all())
         return TokenBatch(
-            tokens=torch.from_numpy(self.tokens).to(device),
-            positions=torch.from_numpy(self.positions).to(device),
-            slots=torch.from_numpy(self.slots).to(device),
-            seen=torch.from_numpy(self.seen).to(device),
-            tables=torch.from_numpy(tables).to(device),
+            tokens=torch.from_numpy(self.tokens).to(device, non_blocking=True),
+            positions=torch.from_numpy(self.positions).to(device, non_blocking=True),
+            slots=torch.from_numpy(self.slots).to(device, non_blocking=True),
+            seen=torch.from_numpy(self.seen).to(device, non_blocking=True),
+            tables=torch.from_numpy(tables).to(device, non_blocking=True),
             starts=self.starts,
             contexts=self.contexts,
             page_size=self.page_size,
-            want=torch.tensor(self.want, dtype=torch.int64, device=device),
-            tree=None if self.bits is None else _unpack(self.bits).to(device),
+            want=torch.tensor(self.want, dtype=torch.int64).to(device, non_blocking=True),
+            tree=None if self.bits is None else _unpack(self.bits).to(device, non_blocking=True),
             tree_start=self.tree_start,
             run_start=int(self.slots[0]) if together else None,
             host=self,

@@ -52,7 +52,10 @@ class Intake:
         self.drafting.check(params.prefilling, len(prompt_ids))
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
-        for token in (*prompt_ids, *params.logit_bias, *params.prediction):
+        tokens = (*prompt_ids, *params.logit_bias, *params.prediction)
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
+            return  # long prompts wait for this: one by one only to name what is wrong
+        for token in tokens:
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise BadRequest(
                     f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"

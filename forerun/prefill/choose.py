@@ -53,7 +53,7 @@ def by_source(case: Case) -> np.ndarray | None:
 
 def by_tail(case: Case) -> np.ndarray:
     """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
-    return tail_attention(case.runner, case.job) + echoes(case.job.tokens, case.job.end)
+    return tail_attention(case.runner, case.job, case.source.base) + echoes(case.job.ids, case.job.end)
 
 
 def by_scorer(case: Case) -> np.ndarray | None:
@@ -128,18 +128,22 @@ def smooth(scores: np.ndarray, window: int) -> np.ndarray:
     return (sums[hi] - sums[lo]) / (hi - lo)
 
 
-def tail_rows(job: Job, want: int = 0) -> Rows:
-    """The tail through all layers; `want`: of so many of its last tokens logits."""
-    entries = np.arange(job.end, len(job.tokens))
-    wanted = range(max(0, len(entries) - want), len(entries))
-    return Rows(np.array(job.tokens[job.end :]), entries, job.pages, np.full(len(entries), job.layers), wanted)
+def tail_rows(job: Job, base: int, want: int = 0) -> Rows:
+    """The tail through all layers, or from `base` on where the source has run it through those below; `want`: of so
+    many of its last tokens logits."""
+    entries, x = np.arange(job.end, len(job.tokens)), None
+    if job.x is not None and job.x.shape[0] == len(job.tokens) - job.first:
+        x = job.x[job.end - job.first :]
+    wanted, depths = range(max(0, len(entries) - want), len(entries)), np.full(len(entries), job.layers)
+    return Rows(job.ids[job.end :], entries, job.pages, depths, wanted, x=x, first=0 if x is None else base)
 
 
-def tail_attention(runner: Runner, job: Job) -> np.ndarray:
-    """[len(job.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and layers.
+def tail_attention(runner: Runner, job: Job, base: int) -> np.ndarray:
+    """[len(job.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and the
+    layers they run.
 
     The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
-    has the pass and the sums ready does both at once.
+    has the pass and the sums ready does both at once, in all layers.
     """
     seen = runner.gaze(Span(job.tokens[job.end :], job.end, job.pages, ()))
     if seen is not None:
@@ -150,7 +154,7 @@ def tail_attention(runner: Runner, job: Job) -> np.ndarray:
         if q is not None:
             gaze.see(layer, q, job.end)
 
-    Staircase(runner).run(tail_rows(job), watch)
+    Staircase(runner).run(tail_rows(job, base), watch)
     return gaze.reduce()
 
 

@@ -61,7 +61,9 @@ class DepthMap:
     def runs(self) -> list[tuple[int, int]]:
         """(depth, tokens) of each run of tokens of one depth, from the first on."""
         edges = np.concatenate(([0], np.flatnonzero(np.diff(self.depths)) + 1, [len(self)]))
-        return [(int(self.depths[lo]), int(hi - lo)) for lo, hi in zip(edges, edges[1:], strict=False) if hi > lo]
+        if not len(self):
+            return []
+        return list(zip(self.depths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
 
 
 @dataclass(eq=False)
@@ -143,7 +145,7 @@ class Staircase:
         if keep is not None and result.x is None:
             result.x, result.kept = x, alive
         if len(rows.want):
-            at = torch.from_numpy(np.searchsorted(alive, np.asarray(rows.want))).to(decoder.device)
+            at = torch.from_numpy(np.searchsorted(alive, np.asarray(rows.want))).to(decoder.device, non_blocking=True)
             result.logits = decoder.logits(x.index_select(0, at))
         return result
 
@@ -165,7 +167,7 @@ class Staircase:
     def _inputs(self, rows: Rows, alive: np.ndarray) -> Tensor:
         decoder = self._runner.decoder
         if rows.x is None:
-            return decoder.embed(torch.from_numpy(rows.ids[alive]).to(decoder.device))
+            return decoder.embed(torch.from_numpy(rows.ids[alive]).to(decoder.device, non_blocking=True))
         return _pick(rows.x, rows.depths >= rows.first)
 
 
@@ -211,4 +213,4 @@ def _pick(x: Tensor, mask: np.ndarray) -> Tensor:
     """The rows of x that a mask names; x itself where that is all of them."""
     if mask.all():
         return x
-    return x.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(x.device))
+    return x.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(x.device, non_blocking=True))

@@ -7,6 +7,8 @@ tokens themselves show it for nothing. Knows tokens; no model and no budget.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 WORDS = 3  # tokens that must be the same
@@ -19,7 +21,7 @@ TRIED = 512  # such places, the latest ones
 MOST = 0.1  # share of the prompt that may be marked
 
 
-def echoes(tokens: list[int], end: int) -> np.ndarray:
+def echoes(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
     """[len(tokens)] how strongly each entry before `end` is pointed at by the entries from there on; most are 0."""
     ids = np.asarray(tokens, dtype=np.int64)
     marks = np.zeros(len(ids))

@@ -38,6 +38,7 @@ class Job:
     phase: Phase = Phase.READ
     read: int = 0  # entries that the source has read
     known: int = 0  # entries before it have drafted K/V from an earlier request; `depths` says how deep they are
+    ids: np.ndarray = field(init=False)  # [len(tokens)] int64: the same, made once, since it takes long for many
     depths: np.ndarray = field(init=False)  # [end] int16: layers of each entry that the target itself computed so far
     x: Tensor | None = None  # [read - first, hidden] inputs of layer `base`, where the source's way leads past it
     state: Any = None  # the source's own
@@ -45,6 +46,7 @@ class Job:
     report: PrefillReport = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ids = np.array(self.tokens, dtype=np.int64)
         self.depths = np.zeros(self.end, dtype=np.int16)
         self.depths[: self.first] = self.layers
         self.report = PrefillReport(tokens=len(self.tokens), exact=self.first, layers=self.layers)

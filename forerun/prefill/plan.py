@@ -33,7 +33,7 @@ class Policy:
 
     first: int = 16  # entries at the start of a prompt that are always exact
     tail: int = 64  # tokens at its end that are never drafted
-    shortest: int = 512  # fewer tokens to draft are computed exactly: too little to win, and every phase has a start
+    shortest: int = 1024  # fewer tokens to draft are computed exactly: every phase has a start, and too little is won
     spans: int = 4  # checkpoints
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of repair where checks fail
@@ -111,12 +111,12 @@ class Costs:
         return self._check_row * rows
 
 
-def too_short(job: Job, policy: Policy) -> str:
+def too_short(job: Job, policy: Policy, start: float = 1.0) -> str:
     """Why a prompt is not worth drafting, from its length alone."""
-    drafted = job.end - job.first
-    if drafted < max(1, policy.shortest):
+    drafted, least = job.end - job.first, max(1, round(start * policy.shortest))
+    if drafted < least:
         known = f"{job.first} tokens are known exactly, " if job.first else ""
-        return f"{known}{drafted} tokens to draft are too few, the least is {policy.shortest}"
+        return f"{known}{drafted} tokens to draft are too few, the least is {least}"
     return ""
 
 
@@ -127,22 +127,31 @@ def least_work(job: Job, must: np.ndarray, costs: Costs, policy: Policy) -> floa
 
 
 def plan(
-    job: Job, scores: np.ndarray, profile: Profile, source: Source, costs: Costs, policy: Policy, spent: float = 0.0
+    job: Job,
+    scores: np.ndarray | None,
+    profile: Profile,
+    source: Source,
+    costs: Costs,
+    policy: Policy,
+    spent: float = 0.0,
 ) -> Plan:
-    """`spent`: work done so far, reading included."""
+    """`spent`: work done so far, reading included. Without scores, what it is going to cost: any tokens will do."""
     budget = job.settings.budget
     share, why = _share(job, profile)
     if share is None:
         return Plan(exact=why)
     must = required(job, source, policy)
-    candidates = np.setdiff1d(np.arange(max(job.first, policy.first), job.end), must, assume_unique=True)
+    free = np.zeros(job.end, dtype=bool)
+    free[max(job.first, policy.first) :] = True
+    free[must] = False
+    candidates = np.flatnonzero(free)
     count = round(share * len(candidates))
     if budget is not None:
         room = budget * costs.exact - spent - least_work(job, must, costs, policy)
         if room < 0.0:
             return Plan(exact=f"a budget of {budget} is less than drafting this prompt costs at the least")
         count = min(count, int(room / costs.row))
-    chosen = select(scores, candidates, count, policy.window)
+    chosen = candidates[:count] if scores is None else select(scores, candidates, count, policy.window)
     checkpoints = place(job, chosen, must, policy)
     checked = [checkpoint.entries for checkpoint in checkpoints]
     todo = _open(job, np.unique(np.concatenate([must, chosen, *checked])))

@@ -149,15 +149,13 @@ class Prefiller:
             return leave(job, str(problem))
         source = self.source(settings)
         job.report.source, job.report.chooser = source.name, chooser_for(settings.chooser, source.name)
-        if short := too_short(job, self.policy):
+        if short := too_short(job, self.policy, source.start):
             return leave(job, short)
         source.open(job)
         costs = Costs(job, source, self._config)
         run = self._progress[job.id] = Way(source, job.report.chooser, costs)
         assert self.profile is not None
-        foreseen = plan(
-            job, np.zeros(len(tokens)), self.profile, source, costs, self.policy, run.reading(job, self._scorers)
-        )
+        foreseen = plan(job, None, self.profile, source, costs, self.policy, run.reading(job, self._scorers))
         return leave(job, foreseen.exact) if foreseen.exact else job
 
     def close(self, job: Job) -> None:
@@ -291,4 +289,4 @@ class Prefiller:
         """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
         run.spent += run.costs.tail
         job.report.token_layers += int(run.costs.tail) * job.layers
-        return self._staircase.run(tail_rows(job, JUDGED)).logits.clone()
+        return self._staircase.run(tail_rows(job, run.source.base, JUDGED)).logits.clone()

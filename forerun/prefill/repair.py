@@ -30,9 +30,8 @@ class Repair:
         x = None
         if layers[0]:
             assert job.x is not None
-            x = job.x.index_select(0, torch.from_numpy(entries - job.first).to(job.x.device))
-        ids = np.array(job.tokens, dtype=np.int64)[entries]
-        rows = Rows(ids, entries, job.pages, np.full(len(entries), job.layers), x=x, first=int(layers[0]))
+            x = job.x.index_select(0, torch.from_numpy(entries - job.first).to(job.x.device, non_blocking=True))
+        rows = Rows(job.ids[entries], entries, job.pages, np.full(len(entries), job.layers), x=x, first=int(layers[0]))
         watch: Watch | None = None if checker is None else checker.watch(entries)
         self._staircase.run(rows, watch)
         job.depths[entries] = job.layers

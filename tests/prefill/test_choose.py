@@ -80,7 +80,7 @@ def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: 
                 shared = keys[low : t + 1, head * config.num_kv_heads // config.num_heads]
                 weights = torch.softmax(shared @ queries[layer][t, head] * config.scale, 0)
                 expected[low : t + 1] += weights.numpy() / config.num_heads / (len(IDS) - END) / layers
-    assert tail_attention(runner, job) == pytest.approx(expected, abs=1e-5)
+    assert tail_attention(runner, job, 1) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_device_that_has_the_tail_ready_is_asked_for_it(
@@ -96,7 +96,7 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
         return weights
 
     monkeypatch.setattr(runner, "gaze", gaze)
-    assert tail_attention(runner, job) is weights
+    assert tail_attention(runner, job, 1) is weights
     assert asked == [(IDS[END:], END, job.pages, [])]
 
 

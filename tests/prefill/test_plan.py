@@ -181,9 +181,10 @@ def test_deepening_takes_the_best_of_failed_regions():
 
 
 def test_short_prompts():
-    assert "511" in too_short(make_job(511 + 64), Policy()) and not too_short(make_job(512 + 64), Policy())
+    assert "1023" in too_short(make_job(1023 + 64), Policy()) and not too_short(make_job(1024 + 64), Policy())
+    assert "511" in too_short(make_job(511 + 64), Policy(), 0.5) and not too_short(make_job(512 + 64), Policy(), 0.5)
     assert "836 tokens are known exactly, 100 tokens" in too_short(make_job(1000, first=836), Policy())
-    assert too_short(make_job(10, first=10), Policy(shortest=0))
+    assert "least is 1" in too_short(make_job(10, first=10), Policy(shortest=0))
 
 
 @pytest.mark.parametrize("value", [{"spans": -1}, {"span": 0}, {"tail": 0}, {"failing": 1.5}, {"window": 0}])

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.launch import options
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.cuda.skinny import activate
 
 HEADS_AT_ONCE = 8
@@ -55,9 +56,10 @@ def _launch_norm(
     if x.stride(1) != 1 or any(t is not None and not t.is_contiguous() for t in (add, residual, out, stream)):
         raise ValueError("norms take rows that are contiguous")
     if rows:
-        block = triton.next_power_of_2(n)
+        block = next_power_of_2(n)
         warps = max(1, min(8, block // 512))
-        _rms_norm[(rows,)](
+        launch(
+            _rms_norm, (rows,),
             x, add, weight, residual, out, stream, x.stride(0), eps, N=n, BLOCK=block, **options(warps)
         )  # fmt: skip
 
@@ -108,7 +110,8 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:  # [T, 2 * 
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _act_mul[(rows, triton.cdiv(n, ACT_BLOCK))](
+        launch(
+            _act_mul, (rows, cdiv(n, ACT_BLOCK)),
             gate_up, out, gate_up.stride(0), N=n, ACT=activation, BLOCK=ACT_BLOCK, **options(4)
         )  # fmt: skip
     return out
@@ -188,10 +191,11 @@ def rope_and_store(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
     if tokens:
-        grid = (tokens, triton.cdiv(q_heads + 2 * kv_heads, HEADS_AT_ONCE))
-        _rope_and_store[grid](
+        grid = (tokens, cdiv(q_heads + 2 * kv_heads, HEADS_AT_ONCE))
+        launch(
+            _rope_and_store, grid,
             qkv, cos_sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv.stride(0),
-            Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), AT_ONCE=HEADS_AT_ONCE,
+            Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, HALF=next_power_of_2(dim // 2), AT_ONCE=HEADS_AT_ONCE,
             **options(2),
         )  # fmt: skip
     return q_out

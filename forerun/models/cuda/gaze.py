@@ -17,6 +17,8 @@ import triton.language as tl
 from forerun.core import TokenBatch
 from forerun.models.attention import KV
 from forerun.models.config import ModelConfig
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2
 from forerun.models.cuda.paged import LOG2_E
 from forerun.models.decoder import Decoder
 
@@ -170,16 +172,17 @@ class Gaze:
         kv_heads, tokens = self.caches[0].shape[1], first + queries
         assert q.is_contiguous() and q.dtype == self.caches[0].dtype and layers == len(self.caches)
         group, pairs = heads // kv_heads, queries * (heads // kv_heads)
-        rows = min(ROWS, max(16, triton.next_power_of_2(pairs)))
-        keys, tiles, planes = KEYS if dim <= 128 else KEYS // 2, triton.cdiv(pairs, rows), layers * kv_heads
-        splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, tiles * planes)))
+        rows = min(ROWS, max(16, next_power_of_2(pairs)))
+        keys, tiles, planes = KEYS if dim <= 128 else KEYS // 2, cdiv(pairs, rows), layers * kv_heads
+        splits = min(MOST_SPLITS, next_power_of_2(cdiv(PROGRAMS, tiles * planes)))
         sums = torch.empty(planes * splits * pairs, dtype=torch.float32, device=q.device)
         out = torch.empty(planes, tokens, dtype=torch.float32, device=q.device)
         # no programmatic dependent launch: what runs before is the end of a graph, and two launches gain little
-        shape = {"GROUP": group, "KV_HEADS": kv_heads, "D": dim, "DP": max(16, triton.next_power_of_2(dim)),
+        shape = {"GROUP": group, "KV_HEADS": kv_heads, "D": dim, "DP": max(16, next_power_of_2(dim)),
                  "PAGE": self.page_size, "ROWS": rows, "KEYS": keys, "SPLITS": splits, "num_warps": WARPS,
                  "num_stages": STAGES}  # fmt: skip
         where, scale = (q, self.keys_at, self.windows, table, sums), self.scale * LOG2_E
-        _sum_exponentials[(tiles, planes, splits)](*where, scale, queries, first, q.stride(0), **shape)
-        _add_weights[(triton.cdiv(tokens, keys), planes)](*where, out, scale, queries, first, q.stride(0), **shape)
+        launch(_sum_exponentials, (tiles, planes, splits), *where, scale, queries, first, q.stride(0), **shape)
+        grid = (cdiv(tokens, keys), planes)
+        launch(_add_weights, grid, *where, out, scale, queries, first, q.stride(0), **shape)
         return out.sum(0) / (queries * heads * layers)

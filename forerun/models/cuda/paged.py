@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.launch import options
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.cuda.prefixes import FEW, KEYS, ROWS
 from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
 
@@ -65,7 +66,7 @@ def plan_queries(starts: Sequence[int], max_context: int, device: torch.device |
 
 def lanes_for(kv_heads: int) -> int:
     """Lanes that fill the chip with one sequence: about 128 programs over all KV heads."""
-    return max(8, min(64, triton.next_power_of_2(128 // kv_heads)))
+    return max(8, min(64, next_power_of_2(128 // kv_heads)))
 
 
 @triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes"])
@@ -222,32 +223,34 @@ def paged_attention(
     lanes = lanes_for(kv_heads)
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     width = 0 if tree is None else tree.shape[1]
-    dim_padded = max(16, triton.next_power_of_2(dim))
+    dim_padded = max(16, next_power_of_2(dim))
     seqs = plan.cu_q.numel() - 1
     assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
     shared = None if window else shared
     for count, shape, cut in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
-        launched = min(lanes, triton.cdiv(plan.max_context, shape.keys)) if cut else 1
+        launched = min(lanes, cdiv(plan.max_context, shape.keys)) if cut else 1
         cells = plan.num_cells * heads * launched if cut else 0
         part = torch.empty((cells, dim), dtype=torch.float32, device=q.device)
         part_ml = torch.empty((cells, 2), dtype=torch.float32, device=q.device)
         if cut and shared is not None:
             attend_shared(q, (k_cache, v_cache), tables, shared, (part, part_ml), scale * LOG2_E, page_size, lanes,
                           launched, shape.warps)  # fmt: skip
-        grid = (triton.cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
-        _attend[grid](
+        grid = (cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
+        launch(
+            _attend, grid,
             q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
             shared.blocks if shared is not None else None, out, part, part_ml, scale * LOG2_E,
             tables.stride(0), tables.stride(1), width, launched,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
             KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
-            WIDTH=triton.next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
+            WIDTH=next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
             MOST=FEW if cut else 1 << 30, SHARED=cut and shared is not None, **options(shape.warps, shape.stages),
         )  # fmt: skip
         if cut:
-            _join[(seqs * count, heads)](
+            launch(
+                _join, (seqs * count, heads),
                 part, part_ml, plan.cu_q, plan.cells, out, count, launched, HEADS=heads, D=dim, DP=dim_padded,
                 LANES=lanes, MOST=FEW, **options(4),
             )  # fmt: skip

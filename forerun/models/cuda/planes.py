@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.models.attention import KV
-from forerun.models.cuda.launch import options
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.decoder import Decoder
 from forerun.models.planes import Picker, Planes
 
@@ -102,9 +103,10 @@ def gather(addresses: Tensor, base: int, like: Tensor, rows: Tensor) -> Tensor:
     kinds, total = addresses.shape
     out = like.new_empty(kinds, total - base, len(rows), *like.shape[1:])
     size = math.prod(like.shape[1:])
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     together = max(1, VALUES_AT_ONCE // block)
-    _gather[(triton.cdiv(len(rows), together), total - base, kinds)](
+    launch(
+        _gather, (cdiv(len(rows), together), total - base, kinds),
         addresses, rows, out, base, total, len(rows), SIZE=size, BLOCK=block, ROWS=together, **options(4)
     )  # fmt: skip
     return out
@@ -153,9 +155,10 @@ class CudaPlanes(Planes):
         base, total = runs[0].start, len(self._kv)
         if layers != total - base:
             raise ValueError(f"K/V of {layers} layers from {base} on, there are {total}")
-        _write[(triton.cdiv(tokens * heads, HEADS_AT_ONCE), layers)](
+        launch(
+            _write, (cdiv(tokens * heads, HEADS_AT_ONCE), layers),
             mapped, self._addresses, slots, self._kv[0][0], base, total, first, tokens, mapped.stride(0),
-            HEADS=heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=HEADS_AT_ONCE, **options(4),
+            HEADS=heads, D=dim, HALF=next_power_of_2(dim // 2), ROWS=HEADS_AT_ONCE, **options(4),
         )  # fmt: skip
 
     def read(self, base: int, slots: Tensor) -> Tensor:

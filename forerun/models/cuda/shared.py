@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.launch import options
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import next_power_of_2, options
 from forerun.models.cuda.prefixes import FIELDS, KEYS, ROWS, TILES, Groups
 
 STAGES = 2  # blocks on their way; changes no bit
@@ -133,9 +134,10 @@ def attend_shared(
 ) -> None:
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = kv[0].shape[1]
-    _attend_shared[(plan.tiles.shape[0], kv_heads * launched)](
+    launch(
+        _attend_shared, (plan.tiles.shape[0], kv_heads * launched),
         q, *kv, tables, plan.tiles, plan.members, *parts, scale_log2, tables.stride(0), tables.stride(1), launched,
-        GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), PAGE=page_size,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
         ROWS=ROWS, KEYS=KEYS, LANES=lanes, FIELDS=FIELDS, **options(warps, STAGES),
     )  # fmt: skip
 

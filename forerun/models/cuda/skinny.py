@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.launch import options, scratch
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2, options, scratch
 
 MAX_ROWS = 64
 
@@ -59,10 +60,10 @@ def choose_tile(n: int, k: int, gated: bool) -> Tile:
         return known
     block_n = 64
     block_k = 128 if k % 128 == 0 and not gated else 64
-    programs = triton.cdiv(n // 2 if gated else n, block_n)
-    blocks = triton.cdiv(k, block_k)
+    programs = cdiv(n // 2 if gated else n, block_n)
+    blocks = cdiv(k, block_k)
     split = max(1, min(8, 264 // programs, blocks // 2))
-    return Tile(block_n, block_k, split=split, swap=True, ahead=min(4, triton.cdiv(blocks, split)))
+    return Tile(block_n, block_k, split=split, swap=True, ahead=min(4, cdiv(blocks, split)))
 
 
 @triton.jit
@@ -251,20 +252,21 @@ def skinny_linear(
         raise ValueError(f"activation {activation!r}, known are silu and gelu_tanh")
     gated = activation is not None
     n = w.shape[0] // 2 if gated else w.shape[0]
-    bm = max(16, triton.next_power_of_2(rows))
+    bm = max(16, next_power_of_2(rows))
     tile = _for_rows(tile or choose_tile(w.shape[0], k, gated), bm)
     if out is None:
         out = torch.empty(rows, n, dtype=w.dtype if residual is None else residual.dtype, device=x.device)
     if x.stride(1) != 1 or out.stride(1) != 1 or (residual is not None and residual.stride() != out.stride()):
         raise ValueError("rows must be contiguous, and the residual's rows lie as the output's")
-    tiles = triton.cdiv(n, tile.block_n)
+    tiles = cdiv(n, tile.block_n)
     cells = tile.split * tiles * bm
     split = tile.split > 1
     partial = scratch("partial", cells * tile.block_n * (2 if gated else 1), torch.float32, x.device) if split else None
     squares = scratch("squares", cells, torch.float32, x.device) if split else None
     counter = scratch("counter", tiles, torch.int32, x.device) if split else None
     ahead = tile.ahead if _can_prefetch(w, tile) else 0
-    _skinny[(tiles, tile.split)](
+    launch(
+        _skinny, (tiles, tile.split),
         x, w, bias, norm_weight, residual, out, partial, squares, counter, rows, x.stride(0), out.stride(0), eps,
         N=n, K=k, BM=bm, BN=tile.block_n, BK=tile.block_k, SPLIT=tile.split, ACT=activation, SWAP=tile.swap,
         AHEAD=ahead, **options(tile.warps, tile.stages),

@@ -16,6 +16,7 @@ from forerun.progress import track
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 MOST_COST = 0.6  # of exact prefill: beyond it a default saves too little for what it loses
+ENOUGH = 0.1  # share that a default recomputes where the quality is out of reach: tasks go as well as with more
 PLAIN = "plain"
 
 Kinds = dict[str, list[dict[str, float]]]  # kind of window -> per share its agreement and divergence
@@ -68,9 +69,11 @@ def _scored(pair: Pair, maps: Maps, tokens: Tensor, ahead: int) -> Iterator[tupl
 
 
 def best_share(curve: Sequence[Point], quality: float) -> tuple[float, bool]:
-    """The smallest share that reaches the quality at a sensible cost, else the best such share; whether it reaches."""
+    """The smallest share that reaches the quality at a sensible cost; else the best of those up to ENOUGH, since more
+    would cost every prompt and still not hold what was asked. Whether it reaches."""
     sensible = [p for p in curve if p.cost <= MOST_COST] or [min(curve, key=lambda p: p.cost)]
     good = [p for p in sensible if p.top1 >= quality]
     if good:
         return min(good, key=lambda p: p.share).share, True
-    return max(sensible, key=lambda p: (p.top1, -p.share)).share, False
+    modest = [p for p in sensible if p.share <= ENOUGH] or [min(sensible, key=lambda p: p.share)]
+    return max(modest, key=lambda p: (p.top1, -p.share)).share, False

@@ -17,6 +17,7 @@ from forerun.prefill.job import Job
 class Source(ABC):
     name: str
     base: int  # depth that the target itself gives to every token: layers below it are exact as far as their input is
+    start: float = 1.0  # of the shortest prompt worth drafting: less where reading costs next to nothing
 
     def problem(self, tokens: int) -> BadRequest | None:
         """Why a prompt of so many tokens cannot be drafted, if that is so."""

@@ -44,6 +44,7 @@ class ChunkSource(Source):
 
     name = "chunk"
     base = 1
+    start = 0.5
 
     def __init__(self, workshop: Workshop, most_pages: int | None = None) -> None:
         self._runner, self._pool = workshop.runner, workshop.pool
@@ -139,7 +140,7 @@ class ChunkSource(Source):
 
     @staticmethod
     def _rows(job: Job, lo: int, hi: int, depth: int) -> Rows:
-        return Rows(np.array(job.tokens[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, depth))
+        return Rows(job.ids[lo:hi], np.arange(lo, hi), job.pages, np.full(hi - lo, depth))
 
     def _compare(self, job: Job, lo: int, hi: int) -> None:
         """Run layer 0 and see how its K/V of layer 1 differs from what lay there; it stays, being the better one."""

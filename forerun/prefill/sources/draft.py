@@ -88,7 +88,7 @@ class DraftSource(Source):
         if self._top == self._layers:
             self._runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())], watch=watch)
             return
-        rows = Rows(np.array(job.tokens[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, self._top))
+        rows = Rows(job.ids[lo:hi], np.arange(lo, hi), job.pages, np.full(hi - lo, self._top))
         kept = self._stairs.run(rows, watch, keep=self._top).x
         assert kept is not None
         watch(self._top, kept, None, None)

@@ -21,7 +21,7 @@ from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen
 
 @dataclass
 class _Reading:
-    x: Tensor  # [end - first, hidden] inputs of layer `base`; job.x is what of it has been read
+    x: Tensor  # [tokens - first, hidden] inputs of layer `base`; job.x is what of it has been read
     gaze: TailAttention | None  # where the chooser asks for it
 
 
@@ -41,7 +41,8 @@ class LowerSource(Source):
     def open(self, job: Job) -> None:
         """Reads what is known too: its K/V is there, but repair starts from inputs of layer `base`."""
         decoder = self._runner.decoder
-        x = torch.empty(job.end - job.first, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        rows = len(job.tokens) - job.first
+        x = torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         job.state = _Reading(x, gaze_of(job, "lower", self._runner))
         job.read, job.x = job.first, x[:0]
 
@@ -52,9 +53,8 @@ class LowerSource(Source):
         if lo < piece.hi:
             kept = self._writer.stairs.run(self._writer.rows(job, lo, piece.hi), piece.watch, keep=self.base).x
             assert kept is not None
-            if lo < end:
-                state.x[lo - job.first : end - job.first] = kept[: end - lo]
-                job.x = state.x[: end - job.first]
+            state.x[lo - job.first : piece.hi - job.first] = kept
+            job.x = state.x[: piece.hi - job.first]
             if first < end:
                 piece.hidden[self.base] = kept[first - lo : end - lo]
                 self._writer.write(job, [piece.hidden[tap] for tap in self._writer.taps], first, end)

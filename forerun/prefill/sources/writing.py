@@ -91,8 +91,7 @@ class Writer:
 
     def rows(self, job: Job, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
-        ids = np.array(job.tokens[first:end])
-        return Rows(ids, np.arange(first, end), job.pages, np.full(end - first, self.base))
+        return Rows(job.ids[first:end], np.arange(first, end), job.pages, np.full(end - first, self.base))
 
     @torch.inference_mode()
     def write(self, job: Job, hidden: list[Tensor], first: int, end: int) -> None:
@@ -102,7 +101,7 @@ class Writer:
             hi = min(lo + step, end)
             features = [x[lo - first : hi - first] for x in hidden]
             if self._own:
-                ids = torch.tensor(job.tokens[lo:hi]).to(self._decoder.device, non_blocking=True)
+                ids = torch.from_numpy(job.ids[lo:hi]).to(self._decoder.device, non_blocking=True)
                 features.append(self._decoder.embed(ids).to(features[0].dtype))
             self._put(job, self._maps(features), lo, hi)
         job.depths[first:end] = np.maximum(job.depths[first:end], self.base)

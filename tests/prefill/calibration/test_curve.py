@@ -31,6 +31,12 @@ def test_what_costs_too_much_is_no_default() -> None:
     assert best_share(points((0.0, 0.7, 0.9), (0.1, 0.8, 0.99)), 0.97) == (0.0, False)
 
 
+def test_out_of_reach_a_default_stays_modest() -> None:
+    curve = points((0.0, 0.2, 0.90), (0.05, 0.25, 0.91), (0.1, 0.3, 0.93), (0.2, 0.4, 0.95), (0.3, 0.5, 0.96))
+    assert best_share(curve, 0.97) == (0.1, False)
+    assert best_share(curve, 0.955) == (0.3, True)  # what is within reach is paid for
+
+
 def test_costs(pair: Pair) -> None:
     target, draft = pair.target.config, pair.source.config
     by_hand = sum(w.numel() for n, w in pair.target.weights.items() if n.startswith("layers.0.") and w.ndim == 2)
