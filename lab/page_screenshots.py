@@ -1,9 +1,9 @@
 """Pictures of the page for the documents: a provisional answer while it is provisional, and the race.
 
-    python lab/page_screenshots.py --profile smollm2.profile
+    python lab/page_screenshots.py
 
 A real server, a real browser (any Chromium; `make browser` installs one), and the model as it is: nothing is staged but
-the moment. Needs a profile, as provisional answers do; the default model's is found by itself where there is one.
+the moment. Needs a profile, as provisional answers do: the default model has one.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.1,
     "bos_token_id": 0,
     "eos_token_id": 2,

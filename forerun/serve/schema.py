@@ -276,7 +276,12 @@ class ChatRequest(_Asked):
 
 
 class CompletionRequest(_Asked):
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1, max_length=1024)]
+    # a list of ids is one prompt, as long as the context allows; of others there may be so many
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=1024)]
+    )
     logprobs: int | None = _from(0, MAX_LOGPROBS)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

@@ -51,7 +51,7 @@ class RolloutConfig:
         for name, low, high in (("keep", 0.0, 1.0), ("min_distance", 0.0, 1.0), ("min_prob", 0.0, 1.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise BadRequest(f"{name} is {value!r}, allowed is {low} to {high}", f"choose a {name} in that range")
+                raise BadRequest(f"{name} is {value!r}, allowed is {low} to {high}", "choose a value in that range")
         if not isinstance(self.separator, str) or not self.separator:
             raise BadRequest(f"separator is {self.separator!r}, it must be text", "leave it out for lines")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

@@ -61,8 +61,8 @@ def test_prompts_are_the_models_own_tokens(tiny_folder: Callable[[str], Path], t
     assert len({tuple(ids) for ids in work.crowd}) == 7  # three prompts: the others are numbered
     assert work.context >= max(len(a.ids) for a in work.asked) + 16
     assert prepare(setup, Plan(data=(file,))).crowd == []
-    with pytest.raises(BadRequest, match="holds 1024"):
-        prepare(setup, Plan(data=(file,), tokens=1020))
-    file.write_text(json.dumps({"prompt": "fog " * 2000}))
+    with pytest.raises(BadRequest, match="holds 2048"):
+        prepare(setup, Plan(data=(file,), tokens=2044))
+    file.write_text(json.dumps({"prompt": "fog " * 4000}))
     with pytest.raises(BadRequest, match="task 1"):
         prepare(setup, Plan(data=(file,)))

@@ -232,7 +232,7 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
     path = tmp_path / "profile.safetensors"
     random_profile("self", folder).save(path)
     params = replace(DRAFTED, max_tokens=6)
-    text = prompt(20, 900)
+    text = prompt(20, 1300)
     with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, pool_tokens=8192) as llm:
         completion = llm.generate(text, params)[0]
         report = completion.usage.prefill

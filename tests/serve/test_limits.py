@@ -60,7 +60,7 @@ def test_wrong_types_and_unknown_fields(served: Running, change: dict[str, Any],
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "schema"),
         ({"forerun": {"speculate": "magic"}}, "magic"),
         ({"forerun": {"prefill": "speculative"}}, "needs a profile"),
-        ({"messages": [{"role": "user", "content": "ship " * 2000}]}, "the context holds 1024"),
+        ({"messages": [{"role": "user", "content": "ship " * 4000}]}, "the context holds 2048"),
     ],
 )
 def test_values_out_of_bounds(served: Running, change: dict[str, Any], words: str | None):

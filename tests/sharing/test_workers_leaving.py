@@ -76,7 +76,7 @@ def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
         (2, {"prefixes": "ab"}, "must be a list"),
         (2, {"prefixes": [3, 4]}, "cannot be a int"),
         (2, {"prefixes": [[3], [9999]]}, "9999"),
-        (4, {"params": params(300), "prefixes": [[3]] * 4}, "up to 1204, the context holds 1024"),
+        (4, {"params": params(600), "prefixes": [[3]] * 4}, "up to 2404, the context holds 2048"),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(llm: LLM, n: int, options: dict, message: str):
