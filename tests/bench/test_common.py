@@ -38,8 +38,8 @@ def test_prompts_have_the_length_asked_for(tiny_folder: Callable[[str], Path]) -
     assert prompts.cut(50, skip=7) == whole[7:57]
     asked = prompts.requests(40)  # more than ship: the rest are numbered, so none is a copy
     assert len({tuple(ids) for ids in asked}) == 40
-    with pytest.raises(BadRequest, match="1024"):
-        prompts.check(1025)
+    with pytest.raises(BadRequest, match="2048"):
+        prompts.check(2049)
 
 
 def test_random_shapes_need_no_tokenizer() -> None:

@@ -146,4 +146,4 @@ def test_the_default_model_answers_on_the_page(browser: Browser, smollm2: Path):
             visit.ask("What is the harbour master called?")
             asked = "The harbour master is called Odalys Brandt.\n\nWhat is the harbour master called?"
             exact = llm.chat([{"role": "user", "content": asked}], SamplingParams(max_tokens=12))[0].text
-            assert visit.answer == exact and "Brandt" in exact
+            assert visit.answer == exact and "Brandt" in exact, visit.text("body")

@@ -134,7 +134,7 @@ def test_a_turn_that_comes_to_nothing_is_taken_back(llm: LLM):
         patch, _ = slowed(llm)
         error(made.post(CHAT, endless | {"stream": False}), 408)
         error(made.post(CHAT, ASKED | own("late") | {"max_tokens": 0}), 400)
-        error(made.post(CHAT, ASKED | own("late") | {"messages": [USER | {"content": "ship " * 2000}]}), 400)
+        error(made.post(CHAT, ASKED | own("late") | {"messages": [USER | {"content": "ship " * 4000}]}), 400)
         patch.undo()
         second = told(made, ASKED | {"messages": [USER]} | own("late"))
         assert second["forerun"]["session"]["turn"] == 2

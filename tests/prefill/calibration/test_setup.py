@@ -75,7 +75,7 @@ def test_a_draft_that_is_no_smaller(models: tuple[Path, Path]) -> None:
 
 def test_limits_of_the_models(models: tuple[Path, Path]) -> None:
     target, draft = map(str, models)
-    with pytest.raises(BadRequest, match=r"2,112 tokens exceed the context of target, 1,024"):
+    with pytest.raises(BadRequest, match=r"2,112 tokens exceed the context of target, 2,048"):
         open_subject(target, draft, Settings(), 2112)
     with pytest.raises(BadRequest, match="4 layers") as error:
         open_subject(target, None, Settings(base=4), 480)
