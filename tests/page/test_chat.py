@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from forerun import LLM, SamplingParams
 from forerun.serve.keys import Keys
@@ -147,3 +147,17 @@ def test_the_default_model_answers_on_the_page(browser: Browser, smollm2: Path):
             asked = "The harbour master is called Odalys Brandt.\n\nWhat is the harbour master called?"
             exact = llm.chat([{"role": "user", "content": asked}], SamplingParams(max_tokens=12))[0].text
             assert visit.answer == exact and "Brandt" in exact, visit.text("body")
+
+
+def test_a_question_before_the_server_has_said_what_it_is_waits(visit: Visit):
+    held: list[Route] = []
+    visit.page.route("**/forerun/about", lambda route: held.append(route))
+    visit.page.reload(wait_until="commit")
+    visit.page.wait_for_function("() => document.readyState === 'complete'")
+    visit.page.fill("#max-tokens", "6")
+    visit.ask("Who comes?", done=False)
+    expect(visit.page.locator("#stop")).to_be_enabled()
+    assert held and not any("completions" in url for url in visit.requests)
+    held[0].continue_()
+    visit.wait_done()
+    assert visit.answer and not visit.refused

@@ -25,6 +25,7 @@ const settings = new Settings(at);
 const attached = new Attached(at("document"), at("remove"), problem);
 let messages = []; // the conversation so far, as the server gets it
 let running = null; // the AbortController of the answer in the making
+let begun = null; // settles when the server has said what it is
 
 // -- asking -----------------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ async function during(work) {
   for (const name of ["timeline", "depth"]) stale(name, true);
   say("Waiting for the first word…");
   try {
+    await begun; // a question may be asked before the server has said which model it has
     say(await work(running.signal));
     return true;
   } catch (error) {
@@ -256,7 +258,7 @@ at("key-form").addEventListener("submit", (event) => {
   setKey(at("key").value.trim());
   at("key").value = "";
   problem("");
-  begin();
+  begun = begin();
 });
 at("file").addEventListener("change", (event) => {
   if (event.target.files.length) attached.take(event.target.files[0], messages).then(() => at("question").focus());
@@ -264,4 +266,4 @@ at("file").addEventListener("change", (event) => {
 });
 watchDrops(at("drop"), (file) => attached.take(file, messages).then(() => at("question").focus()));
 startTheme(at("theme"));
-begin();
+begun = begin();
