@@ -223,8 +223,7 @@ def paged_attention(
     lanes = lanes_for(kv_heads)
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     width = 0 if tree is None else tree.shape[1]
-    dim_padded = max(16, next_power_of_2(dim))
-    seqs = plan.cu_q.numel() - 1
+    dim_padded, seqs = max(16, next_power_of_2(dim)), plan.cu_q.numel() - 1
     assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
     shared = None if window else shared
     for count, shape, cut in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
@@ -239,8 +238,7 @@ def paged_attention(
                           launched, shape.warps)  # fmt: skip
         grid = (cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
         launch(
-            _attend, grid,
-            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
+            _attend, grid, q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
             shared.blocks if shared is not None else None, out, part, part_ml, scale * LOG2_E,
             tables.stride(0), tables.stride(1), width, launched,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
@@ -250,8 +248,7 @@ def paged_attention(
         )  # fmt: skip
         if cut:
             launch(
-                _join, (seqs * count, heads),
-                part, part_ml, plan.cu_q, plan.cells, out, count, launched, HEADS=heads, D=dim, DP=dim_padded,
-                LANES=lanes, MOST=FEW, **options(4),
+                _join, (seqs * count, heads), part, part_ml, plan.cu_q, plan.cells, out, count, launched,
+                HEADS=heads, D=dim, DP=dim_padded, LANES=lanes, MOST=FEW, **options(4),
             )  # fmt: skip
     return out
