@@ -175,9 +175,9 @@ class LLM:
             raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", KINDS)
         if prompt and isinstance(prompt[0], dict):
             return self.tokenizer.apply_chat_template(prompt)
-        for token in prompt:
-            if type(token) is not int:  # bool is an int to Python, but no token id
-                raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
+        if list(map(type, prompt)).count(int) < len(prompt):  # bool is an int to Python, but no token id
+            token = next(token for token in prompt if type(token) is not int)
+            raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
         return list(prompt)  # type: ignore[arg-type]
 
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:

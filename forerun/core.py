@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
+from forerun.transfer import send, send_together
 
 __all__ = [
     "Draft",
@@ -87,21 +88,16 @@ class HostBatch:
     tree_start: list[int] | None = None  # [S]
 
     def to(self, device: torch.device) -> TokenBatch:
-        """Copies that do not wait for what the device still does: the host's memory is read before they return."""
+        """Copies that do not wait for what the device still does; on a CPU its tensors are the arrays themselves."""
         tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
         for row, pages in enumerate(self.pages):
             tables[row, : len(pages)] = pages
         together = bool((np.diff(self.slots) == 1).all())
+        arrays = (self.tokens, self.positions, self.slots, self.seen, tables, np.array(self.want, dtype=np.int64))
+        sent = send_together(arrays, device) if device.type == "cuda" else [send(array, device) for array in arrays]
+        tokens, positions, slots, seen, table, want = sent
         return TokenBatch(
-            tokens=torch.from_numpy(self.tokens).to(device, non_blocking=True),
-            positions=torch.from_numpy(self.positions).to(device, non_blocking=True),
-            slots=torch.from_numpy(self.slots).to(device, non_blocking=True),
-            seen=torch.from_numpy(self.seen).to(device, non_blocking=True),
-            tables=torch.from_numpy(tables).to(device, non_blocking=True),
-            starts=self.starts,
-            contexts=self.contexts,
-            page_size=self.page_size,
-            want=torch.tensor(self.want, dtype=torch.int64).to(device, non_blocking=True),
+            *(tokens, positions, slots, seen, table, self.starts, self.contexts, self.page_size, want),
             tree=None if self.bits is None else _unpack(self.bits).to(device, non_blocking=True),
             tree_start=self.tree_start,
             run_start=int(self.slots[0]) if together else None,
@@ -232,7 +228,8 @@ class PrefillReport:
     check_s: float = 0.0
 
 
-_SUMS = ("written", "completion_tokens", "preemptions", "steps", "drafted", "accepted", "provisional", "confirmed")
+_GUESSES = ("drafted", "accepted", "provisional", "confirmed", "with_first")
+_SUMS = ("written", "completion_tokens", "preemptions", "steps", *_GUESSES)
 
 
 @dataclass
@@ -262,6 +259,7 @@ class Usage:
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
     provisional: int = 0  # tokens shown before the prompt was computed
     confirmed: int = 0  # of those, tokens that stayed
+    with_first: int = 0  # tokens that came together with the first one, as confirmed ones may
     provisional_s: float = 0.0  # from submission to the first of them
 
     def add(self, part: Usage) -> None:
@@ -297,6 +295,6 @@ class Usage:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode speed: tokens after the first over the time after the first; confirmed ones came with the first."""
-        decode_s, tokens = self.total_s - self.ttft_s, self.completion_tokens - 1 - self.confirmed
+        """Decode speed: tokens after the first ones over the time after them."""
+        decode_s, tokens = self.total_s - self.ttft_s, self.completion_tokens - 1 - self.with_first
         return tokens / decode_s if decode_s > 0 and tokens > 0 else 0.0

@@ -47,7 +47,7 @@ class Driver:
         inboxes: list[list[Event]] = [[] for _ in jobs]
         requests = [Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)]
         for request in requests:  # all are checked before the first one starts
-            self.engine.check(request.prompt_ids, request.params)
+            self.engine.intake.receive(request)
         open_answers = sum(params.n for _, params in jobs)
         done = 0
         seen = [0] * len(jobs)

@@ -42,6 +42,7 @@ class Lane:
     first_s: float = 0.0
     total_s: float = 0.0
     _start: float = 0.0
+    _open: int = 0  # provisional tokens that may still stand or fall
 
     def run(self, events: Iterable[Event]) -> None:
         """Take in an answer; `events` begins to work when it is first asked for one."""
@@ -54,10 +55,13 @@ class Lane:
         if event.provisional:
             self.shown_s = self.shown_s or self.elapsed
             self.provisional += event.text
+            self._open += len(event.token_ids)
             return
         assert self.token_ids is not None
         if event.token_ids:
             self.first_s = self.first_s or self.elapsed
+        self._open = 0 if event.retracted or event.finish_reason else max(0, self._open - event.confirmed)
+        if not self._open:
             self.provisional = ""
         self.text += event.text
         self.token_ids += event.token_ids

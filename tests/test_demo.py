@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from forerun import data, demo
 from forerun.cli import main
+from forerun.engine.sequence import Event
 from forerun.race import Lane, Race
 from tests import tiny
 
@@ -73,3 +75,24 @@ def test_lanes_fit_the_screen(width: int, beside: bool) -> None:
     assert len(lines) <= 16 and max(map(len, lines)) <= width
     both = [line for line in lines if "four" in line and "seven" in line]
     assert bool(both) is beside and "four" in out.getvalue() and "seven" in out.getvalue()
+
+
+def test_provisional_words_stay_until_all_of_them_are_settled() -> None:
+    lane, seen = Lane("Forerun"), []
+    events = [
+        Event(0, 0, "The old lamp", [1, 2, 3], provisional=True),
+        Event(0, 0, "The", [1], confirmed=1),
+        Event(0, 0, " old", [2], confirmed=1),
+        Event(0, 0, " keeper", [4], retracted=1),
+        Event(0, 0, ".", [5], finish_reason="stop"),
+    ]
+
+    def told() -> Iterator[Event]:
+        for event in events:
+            yield event
+            seen.append((lane.provisional, lane.text))
+
+    lane.run(told())
+    assert [provisional for provisional, _ in seen] == ["The old lamp"] * 3 + ["", ""]
+    assert [text for _, text in seen] == ["", "The", "The old", "The old keeper", "The old keeper."]
+    assert 0 < lane.shown_s <= lane.first_s and lane.token_ids == [1, 2, 4, 5]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ import torch
 
 from forerun.models.attention import KV, SLACK
 from forerun.models.config import ModelConfig
+
+MANY = 16  # pages from which arrays are quicker than one page after the other
 
 
 @dataclass
@@ -112,12 +114,15 @@ class PagePool:
         while len(pages) < count:
             if last is None or last + 1 >= self.num_pages or self.refs[last + 1]:
                 last = self._gap(count - len(pages)) - 1
-            last += 1
-            self.refs[last] = 1
-            pages.append(last)
+            run = self.refs[last + 1 : last + 1 + count - len(pages)]
+            taken = np.flatnonzero(run)
+            run = run[: taken[0]] if len(taken) else run
+            run[:] = 1
+            for plane in self.planes:
+                plane.filled[last + 1 : last + 1 + len(run)] = plane.lower[last + 1 : last + 1 + len(run)] = 0
+            pages.extend(range(last + 1, last + 1 + len(run)))
+            last += len(run)
         self.free -= count
-        for plane in self.planes:
-            plane.filled[pages] = plane.lower[pages] = 0
         return pages
 
     def _gap(self, count: int) -> int:
@@ -151,16 +156,29 @@ class PagePool:
                 paged = cache[:slots].view(self.num_pages, self.page_size, *cache.shape[1:])  # [P, page, Hkv, D]
                 paged[dst] = paged[src]
 
-    def retain(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            assert self.refs[page] > 0, f"page {page} is free"
-            self.refs[page] += 1
+    def retain(self, pages: Sequence[int]) -> None:
+        if len(pages) < MANY:
+            for page in pages:
+                assert self.refs[page] > 0, f"page {page} is free"
+                self.refs[page] += 1
+            return
+        rows = np.array(pages, dtype=np.int64)
+        free = rows[self.refs[rows] <= 0]
+        assert not len(free), f"page {free[0]} is free"
+        np.add.at(self.refs, rows, 1)
 
-    def release(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            assert self.refs[page] > 0, f"page {page} released twice"
-            self.refs[page] -= 1
-            self.free += int(self.refs[page] == 0)
+    def release(self, pages: Sequence[int]) -> None:
+        if len(pages) < MANY:
+            for page in pages:
+                assert self.refs[page] > 0, f"page {page} released twice"
+                self.refs[page] -= 1
+                self.free += int(self.refs[page] == 0)
+            return
+        rows = np.array(pages, dtype=np.int64)
+        np.subtract.at(self.refs, rows, 1)  # a page may be among them twice, if it is held twice
+        gone = rows[self.refs[rows] < 0]
+        assert not len(gone), f"page {gone[0]} released twice"
+        self.free = self.num_pages - int(np.count_nonzero(self.refs))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

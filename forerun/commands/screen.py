@@ -1,5 +1,5 @@
-"""An answer in a terminal as it comes. Provisional words are dim, and make way for the answer itself; where output is
-no terminal, only the answer is written.
+"""An answer in a terminal as it comes. Provisional words are dim, and make way for the answer itself as soon as all of
+them are settled; where output is no terminal, only the answer is written.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ class Screen:
         self.text = ""
         self._out, self._terminal = out, out.isatty()
         self._shown = ""  # provisional text that is on the screen
+        self._open = 0  # provisional tokens that may still stand or fall
+        self._held = ""  # answer that is on the screen as provisional text, with more of that after it
 
     def show(self, event: Event) -> None:
         if event.provisional:
             if not self._terminal:
                 return
             self._shown += event.text
+            self._open += len(event.token_ids)
             self._out.write(f"{DIM}{event.text}{PLAIN}" if event.text else "")
         else:
-            self._out.write(self._take_back() + event.text)
             self.text += event.text
+            self._held += event.text
+            self._open = 0 if event.retracted or event.finish_reason else max(0, self._open - event.confirmed)
+            if not self._open:
+                self._out.write(self._take_back() + self._held)
+                self._held = ""
         self._out.flush()
 
     def _take_back(self) -> str:

@@ -116,8 +116,8 @@ class Drafting:
         if own.job is None:
             known = len(own.depths) if len(own.depths) > own.first else 0
             depths = own.depths if known else None
-            settings = seq.params.prefilling
-            own.job = self.prefiller.open(seq.id, list(seq.tokens), seq.pages, own.first, settings, known, depths)
+            settings, tokens = seq.params.prefilling, seq.packed(len(seq.tokens))
+            own.job = self.prefiller.open(seq.id, tokens, seq.pages, own.first, settings, known, depths)
             seq.usage.prefill = own.job.report
         job, spent = own.job, 0
         if not job.finished:
@@ -130,7 +130,7 @@ class Drafting:
             elif job.phase is Phase.EXACT:
                 seq.approximate = None
             else:
-                seq.computed, own.depths = job.end, job.depths
+                seq.computed, own.depths = job.filled, job.depths
         return spent
 
     def close(self, seq: Sequence) -> None:

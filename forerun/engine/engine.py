@@ -71,6 +71,8 @@ class Engine:
         tree, approximate = (self.tree, self.approximate) if config.prefix_cache else (None, None)
         self.tiers = None if tiers is None else tiers(self.pool)
         self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens, self.tiers)
+        if self.runner.decoding_rows is not None:
+            self.scheduler.guided_share = 1  # other chunks, other bits
         workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
         workshop.make_room = self.scheduler.make_room
         workshop.warm_up()
@@ -93,7 +95,7 @@ class Engine:
         work = self.scheduler.schedule(drafted)
         if not work:
             return drafted > 0 or not self.idle
-        work = meet(work, self.scheduler, self._most_nodes)  # provisional words are a draft for a prompt now computed
+        work = meet(work, self.scheduler, self._most_nodes, self.runner.decoding_rows)  # provisional words: a draft
         self._guess(work)  # drafts for the sequences that decode
         output = self._run(work)  # logits for every work that samples: of its last token, then of its draft's nodes
         sampling = [w for w in work if w.samples]
@@ -103,11 +105,13 @@ class Engine:
         return True
 
     def _guess(self, work: list[Work]) -> None:
-        guessed = [w for w in work if w.seq.guessing is not None and w.count == 1 and w.samples and w.seq.num_generated]
+        guessed = [w for w in work if w.seq.guessing is not None and w.decodes and not w.meets_guide]
         if not guessed or self.speculator.rests([w.seq.guessing for w in guessed if w.seq.guessing is not None]):
             return
         most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
-        room = max(0, most - sum(w.count for w in work)) // len(guessed)
+        if any(len(w.draft) for w in work):  # provisional words: they stay within what is sure to be exact
+            most = min(most, self.runner.decoding_rows or most)
+        room = max(0, most - sum(w.count + len(w.draft) for w in work)) // len(guessed)
         turns = []
         for w in guessed:
             useful = min(self._most_nodes(w.seq), w.seq.params.speculation.nodes, room)
@@ -155,8 +159,6 @@ class Engine:
 
     def _append(self, seq: Sequence, ruling: Ruling, work: Work) -> None:
         """The settled tokens become part of the answer, up to where it ends."""
-        if not seq.num_generated:
-            seq.usage.ttft_s = time.perf_counter() - seq.request.arrived
         event, reason, first = Event(seq.request.id, seq.index), None, len(seq.tokens)
         for token in ruling.tokens:
             seq.tokens.append(token)
@@ -166,13 +168,16 @@ class Engine:
             if reason is not None:
                 break
         added = len(event.token_ids)
+        if seq.num_generated == added:
+            seq.usage.ttft_s, seq.usage.with_first = time.perf_counter() - seq.request.arrived, added - 1
         event.logprobs = ruling.logprobs[:added]
         seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
         seq.usage.steps += 1
         seq.note(added, len(work.draft))
         if seq.provisional is not None and not seq.provisional.judged:
-            event.confirmed, event.retracted = seq.provisional.judge(event.token_ids)
-            seq.usage.confirmed = event.confirmed
+            last = reason is not None or self.runner.decoding_rows is None
+            event.confirmed, event.retracted = seq.provisional.judge(event.token_ids, last)
+            seq.usage.confirmed += event.confirmed
         elif seq.guessing is not None:
             self.speculator.settle(seq.guessing, work.draft, ruling.verdict, seq.tokens[first:])
         if seq.grammar is not None:
@@ -244,7 +249,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Check a request and queue it; raises `BadRequest` before anything is touched."""
-        self.check(request.prompt_ids, request.params)
+        self.intake.receive(request)
         self._inbox.append(request)
 
     def cancel(self, request_id: int) -> None:

@@ -55,6 +55,7 @@ class Scheduler:
         self.keepers: list[Keeper] = []
         self.on_leaving: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
         self._preempted = False
+        self.guided_share = GUIDED_SHARE  # 1: a guided prompt is cut as if there were no guide
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -91,7 +92,7 @@ class Scheduler:
         for seq in decoding:
             if budget and seq.status is Status.RUNNING and self._grow(seq, 1):
                 work.append(Work(seq, 1))
-                budget -= 1
+                budget -= seq.real is None or self.guided_share > 1
         for seq in [s for s in active if s.remaining > 1]:
             count = min(seq.remaining, budget, self._chunk(seq))
             ahead = count if seq.guide is None else seq.remaining  # pages for all that its guide will leave to it
@@ -114,7 +115,7 @@ class Scheduler:
         return [seq for seq in self.running if not seq.drafting and not seq.held]
 
     def _chunk(self, seq: Sequence) -> int:
-        return self.chunk_tokens if seq.guide is None else max(1, self.chunk_tokens // GUIDED_SHARE)
+        return self.chunk_tokens if seq.guide is None else max(1, self.chunk_tokens // self.guided_share)
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
@@ -156,15 +157,15 @@ class Scheduler:
         """Make what a sequence has computed so far known to others: exact K/V to all, the rest to those who asked for
         the like of it."""
         if self.tree is not None and seq.params.cache:
-            new = self.tree.insert(seq.tokens[: seq.exact], seq.pages)
+            new = self.tree.insert(seq.packed(seq.exact), seq.pages)
             seq.usage.written += new * self.pool.page_size
             for keeper in self.keepers:
-                keeper.remember(seq.tokens[: seq.exact], seq.pages)
+                keeper.remember(seq.packed(seq.exact), seq.pages)
         own = seq.approximate
         others = seq.params.cache and seq.real is None  # may read it
         if self.approximate is not None and own is not None and not own.drafting and others:
             where = ApproximatePages(seq.pages, own.first, own.depths)
-            self.approximate.insert(own.key, seq.tokens[: seq.computed], where)
+            self.approximate.insert(own.key, seq.packed(seq.computed), where)
 
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence on whatever prefix of it is known."""
@@ -179,7 +180,7 @@ class Scheduler:
         known = self._known(seq)
         self.pool.retain(known)
         if seq.approximate is not None and self.approximate is not None:
-            self.approximate.known(seq.approximate.key, seq.tokens[:-1])  # marks it as used: others are evicted first
+            self.approximate.known(seq.approximate.key, seq.packed(-1))  # marks it as used: others are evicted first
         missing = self.pool.pages_for(len(seq.tokens)) - len(known)
         if not self.make_room(missing):
             self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
@@ -189,9 +190,9 @@ class Scheduler:
         seq.status = Status.RUNNING
         served = {"pool": len(known) * self.pool.page_size}
         if self.tiers is not None and self.tree is not None and seq.params.cache:
-            restored, tiers = self.tiers.restore(seq.tokens[:-1], known)
+            restored, tiers = self.tiers.restore(seq.packed(-1), known)
             known, served = [*known, *restored], served | tiers
-            self.tree.insert(seq.tokens[:-1], known)
+            self.tree.insert(seq.packed(-1), known)
         seq.pages.extend(known)
         seq.computed = len(known) * self.pool.page_size
         if seq.approximate is not None:
@@ -199,14 +200,14 @@ class Scheduler:
         if not seq.admitted:
             seq.admitted = True
             if self.tree is not None and seq.real is None:
-                self.tree.count_read(seq.tokens[: seq.computed])
+                self.tree.count_read(seq.packed(seq.computed))
             seq.usage.cached_tokens, seq.usage.served = seq.computed, served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
 
     def _known(self, seq: Sequence) -> list[int]:
         """Pages of what is known of a sequence, less than all of it."""
-        return self.tree.match(seq.tokens[:-1]) if self.tree is not None and seq.params.cache else []
+        return self.tree.match(seq.packed(-1)) if self.tree is not None and seq.params.cache else []
 
     def _unpin_for(self, seq: Sequence) -> bool:
         """Whether the next in line can be tried again: nothing runs, so that only pins can be in its way. Idle ones go
@@ -233,20 +234,20 @@ class Scheduler:
         missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
         seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         if self.approximate is not None and seq.params.cache:
-            own.depths = self.approximate.read(own.key, seq.tokens[:-1], own.first, seq.pages)
+            own.depths = self.approximate.read(own.key, seq.packed(-1), own.first, seq.pages)
 
     def _prefix_in_flight(self, seq: Sequence) -> bool:
         """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
         if self.tree is None or not seq.params.cache:
             return False
-        page, own = self.pool.page_size, seq.tokens[:-1]  # the last token runs in any case
-        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.tokens[:page] == own[:page]]
+        page, own = self.pool.page_size, seq.packed(-1)  # the last token runs in any case
+        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.packed(page) == own[:page]]
         if not leaders or len(own) < page:
             return False
         known = len(self._known(seq)) * page
         if self.approximate is not None and seq.approximate is not None:
             known = max(known, self.approximate.known(seq.approximate.key, own))
-        return any(common_prefix(r.tokens, own) // page * page > known for r in leaders)
+        return any(common_prefix(r.packed(len(own)), own) // page * page > known for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
@@ -300,7 +301,7 @@ class Scheduler:
         if session is not None and seq.status is Status.FINISHED and seq.real is None:
             self.pins.end(session)
             if self.tree is not None and seq.exact:  # a turn that never ran leaves what was pinned before
-                self.pins.hold(session, self.tree.match(seq.tokens[: seq.exact]))
+                self.pins.hold(session, self.tree.match(seq.packed(seq.exact)))
         self.pool.release(seq.pages)
         seq.pages = type(seq.pages)("i")
         seq.computed = 0

@@ -60,6 +60,7 @@ class Request:
     params: SamplingParams
     sink: Callable[[Event], None]
     session: str | None = None  # on whose account it goes, and whose pages stay in the pool afterwards
+    packed: array[int] | None = None  # the prompt as int32, once it was checked
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -88,7 +89,8 @@ class Sequence:
         self.id = next(_ids)
         self.request, self.index, self.seed = request, index, seed
         self.params = request.params
-        self.tokens: list[int] = list(request.prompt_ids)
+        self.tokens: list[int] = list(request.prompt_ids)  # only ever grows
+        self._packed = array("i", request.prompt_ids if request.packed is None else request.packed)
         self.context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
         self.grammar: AnswerGrammar | None = None
         self.guessing: Guessing | None = None  # None: plain decoding
@@ -107,6 +109,12 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    def packed(self, end: int) -> array[int]:
+        """The first tokens as int32, negative `end` as in slices. Caches are asked and told of the same ones several
+        times, and packing a long prompt anew takes them longer than all else that they do."""
+        self._packed.extend(self.tokens[len(self._packed) :])
+        return self._packed[:end]
 
     @property
     def remaining(self) -> int:
@@ -159,7 +167,7 @@ class Sequence:
         return self.tokens[len(self.request.prompt_ids) :]
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: array[int], b: array[int]) -> int:
     """Length of the common prefix, by halving: comparing slices is far faster than comparing tokens."""
     low, high = 0, min(len(a), len(b))
     while low < high:

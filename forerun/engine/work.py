@@ -25,8 +25,18 @@ class Work:
         return self.seq.computed + self.count == len(self.seq.tokens)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it goes on with an answer that has begun, one token at a time but for what is guessed."""
+        return self.count == 1 and self.samples and self.seq.num_generated > 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs as if there were no guide beside it: the answer must not depend on that."""
+        return self.seq.provisional is not None and self.seq.prefilling
+
+    @property
     def meets_guide(self) -> bool:
-        """Whether the prompt is computed now, so that what a guide said can be judged."""
+        """Whether the answer goes on now with what a guide said, or without it: that can be judged."""
         provisional = self.seq.provisional
         return provisional is not None and not provisional.judged and self.samples
 
@@ -41,4 +51,4 @@ class Work:
         seq, draft = self.seq, self.draft
         ids = seq.tokens[seq.computed : seq.computed + self.count]
         want: range | tuple[()] = range(self.count - 1, self.count + len(draft)) if self.samples else ()
-        return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents)
+        return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents, self.alone)

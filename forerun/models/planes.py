@@ -6,6 +6,8 @@ the host's time for each launch is what costs. Knows slots and layers; not whose
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,21 @@ class Picker:
         """[tensors, rows, ...], once all were shown."""
         self.settle()
         return torch.cat(self._picked)
+
+
+class Held(Picker):
+    """Rows picked already, [tensors, rows, ...]: copied, since whoever picked them may use the memory again."""
+
+    def __init__(self, picked: Tensor) -> None:
+        self._picked = [picked.clone()]
+
+
+@dataclass(frozen=True)
+class Climb:
+    """What some rows of a pass met on their way, in all layers but the last."""
+
+    x: Tensor  # [layers - 1, rows, hidden] inputs
+    q: Tensor  # [layers - 1, rows, Hq, D] rotated queries
 
 
 class Planes:

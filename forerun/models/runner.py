@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from forerun.core import ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.attention import KV
 from forerun.models.decoder import Decoder, Output, Taps, Watch
-from forerun.models.planes import Planes, make_planes
+from forerun.models.parts import join, keep, parts_of
+from forerun.models.planes import Climb, Planes, make_planes
 
 if TYPE_CHECKING:
     from forerun.models.cuda.chain import Chains
@@ -44,6 +46,7 @@ class Span:
     want: Seq[int]  # which of the ids need logits
     tree_first: int = 0
     parents: list[int] = field(default_factory=list)
+    alone: bool = False  # to be computed as if nothing else ran, where that makes a difference
 
     @property
     def entries(self) -> range:
@@ -86,6 +89,7 @@ class Runner:
             from forerun.models.cuda.graphs import GraphRunner
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
+        self.parts = self.graphs is not None  # whether prompts and decoding rows run apart
 
     @cached_property
     def planes(self) -> Planes:
@@ -100,8 +104,13 @@ class Runner:
         watch: Watch | None = None,
     ) -> Output:
         """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
-        batch = self.batch(spans)
         whole = taps is None and blocks is None and watch is None
+        parts = parts_of(spans) if self.parts and whole and len(spans) > 1 else []
+        if len(parts) > 1:
+            *firsts, last = ([spans[number] for number in part] for part in parts)
+            outputs = [keep(self.forward(part)) for part in firsts]
+            return join(spans, parts, [*outputs, self.forward(last)])
+        batch = self.batch(spans)
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
 
@@ -120,6 +129,12 @@ class Runner:
         return self.graphs.most_rows(sequences)
 
     @property
+    def decoding_rows(self) -> int | None:
+        """Rows of a forward up to which each gets the bits that decoding one by one would give it; None: any number,
+        and prompts are no exception."""
+        return None if self.graphs is None else self.graphs.decoding_rows
+
+    @property
     def can_chain(self) -> bool:
         """Whether greedy continuations can run in one launch."""
         return self.graphs is not None and self.graphs.can_chain
@@ -134,6 +149,26 @@ class Runner:
         """How much the tokens of a span look at each entry of their sequence up to the last of them, [entries] float32:
         mean over tokens, heads and all layers but the last. Leaves their K/V; None where no device does it at once."""
         return None if self.graphs is None else self.graphs.gaze(self.batch([span]))
+
+    @property
+    def most_climbing(self) -> int:
+        """Rows of one sequence that a device runs through all layers at once with `climb`; 0: it does not."""
+        return 0 if self.graphs is None else self.graphs.climber.most
+
+    def climb(self, batch: HostBatch, picks: np.ndarray) -> Climb | None:
+        """Rows of one sequence through all layers, which leaves their K/V; what the picks among them met, which the
+        next such pass overwrites. None where no device does it at once."""
+        return None if self.graphs is None else self.graphs.climber.run(batch, picks)
+
+    def prepare_climbs(self) -> None:
+        """Record the passes of `climb` now, so that no prompt waits for it."""
+        if self.graphs is not None:
+            self.graphs.climber.prepare()
+
+    def recorded(self, key: tuple[Any, ...], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`; a device that can replays what it did the first time with this key and these shapes, and
+        overwrites what it returned then."""
+        return function(*inputs) if self.graphs is None else self.graphs.recorder(key, function, inputs)
 
     def batch(self, spans: list[Span]) -> HostBatch:
         """Lay spans out one after the other."""

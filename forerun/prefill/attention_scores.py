@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.runner import Runner
+from forerun.transfer import send
 
 REDUCTIONS = ("mean", "max")  # over the queries of the tail
 MOST_WEIGHTS = 1 << 25  # at a time
@@ -20,8 +21,9 @@ MOST_WEIGHTS = 1 << 25  # at a time
 
 def slots_of(pages: array[int], first: int, end: int, page_size: int) -> np.ndarray:
     """Where entries first .. end lie in the pool, [end - first] int64."""
-    entries = np.arange(first, end)
-    return np.array(pages, dtype=np.int64)[entries // page_size] * page_size + entries % page_size
+    page = first // page_size
+    starts = np.array(pages[page : -(-end // page_size)], dtype=np.int64) * page_size
+    return (starts[:, None] + np.arange(page_size)).reshape(-1)[first - page * page_size :][: end - first]
 
 
 class TailAttention:
@@ -33,7 +35,7 @@ class TailAttention:
         slots = slots_of(pages, 0, tokens, runner.pool.page_size)
         together = bool((np.diff(slots) == 1).all())
         self._start = int(slots[0]) if together else None  # pages side by side are read in place
-        self._slots = torch.from_numpy(slots).to(runner.decoder.device)
+        self._slots = send(slots, runner.decoder.device)
         self._sum = torch.zeros(tokens - tail, tokens, device=runner.decoder.device)  # [Q, tokens]
         self._layers: set[int] = set()
         self._seen: set[int] = set()  # entries whose queries were shown

@@ -30,10 +30,11 @@ from forerun.core import PrefillReport
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
 from forerun.models.linear import rms_norm
-from forerun.models.planes import Picker
+from forerun.models.planes import Climb, Held, Picker
 from forerun.models.runner import Runner
 from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.plan import Checkpoint
+from forerun.transfer import send
 
 SIGNALS = ("key", "value", "attention", "hidden")
 COSINES = ("attention", "hidden")  # larger is better
@@ -70,10 +71,10 @@ class Scores:
         """Per signal the mean over spans, layer by layer."""
         return {signal: np.nan_to_num(values.mean(1)).round(5).tolist() for signal, values in self.values.items()}
 
-    def of_span(self, span: int) -> dict[str, float]:
-        """Per signal the mean over the drafted layers."""
-        means = {signal: values[self.base :, span].mean() for signal, values in self.values.items()}
-        return {signal: round(float(np.nan_to_num(mean)), 5) for signal, mean in means.items()}
+    def of_spans(self) -> list[dict[str, float]]:
+        """Per signal the mean over the drafted layers, span by span."""
+        means = {s: np.nan_to_num(values[self.base :].T.copy().mean(1)).tolist() for s, values in self.values.items()}
+        return [{s: round(of[i], 5) for s, of in means.items()} for i in range(len(means["key"]))]
 
     def write(self, report: PrefillReport, spans: list[Checkpoint], passed: np.ndarray) -> None:
         """Means per layer are of the first round, when all that was drafted is compared."""
@@ -81,9 +82,9 @@ class Scores:
             report.scores |= self.means()
         if self.kl is not None:
             report.scores.setdefault("kl", []).append(round(self.kl, 6))  # one for each further round
-        for i, span in enumerate(spans):
+        for i, (span, means) in enumerate(zip(spans, self.of_spans(), strict=True)):
             about = {"round": report.rounds, "first": span.first, "tokens": span.count, "passed": bool(passed[i])}
-            report.spans.append(about | self.of_span(i))
+            report.spans.append(about | means)
 
 
 @dataclass
@@ -108,7 +109,8 @@ class Checker:
 
     def __init__(self, runner: Runner, pages: array[int], spans: list[Checkpoint], base: int, sinks: int) -> None:
         """`sinks`: entries at the start of the prompt that are exact."""
-        self._decoder, self._planes, self.spans, self._base = runner.decoder, runner.planes, spans, base
+        self._runner, self._decoder, self._planes = runner, runner.decoder, runner.planes
+        self.spans, self._base = spans, base
         self._entries = np.concatenate([span.entries for span in spans])  # [C]
         span = np.repeat(np.arange(len(spans)), [span.count for span in spans])
         self._member = self._send(np.eye(len(spans), dtype=np.float32)[span])  # [C, spans]
@@ -119,11 +121,16 @@ class Checker:
         self._passes: list[_Pass] = []
 
     def _send(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._decoder.device, non_blocking=True)
+        return send(values, self._decoder.device)
+
+    def among(self, entries: np.ndarray) -> np.ndarray:
+        """Which of these entries, in order, are checkpoints'."""
+        at = np.searchsorted(self._entries, entries).clip(max=len(self._entries) - 1)
+        return np.flatnonzero(self._entries[at] == entries)
 
     def watch(self, entries: np.ndarray) -> Watch | None:
         """For a pass over rows of these entries; None where no checkpoint is among them."""
-        here = np.flatnonzero(np.isin(entries, self._entries))
+        here = self.among(entries)
         if not len(here):
             return None
         for earlier in self._passes:
@@ -140,64 +147,84 @@ class Checker:
 
         return look
 
+    def saw(self, climb: Climb) -> None:
+        """The same of a pass that picked its checkpoint rows by itself."""
+        layers = list(range(self._base, climb.x.shape[0]))
+        if climb.x.shape[1] and layers:
+            self._passes.append(_Pass(Held(climb.x[self._base :]), Held(climb.q[self._base :]), layers))
+
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:
         """Once all checkpoint rows have run."""
-        both = torch.stack((self._planes.read(self._base, self._slots), self._drafted)).float()
-        new, old = both[:, :, :, self._sinks :].flatten(4)  # [2, layers, C, Hkv * D] each
-        apart, norm = ((t.square().sum(-1) @ self._member) for t in (old - new, new))  # [2, layers, spans]
-        found = dict(zip(("key", "value"), (apart / norm.clamp_min(1e-20)).sqrt(), strict=True))
-        if any(seen.layers for seen in self._passes):
-            cosines = torch.stack(self._cosines(both)) @ self._member / self._member.sum(0)  # [2, n, spans]
-            found |= dict(zip(("attention", "hidden"), cosines, strict=True))
-        told = torch.cat(list(found.values())).cpu().numpy()  # at once: each copy would wait for the device
-        layers, spans, at = self._decoder.config.num_layers, len(self.spans), 0
-        values = {signal: np.full((layers, spans), float(signal in COSINES)) for signal in SIGNALS}
-        for signal, figures in found.items():
-            values[signal][self._base : self._base + len(figures)] = told[at : at + len(figures)]
-            at += len(figures)
+        seen = self._seen()
+        inputs = (self._planes.read(self._base, self._slots), self._drafted, self._member, *seen)
+        told = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
+        count, spans, base = self._decoder.config.num_layers, len(self.spans), self._base
+        watched = len(self._passes[0].layers) if seen else 0
+        values = {signal: np.full((count, spans), float(signal in COSINES)) for signal in SIGNALS}
+        sizes = (count - base, count - base, watched, watched)
+        for signal, figures in zip(SIGNALS, np.split(told, np.cumsum(sizes)[:-1]), strict=True):
+            values[signal][base : base + len(figures)] = figures
         finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
-        return Scores(values, self._base, kl, finite)
+        return Scores(values, base, kl, finite)
 
-    def _cosines(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """`attention` and `hidden`, [layers that were watched, C] each, from K/V [now or drafted, 2, layers, keys, Hkv,
-        D], of which drafted sinks are overwritten."""
-        config, watched = self._decoder.config, self._passes[0].layers
+    def _seen(self) -> tuple[Tensor, ...]:
+        """Inputs [n, C, hidden] and queries [n, C, Hq, D] of the n layers that were watched, and what they see; nothing
+        where none were."""
+        if not any(seen.layers for seen in self._passes):
+            return ()
+        watched = self._passes[0].layers
         assert all(seen.layers == watched for seen in self._passes)
         assert watched == list(range(self._base, self._base + len(watched)))
-        x = torch.cat([seen.inputs.picked() for seen in self._passes], 1)  # [n, C, hidden]
-        q = torch.cat([seen.queries.picked() for seen in self._passes], 1)  # [n, C, Hq, D]
+        x = torch.cat([seen.inputs.picked() for seen in self._passes], 1)
+        q = torch.cat([seen.queries.picked() for seen in self._passes], 1)
         assert x.shape[1] == len(self._entries), "not all checkpoint rows have run"
-        n, count, heads, dim = q.shape
+        return x, q, self._mask(watched)
+
+    def _compare(self, now: Tensor, drafted: Tensor, member: Tensor, *seen: Tensor) -> Tensor:
+        """All signals, one after the other: [layers of each, spans]. K/V is [2, layers, keys, Hkv, D]; reads no other
+        tensor of this prompt."""
+        both = torch.stack((now, drafted)).float()
+        new, old = both[:, :, :, self._sinks :].flatten(4)  # [2, layers, C, Hkv * D] each
+        apart, norm = ((t.square().sum(-1) @ member) for t in (old - new, new))  # [2, layers, spans]
+        found = (apart / norm.clamp_min(1e-20)).sqrt().flatten(0, 1)
+        if not seen:
+            return found
+        cosines = torch.stack(self._cosines(both, *seen)) @ member / member.sum(0)  # [2, n, spans]
+        return torch.cat((found, cosines.flatten(0, 1)))
+
+    def _cosines(self, both: Tensor, x: Tensor, q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """`attention` and `hidden`, [layers that were watched, C] each, from K/V [now or drafted, 2, layers, keys, Hkv,
+        D], of which drafted sinks are overwritten."""
+        config, (n, count, heads, dim) = self._decoder.config, q.shape
         # heads that share a KV head are rows of one head: kernels take those and a mask without copies of K and V
         group = heads // config.num_kv_heads
         rows = both.new_empty(2, n, config.num_kv_heads, group, count, dim)
         rows.copy_(q.view(n, count, -1, group, dim).permute(0, 2, 3, 1, 4))
         both[1, :, :, : self._sinks] = both[0, :, :, : self._sinks]
         keys, values = both[:, :, :n].permute(1, 0, 2, 4, 3, 5).flatten(1, 2)  # [2 n, Hkv, keys, D] each
-        mask = self._mask(watched, group)
         out = F.scaled_dot_product_attention(
-            rows.view(2 * n, -1, group * count, dim), keys, values, mask, scale=config.scale
+            rows.view(2 * n, -1, group * count, dim), keys, values, mask.tile(1, 1, group, 1), scale=config.scale
         )
         out = out.view(2, n, -1, group, count, dim).permute(1, 0, 4, 2, 3, 5).flatten(3)  # [n, 2, C, Hq * D]
-        return cosine(out), cosine(self._streams(watched, x, out))
+        return cosine(out), cosine(self._streams(x, out))
 
-    def _mask(self, layers: list[int], group: int) -> Tensor:
-        """What is added to scores of the sampled keys for each checkpoint row: [1 or 2 n, 1, group * C, keys]."""
+    def _mask(self, layers: list[int]) -> Tensor:
+        """What is added to scores of the sampled keys for each checkpoint row: [1 or 2 n, 1, C, keys]."""
         windows = [self._decoder.config.window(i) for i in layers]
         kinds, own, masks = list(dict.fromkeys(windows)), self._entries[:, None], []
         for window in kinds:
             seen = (self._every <= own) & (True if window is None else self._every > own - window)
-            masks.append(np.tile(np.where(seen, np.float32(0), np.float32(-np.inf)), (group, 1))[None])
+            masks.append(np.where(seen, np.float32(0), np.float32(-np.inf))[None])
         sent = self._send(np.stack(masks))
         if len(kinds) == 1:
             return sent
         return sent.index_select(0, self._send(np.array([kinds.index(window) for window in windows * 2])))
 
-    def _streams(self, layers: list[int], x: Tensor, attended: Tensor) -> Tensor:
+    def _streams(self, x: Tensor, attended: Tensor) -> Tensor:
         """Hidden states after attention: [n, C, hidden], [n, 2, C, Hq * D] -> [n, 2, C, hidden]."""
         added = []
-        for i, rows in zip(layers, attended.to(x.dtype).flatten(1, 2), strict=True):
+        for i, rows in enumerate(attended.to(x.dtype).flatten(1, 2), self._base):
             w = self._decoder.layers[i]
             out = w.o(rows)
             added.append(out if w.post_attn_norm is None else rms_norm(out, w.post_attn_norm))

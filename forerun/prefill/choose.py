@@ -18,7 +18,7 @@ from forerun.errors import BadRequest
 from forerun.models.runner import Runner, Span
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.echo import echoes
+from forerun.prefill.echo import echoes, largest
 from forerun.prefill.job import Job
 from forerun.prefill.sources.base import Source
 
@@ -53,7 +53,8 @@ def by_source(case: Case) -> np.ndarray | None:
 
 def by_tail(case: Case) -> np.ndarray:
     """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
-    return tail_attention(case.runner, case.job, case.source.base) + echoes(case.job.ids, case.job.end)
+    repeated = echoes(case.job.ids, case.job.end)  # first: a device still reads the prompt meanwhile
+    return tail_attention(case.runner, case.job, case.source.base) + repeated
 
 
 def by_scorer(case: Case) -> np.ndarray | None:
@@ -106,16 +107,17 @@ def chooser_problem(name: str, source: str, scorers: dict[str, Scorer]) -> BadRe
 
 
 def select(scores: np.ndarray, candidates: np.ndarray, count: int, window: int = 1) -> np.ndarray:
-    """The `count` candidates with the best scores, in order of position; of equals the first ones.
+    """The `count` candidates with the best scores, in their order, which is by position; of equals the first ones.
 
     `window`: scores are first averaged over so many neighbours, so that whole passages are taken.
     """
     count = min(count, len(candidates))
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
-    mine = smooth(scores, window)[candidates]
-    best = np.argsort(-mine, kind="stable")[:count]
-    return np.sort(candidates[best]).astype(np.int64)
+    first, last = candidates[0], candidates[-1]
+    mine = smooth(scores, window)
+    mine = mine[first : last + 1] if last - first == len(candidates) - 1 else mine[candidates]
+    return candidates[largest(mine, count)].astype(np.int64)
 
 
 def smooth(scores: np.ndarray, window: int) -> np.ndarray:
@@ -145,7 +147,7 @@ def tail_attention(runner: Runner, job: Job, base: int) -> np.ndarray:
     The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
     has the pass and the sums ready does both at once, in all layers.
     """
-    seen = runner.gaze(Span(job.tokens[job.end :], job.end, job.pages, ()))
+    seen = runner.gaze(Span(job.ids[job.end :].tolist(), job.end, job.pages, ()))
     if seen is not None:
         return seen
     gaze = TailAttention(runner, job.pages, job.end, len(job.tokens))

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.decoder import Watch
+from forerun.models.planes import Climb
 from forerun.models.runner import Runner
+from forerun.prefill.attention_scores import slots_of
+from forerun.transfer import send
 
 
 class DepthMap:
@@ -60,7 +63,7 @@ class DepthMap:
 
     def runs(self) -> list[tuple[int, int]]:
         """(depth, tokens) of each run of tokens of one depth, from the first on."""
-        edges = np.concatenate(([0], np.flatnonzero(np.diff(self.depths)) + 1, [len(self)]))
+        edges = np.concatenate(([0], np.flatnonzero(self.depths[1:] != self.depths[:-1]) + 1, [len(self)]))
         if not len(self):
             return []
         return list(zip(self.depths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
@@ -78,11 +81,13 @@ class Rows:
     x: Tensor | None = None  # [R, hidden] inputs of layer `first` in the decoder's basis; None: embeddings, layer 0
     first: int = 0
     positions: np.ndarray | None = None  # [R] rotary positions, where they are not the entries
+    sent: Tensor | None = None  # [R] the ids on the device, where they are there already
 
     def __post_init__(self) -> None:
-        self.ids, self.entries = (np.asarray(a, dtype=np.int64) for a in (self.ids, self.entries))
+        self.ids, self.entries = (np.ascontiguousarray(a, dtype=np.int64) for a in (self.ids, self.entries))
         self.depths = np.asarray(self.depths)
-        self.positions = self.entries if self.positions is None else np.asarray(self.positions, dtype=np.int64)
+        given = self.entries if self.positions is None else self.positions
+        self.positions = np.ascontiguousarray(given, dtype=np.int64)
         assert len(self.ids) == len(self.entries) == len(self.depths) == len(self.positions)
         assert len(self.entries) == 0 or (self.entries[0] >= 0 and (np.diff(self.entries) > 0).all())
         assert (self.x is None) == (self.first == 0), "inputs of a layer come with the layer's number"
@@ -145,15 +150,27 @@ class Staircase:
         if keep is not None and result.x is None:
             result.x, result.kept = x, alive
         if len(rows.want):
-            at = torch.from_numpy(np.searchsorted(alive, np.asarray(rows.want))).to(decoder.device, non_blocking=True)
+            at = send(np.searchsorted(alive, np.asarray(rows.want)), decoder.device)
             result.logits = decoder.logits(x.index_select(0, at))
         return result
+
+    @torch.inference_mode()
+    def at_once(self, rows: Rows, picks: np.ndarray) -> Climb | None:
+        """Rows of full depth through all layers, as a device does it that needs the host only to begin: what the picks
+        among them met, until the next such pass. None where no device does, or where not all go all the way."""
+        if not 0 < len(rows.ids) <= self._runner.most_climbing or rows.first or len(rows.want):
+            return None
+        if not (rows.depths == self._layers).all():
+            return None
+        return self._runner.climb(_Plan(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
 
     def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
         """The layer before which none of these rows leaves and nobody wants to see what comes in: up to it they run in
         one go, because every stop in between costs the host more than a small layer takes."""
-        end = first + 1
-        while end < self._layers and end != keep and rows.whole(end, self._layers, keep)[alive].all():
+        end, least = first + 1, rows.depths[alive].min(initial=self._layers)
+        while end < self._layers and end != keep:
+            if least <= end + 1 and not rows.whole(end, self._layers, keep)[alive].all():
+                break
             end += 1
         return end
 
@@ -167,7 +184,8 @@ class Staircase:
     def _inputs(self, rows: Rows, alive: np.ndarray) -> Tensor:
         decoder = self._runner.decoder
         if rows.x is None:
-            return decoder.embed(torch.from_numpy(rows.ids[alive]).to(decoder.device, non_blocking=True))
+            there = rows.sent if len(alive) == len(rows.ids) else None
+            return decoder.embed(send(rows.ids[alive], decoder.device) if there is None else there)
         return _pick(rows.x, rows.depths >= rows.first)
 
 
@@ -178,7 +196,10 @@ class _Plan:
         self._runner, self._rows = runner, rows
         size = runner.pool.page_size
         self._pages = np.array(rows.pages, dtype=np.int32)  # a copy: the list may grow while a plan is kept
-        self._slots = self._pages[rows.entries // size].astype(np.int64) * size + rows.entries % size
+        if len(rows.entries) and rows.entries[-1] - rows.entries[0] == len(rows.entries) - 1:  # one after the other
+            self._slots = slots_of(rows.pages, int(rows.entries[0]), int(rows.entries[-1]) + 1, size)
+        else:
+            self._slots = self._pages[rows.entries // size].astype(np.int64) * size + rows.entries % size
         self._planned = np.zeros(0, dtype=np.int64)
         self._batch: TokenBatch | None = None
 
@@ -186,31 +207,32 @@ class _Plan:
         """A batch of these rows, planned; without `attend` it may be good for writing K/V only."""
         if self._batch is None or not np.array_equal(self._planned, index):
             # rows that only write are gone afterwards, so no later call asks for the same ones to attend
-            self._batch, self._planned = self._make(index, attend), index
+            self._batch, self._planned = self.batch(index, attend).to(self._runner.decoder.device), index
             self._runner.decoder.attention.plan(self._batch)
         return self._batch
 
-    def _make(self, index: np.ndarray, attend: bool) -> TokenBatch:
+    def batch(self, index: np.ndarray, attend: bool) -> HostBatch:
         rows, size = self._rows, self._runner.pool.page_size
         assert rows.positions is not None
         # nobody looks where K/V is only written: one entry seen is the least to plan, masks of a long context are not
-        seen = rows.entries[index] + 1 if attend else np.ones(len(index), dtype=np.int64)
+        own = slice(None) if len(index) == len(rows.ids) else index  # all of them need no copies
+        seen = (rows.entries[own] + 1).astype(np.int32) if attend else np.ones(len(index), dtype=np.int32)
         context = int(seen[-1])
         return HostBatch(
-            tokens=rows.ids[index],
-            positions=rows.positions[index],
-            slots=self._slots[index],
-            seen=seen.astype(np.int32),
+            tokens=rows.ids[own],
+            positions=rows.positions[own],
+            slots=self._slots[own],
+            seen=seen,
             starts=[0, len(index)],
             contexts=[context],
             pages=[self._pages[: -(-context // size)]],
             page_size=size,
             want=[],
-        ).to(self._runner.decoder.device)
+        )
 
 
 def _pick(x: Tensor, mask: np.ndarray) -> Tensor:
     """The rows of x that a mask names; x itself where that is all of them."""
     if mask.all():
         return x
-    return x.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(x.device, non_blocking=True))
+    return x.index_select(0, send(np.flatnonzero(mask), x.device))

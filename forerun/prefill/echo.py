@@ -27,11 +27,8 @@ def echoes(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
     marks = np.zeros(len(ids))
     if end < WORDS or len(ids) - end < WORDS:
         return marks
-    grams = _grams(ids)
-    text, asked = grams[: end - WORDS + 1], np.unique(grams[end - WORDS + 1 :])
-    which = np.searchsorted(asked, text).clip(max=len(asked) - 1)
-    found = np.flatnonzero(asked[which] == text)  # starts of what the tail repeats
-    found = found[np.bincount(which[found], minlength=len(asked))[which[found]] <= RARE]
+    found, which = _quoted(ids, end)  # starts of what the tail repeats
+    found = found[np.bincount(which)[which] <= RARE] if len(found) else found
     steps = np.zeros(len(ids) + 1)
     steps[found] += 1.0
     np.subtract.at(steps, np.minimum(found + WORDS - 1 + AFTER, end), 1.0)
@@ -42,30 +39,55 @@ def echoes(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
     return _strongest(marks, max(1, int(MOST * end)))
 
 
-def _grams(ids: np.ndarray) -> np.ndarray:
+def _quoted(ids: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of each WORDS tokens in a row before `end` that come again after it, and which of those they are."""
+    asked = np.lib.stride_tricks.sliding_window_view(ids[end - WORDS + 1 :], WORDS)
+    found, words = np.arange(end - WORDS + 1), ids[: end - WORDS + 1]
+    vocab = int(ids.max()) + 1
+    for i in range(WORDS):  # word by word: a look into a table costs much less than comparing all of them
+        wanted = np.zeros(vocab, dtype=bool)
+        wanted[asked[:, i]] = True
+        found = found[wanted[words if i == 0 else ids[found + i]]]
+    grams = np.unique(_packed(asked.T))
+    text = _packed([ids[found + i] for i in range(WORDS)])
+    which = np.searchsorted(grams, text).clip(max=len(grams) - 1)
+    same = grams[which] == text
+    return found[same], which[same]
+
+
+def _packed(words: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     """[starts] one number for each WORDS tokens in a row; token ids are below 2 ** 21."""
-    starts = len(ids) - WORDS + 1
-    return np.bitwise_or.reduce([ids[i : starts + i] << (21 * i) for i in range(WORDS)])
+    return np.bitwise_or.reduce([word << (21 * i) for i, word in enumerate(words)])
 
 
 def _last(ids: np.ndarray, end: int) -> int | None:
     """Where the tokens that end the prompt are found before `end`, by their last one: the longest such place, of equals
     the latest."""
-    best, found = LONG - 1, None
-    for at in np.flatnonzero(ids[:end] == ids[-1])[-TRIED:]:
-        most = min(LONGEST, at + 1)
-        differ = np.flatnonzero(ids[at - most + 1 : at + 1][::-1] != ids[len(ids) - most :][::-1])
-        length = int(differ[0]) if len(differ) else most
-        if length >= max(best, LONG):
-            best, found = length, int(at)
-    return found
+    found, length = np.flatnonzero(ids[:end] == ids[-1])[-TRIED:], 1
+    while length < LONGEST:
+        longer = found[found >= length]
+        longer = longer[ids[longer - length] == ids[-1 - length]]
+        if not len(longer):
+            break
+        found, length = longer, length + 1
+    return int(found[-1]) if length >= LONG else None
+
+
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """[len(values)] which are the `count` largest, of equals the first ones; what is no number comes last."""
+    taken = np.zeros(len(values), dtype=bool)
+    if count <= 0 or count >= len(values):
+        taken[:] = count > 0
+        return taken
+    least = np.partition(-values, count - 1)[count - 1]  # sorting all of them would take ten times as long
+    if np.isnan(least):
+        taken[np.argsort(-values, kind="stable")[:count]] = True
+        return taken
+    np.greater(values, -least, out=taken)
+    taken[np.flatnonzero(values == -least)[: count - np.count_nonzero(taken)]] = True
+    return taken
 
 
 def _strongest(marks: np.ndarray, count: int) -> np.ndarray:
     """At most `count` of them, of equals the first ones."""
-    if np.count_nonzero(marks) <= count:
-        return marks
-    kept = np.argsort(-marks, kind="stable")[:count]
-    only = np.zeros_like(marks)
-    only[kept] = marks[kept]
-    return only
+    return marks if np.count_nonzero(marks) <= count else np.where(largest(marks, count), marks, 0.0)

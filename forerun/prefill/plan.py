@@ -72,7 +72,6 @@ class Plan:
     todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries to recompute, in order
     chosen: int = 0  # entries taken by their scores, whether or not they are recomputed already
     spans: list[Checkpoint] = field(default_factory=list)
-    depth: DepthMap | None = None  # of all tokens, once it is carried out
     cost: float = 1.0  # expected, as a share of exact prefill's
     exact: str = ""  # why exact prefill is taken instead; empty: it is not
 
@@ -136,40 +135,47 @@ def plan(
     spent: float = 0.0,
 ) -> Plan:
     """`spent`: work done so far, reading included. Without scores, what it is going to cost: any tokens will do."""
-    budget = job.settings.budget
-    share, why = _share(job, profile)
-    if share is None:
-        return Plan(exact=why)
     must = required(job, source, policy)
     free = np.zeros(job.end, dtype=bool)
     free[max(job.first, policy.first) :] = True
     free[must] = False
     candidates = np.flatnonzero(free)
-    count = round(share * len(candidates))
-    if budget is not None:
-        room = budget * costs.exact - spent - least_work(job, must, costs, policy)
-        if room < 0.0:
-            return Plan(exact=f"a budget of {budget} is less than drafting this prompt costs at the least")
-        count = min(count, int(room / costs.row))
+    count, why = _count(job, len(candidates), must, profile, costs, policy, spent)
+    if why:
+        return Plan(exact=why)
     chosen = candidates[:count] if scores is None else select(scores, candidates, count, policy.window)
     checkpoints = place(job, chosen, must, policy)
     checked = [checkpoint.entries for checkpoint in checkpoints]
-    todo = _open(job, np.unique(np.concatenate([must, chosen, *checked])))
+    todo = _open(job, _union(job.end, must, chosen, *checked))
     work = spent + costs.rows(todo) + costs.checks(sum(map(len, checked))) + costs.tail
     cost = work / costs.exact
-    if cost > 1.0 + 1e-9:
-        return Plan(cost=cost, exact=f"drafting would cost {cost:.2f} of exact prefill")
-    depth = DepthMap.exact(len(job.tokens), job.layers)
-    depth.depths[: job.end] = np.maximum(job.depths, source.base)
-    depth.deepen(todo, job.layers)
-    return Plan(todo, len(chosen), checkpoints, depth, cost)
+    if why := _too_dear(cost):
+        return Plan(cost=cost, exact=why)
+    return Plan(todo, len(chosen), checkpoints, cost)
+
+
+def foresee(job: Job, profile: Profile, source: Source, costs: Costs, policy: Policy, spent: float = 0.0) -> str:
+    """Why exact prefill would be taken instead, before anything is read; empty: it would not. What `plan` says without
+    scores; of a prompt whose entries are all alike that is known without looking at them."""
+    begun = job.x is not None and job.x.shape[0] > 0
+    if begun or isinstance(source, Gapped) or job.depths[job.first :].any():
+        return plan(job, None, profile, source, costs, policy, spent).exact
+    lo, size, must = max(job.first, policy.first), policy.span, required(job, source, policy)
+    count, why = _count(job, max(0, job.end - lo), must, profile, costs, policy, spent)
+    if why:
+        return why
+    edges = np.linspace(lo, job.end, policy.spans + 1).astype(np.int64).tolist()
+    lefts = [left for left, right in zip(edges, edges[1:], strict=False) if right - left >= size]
+    # the first `count` are as good as any: a checkpoint lies among them, or as far as there are any
+    more = sum(size - min(max(lo + count - left, 0), size) for left in lefts)
+    work = spent + float(len(must) + count + more) + costs.checks(size * len(lefts)) + costs.tail
+    return _too_dear(work / costs.exact)
 
 
 def required(job: Job, source: Source, policy: Policy) -> np.ndarray:
     """Entries that are recomputed whatever the scores: the first ones, and those that the source could not draft."""
-    first = np.arange(job.first, min(policy.first, job.end))
-    missing = source.missing(job) if isinstance(source, Gapped) else np.zeros(0, dtype=np.int64)
-    return np.union1d(first, missing).astype(np.int64)
+    first = np.arange(job.first, min(policy.first, job.end), dtype=np.int64)
+    return np.union1d(first, source.missing(job)).astype(np.int64) if isinstance(source, Gapped) else first
 
 
 def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[Checkpoint]:
@@ -181,16 +187,17 @@ def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> lis
     drafted = np.zeros(job.end, dtype=bool)
     drafted[lo:] = job.depths[lo:] < job.layers
     drafted[must] = False
-    wanted = np.zeros(job.end, dtype=np.int64)
-    wanted[chosen] = 1
-    whole, gain = (_sums(a.astype(np.int64), size) for a in (drafted, wanted))
+    wanted = np.zeros(job.end, dtype=bool)
+    wanted[chosen] = True
+    gain = _sums(wanted, size)
+    if not drafted[lo:].all():
+        gain[_sums(drafted, size) < size] = -1  # not all of it can be compared
     edges = np.linspace(lo, job.end, policy.spans + 1).astype(np.int64)
     starts = []
     for left, right in zip(edges, edges[1:], strict=False):
-        at = np.arange(left, right - size + 1)
-        at = at[whole[at] == size]
-        if len(at):
-            best = at[gain[at] == gain[at].max()]
+        mine = gain[left : max(left, right - size + 1)]
+        if mine.max(initial=-1) >= 0:
+            best = left + np.flatnonzero(mine == mine.max())
             starts.append(int(best[np.abs(best - (left + right - size) / 2).argmin()]))
     middles = [(a + b + size) // 2 for a, b in zip(starts, starts[1:], strict=False)]
     bounds = [job.first, *middles, job.end]
@@ -205,7 +212,28 @@ def deepen(job: Job, failed: list[Checkpoint], scores: np.ndarray, share: float)
         left = np.arange(checkpoint.lo, checkpoint.hi)
         left = _open(job, left)
         parts += [select(scores, left, int(np.ceil(share * len(left)))), checkpoint.entries]
-    return np.unique(np.concatenate(parts)).astype(np.int64)
+    return _union(job.end, *parts)
+
+
+def _count(
+    job: Job, candidates: int, must: np.ndarray, profile: Profile, costs: Costs, policy: Policy, spent: float
+) -> tuple[int, str]:
+    """How many of the candidates are chosen by their scores; or why exact prefill is taken instead."""
+    budget = job.settings.budget
+    share, why = _share(job, profile)
+    if share is None:
+        return 0, why
+    count = round(share * candidates)
+    if budget is not None:
+        room = budget * costs.exact - spent - least_work(job, must, costs, policy)
+        if room < 0.0:
+            return 0, f"a budget of {budget} is less than drafting this prompt costs at the least"
+        count = min(count, int(room / costs.row))
+    return count, ""
+
+
+def _too_dear(cost: float) -> str:
+    return f"drafting would cost {cost:.2f} of exact prefill" if cost > 1.0 + 1e-9 else ""
 
 
 def _share(job: Job, profile: Profile) -> tuple[float | None, str]:
@@ -227,10 +255,19 @@ def _open(job: Job, entries: np.ndarray) -> np.ndarray:
     return entries[job.depths[entries] < job.layers]
 
 
+def _union(end: int, *parts: np.ndarray) -> np.ndarray:
+    """All of these entries, which lie before `end`, in order."""
+    among = np.zeros(end, dtype=bool)
+    for entries in parts:
+        among[entries] = True
+    return np.flatnonzero(among)
+
+
 def _sums(values: np.ndarray, size: int) -> np.ndarray:
-    """Sums of `size` values from each place on; fewer at the end."""
-    sums = np.concatenate(([0], np.cumsum(values)))
-    return sums[np.minimum(np.arange(len(values)) + size, len(values))] - sums[:-1]
+    """Sums of `size` values from each place on that has so many."""
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums[size:] - sums[: max(0, len(sums) - size)]
 
 
 # -- what became of it -------------------------------------------------------------------------------------------------
@@ -239,14 +276,14 @@ def _sums(values: np.ndarray, size: int) -> np.ndarray:
 def settle(job: Job, costs: Costs, spent: float) -> None:
     """All before the tail has K/V: write down how it came about."""
     report, depths = job.report, job.depths
-    gaps = np.flatnonzero(depths < job.layers)
-    report.exact = int(gaps[0]) if len(gaps) else len(job.tokens)
+    shallow = depths < job.layers
+    report.exact = int(shallow.argmax()) if shallow.any() else len(job.tokens)
     kept = depths[report.exact :]
     report.drafted, report.recomputed = len(kept), int((kept == job.layers).sum())
     report.accepted = report.drafted - report.recomputed
     report.token_layers += int(costs.tail) * job.layers
     report.cost = (spent + costs.tail) / costs.exact
-    whole = np.concatenate((depths, np.full(len(job.tokens) - job.end, job.layers)))
+    whole = np.concatenate((depths, np.full(len(job.tokens) - job.end, job.layers, dtype=depths.dtype)))
     report.depth_runs = DepthMap(whole, job.layers).runs()
     job.phase = Phase.DONE
 

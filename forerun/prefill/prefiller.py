@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,7 @@ from forerun.prefill.plan import (
     Plan,
     Policy,
     deepen,
+    foresee,
     least_work,
     leave,
     plan,
@@ -65,6 +66,7 @@ class Prefiller:
         if profile is not None:  # without one nothing is drafted
             warm_up(workshop.runner, self.policy.tail)
             workshop.runner.planes.prepare()
+            self._repairs.warm_up(profile.maps.base)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class Prefiller:
         """Of a new prompt, as a share of exact prefill's."""
         assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
-        job = Job(-1, [0] * num_tokens, array("i"), 0, end, settings, layers)
+        job = Job(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
         run = Way(source, chooser_for(settings.chooser, source.name), Costs(job, source, self._config))
         work = run.reading(job, self._scorers) + least_work(job, np.arange(self.policy.first), run.costs, self.policy)
         return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
@@ -130,7 +132,7 @@ class Prefiller:
     def open(
         self,
         seq_id: int,
-        tokens: list[int],
+        tokens: Sequence[int],
         pages: array[int],
         first: int,
         settings: Prefill,
@@ -155,8 +157,8 @@ class Prefiller:
         costs = Costs(job, source, self._config)
         run = self._progress[job.id] = Way(source, job.report.chooser, costs)
         assert self.profile is not None
-        foreseen = plan(job, None, self.profile, source, costs, self.policy, run.reading(job, self._scorers))
-        return leave(job, foreseen.exact) if foreseen.exact else job
+        why = foresee(job, self.profile, source, costs, self.policy, run.reading(job, self._scorers))
+        return leave(job, why) if why else job
 
     def close(self, job: Job) -> None:
         """The job is done, or its sequence is gone."""
@@ -237,8 +239,9 @@ class Prefiller:
         run.checker = Checker(self._runner, job.pages, spans, base, sinks) if spans else None
 
     def _repair(self, job: Job, run: Way, budget: int) -> None:
-        entries = job.todo[:budget]
-        entries = entries[: self._repairs.run(job, run.costs, entries, run.checker)]
+        entries = job.todo[: min(budget, self._repairs.most or budget)]
+        last = len(entries) == len(job.todo)
+        entries = entries[: self._repairs.run(job, run.costs, entries, run.checker, last)]
         job.todo = job.todo[len(entries) :]
         run.spent += run.costs.rows(entries)
 

@@ -6,9 +6,9 @@ Knows a job and what its rows cost; not how they were chosen.
 from __future__ import annotations
 
 import time
+from array import array
 
 import numpy as np
-import torch
 
 from forerun.models.decoder import Watch
 from forerun.models.runner import Runner
@@ -16,28 +16,75 @@ from forerun.prefill.checks import Checker, Scores
 from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.plan import Checkpoint, Costs, Policy
+from forerun.transfer import send
 
 
 class Repair:
     def __init__(self, runner: Runner, policy: Policy) -> None:
         self._runner, self._policy, self._staircase = runner, policy, Staircase(runner)
 
-    def run(self, job: Job, costs: Costs, entries: np.ndarray, checker: Checker | None) -> int:
+    @property
+    def most(self) -> int:
+        """Entries to run in one go, with room for the tail; 0: any number."""
+        return max(0, self._runner.most_climbing - self._policy.tail)
+
+    def run(self, job: Job, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False) -> int:
         """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
-        ones have become."""
+        ones have become. After the `last` ones of a round the tail may run in the same pass, all but its last token."""
         start, layers = time.perf_counter(), costs.start(entries)
         entries = entries[: int(np.argmax(layers != layers[0])) or None]
-        x = None
-        if layers[0]:
-            assert job.x is not None
-            x = job.x.index_select(0, torch.from_numpy(entries - job.first).to(job.x.device, non_blocking=True))
-        rows = Rows(job.ids[entries], entries, job.pages, np.full(len(entries), job.layers), x=x, first=int(layers[0]))
-        watch: Watch | None = None if checker is None else checker.watch(entries)
-        self._staircase.run(rows, watch)
+        if layers[0] or not self._at_once(job, entries, checker, last and len(entries) == len(layers)):
+            self._step_by_step(job, entries, int(layers[0]), checker)
         job.depths[entries] = job.layers
         job.report.token_layers += costs.token_layers(entries)
         job.report.repair_s += time.perf_counter() - start
         return len(entries)
+
+    def _at_once(self, job: Job, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
+        """One pass that a device does by itself; False where it cannot."""
+        tail = np.arange(job.end, len(job.tokens) - 1) if last else np.zeros(0, dtype=np.int64)
+        running = np.concatenate((entries, tail))
+        rows = Rows(job.ids[running], running, job.pages, np.full(len(running), job.layers))
+        climb = self._staircase.at_once(rows, np.zeros(0, np.int64) if checker is None else checker.among(entries))
+        if climb is None:
+            return False
+        if checker is not None:
+            checker.saw(climb)
+        if last:
+            job.filled = len(job.tokens) - 1
+        return True
+
+    def _step_by_step(self, job: Job, entries: np.ndarray, first: int, checker: Checker | None) -> None:
+        """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
+        x, job.filled = None, job.end
+        if first:
+            assert job.x is not None
+            x = job.x.index_select(0, send(entries - job.first, job.x.device))
+        rows = Rows(job.ids[entries], entries, job.pages, np.full(len(entries), job.layers), x=x, first=first)
+        watch: Watch | None = None if checker is None else checker.watch(entries)
+        self._staircase.run(rows, watch)
+
+    def warm_up(self, base: int) -> None:
+        """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have
+        it. Needs a few free pages."""
+        policy, pool = self._policy, self._runner.pool
+        entries = np.arange(policy.first + policy.spans * policy.span + policy.tail)
+        if not self._runner.most_climbing or pool.pages_for(len(entries)) > pool.free:
+            return
+        self._runner.prepare_climbs()
+        pages = array("i", pool.allocate(pool.pages_for(len(entries))))
+        starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
+        try:
+            checker = Checker(
+                self._runner, pages, [Checkpoint(s, policy.span, 0, 0) for s in starts], base, policy.first
+            )
+            rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
+            climb = self._staircase.at_once(rows, checker.among(entries))
+            if climb is not None:
+                checker.saw(climb)
+                checker.scores()
+        finally:
+            pool.release(pages)
 
     def first_look(self, job: Job, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
         """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""

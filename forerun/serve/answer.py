@@ -192,7 +192,7 @@ class Answer(Response):
         if event.token_ids and not self._spoke:
             self._spoke = True
             self.service.metrics.ttft.observe(time.perf_counter() - self._arrived)
-        answer.provisional, answer.provisional_ids = "", []
+        answer.settle(event)
         answer.text += event.text
         answer.tokens += len(event.token_ids)
         answer.logprobs += event.logprobs

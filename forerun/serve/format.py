@@ -7,12 +7,14 @@ choices whose `forerun` object has an `event`:
     {"event": "confirm", "index": 0, "tokens": 2, "text": " the old"}              this beginning of it stands
     {"event": "retract", "index": 0, "tokens": 1, "text": " keeper"}               this rest of it is taken back
 
+Provisional text is settled from its beginning on, by any number of the one kind and then at most one of the other.
+
 With `"statistics": "steps"` each chunk of content has one, too:
 
     {"event": "tokens", "index": 0, "tokens": 17}                                  tokens of the answer so far
 
-The content that comes as usual is always the whole answer, its confirmed beginning too: whoever shows provisional text
-replaces it as soon as content comes.
+The content that comes as usual is always the whole answer, its confirmed beginning too, each piece after the event
+that confirms it: whoever shows provisional text replaces it as content comes.
 """
 
 from __future__ import annotations
@@ -42,8 +44,15 @@ class Collected:
     tokens: int = 0
     provisional: str = ""
     provisional_ids: list[int] = field(default_factory=list)
+    stood: int = 0  # provisional tokens that were confirmed
     offset: int = 0  # characters of the tokens whose log-probabilities were told
     reader: CallReader | None = None  # of a stream that may call tools
+
+    def settle(self, event: Event) -> None:
+        """Provisional text is done with when all of it stands, or the rest was taken back."""
+        self.stood += event.confirmed
+        if event.retracted or self.stood >= len(self.provisional_ids) or event.finish_reason is not None:
+            self.provisional, self.provisional_ids, self.stood = "", [], 0
 
 
 class Format(ABC):
@@ -80,10 +89,17 @@ class Format(ABC):
             return [self._own("provisional", index, len(event.token_ids), event.text)] if event.text else []
         if not answer.provisional_ids:
             return []
-        said, ids = answer.provisional, answer.provisional_ids
-        stands = os.path.commonprefix([said, self.tokenizer.decode(ids[: event.confirmed])]) if event.confirmed else ""
-        told = [("confirm", event.confirmed, stands), ("retract", event.retracted, said[len(stands) :])]
+        before, stands = (self._standing(answer, count) for count in (answer.stood, answer.stood + event.confirmed))
+        told = [
+            ("confirm", event.confirmed, stands[len(before) :]),
+            ("retract", event.retracted, answer.provisional[len(stands) :]),
+        ]
         return [self._own(name, index, tokens, text) for name, tokens, text in told if tokens]
+
+    def _standing(self, answer: Collected, count: int) -> str:
+        """The text of the first provisional tokens, whole characters only."""
+        decoded = self.tokenizer.decode(answer.provisional_ids[:count]) if count else ""
+        return os.path.commonprefix([answer.provisional, decoded])
 
     def closing(
         self, usage: Usage, include_usage: bool, statistics: bool, session: dict[str, Any] | None = None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forerun.cache.pool import PagePool
 from forerun.models.attention import SLACK
@@ -62,3 +65,48 @@ def test_memory_is_what_was_configured():
     pool = make_pool(10)
     slack = SLACK // 4 * PagePool.page_bytes(CONFIG, 4, torch.float32)
     assert pool.nbytes - slack == 10 * PagePool.page_bytes(CONFIG, 4, torch.float32) == 10 * 2 * 2 * 4 * 8 * 4
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=25))
+def test_many_pages_are_counted_as_one_by_one(steps: list[tuple[int, bool]]):
+    """Runs of free pages, side by side as far as they go, and references of lists that hold a page twice."""
+    pool, slow = make_pool(120), make_pool(120)
+    held: list[list[int]] = []
+    for count, gives_back in steps:
+        if gives_back and held:
+            pages = held.pop(count % len(held))
+            pool.release(pages + pages)
+            for page in pages + pages:
+                slow.release([page])
+        elif count <= pool.free:
+            after = held[-1][-1] if held else None
+            pages, expected = pool.allocate(count, after), _one_by_one(slow, count, after)
+            assert pages == expected
+            pool.retain(pages)
+            for page in pages:
+                slow.retain([page])
+            held.append(pages)
+        assert np.array_equal(pool.refs, slow.refs) and pool.free == slow.free
+
+
+def _one_by_one(pool: PagePool, count: int, after: int | None) -> list[int]:
+    """The rule: the page after the last one, or else a place in the longest free run."""
+    pages: list[int] = []
+    for left in range(count, 0, -1):
+        if after is None or after + 1 >= pool.num_pages or pool.refs[after + 1]:
+            after = pool._gap(left) - 1
+        after += 1
+        pool.refs[after] = 1
+        pool.free -= 1
+        pages.append(after)
+    return pages
+
+
+def test_misuse_of_many_pages_is_caught():
+    pool = make_pool(64)
+    pages = pool.allocate(40)
+    pool.release(pages)
+    with pytest.raises(AssertionError, match="is free"):
+        pool.retain(pages)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(pages)

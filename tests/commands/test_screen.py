@@ -36,6 +36,39 @@ def test_a_terminal_shows_it_dim_and_takes_it_back() -> None:
     assert screen.text == "The sky is blue"
 
 
+SEVERAL = [
+    Event(0, 0, "The sky", [1, 2], provisional=True),
+    Event(0, 0, " is\nred", [3, 4, 5], provisional=True),
+    Event(0, 0, "The", [1], confirmed=1),
+    Event(0, 0, " sky is", [2, 3], confirmed=2),
+]
+SHOWN = "\x1b[2mThe sky\x1b[22m\x1b[2m is\nred\x1b[22m"
+
+
+@pytest.mark.parametrize(
+    ("rest", "written"),
+    [
+        ([Event(0, 0, " blue", [6], retracted=2), Event(0, 0, "!", [7])], "The sky is blue!"),
+        ([Event(0, 0, "\nred", [4, 5], confirmed=2), Event(0, 0, "!", [7])], "The sky is\nred!"),
+        ([Event(0, 0, "", [4], confirmed=1, retracted=1, finish_reason="stop")], "The sky is"),
+        ([Event(0, 0, "", finish_reason="cancelled")], "The sky is"),
+    ],
+    ids=["taken back", "all stand", "ends", "cancelled"],
+)
+def test_words_that_stand_stay_until_all_are_settled(rest: list[Event], written: str) -> None:
+    out, plain = Terminal(), io.StringIO()
+    screens = Screen(out), Screen(plain)
+    for event in SEVERAL:
+        for screen in screens:
+            screen.show(event)
+    assert out.getvalue() == SHOWN and screens[0].text == "The sky is" == plain.getvalue()
+    for event in rest:
+        for screen in screens:
+            screen.show(event)
+    assert out.getvalue() == SHOWN + "\r\x1b[1A\x1b[J" + written
+    assert plain.getvalue() == screens[0].text == screens[1].text == written
+
+
 def test_anything_else_gets_the_answer_only() -> None:
     out = io.StringIO()
     screen = Screen(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class FakePrefiller:
     def open(
         self,
         seq_id: int,
-        tokens: list[int],
+        tokens: Sequence[int],
         pages: array[int],
         first: int,
         settings: Prefill,
@@ -80,7 +81,7 @@ class FakePrefiller:
     def _write(self, job: Job, count: int) -> None:
         """The true K/V, then noise on it."""
         lo, hi, size = job.read, job.read + count, self.runner.pool.page_size
-        self.runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())])
+        self.runner.forward([Span(job.ids[lo:hi].tolist(), lo, job.pages, ())])
         if self.bad:
             slots = torch.tensor([job.pages[e // size] * size + e % size for e in range(lo, hi)])
             for layer in self.runner.kv:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -202,6 +203,11 @@ def test_logprobs_are_the_models_own(folder: Path):
         ([5] * 600, GREEDY, BadRequest, "600 tokens"),
         ([5, 512], GREEDY, BadRequest, "512 is not in the vocabulary of 512"),
         ([-1], GREEDY, BadRequest, "-1"),
+        ([*range(300), 2**40, -1], GREEDY, BadRequest, str(2**40)),
+        ([*range(300), 7.0, "x"], GREEDY, BadRequest, "token id 7.0 is not"),
+        ([5, "x", 600], GREEDY, BadRequest, "token id 'x' is not"),
+        ([True, np.int64(5)], GREEDY, BadRequest, "int64"),
+        ([5, None], GREEDY, BadRequest, "None"),
         ([5], SamplingParams(logit_bias={9999: 1.0}), BadRequest, "9999"),
     ],
 )

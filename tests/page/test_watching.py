@@ -49,6 +49,33 @@ def test_provisional_words_turn_black_or_are_struck(can_draft: None, visit: Visi
     assert "Provisional words kept" in visit.text("#figures")
 
 
+def test_words_turn_black_piece_by_piece(can_draft: None, visit: Visit, monkeypatch: pytest.MonkeyPatch):
+    llm, first, second, last = visit.made.llm, threading.Event(), threading.Event(), threading.Event()
+    words = [llm.tokenizer.encode(word) for word in ("The", " old", " lamp")]
+    Script(
+        says("The old lamp", token_ids=[token for word in words for token in word], provisional=True),
+        first,
+        says("The", token_ids=words[0], confirmed=len(words[0])),
+        second,
+        says(" old", token_ids=words[1], confirmed=len(words[1])),
+        last,
+        says(" keeper.", token_ids=[5], retracted=len(words[2]), finish_reason="stop"),
+    ).play(llm, monkeypatch, drafted)
+    visit.page.check("input[value=provisional]")
+    visit.ask("Who?", done=False)
+    page = visit.page
+    expect(page.locator(GREY)).to_have_text("The old lamp")
+    for event, black, grey in ((first, "The", "old lamp"), (second, "The old", "lamp")):
+        event.set()
+        expect(page.locator(BLACK).first).to_have_text(black)
+        expect(page.locator(GREY)).to_have_text(grey)
+        assert page.locator(STRUCK).is_hidden()
+    last.set()
+    visit.wait_done()
+    assert page.locator(GREY).inner_text() == "" and page.locator(STRUCK).inner_text().strip() == "lamp"
+    assert "".join(page.locator(BLACK).all_inner_texts()) == "The old keeper."
+
+
 def test_words_that_are_never_judged_are_struck_when_stopped(
     can_draft: None, visit: Visit, monkeypatch: pytest.MonkeyPatch
 ):

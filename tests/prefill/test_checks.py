@@ -146,7 +146,7 @@ def test_layers_that_were_not_drafted_do_not_count():
 
 def test_reports_are_plain_numbers():
     scores = make_scores(key=np.nan)
-    assert scores.of_span(0) == {"key": 0.0, "value": 0.0, "attention": 1.0, "hidden": 1.0}
+    assert scores.of_spans()[0] == {"key": 0.0, "value": 0.0, "attention": 1.0, "hidden": 1.0}
     assert all(np.isfinite(v) for values in scores.means().values() for v in values)
 
 

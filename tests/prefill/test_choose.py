@@ -42,6 +42,12 @@ def test_of_equals_the_first_are_taken():
     assert select(np.ones(9), np.array([2, 4, 5, 8]), 2).tolist() == [2, 4]
 
 
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.0, -3.0, np.nan]), min_size=1, max_size=60), st.integers(0, 70))
+def test_selection_is_that_of_a_stable_sort(values: list[float], count: int):
+    scores, candidates = np.array(values), np.arange(len(values))
+    assert select(scores, candidates, count).tolist() == sorted(np.argsort(-scores, kind="stable")[:count].tolist())
+
+
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(1, 15))
 def test_smoothing_is_a_centred_mean(values: list[float], window: int):
     slow = [

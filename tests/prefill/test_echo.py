@@ -6,8 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forerun.prefill.echo import AFTER, GOES_ON, MOST, RARE, WORDS, echoes
+from forerun.prefill.echo import AFTER, GOES_ON, LONG, LONGEST, MOST, RARE, WORDS, echoes
 
 TEXT = list(range(1000, 4000))  # no token twice
 
@@ -40,6 +42,32 @@ def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
     assert longer.argmax() == 905
     text = [*TEXT[:900], 6, 7, 8, 9, *TEXT[900:1800], 6, 7, 8, 9, *TEXT[1800:]]
     assert echoes([*text, 1, 6, 7, 8, 9], len(text)).argmax() == 900 + 4 + 900 + 4
+
+
+@given(st.lists(st.integers(0, 3), min_size=10, max_size=300), st.integers(3, 40))
+def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) -> None:
+    end = max(WORDS, len(tokens) - tail)
+    grams = [tuple(tokens[i : i + WORDS]) for i in range(len(tokens) - WORDS + 1)]
+    text, asked = grams[: end - WORDS + 1], set(grams[end - WORDS + 1 :])
+    found = [i for i, gram in enumerate(text) if gram in asked and text.count(gram) <= RARE]
+    expected = np.zeros(len(tokens))
+    for i in found:
+        expected[i : min(i + WORDS - 1 + AFTER, end)] += 1
+    best = max(((_shared(tokens, at), at) for at in range(end)), default=(0, 0))
+    if best[0] >= LONG:
+        expected[best[1] + 1 : min(best[1] + 1 + GOES_ON, end)] += len(tokens)
+    kept = np.argsort(-expected, kind="stable")[: max(1, int(MOST * end))]
+    marked = np.zeros(len(tokens))
+    marked[kept] = expected[kept]
+    assert (echoes(tokens, end) == marked).all()
+
+
+def _shared(tokens: list[int], at: int) -> int:
+    """Tokens up to `at` that are the prompt's last ones."""
+    length = 0
+    while length <= min(at, LONGEST - 1) and tokens[at - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def test_no_more_than_a_share_is_marked() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
 from forerun.prefill.job import Job
-from forerun.prefill.plan import Costs, Plan, Policy, deepen, least_work, place, plan, too_short
+from forerun.prefill.plan import Costs, Plan, Policy, deepen, foresee, least_work, place, plan, too_short
 from forerun.prefill.profile import Point
 from forerun.prefill.sources.base import Source
 from tests.prefill.fakes import make_profile
@@ -63,9 +63,7 @@ def test_a_plan_holds_what_it_must(tokens: int, first: int, share: float, spans:
     assert made.chosen == round(share * (job.end - max(first, 16)))
     extra = len(made.todo) - max(0, 16 - first) - made.chosen
     assert 0 <= extra <= spans * policy.span
-    assert made.depth is not None and (made.depth.depths[made.todo] == LAYERS).all()
-    assert (made.depth.depths[job.end :] == LAYERS).all() and made.depth.depths.min() == 1
-    assert made.depth.token_layers == LAYERS * (first + len(made.todo) + 64) + (job.end - first - len(made.todo))
+    assert {entry for span in made.spans for entry in span.entries} <= set(made.todo.tolist())
 
 
 @given(st.integers(100, 2000), st.integers(0, 200), st.integers(0, 8), st.integers(1, 20), st.integers(0, 9))
@@ -123,6 +121,25 @@ def test_a_budget_limits_the_choice(budget: float, tokens: int):
         assert "budget" in made.exact
     else:
         assert not made.exact and made.cost <= budget + 1e-9
+
+
+@given(
+    st.integers(30, 3000),
+    st.sampled_from([0, 8, 16, 100]),
+    st.floats(0.0, 1.0),
+    st.sampled_from([None, 0.3, 0.4, 0.9]),
+    st.sampled_from([Policy(), Policy(spans=0), Policy(spans=7, span=40, tail=1)]),
+    st.sampled_from([Cheap(), Holes()]),
+    st.booleans(),
+)
+def test_what_is_foreseen_is_what_a_plan_without_scores_says(
+    tokens: int, first: int, share: float, budget: float | None, policy: Policy, source: Source, known: bool
+):
+    job = make_job(max(tokens, 500), first, Prefill("speculative", budget=budget), policy)
+    job.depths[first : first + 200 * known] = LAYERS
+    costs, profile, spent = Costs(job, source, CONFIG), make_profile(share=share), source.cost(len(job.tokens))
+    expected = plan(job, None, profile, source, costs, policy, spent).exact
+    assert foresee(job, profile, source, costs, policy, spent) == expected
 
 
 def test_a_budget_without_a_curve_is_used_up():

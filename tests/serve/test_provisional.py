@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.core import Usage
+from forerun.engine.sequence import Event
 from tests.prefill.test_engine_prefill import prompt, random_profile
 from tests.serve.common import NAME, Running, running
 
@@ -57,6 +59,39 @@ def test_confirmed_words_are_the_beginning_of_the_answer(drafted: Running):
         text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
         for event in own(chunks):
             assert event["event"] != "confirm" or text.startswith(event["text"])
+
+
+@pytest.mark.parametrize("wrong", [None, 5, 7], ids=["all stand", "one is wrong", "the last is wrong"])
+def test_words_may_be_confirmed_in_several_steps(drafted: Running, monkeypatch: pytest.MonkeyPatch, wrong: int | None):
+    """Also where a character's bytes are confirmed one after the other."""
+    tokenizer = drafted.llm.tokenizer
+    said = tokenizer.encode("Ah, 🦊!")
+    true = said if wrong is None else [*said[:wrong], *tokenizer.encode("bcd")]
+    assert len(said) > 7 and len(tokenizer.encode("🦊")) > 1
+
+    async def astream(ids: list[int], params: SamplingParams) -> AsyncIterator[Event]:
+        yield Event(1, 0, tokenizer.decode(said), said, provisional=True)
+        text, stood = "", len(said) if wrong is None else wrong
+        for at in range(len(true)):
+            whole = tokenizer.decode(true[: at + 1]).rstrip("\ufffd")
+            event = Event(1, 0, whole[len(text) :], [true[at]], confirmed=at < stood)
+            event.retracted = len(said) - stood if at == stood and wrong is not None else 0
+            text = whole
+            if at == len(true) - 1:
+                event.finish_reason, event.usage = "stop", Usage(provisional=len(said), confirmed=stood)
+            yield event
+
+    monkeypatch.setattr(drafted.llm, "astream", astream)
+    chunks = ask(drafted, 3, prefill="provisional")
+    shown, *settled = own(chunks)
+    assert shown["text"] == "Ah, 🦊!" and "".join(event["text"] for event in settled) == shown["text"]
+    kinds = [event["event"] for event in settled]
+    stood = len(said) if wrong is None else wrong
+    assert kinds == ["confirm"] * stood + ["retract"] * (wrong is not None)
+    assert sum(event["tokens"] for event in settled) == len(said)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == tokenizer.decode(true).rstrip("\ufffd")
+    assert text.startswith("".join(event["text"] for event in settled if event["event"] == "confirm"))
 
 
 @pytest.mark.parametrize("asked", [{}, {"prefill": "speculative"}, {"prefill": {"mode": "exact"}}])

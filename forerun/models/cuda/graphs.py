@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ from forerun.core import HostBatch, TokenBatch
 from forerun.models.attention import KV
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
+from forerun.models.cuda.capture import Recorder, record
 from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
+from forerun.models.cuda.climb import Climber
 from forerun.models.cuda.gaze import Gaze, queries_of
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
@@ -80,7 +84,7 @@ class _Graph:
         self.plan = QueryPlan(starts, starts[:-1], rows, bucket.few, 0, pages * buffers.page_size)
         self._fill_idle()
         inputs.copy_(buffers.staging)
-        self._capture(decoder, kv)
+        self.graph, _ = record(lambda: self._forward(decoder, kv), buffers.pool)
 
     def _fill_idle(self) -> None:
         """Rows without a token keep nothing and see nothing."""
@@ -106,18 +110,6 @@ class _Graph:
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
         self.buffers.greedy[: self.bucket.rows].copy_(logits.argmax(-1), non_blocking=True)
 
-    @torch.inference_mode()
-    def _capture(self, decoder: Decoder, kv: KV) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compile and allocate before recording
-                self._forward(decoder, kv)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=self.buffers.pool):
-            self._forward(decoder, kv)
-
     def replay(self, batch: HostBatch, groups: Groups | None = None) -> None:
         count, rows, seqs, host = len(batch.tokens), self.bucket.rows, self.bucket.seqs, self.buffers.host
         self._fill_idle()
@@ -142,6 +134,11 @@ class _QueryGraph(_Graph):
     """A bucket that leaves the queries of all layers but the last, and no logits."""
 
     queries: Tensor  # [layers - 1, rows, Hq, D], in the graphs' memory: held, so that no later graph gets it
+
+    def _plan(self, decoder: Decoder) -> None:
+        """Nobody decodes from what these rows see, so their bits may be those of many tokens: less time."""
+        self.plan = replace(self.plan, few=0, many=self.bucket.rows)
+        super()._plan(decoder)
 
     def _forward(self, decoder: Decoder, kv: KV) -> None:
         self._plan(decoder)
@@ -201,6 +198,16 @@ class GraphRunner:
         weights = self._gaze.weights(graph.queries, graph.batch.tables[0], entries - count, count)
         return weights.cpu().numpy()  # waits for the device, as the next batch is laid out in the same memory
 
+    @cached_property
+    def climber(self) -> Climber:
+        """For many rows of one sequence that leave their K/V."""
+        return Climber(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """For functions of what such rows leave."""
+        return Recorder(self._room().pool)
+
     def _groups(self, batch: HostBatch, least: int) -> Groups | None:
         attention = self.decoder.attention
         assert isinstance(attention, PagedAttention)
@@ -215,6 +222,11 @@ class GraphRunner:
     def most_rows(self, sequences: int) -> int:
         """One sequence's buckets are few and captured at the start; several run as one launch or not so fast."""
         return MAX_ROWS if sequences == 1 or self.stack is None else ROWS[-1]
+
+    @property
+    def decoding_rows(self) -> int:
+        """Rows that run the same instructions as one: those of one launch, else a tile of `skinny_linear`, also 16."""
+        return max((rows for rows in ROWS if self._stack(rows) is not None), default=ROWS[0])
 
     @property
     def can_chain(self) -> bool:

@@ -1,12 +1,14 @@
 """Attention over a paged KV cache: any tokens of any sequences, each seeing what `TokenBatch` says it sees.
 
-One kernel for both regimes. A tile holds (query token, head) pairs that share a KV head, so keys and values are read
+One kernel for all regimes. A tile holds (query token, head) pairs that share a KV head, so keys and values are read
 once for all of them. Sequences with few new tokens (decode, verification) are also cut along the keys: block b of a
 sequence belongs to lane b % LANES, every lane leaves a partial softmax, and a second kernel joins the lanes in a fixed
 order. Tiles and lanes depend on the model only, never on the batch or the context, so a token's result is the same bits
 alone, in a batch, and as one of several drafted tokens. Blocks that a group of sequences shares may have been run for
-all of them before (shared.py); a lane then goes on from what that left, with the same bits. Sequences with many new
-tokens (prefill) have work enough in their queries and are not cut. Knows no model and allocates no cache.
+all of them before (shared.py); a lane then goes on from what that left, with the same bits. Many new tokens (prefill)
+mostly have work enough in their queries and are not cut; those of a lone sequence that have not (a short chunk, rows
+scattered over a long prompt) get smaller tiles and are cut into as few lanes as fill the chip (tiles.py). Their bits
+depend on how many rows the plan has room for. Knows no model and allocates no cache.
 """
 
 from __future__ import annotations
@@ -20,31 +22,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from forerun.models.cuda import tiles
 from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.join import join_few, join_many
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
-from forerun.models.cuda.prefixes import FEW, KEYS, ROWS
+from forerun.models.cuda.prefixes import FEW
 from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
+from forerun.models.cuda.tiles import FEW_SHAPE, Shape, lanes_for
 
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Rows (token, head pairs) and keys of a tile; the large one is the fastest of a sweep on one H200."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-FEW_SHAPE = Shape(ROWS, KEYS, 4, 2)  # of sequences with at most FEW new tokens, whose keys are cut into lanes
-MANY_SHAPE = Shape(128, 128, 8, 2)
-
-
-@dataclass(frozen=True)
 class QueryPlan:
-    """Where each sequence's new tokens lie, and what the grid must cover (a captured graph keeps its grid)."""
+    """Where each sequence's new tokens lie, and what the grid must cover (a captured graph keeps its grid).
+
+    A plan without `few` runs every sequence as one with many new tokens, however few there are when it is replayed.
+    """
 
     cu_q: torch.Tensor  # [S + 1] int32 on the device: first new token of each sequence, then their end
     cells: torch.Tensor  # [S] int32 on the device: first token of each sequence among those whose keys are cut
@@ -64,30 +58,25 @@ def plan_queries(starts: Sequence[int], max_context: int, device: torch.device |
     return QueryPlan(both[: len(starts)], both[len(starts) : -1], cells[-1], few, many, max_context)
 
 
-def lanes_for(kv_heads: int) -> int:
-    """Lanes that fill the chip with one sequence: about 128 programs over all KV heads."""
-    return max(8, min(64, next_power_of_2(128 // kv_heads)))
-
-
-@triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes"])
+@triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes", "least"])
 def _attend(
     q, k_cache, v_cache, tables, cu_q, cells_at, seen, tree, tree_start, shared, out, part, part_ml, scale,
-    table_stride, page_stride, tree_width, lanes,
+    table_stride, page_stride, tree_width, lanes, least,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, TILES_AT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     cut: tl.constexpr = LANES > 1
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tile sees most: start it first
-    kv_head = tl.program_id(1) // lanes
-    lane = tl.program_id(1) % lanes
+    tile = tl.num_programs(TILES_AT) - 1 - tl.program_id(TILES_AT)  # the last tile sees most: start it first
+    kv_head = tl.program_id(1 - TILES_AT) // lanes
+    lane = tl.program_id(1 - TILES_AT) % lanes
     s = tl.program_id(2)
     start = tl.load(cu_q + s)
     count = tl.load(cu_q + s + 1) - start
-    if (count < LEAST) | (count > MOST) | (tile * ROWS >= count * GROUP):
+    if (count < least) | (count > MOST) | (tile * ROWS >= count * GROUP):
         return
 
     pair = tile * ROWS + tl.arange(0, ROWS)
@@ -117,8 +106,6 @@ def _attend(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-    if cut:
-        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
     block_low = low // KEYS
     block_end = (high + KEYS - 1) // KEYS
     if SHARED:
@@ -128,6 +115,7 @@ def _attend(
         if (lane < block_low) & (block_first >= block_end):
             return  # what the group left in this lane is all there is
         begun = real & (lane < block_low)
+        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
         best = tl.load(part_ml + cell * 2, mask=begun, other=float("-inf"))
         total = tl.load(part_ml + cell * 2 + 1, mask=begun, other=0.0)
         acc = tl.load(part + cell[:, None] * D + d[None, :], mask=begun[:, None] & d_ok[None, :], other=0.0)
@@ -151,7 +139,8 @@ def _attend(
         score = tl.where(visible, score, float("-inf"))
         best, total, acc = absorb(score, v_tile, best, total, acc)
 
-    if cut:
+    if cut:  # its cells are computed here, again where blocks are shared: kept in registers they slow the loop
+        cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane
         tl.store(part_ml + cell * 2, best, mask=real)
         tl.store(part_ml + cell * 2 + 1, total, mask=real)
         saw = real & (best > float("-inf"))
@@ -161,35 +150,10 @@ def _attend(
         tl.store(out + q_cells, acc.to(out.dtype.element_ty), mask=real[:, None] & d_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["few", "lanes"])
-def _join(
-    part, part_ml, cu_q, cells_at, out, few, lanes,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per query token and head: sum of the lanes' partial softmaxes."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    s = tl.program_id(0) // few
-    index = tl.program_id(0) % few
-    head = tl.program_id(1)
-    start = tl.load(cu_q + s)
-    count = tl.load(cu_q + s + 1) - start
-    if (index >= count) | (count > MOST):
-        return
-    lane = tl.arange(0, LANES)  # all lanes, launched or not: the order of the sum must not depend on the grid
-    d = tl.arange(0, DP)
-    cell = ((tl.load(cells_at + s) + index).to(tl.int64) * HEADS + head) * lanes + lane
-    best = tl.load(part_ml + cell * 2, mask=lane < lanes, other=float("-inf"))
-    total = tl.load(part_ml + cell * 2 + 1, mask=lane < lanes, other=0.0)
-    saw = best > float("-inf")
-    top = tl.max(best, axis=0)
-    weight = tl.where(saw, tl.exp2(best - top), 0.0)
-    acc = tl.load(part + cell[:, None] * D + d[None, :], mask=saw[:, None] & (d < D)[None, :], other=0.0)
-    whole = tl.sum(total * weight, axis=0)
-    row = tl.sum(acc * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
-    cells = ((start + index).to(tl.int64) * HEADS + head) * D + d
-    tl.store(out + cells, row.to(out.dtype.element_ty), mask=d < D)
+def _parts(cells: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for partial softmaxes: weighted sums of values; highest scores and sums of exponentials."""
+    part = torch.empty((cells, q.shape[2]), dtype=torch.float32, device=q.device)
+    return part, torch.empty((cells, 2), dtype=torch.float32, device=q.device)
 
 
 def paged_attention(
@@ -208,7 +172,7 @@ def paged_attention(
     shared: SharedPlan | None = None,
     out: torch.Tensor | None = None,
     few_shape: Shape = FEW_SHAPE,
-    many_shape: Shape = MANY_SHAPE,
+    many_shape: Shape | None = None,  # None: what the plan's numbers suggest
 ) -> torch.Tensor:  # [T, Hq, D]
     """Token t sees entry e of its sequence when e < seen[t], or when its tree row says so.
 
@@ -216,39 +180,42 @@ def paged_attention(
     number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
     furthest that is seen must have been written. Rows of sequences without new tokens are left alone; a token that sees
     nothing gets zeros. All that varies between replays of a graph is read on the device. Blocks in `shared` are read
-    once for a group; a window, which leaves little of a long prefix in sight, has no use for that.
+    once for a group; a window, which leaves little of a long prefix in sight, has no use for that. Tiles of many new
+    tokens may have lanes where there is one sequence only.
     """
     (_, heads, dim), kv_heads = q.shape, k_cache.shape[1]
     out = torch.empty_like(q) if out is None else out
-    lanes = lanes_for(kv_heads)
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
-    width = 0 if tree is None else tree.shape[1]
-    dim_padded, seqs = max(16, next_power_of_2(dim)), plan.cu_q.numel() - 1
+    width, seqs = 0 if tree is None else tree.shape[1], plan.cu_q.numel() - 1
+    if many_shape is None and plan.many:
+        many_shape = tiles.many_shape(plan.many, heads, kv_heads, dim, seqs, plan.max_context)
     assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
-    shared = None if window else shared
-    for count, shape, cut in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
-        if not count:
+    assert seqs == 1 or many_shape is None or many_shape.lanes == 1, "several sequences would need a table of cells"
+    least = FEW + 1 if plan.few else 1  # of many
+    for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
+        if not count or shape is None:
             continue
-        launched = min(lanes, cdiv(plan.max_context, shape.keys)) if cut else 1
-        cells = plan.num_cells * heads * launched if cut else 0
-        part = torch.empty((cells, dim), dtype=torch.float32, device=q.device)
-        part_ml = torch.empty((cells, 2), dtype=torch.float32, device=q.device)
-        if cut and shared is not None:
-            attend_shared(q, (k_cache, v_cache), tables, shared, (part, part_ml), scale * LOG2_E, page_size, lanes,
-                          launched, shape.warps)  # fmt: skip
+        lanes = lanes_for(kv_heads) if few else shape.lanes
+        launched = min(lanes, cdiv(plan.max_context, shape.keys)) if few else lanes
+        parts = _parts((plan.num_cells if few else count) * heads * launched, q) if lanes > 1 else None
+        groups = shared if few and not window else None
+        if groups is not None and parts is not None:
+            attend_shared(q, (k_cache, v_cache), tables, groups, parts, scale * LOG2_E, page_size, lanes, launched,
+                          shape.warps)  # fmt: skip
         grid = (cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
+        by_tile = not few and lanes > 1  # all programs of the tiles that see most start first
         launch(
-            _attend, grid, q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
-            shared.blocks if shared is not None else None, out, part, part_ml, scale * LOG2_E,
-            tables.stride(0), tables.stride(1), width, launched,
-            GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=dim_padded, PAGE=page_size, ROWS=shape.rows,
-            KEYS=shape.keys, LANES=lanes if cut else 1, WINDOW=window or 0,
-            WIDTH=next_power_of_2(width) if width else 0, LEAST=1 if cut else FEW + 1,
-            MOST=FEW if cut else 1 << 30, SHARED=cut and shared is not None, **options(shape.warps, shape.stages),
+            _attend, (grid[1], grid[0], seqs) if by_tile else grid,
+            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
+            groups.blocks if groups is not None else None, out, *(parts or (None, None)), scale * LOG2_E,
+            tables.stride(0), tables.stride(1), width, launched, 1 if few else least,
+            GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
+            ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0,
+            WIDTH=next_power_of_2(width) if width else 0, MOST=FEW if few else 1 << 30, TILES_AT=int(by_tile),
+            SHARED=groups is not None, **options(shape.warps, shape.stages),
         )  # fmt: skip
-        if cut:
-            launch(
-                _join, (seqs * count, heads), part, part_ml, plan.cu_q, plan.cells, out, count, launched,
-                HEADS=heads, D=dim, DP=dim_padded, LANES=lanes, MOST=FEW, **options(4),
-            )  # fmt: skip
+        if parts is not None and few:
+            join_few(parts, plan.cu_q, plan.cells, out, count, FEW, lanes, launched)
+        elif parts is not None:
+            join_many(parts, plan.cu_q, out, count, least, lanes)
     return out

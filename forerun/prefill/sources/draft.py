@@ -86,9 +86,10 @@ class DraftSource(Source):
     def _run(self, job: Job, lo: int, hi: int, watch: Watch) -> None:
         """These entries through the draft's layers that the maps look at."""
         if self._top == self._layers:
-            self._runner.forward([Span(job.tokens[lo:hi], lo, job.pages, ())], watch=watch)
+            self._runner.forward([Span(job.ids[lo:hi].tolist(), lo, job.pages, ())], watch=watch)
             return
-        rows = Rows(job.ids[lo:hi], np.arange(lo, hi), job.pages, np.full(hi - lo, self._top))
+        sent = job.sent(self._runner.decoder.device)[lo:hi]
+        rows = Rows(job.ids[lo:hi], np.arange(lo, hi), job.pages, np.full(hi - lo, self._top), sent=sent)
         kept = self._stairs.run(rows, watch, keep=self._top).x
         assert kept is not None
         watch(self._top, kept, None, None)
@@ -116,5 +117,4 @@ class DraftSource(Source):
     def _mark(self, job: Job, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
         size, marks = self._pool.page_size, self._plane.filled if self._top == self._layers else self._plane.lower
-        for page in range(lo // size, hi // size):
-            marks[job.pages[page]] = size
+        marks[np.array(job.pages[lo // size : hi // size], dtype=np.int64)] = size

@@ -18,6 +18,7 @@ from forerun.prefill.depth import Rows, Staircase
 from forerun.prefill.job import Job
 from forerun.prefill.maps import FastMaps, Maps
 from forerun.prefill.profile import Profile
+from forerun.transfer import send
 
 BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps stay in the caches, twice as fast
 _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
@@ -91,7 +92,8 @@ class Writer:
 
     def rows(self, job: Job, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
-        return Rows(job.ids[first:end], np.arange(first, end), job.pages, np.full(end - first, self.base))
+        sent = job.sent(self._decoder.device)[first:end]
+        return Rows(job.ids[first:end], np.arange(first, end), job.pages, np.full(end - first, self.base), sent=sent)
 
     @torch.inference_mode()
     def write(self, job: Job, hidden: list[Tensor], first: int, end: int) -> None:
@@ -101,7 +103,7 @@ class Writer:
             hi = min(lo + step, end)
             features = [x[lo - first : hi - first] for x in hidden]
             if self._own:
-                ids = torch.from_numpy(job.ids[lo:hi]).to(self._decoder.device, non_blocking=True)
+                ids = job.sent(self._decoder.device)[lo:hi]
                 features.append(self._decoder.embed(ids).to(features[0].dtype))
             self._put(job, self._maps(features), lo, hi)
         job.depths[first:end] = np.maximum(job.depths[first:end], self.base)
@@ -110,8 +112,8 @@ class Writer:
         """As `AttentionBackend.write` does for one layer, but for all of them at once."""
         c, device = self._decoder.config, self._decoder.device
         mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
-        slots = torch.from_numpy(slots_of(job.pages, first, end, self._runner.pool.page_size))
-        self._runner.planes.write(mapped, first, slots.to(device, non_blocking=True), self._together)
+        slots = send(slots_of(job.pages, first, end, self._runner.pool.page_size), device)
+        self._runner.planes.write(mapped, first, slots, self._together)
 
 
 def _groups(decoder: Decoder, base: int) -> list[range]:

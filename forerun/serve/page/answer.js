@@ -18,7 +18,7 @@ export class AnswerView {
     this.confirmed = "";
     this.statistics = null;
     this.steps = []; // [seconds, tokens] of every piece that came, for the live timeline
-    this.live = { shown: null, first: null, tokens: 0, early: 0, taken: 0, last: 0 };
+    this.live = { shown: null, first: null, tokens: 0, early: 0, stood: 0, taken: 0, last: 0 };
   }
 
   provisional(text, tokens, at) {
@@ -28,11 +28,12 @@ export class AnswerView {
     this._changed();
   }
 
-  confirm(text) {
-    this.confirmed = text;
-    this._head.textContent = text;
+  confirm(text, tokens) {
+    this.confirmed += text;
+    this._head.textContent = this.confirmed;
     this._head.classList.add("confirmed");
     this._maybe.textContent = this._maybe.textContent.slice(text.length);
+    this.live.stood += tokens;
   }
 
   retract(text, tokens) {
@@ -45,7 +46,7 @@ export class AnswerView {
   }
 
   content(text, tokens, at) {
-    this._maybe.textContent = "";
+    if (this.live.stood + this.live.taken >= this.live.early) this._maybe.textContent = ""; // nothing is open any more
     this.text += text;
     const stands = this.confirmed.length;
     if (this._rest.textContent === "" && this.text.length <= stands) {
@@ -83,7 +84,7 @@ export class AnswerView {
 
   /** Words that nobody will confirm any more, as the answer was stopped. */
   abandon() {
-    if (this._maybe.textContent) this.retract(this._maybe.textContent, this.live.early);
+    if (this._maybe.textContent) this.retract(this._maybe.textContent, this.live.early - this.live.stood);
   }
 
   /** Tokens a second after the first; null before there is such a thing. */

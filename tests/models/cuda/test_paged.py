@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from forerun.models.cuda.paged import FEW, Shape, paged_attention, plan_queries
+from forerun.models.cuda.paged import FEW, QueryPlan, Shape, paged_attention, plan_queries
+from forerun.models.cuda.tiles import MANY_SHAPE, SCARCE_SHAPE, WIDE_SHAPE, many_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
@@ -46,8 +49,15 @@ class Case:
                         self.tree[start + node] = self.tree[start + int(torch.randint(node, ()))]
                     self.tree[start + node, node] = True
 
-    def run(self, window=None, q=None, starts=None, max_context=None, **shapes):
-        plan = plan_queries(starts or self.starts, max_context or max(self.contexts), DEVICE)
+    def scatter(self):
+        """New tokens at any positions instead of the last ones, as in the repair of a prompt."""
+        for start, end, context in zip(self.starts, self.starts[1:], self.contexts, strict=False):
+            places = torch.randperm(context)[: end - start].sort().values
+            self.seen[start:end] = (places + 1).to(self.seen)
+        return self
+
+    def run(self, window=None, q=None, starts=None, max_context=None, plan=None, **shapes):
+        plan = plan or plan_queries(starts or self.starts, max_context or max(self.contexts), DEVICE)
         q = self.q if q is None else q
         out = torch.full_like(q, float("nan"))
         return paged_attention(
@@ -71,7 +81,8 @@ class Case:
                     visible &= entry > int((visible | kin).sum()) - 1 - window
                 visible |= kin
                 score = torch.einsum("hd,ehd->he", self.q[t].double(), k) * 0.3
-                out[t] = torch.einsum("he,ehd->hd", score.masked_fill(~visible, -torch.inf).softmax(-1), v)
+                if visible.any():
+                    out[t] = torch.einsum("he,ehd->hd", score.masked_fill(~visible, -torch.inf).softmax(-1), v)
         return out
 
 
@@ -147,3 +158,72 @@ def test_a_token_that_sees_nothing_gets_zeros():
     case = Case([(20, 2)])
     case.seen[0] = 0
     assert case.run()[0].eq(0).all()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_many_tokens_of_one_sequence_are_cut_into_lanes(lanes, window):
+    case = Case([(300, FEW + 9)]).scatter()
+    case.seen[:3] = 0  # in a tile with others that see something
+    check(case, window, many_shape=Shape(32, 16, 4, 2, lanes))
+    assert case.run(window, many_shape=Shape(32, 16, 4, 2, lanes))[:3].eq(0).all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 24), (4, 4, 16)])
+def test_lanes_without_a_block_and_head_shapes(heads, kv_heads, dim):
+    case = Case([(70, 68)], heads, kv_heads, dim).scatter()
+    check(case, many_shape=Shape(64, 16, 4, 2, 8))  # five blocks: three lanes have none
+    case.seen[:] = 0
+    assert case.run(many_shape=Shape(64, 16, 4, 2, 8)).eq(0).all()
+
+
+def test_lanes_with_a_draft_tree():
+    check(Case([(FEW + 70, FEW + 3)], tree_width=FEW + 5), many_shape=Shape(32, 16, 4, 2, 4))
+
+
+@pytest.mark.parametrize("count", [0, 5, 70])
+def test_a_static_plan_holds_fewer_rows(count):
+    case = Case([(150, count)]).scatter()
+    rows = 80
+    starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+    plan = QueryPlan(starts, starts[:-1], rows, 0, rows, 4096)  # no few: any number of rows runs as many do
+    q = torch.cat([case.q, torch.full((rows - count, *case.q.shape[1:]), float("nan"), device=DEVICE)])
+    got = case.run(q=q, plan=plan, many_shape=Shape(32, 16, 4, 2, 4))
+    assert got[count:].isnan().all()  # left as they were
+    assert torch.allclose(got[:count].double(), case.reference(), atol=1e-5)
+
+
+def test_a_static_plan_with_both_regimes_leaves_few_rows_to_theirs():
+    case = Case([(150, 5)])
+    starts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
+    both = case.run(
+        plan=QueryPlan(starts, starts[:-1], FEW, FEW, 80, 4096), **SMALL | {"many_shape": Shape(32, 16, 4, 2, 4)}
+    )
+    assert torch.equal(both, case.run())
+
+
+def test_lanes_are_for_one_sequence():
+    with pytest.raises(AssertionError, match="several sequences"):
+        Case([(80, 70), (80, 70)]).run(many_shape=Shape(32, 16, 4, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "lanes"),
+    [(64, 12, 2, 16), (944, 12, 2, 4), (1800, 12, 2, 4), (2048, 12, 2, 2), (944, 24, 4, 2), (1800, 24, 4, 2)],
+)
+def test_the_shape_chosen_fills_the_chip(rows: int, heads: int, kv_heads: int, lanes: int):
+    assert many_shape(rows, heads, kv_heads, 128, 1, 16384) == replace(SCARCE_SHAPE, lanes=lanes)
+    assert many_shape(rows, heads, kv_heads, 128, 2, 16384) == MANY_SHAPE  # would need a table of cells
+
+
+def test_lanes_need_keys_and_wide_heads_smaller_tiles():
+    assert many_shape(8192, 12, 2, 128, 1, 8192) == MANY_SHAPE
+    assert many_shape(80, 12, 2, 128, 1, 80).lanes == 1
+    assert many_shape(80, 12, 2, 128, 1, 1100).lanes == 4
+    assert many_shape(8192, 8, 1, 256, 1, 8192) == WIDE_SHAPE
+    assert many_shape(80, 8, 1, 256, 1, 8192) == replace(WIDE_SHAPE, lanes=16)
+
+
+def test_the_chosen_shape_is_right():
+    check(Case([(1100, FEW + 1)], heads=2, kv_heads=2, dim=16).scatter(), few_shape=Shape(16, 16, 4, 2))
+    assert many_shape(FEW + 1, 2, 2, 16, 1, 1100).lanes > 1

@@ -1,0 +1,117 @@
+"""Joins the partial softmaxes that the lanes of the paged kernel leave, in a fixed order.
+
+Two kernels: sequences with few new tokens have many lanes and find their cells in a table; a lone sequence with many
+has few lanes, and its cells lie as its output does. Neither reads a cell that its lane has not written: lanes in which
+a token sees nothing count for nothing, and a token that sees nothing gets zeros. Knows no cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from forerun.models.cuda.dispatch import launch
+from forerun.models.cuda.launch import cdiv, next_power_of_2, options
+
+PAIRS = 16  # (token, head) pairs that one program joins where there are many
+
+
+@triton.jit(do_not_specialize=["few", "lanes"])
+def _join_few(
+    part, part_ml, cu_q, cells_at, out, few, lanes,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per query token and head: sum of the lanes' partial softmaxes."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    s = tl.program_id(0) // few
+    index = tl.program_id(0) % few
+    head = tl.program_id(1)
+    start = tl.load(cu_q + s)
+    count = tl.load(cu_q + s + 1) - start
+    if (index >= count) | (count > MOST):
+        return
+    lane = tl.arange(0, LANES)  # all lanes, launched or not: the order of the sum must not depend on the grid
+    d = tl.arange(0, DP)
+    cell = ((tl.load(cells_at + s) + index).to(tl.int64) * HEADS + head) * lanes + lane
+    best = tl.load(part_ml + cell * 2, mask=lane < lanes, other=float("-inf"))
+    total = tl.load(part_ml + cell * 2 + 1, mask=lane < lanes, other=0.0)
+    saw = best > float("-inf")
+    top = tl.max(best, axis=0)
+    weight = tl.where(saw, tl.exp2(best - top), 0.0)
+    acc = tl.load(part + cell[:, None] * D + d[None, :], mask=saw[:, None] & (d < D)[None, :], other=0.0)
+    whole = tl.sum(total * weight, axis=0)
+    row = tl.sum(acc * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    cells = ((start + index).to(tl.int64) * HEADS + head) * D + d
+    tl.store(out + cells, row.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["least"])
+def _join_many(
+    part, part_ml, cu_q, out, least,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """PAIRS pairs of the only sequence, whose heads and tokens lie side by side in cells and output alike."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    start = tl.load(cu_q)
+    count = tl.load(cu_q + 1) - start
+    if (count < least) | (tl.program_id(0) * PAIRS >= count * HEADS):
+        return
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    real = pair < count * HEADS
+    d = tl.arange(0, DP)
+    d_ok = (d < D)[None, :]
+    cell = pair.to(tl.int64) * LANES
+    top = tl.full((PAIRS,), float("-inf"), tl.float32)
+    for lane in tl.static_range(LANES):
+        top = tl.maximum(top, tl.load(part_ml + (cell + lane) * 2, mask=real, other=float("-inf")))
+    whole = tl.zeros((PAIRS,), tl.float32)
+    acc = tl.zeros((PAIRS, DP), tl.float32)
+    for lane in tl.static_range(LANES):
+        best = tl.load(part_ml + (cell + lane) * 2, mask=real, other=float("-inf"))
+        saw = best > float("-inf")
+        weight = tl.where(saw, tl.exp2(best - top), 0.0)
+        whole += tl.load(part_ml + (cell + lane) * 2 + 1, mask=saw, other=0.0) * weight
+        own = tl.load(part + (cell + lane)[:, None] * D + d[None, :], mask=saw[:, None] & d_ok, other=0.0)
+        acc += own * weight[:, None]
+    row = acc / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    cells = (start.to(tl.int64) * HEADS + pair)[:, None] * D + d[None, :]
+    tl.store(out + cells, row.to(out.dtype.element_ty), mask=real[:, None] & d_ok)
+
+
+def join_few(
+    parts: tuple[torch.Tensor, torch.Tensor],  # [cells * Hq * launched, D] and [.., 2], float32
+    cu_q: torch.Tensor,  # [S + 1] int32
+    cells: torch.Tensor,  # [S] int32: the first cell of each sequence
+    out: torch.Tensor,  # [T, Hq, D]
+    few: int,  # most new tokens of a sequence
+    most: int,  # sequences with more have no cells
+    lanes: int,
+    launched: int,
+) -> None:
+    _, heads, dim = out.shape
+    launch(
+        _join_few, ((cu_q.numel() - 1) * few, heads), *parts, cu_q, cells, out, few, launched,
+        HEADS=heads, D=dim, DP=max(16, next_power_of_2(dim)), LANES=lanes, MOST=most, **options(4),
+    )  # fmt: skip
+
+
+def join_many(
+    parts: tuple[torch.Tensor, torch.Tensor],  # [many * Hq * lanes, D] and [.., 2], float32
+    cu_q: torch.Tensor,  # [2] int32
+    out: torch.Tensor,  # [T, Hq, D]
+    many: int,  # most new tokens of the sequence
+    least: int,  # a sequence with fewer has no cells
+    lanes: int,
+) -> None:
+    _, heads, dim = out.shape
+    launch(
+        _join_many, (cdiv(many * heads, PAIRS),), *parts, cu_q, out, least,
+        HEADS=heads, D=dim, DP=max(16, next_power_of_2(dim)), LANES=lanes, PAIRS=PAIRS, **options(4),
+    )  # fmt: skip
