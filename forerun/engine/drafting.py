@@ -130,7 +130,7 @@ class Drafting:
             elif job.phase is Phase.EXACT:
                 seq.approximate = None
             else:
-                seq.computed, own.depths = job.filled, job.depths
+                seq.computed, own.depths, seq.ready = job.filled, job.depths, job.logits
         return spent
 
     def close(self, seq: Sequence) -> None:

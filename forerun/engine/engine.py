@@ -131,7 +131,7 @@ class Engine:
     def _run(self, work: list[Work]) -> Output:
         start = time.perf_counter()
         output = self.runner.forward([w.span for w in work])
-        if all(w.count == 1 for w in work):  # pure decoding: what the controller's cost curve is about
+        if all(w.count == 1 and w.seq.ready is None for w in work):  # pure decoding, as in the controller's cost curve
             seconds = time.perf_counter() - start
             longest = max(len(w.seq.tokens) for w in work)
             self.speculator.observe([w.draft for w in work], longest, seconds)
@@ -143,6 +143,7 @@ class Engine:
         """Book what was computed; append and publish the tokens that were settled."""
         seq, was_prefilling = work.seq, work.seq.prefilling
         seq.computed += work.count
+        seq.ready = None
         if was_prefilling and not seq.prefilling:
             self.scheduler.remember(seq)  # so that others can read the prompt while this one decodes
         if ruling is None:

@@ -304,4 +304,4 @@ class Scheduler:
                 self.pins.hold(session, self.tree.match(seq.packed(seq.exact)))
         self.pool.release(seq.pages)
         seq.pages = type(seq.pages)("i")
-        seq.computed = 0
+        seq.computed, seq.ready = 0, None

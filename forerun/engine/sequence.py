@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from torch import Tensor
 
 from forerun.accounting import settle
 from forerun.core import SamplingParams, TokenLogprob, Usage
@@ -97,6 +98,7 @@ class Sequence:
         self.verifier: Verifier = Match()
         self.pages = array("i")
         self.computed = 0
+        self.ready: Tensor | None = None  # [1, V] logits behind the last token, where it has run before its turn
         self.approximate: Approximate | None = None  # None: all of its K/V is exact
         self.guide: Sequence | None = None  # says provisionally, from drafted K/V, what this one may come to say
         self.real: Sequence | None = None  # of a guide: whom it guides

@@ -51,4 +51,6 @@ class Work:
         seq, draft = self.seq, self.draft
         ids = seq.tokens[seq.computed : seq.computed + self.count]
         want: range | tuple[()] = range(self.count - 1, self.count + len(draft)) if self.samples else ()
-        return Span([*ids, *draft.tokens], seq.computed, seq.pages, want, len(seq.tokens), draft.parents, self.alone)
+        known = seq.ready if self.count == 1 and self.samples and not len(draft) else None
+        ids = [*ids, *draft.tokens]
+        return Span(ids, seq.computed, seq.pages, want, len(seq.tokens), draft.parents, known, self.alone)

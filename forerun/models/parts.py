@@ -27,7 +27,7 @@ def parts_of(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans that run together, part by part; of decoding rows the last one, if there are any."""
     alone, chunks, rows = list[list[int]](), list[int](), list[int]()
     for number, span in enumerate(spans):
-        if span.alone or (span.first == 0 and len(span.ids) >= LONG):
+        if span.alone or span.known is not None or (span.first == 0 and len(span.ids) >= LONG):
             alone.append([number])
         else:
             (chunks if len(span.ids) > FEW else rows).append(number)

@@ -45,10 +45,11 @@ class Held(Picker):
 
 @dataclass(frozen=True)
 class Climb:
-    """What some rows of a pass met on their way, in all layers but the last."""
+    """What some rows of a pass met on their way, in all layers but the last, and what follows its last row."""
 
     x: Tensor  # [layers - 1, rows, hidden] inputs
     q: Tensor  # [layers - 1, rows, Hq, D] rotated queries
+    logits: Tensor  # [1, V] float32
 
 
 class Planes:

@@ -46,6 +46,7 @@ class Span:
     want: Seq[int]  # which of the ids need logits
     tree_first: int = 0
     parents: list[int] = field(default_factory=list)
+    known: Tensor | None = None  # [1, V] logits of its only token, which has run: nothing is left to do
     alone: bool = False  # to be computed as if nothing else ran, where that makes a difference
 
     @property
@@ -105,7 +106,10 @@ class Runner:
     ) -> Output:
         """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
         whole = taps is None and blocks is None and watch is None
-        parts = parts_of(spans) if self.parts and whole and len(spans) > 1 else []
+        if len(spans) == 1 and spans[0].known is not None:
+            return Output(spans[0].known)
+        apart = whole and len(spans) > 1 and (self.parts or any(span.known is not None for span in spans))
+        parts = parts_of(spans) if apart else []
         if len(parts) > 1:
             *firsts, last = ([spans[number] for number in part] for part in parts)
             outputs = [keep(self.forward(part)) for part in firsts]
@@ -156,8 +160,8 @@ class Runner:
         return 0 if self.graphs is None else self.graphs.climber.most
 
     def climb(self, batch: HostBatch, picks: np.ndarray) -> Climb | None:
-        """Rows of one sequence through all layers, which leaves their K/V; what the picks among them met, which the
-        next such pass overwrites. None where no device does it at once."""
+        """Rows of one sequence through all layers, which leaves their K/V; what the picks among them met and what
+        follows the last one, until the next such pass. None where no device does it at once."""
         return None if self.graphs is None else self.graphs.climber.run(batch, picks)
 
     def prepare_climbs(self) -> None:

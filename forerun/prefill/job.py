@@ -45,6 +45,7 @@ class Job:
     ids: np.ndarray = field(init=False)  # [len(tokens)] int64: the same
     depths: np.ndarray = field(init=False)  # [end] int16: layers of each entry that the target itself computed so far
     x: Tensor | None = None  # [read - first, hidden] inputs of layer `base`, where the source's way leads past it
+    logits: Tensor | None = None  # [1, V] float32, behind the last token, where all but that is filled
     state: Any = None  # the source's own
     todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries still to be recomputed
     report: PrefillReport = field(init=False)

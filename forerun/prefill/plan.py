@@ -273,18 +273,22 @@ def _sums(values: np.ndarray, size: int) -> np.ndarray:
 # -- what became of it -------------------------------------------------------------------------------------------------
 
 
-def settle(job: Job, costs: Costs, spent: float) -> None:
-    """All before the tail has K/V: write down how it came about."""
+def describe(job: Job) -> None:
+    """Write down what has become of the tokens so far."""
     report, depths = job.report, job.depths
     shallow = depths < job.layers
     report.exact = int(shallow.argmax()) if shallow.any() else len(job.tokens)
     kept = depths[report.exact :]
     report.drafted, report.recomputed = len(kept), int((kept == job.layers).sum())
     report.accepted = report.drafted - report.recomputed
-    report.token_layers += int(costs.tail) * job.layers
-    report.cost = (spent + costs.tail) / costs.exact
     whole = np.concatenate((depths, np.full(len(job.tokens) - job.end, job.layers, dtype=depths.dtype)))
     report.depth_runs = DepthMap(whole, job.layers).runs()
+
+
+def settle(job: Job, costs: Costs, spent: float) -> None:
+    """All before the tail has K/V, and it was described: add up what that cost."""
+    job.report.token_layers += int(costs.tail) * job.layers
+    job.report.cost = (spent + costs.tail) / costs.exact
     job.phase = Phase.DONE
 
 
@@ -292,6 +296,7 @@ def leave(job: Job, why: str, spent: float = 0.0) -> Job:
     """The engine computes the prompt as usual; what was spent on it so far comes on top."""
     report, exact = job.report, len(job.tokens) - job.first
     report.fell_back, report.exact = why, len(job.tokens)
+    report.drafted = report.accepted = report.recomputed = 0
     report.token_layers += exact * job.layers
     report.cost = 1.0 + spent / max(1, exact)
     report.depth_runs = DepthMap.exact(len(job.tokens), job.layers).runs()

@@ -31,6 +31,7 @@ from forerun.prefill.plan import (
     Plan,
     Policy,
     deepen,
+    describe,
     foresee,
     least_work,
     leave,
@@ -251,6 +252,7 @@ class Prefiller:
         """A round of repair is over: done, another round where checks failed, or exact prefill."""
         report, checker = job.report, run.checker
         assert self.profile is not None
+        describe(job)  # what is so if checks pass: now, while a device is still at it
         if checker is None:
             settle(job, run.costs, run.spent)
             return

@@ -30,7 +30,7 @@ class Repair:
 
     def run(self, job: Job, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False) -> int:
         """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
-        ones have become. After the `last` ones of a round the tail may run in the same pass, all but its last token."""
+        ones have become. After the `last` ones of a round the tail may run in the same pass."""
         start, layers = time.perf_counter(), costs.start(entries)
         entries = entries[: int(np.argmax(layers != layers[0])) or None]
         if layers[0] or not self._at_once(job, entries, checker, last and len(entries) == len(layers)):
@@ -42,7 +42,7 @@ class Repair:
 
     def _at_once(self, job: Job, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
         """One pass that a device does by itself; False where it cannot."""
-        tail = np.arange(job.end, len(job.tokens) - 1) if last else np.zeros(0, dtype=np.int64)
+        tail = np.arange(job.end, len(job.tokens)) if last else np.zeros(0, dtype=np.int64)
         running = np.concatenate((entries, tail))
         rows = Rows(job.ids[running], running, job.pages, np.full(len(running), job.layers))
         climb = self._staircase.at_once(rows, np.zeros(0, np.int64) if checker is None else checker.among(entries))
@@ -51,12 +51,12 @@ class Repair:
         if checker is not None:
             checker.saw(climb)
         if last:
-            job.filled = len(job.tokens) - 1
+            job.filled, job.logits = len(job.tokens) - 1, climb.logits.clone()
         return True
 
     def _step_by_step(self, job: Job, entries: np.ndarray, first: int, checker: Checker | None) -> None:
         """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
-        x, job.filled = None, job.end
+        x, job.filled, job.logits = None, job.end, None
         if first:
             assert job.x is not None
             x = job.x.index_select(0, send(entries - job.first, job.x.device))

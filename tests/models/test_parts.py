@@ -118,3 +118,11 @@ def test_parts_give_what_one_forward_gives(tiny_folder: Callable[[str], Path]):
     for one, other in zip(*caches, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_known_runs_nowhere():
+    spans = [
+        Span([1] * 70, 0, array("i", range(9)), (69,)),
+        Span([5], 8, array("i", [3, 4]), (0,), known=torch.ones(1, 7)),
+    ]
+    assert parts_of(spans) == [[1], [0]]

@@ -1,8 +1,8 @@
 """A pass of many rows of one sequence through all layers, recorded: for whoever recomputes chosen tokens of a prompt.
 
-Rows leave their K/V and no logits, so in the last layer they only write it. Of a few of them, the picks, the inputs and
-queries of the other layers are kept. One recording for each of some numbers of rows; rows without a token see nothing
-and write nothing. Knows slots and pages; not why rows are run.
+Rows leave their K/V, so in the last layer they only write it; the last row goes on to its logits. Of a few others, the
+picks, the inputs and queries of all layers but the last are kept. One recording for each of some numbers of rows; rows
+without a token see nothing and write nothing. Knows slots and pages; not why rows are run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from forerun.models.decoder import Decoder
 from forerun.models.planes import Climb
 
 SIZES = (*range(128, 1024, 64), *range(1024, 2049, 128))  # rows of a recording: idle ones cost as much as others
+BOUNDS = 4  # numbers: where rows begin and end, the last of them, and one that keeps what follows aligned
 PICKS = 64  # rows of a pass whose way is kept
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    kept: tuple[Tensor, Tensor]  # inputs [layers - 1, PICKS, hidden] and queries [layers - 1, PICKS, Hq, D]
+    left: Climb  # of PICKS rows
 
 
 class Climber:
@@ -42,7 +43,7 @@ class Climber:
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int, pool: Any) -> None:
         self._decoder, self._kv, self._page_size, self._pool = decoder, kv, page_size, pool
         self._max_pages = -(-max_context // page_size)
-        size = 4 * self.most + 2 + PICKS + self._max_pages
+        size = 4 * self.most + BOUNDS + PICKS + self._max_pages
         self._staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self._host = self._staging.numpy()
         self._inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
@@ -61,8 +62,8 @@ class Climber:
         self._send(batch, picks, rows)
         recording = self._recordings[rows]
         recording.graph.replay()
-        x, q = recording.kept
-        return Climb(x[:, : len(picks)], q[:, : len(picks)])
+        left = recording.left
+        return Climb(left.x[:, : len(picks)], left.q[:, : len(picks)], left.logits)
 
     def prepare(self) -> None:
         """Record all sizes now, so that no prompt waits for it."""
@@ -71,14 +72,15 @@ class Climber:
                 self._recordings[rows] = self._record(rows)
 
     def _send(self, batch: HostBatch, picks: np.ndarray, rows: int) -> None:
-        """As `_record` reads it: four numbers for each row, where the rows begin and end, the picks, the pages."""
+        """As `_record` reads it: four numbers for each row, where the rows begin and end, the last of them, the picks,
+        the pages."""
         self._sent.synchronize()  # what was laid out for the pass before has been read
         host, count = self._host, len(batch.tokens)
         parts = host[: 4 * rows].reshape(4, rows)
         parts[:, count:] = _IDLE
         parts[:, :count] = batch.tokens, batch.positions, batch.slots, batch.seen
-        host[4 * rows : 4 * rows + 2] = 0, count
-        tail = 4 * rows + 2 + PICKS
+        host[4 * rows : 4 * rows + BOUNDS] = 0, count, count - 1, 0
+        tail = 4 * rows + BOUNDS + PICKS
         host[tail - PICKS : tail] = 0
         host[tail - PICKS : tail - PICKS + len(picks)] = picks
         used = tail + lay_pages(batch, host[tail:], 1, self._max_pages)
@@ -89,25 +91,34 @@ class Climber:
         decoder, kv, inputs = self._decoder, self._kv, self._inputs
         attention, context = decoder.attention, self._max_pages * self._page_size
         assert isinstance(attention, PagedAttention)
-        parts, starts = inputs[: 4 * rows].view(4, rows), inputs[4 * rows : 4 * rows + 2]
-        tail = 4 * rows + 2 + PICKS
+        parts, bounds = inputs[: 4 * rows].view(4, rows), inputs[4 * rows : 4 * rows + BOUNDS]
+        starts, asked = bounds[:2], bounds[2:3]
+        tail = 4 * rows + BOUNDS + PICKS
         picks, pages = inputs[tail - PICKS : tail], inputs[tail : tail + self._max_pages]
-        tokens, positions, slots, seen = parts
-        want = torch.zeros(0, dtype=torch.int64, device=decoder.device)
-        batch = TokenBatch(tokens, positions, slots, seen, pages[None], [0, rows], [context], self._page_size, want)
         plan, last = QueryPlan(starts, starts[:1], rows, 0, rows, context), decoder.config.num_layers - 1
+        single = torch.tensor([0, 1, 0], dtype=torch.int32, device=decoder.device)
+        single_plan = QueryPlan(single[:2], single[2:], 1, 1, 0, context)
 
-        def run() -> tuple[Tensor, Tensor]:
+        def use(parts: Tensor, plan: QueryPlan) -> TokenBatch:
+            tokens, positions, slots, seen = parts
+            where, count = (pages[None], [0, parts.shape[1]], [context], self._page_size), single[:0]
+            batch = TokenBatch(tokens, positions, slots, seen, *where, count)
+            attention.use(batch, plan)
+            return batch
+
+        def run() -> Climb:
             kept: list[tuple[Tensor, Tensor]] = []
 
             def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
                 if q is not None:
                     kept.append((x.index_select(0, picks), q.index_select(0, picks)))
 
-            attention.use(batch, plan)
+            batch = use(parts, plan)
             x = decoder.run_layers(decoder.embed(batch.tokens), batch, kv, range(last), watch=watch)
             decoder.write_kv(x, last, kv)
-            return torch.stack([x for x, _ in kept]), torch.stack([q for _, q in kept])
+            batch = use(parts.index_select(1, asked), single_plan)
+            out = decoder.run_layers(x.index_select(0, asked), batch, kv, range(last, last + 1))
+            return Climb(torch.stack([x for x, _ in kept]), torch.stack([q for _, q in kept]), decoder.logits(out))
 
         inputs.zero_()
         parts.copy_(torch.from_numpy(np.repeat(_IDLE, rows, 1)))

@@ -16,6 +16,8 @@ from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 
 PAIRS = 16  # (token, head) pairs that one program joins where there are many
+ENOUGH = 512  # programs; fewer join fewer pairs each, so that they do not wait for each other's lanes
+LEAST_PAIRS = 2
 
 
 @triton.jit(do_not_specialize=["few", "lanes"])
@@ -111,7 +113,8 @@ def join_many(
     lanes: int,
 ) -> None:
     _, heads, dim = out.shape
+    pairs = max(LEAST_PAIRS, min(PAIRS, next_power_of_2(many * heads // ENOUGH)))
     launch(
-        _join_many, (cdiv(many * heads, PAIRS),), *parts, cu_q, out, least,
-        HEADS=heads, D=dim, DP=max(16, next_power_of_2(dim)), LANES=lanes, PAIRS=PAIRS, **options(4),
+        _join_many, (cdiv(many * heads, pairs),), *parts, cu_q, out, least,
+        HEADS=heads, D=dim, DP=max(16, next_power_of_2(dim)), LANES=lanes, PAIRS=pairs, **options(4),
     )  # fmt: skip
