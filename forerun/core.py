@@ -217,8 +217,8 @@ class PrefillReport:
     drafted: int = 0  # tokens that got drafted K/V in some layer
     accepted: int = 0  # of those, tokens that kept it
     recomputed: int = 0  # of those, tokens that the target ran through all layers after all
-    token_layers: int = 0  # that the target ran, of tokens * layers
-    cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's
+    token_layers: int = 0  # that the target ran, of tokens * layers; of further answers, which share a draft, their own
+    cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
     rounds: int = 0  # of repair: more than one where checks failed
     scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the checkpoints
     spans: list[dict[str, Any]] = field(default_factory=list)  # per checkpoint: first entry, signals, passed

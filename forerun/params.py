@@ -6,7 +6,7 @@ model, a tokenizer or which drafters exist.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from forerun.errors import BadRequest
@@ -87,6 +87,13 @@ class Prefill:
             raise BadRequest(
                 f"prefill has a budget of {self.budget} and a quality of {self.quality}",
                 "give one of them: the other follows from the profile's curve",
+            )
+        given = [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
+        if self.exact and given:
+            said = ", ".join(f"{name} {getattr(self, name)!r}" for name in given)
+            raise BadRequest(
+                f"prefill is 'exact', and {said} is about drafted prompts",
+                f"ask for the mode speculative or provisional, or leave {' and '.join(given)} out",
             )
 
     @property

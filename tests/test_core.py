@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.core import SamplingParams, Usage
+from forerun.core import Prefill, SamplingParams, Usage
 from forerun.errors import BadRequest
 
 BAD: list[tuple[str, Any, str]] = [
@@ -46,6 +46,25 @@ def test_bad_values_are_named(name: str, value: Any, says: str):
     with pytest.raises(BadRequest, match=says) as caught:
         SamplingParams(**{name: value})
     assert name in str(caught.value) and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"budget": 0.5}, "budget 0.5"),
+        ({"quality": 0.9}, "quality 0.9"),
+        ({"source": "self"}, "source 'self'"),
+        ({"chooser": "tail", "allow_exact": True}, "chooser 'tail', allow_exact True"),
+    ],
+)
+def test_what_is_about_drafted_prompts_is_not_ignored_by_exact_ones(given: dict[str, Any], says: str):
+    modes: list[dict[str, Any]] = [{}, {"mode": "exact"}]
+    for mode in modes:
+        with pytest.raises(BadRequest, match=f"prefill is 'exact', and {says} is about drafted prompts") as caught:
+            Prefill(**mode, **given)
+        assert "speculative or provisional" in caught.value.hint
+    assert Prefill("speculative", **given).mode == "speculative"
+    assert SamplingParams(prefill=Prefill()).prefilling == Prefill("exact") == SamplingParams().prefilling
 
 
 def test_unknown_values_are_refused():

@@ -189,15 +189,13 @@ class AnswerOptions:
         )
 
     def prefilling(self) -> Prefill:
-        asked = Prefill(
-            self.prefill, self.budget, self.quality, self.prefill_source, self.chooser, allow_exact=self.allow_exact
-        )
-        if asked.exact and asked != Prefill():
+        given = (self.budget, self.quality, self.prefill_source, self.chooser, self.allow_exact)
+        if self.prefill == "exact" and given != (None, None, "auto", "auto", False):
             raise BadRequest(
                 "--budget, --quality, --prefill-source, --chooser and --allow-exact are about drafted prompts",
                 "add --prefill speculative or --prefill provisional",
             )
-        return asked
+        return Prefill(self.prefill, *given)
 
     def grammar(self) -> Grammar | None:
         given = {

@@ -277,8 +277,7 @@ class Engine:
             self._finish(seq, "error" if error else "cancelled", Event(seq.request.id, seq.index, error=error))
 
     def upgrade_step(self) -> bool:
-        """Recompute a piece of what was answered from drafted K/V, if nobody waits for anything else; False when there
-        was nothing to do."""
+        """Recompute a piece of what was answered from drafted K/V, if nobody waits; False: there was nothing to do."""
         return self.idle and self.upgrades.step()
 
     @property
@@ -302,7 +301,8 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages, the
         disk tier its files."""
-        for cache in (self.scheduler.pins, self.tree, self.approximate, self.upgrades, self.tiers):
+        pins, siblings = self.scheduler.pins, self.scheduler.siblings
+        for cache in (pins, siblings, self.tree, self.approximate, self.upgrades, self.tiers):
             if cache is not None:
                 cache.clear()
         for keeper in self.scheduler.keepers:

@@ -19,7 +19,9 @@ from forerun.cache.pins import Pins
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.engine.sequence import Sequence, Status, common_prefix
+from forerun.engine.prefixes import Prefixes
+from forerun.engine.sequence import Sequence, Status
+from forerun.engine.siblings import Siblings
 from forerun.engine.work import Work
 
 GUIDED_SHARE = 4  # a guided prefill runs in chunks of this part of a step's tokens: the guide says a word in each step
@@ -46,7 +48,8 @@ class Scheduler:
         chunk_tokens: int,
         tiers: Tiers | None = None,
     ) -> None:
-        self.pool, self.tree, self.approximate, self.tiers = pool, tree, approximate, tiers
+        self.pool, self.tree, self.approximate = pool, tree, approximate
+        self.prefixes, self.siblings = Prefixes(pool, tree, approximate, tiers), Siblings(pool)
         if tiers is not None and tree is not None:
             tree.on_evict = tiers.spill
         self.pins, self.max_batch, self.chunk_tokens = Pins(pool), max_batch, chunk_tokens
@@ -142,6 +145,8 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
+        self.siblings.keep(seq, self.running, self.waiting)
+        self.siblings.settle(self.waiting)
         self._give_up_pages(seq)
 
     def dismiss(self, guide: Sequence) -> None:
@@ -169,45 +174,44 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence on whatever prefix of it is known."""
-        while self.waiting and self.waiting[0].real is not None and not self._room_for_two(self.waiting[0]):
-            self.dismiss(self.waiting[0])
-        if not self.waiting or len(self.running) >= self.max_batch:
+        seq = self._next()
+        if seq is None or len(self.running) >= self.max_batch:
             return None
-        seq = self.waiting[0]
-        if self._prefix_in_flight(seq):
+        drafted = self.siblings.find(seq, self.running)
+        if drafted is None and self.prefixes.in_flight(seq, self.running):
             return None
-        # at least one token must run, or there would be no logits to sample from
-        known = self._known(seq)
+        known = self.prefixes.known(seq)
+        if drafted is not None and len(known) < len(drafted.pages):
+            known = drafted.pages.tolist()
+        else:
+            drafted = None  # all of it is known exactly
         self.pool.retain(known)
-        if seq.approximate is not None and self.approximate is not None:
-            self.approximate.known(seq.approximate.key, seq.packed(-1))  # marks it as used: others are evicted first
+        self.prefixes.touch(seq)
         missing = self.pool.pages_for(len(seq.tokens)) - len(known)
         if not self.make_room(missing):
             self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
             return self._admit() if self._unpin_for(seq) else None
-        self.waiting.popleft()
+        self.waiting.remove(seq)
         self.running.append(seq)
         seq.status = Status.RUNNING
-        served = {"pool": len(known) * self.pool.page_size}
-        if self.tiers is not None and self.tree is not None and seq.params.cache:
-            restored, tiers = self.tiers.restore(seq.packed(-1), known)
-            known, served = [*known, *restored], served | tiers
-            self.tree.insert(seq.packed(-1), known)
-        seq.pages.extend(known)
-        seq.computed = len(known) * self.pool.page_size
-        if seq.approximate is not None:
-            self._start_drafting(seq)
+        served = self.prefixes.begin(seq, known) if drafted is None else self.siblings.begin(seq, drafted)
+        self.siblings.settle(self.waiting)
         if not seq.admitted:
             seq.admitted = True
             if self.tree is not None and seq.real is None:
-                self.tree.count_read(seq.packed(seq.computed))
-            seq.usage.cached_tokens, seq.usage.served = seq.computed, served
+                self.tree.count_read(seq.packed(seq.exact))
+            seq.usage.cached_tokens, seq.usage.served = sum(served.values()), served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
 
-    def _known(self, seq: Sequence) -> list[int]:
-        """Pages of what is known of a sequence, less than all of it."""
-        return self.tree.match(seq.packed(-1)) if self.tree is not None and seq.params.cache else []
+    def _next(self) -> Sequence | None:
+        """Whose turn it is: the first in line, but for answers that wait for another one's draft of their prompt."""
+        for seq in list(self.waiting):
+            if seq.real is not None and not self._room_for_two(seq):
+                self.dismiss(seq)
+            elif not self.siblings.awaited(seq, self.running):
+                return seq
+        return None
 
     def _unpin_for(self, seq: Sequence) -> bool:
         """Whether the next in line can be tried again: nothing runs, so that only pins can be in its way. Idle ones go
@@ -223,31 +227,8 @@ class Scheduler:
 
     def _room_for_two(self, guide: Sequence) -> bool:
         """Whether a guide would leave room for the sequence it guides."""
-        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - len(self._known(guide)))
+        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - len(self.prefixes.known(guide)))
         return len(self.running) + 2 <= self.max_batch and self.make_room(missing)
-
-    def _start_drafting(self, seq: Sequence) -> None:
-        """Pages for the whole prompt, with what an earlier draft of it left."""
-        own = seq.approximate
-        assert own is not None
-        own.drafting, own.first = True, seq.computed
-        missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
-        seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
-        if self.approximate is not None and seq.params.cache:
-            own.depths = self.approximate.read(own.key, seq.packed(-1), own.first, seq.pages)
-
-    def _prefix_in_flight(self, seq: Sequence) -> bool:
-        """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
-        if self.tree is None or not seq.params.cache:
-            return False
-        page, own = self.pool.page_size, seq.packed(-1)  # the last token runs in any case
-        leaders = [r for r in self.running if r.prefilling and seq.can_read(r) and r.packed(page) == own[:page]]
-        if not leaders or len(own) < page:
-            return False
-        known = len(self._known(seq)) * page
-        if self.approximate is not None and seq.approximate is not None:
-            known = max(known, self.approximate.known(seq.approximate.key, own))
-        return any(common_prefix(r.packed(len(own)), own) // page * page > known for r in leaders)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""
@@ -274,7 +255,8 @@ class Scheduler:
         goes first."""
         if count > self.pool.free:
             self.pins.expire()
-        for cache in (self.approximate, self.tree):
+        remembered = (self.approximate, self.tree)
+        for cache in (*remembered, self.siblings, *remembered):  # they may hold the same pages
             if cache is not None and count > self.pool.free:
                 cache.evict(count - self.pool.free)
         for keeper in self.keepers:  # what they let go of is free once the tree does, too

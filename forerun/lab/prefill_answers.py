@@ -49,7 +49,7 @@ class Identical(TaskMeasure):
     name: ClassVar[str] = "identical"
 
     prompts: int = 100
-    length: int = 1024
+    length: int = 2048
     tokens: int = 64  # of the answer
     question: str = "Say in a few sentences what the text above is about."
     texts: tuple[str, ...] = ("stdlib", "essays")

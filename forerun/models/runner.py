@@ -169,9 +169,14 @@ class Runner:
         if self.graphs is not None:
             self.graphs.climber.prepare()
 
+    def warmed_up(self) -> None:
+        """From now on `recorded` records nothing new."""
+        if self.graphs is not None:
+            self.graphs.recorder.open = False
+
     def recorded(self, key: tuple[Any, ...], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`; a device that can replays what it did the first time with this key and these shapes, and
-        overwrites what it returned then."""
+        """`function(*inputs)`; a device that can replays what it did when it was warmed up with this key and these
+        shapes, and overwrites what it returned then."""
         return function(*inputs) if self.graphs is None else self.graphs.recorder(key, function, inputs)
 
     def batch(self, spans: list[Span]) -> HostBatch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
-from forerun.models.decoder import Watch
+from forerun.models.decoder import Decoder, Watch
 from forerun.models.planes import Climb
 from forerun.models.runner import Runner
 from forerun.prefill.attention_scores import slots_of
@@ -120,14 +120,16 @@ class Staircase:
     nothing reads what would come out of it.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, decoder: Decoder | None = None) -> None:
+        """`decoder`: whose layers run in place of those of the runner's own decoder, which it shares all else with."""
         self._runner, self._layers = runner, runner.decoder.config.num_layers
+        self._decoder = runner.decoder if decoder is None else decoder
 
     @torch.inference_mode()
     def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> Climbed:
         """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
         self._check(rows, keep)
-        decoder, kv, count = self._runner.decoder, self._runner.kv, self._layers
+        decoder, kv, count = self._decoder, self._runner.kv, self._layers
         plan = _Plan(self._runner, rows)
         alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
         x = self._inputs(rows, alive)  # [len(alive), hidden]

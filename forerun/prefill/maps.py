@@ -9,6 +9,7 @@ so that a map does not depend on the position. `Maps` are the numbers as calibra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.coarse import coarse_projection
 from forerun.models.linear import Linear, Precision
 from forerun.models.rotation import Rotation
 
@@ -70,14 +72,36 @@ def unit(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, EPS)
 
 
+def features_of(hidden: list[Tensor]) -> Tensor:
+    """[T, width] each -> [T, inputs]."""
+    return torch.cat([unit(x) for x in hidden], 1)
+
+
+def _fused_features(dtype: torch.dtype, widths: list[int], device: torch.device) -> Callable[[list[Tensor]], Tensor]:
+    """`features_of` in one launch in place of one for each part, if they are as the kernel takes them."""
+    from forerun.models.cuda.features import fits, unit_features
+
+    nothing = [torch.empty(0, width, dtype=dtype, device=device) for width in widths]
+    if not fits(nothing):
+        return features_of
+    unit_features(nothing, EPS, dtype)  # compiled now, so that no prompt waits for it
+    return lambda hidden: unit_features(hidden, EPS, dtype) if fits(hidden) else features_of(hidden)
+
+
 class FastMaps:
     """Maps in a decoder's precision. `bases`: of each part of the inputs, in order, how wide it is and the (perhaps
-    rotated) basis it comes in."""
+    rotated) basis it comes in. `coarse`: many rows may be projected in float8, where the device can."""
 
     def __init__(
-        self, maps: Maps, precision: Precision, bases: list[tuple[int, Rotation | None]], device: torch.device
+        self,
+        maps: Maps,
+        precision: Precision,
+        bases: list[tuple[int, Rotation | None]],
+        device: torch.device,
+        coarse: bool = False,
     ) -> None:
-        parts = maps.down.float().split([width for width, _ in bases], 1)
+        widths = [width for width, _ in bases]
+        parts = maps.down.float().split(widths, 1)
         turned = (part if b is None else b.apply(part.contiguous()) for part, (_, b) in zip(parts, bases, strict=True))
         down = torch.cat(list(turned), 1)
         dtype = precision.dtype
@@ -89,13 +113,18 @@ class FastMaps:
         self._down = linear(down, maps.down_bias)
         self._mix_in, self._mix_out = linear(maps.mix_in), linear(maps.mix_out)
         self._up = linear(maps.up, maps.up_bias)
+        fused = device.type == "cuda" and dtype == torch.bfloat16
+        self._features = _fused_features(dtype, widths, device) if fused else features_of
+        self._coarse_down = coarse_projection(self._down, widths, EPS) if coarse else None
 
     @property
     def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in (self._down, self._mix_in, self._mix_out, self._up))
+        held = sum(linear.nbytes for linear in (self._down, self._mix_in, self._mix_out, self._up))
+        return held if self._coarse_down is None else held + self._coarse_down.nbytes
 
     def __call__(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states, [T, hidden] each -> [T, mapped layers * 2 * kv_size]."""
-        z = self._down(torch.cat([unit(x) for x in hidden], 1))
+        coarse = self._coarse_down
+        z = coarse(hidden) if coarse is not None and coarse.takes(hidden) else self._down(self._features(hidden))
         z = self._mix_out(F.silu(self._mix_in(z)), add=z)
         return self._up(z)

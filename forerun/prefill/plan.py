@@ -33,7 +33,7 @@ class Policy:
 
     first: int = 16  # entries at the start of a prompt that are always exact
     tail: int = 64  # tokens at its end that are never drafted
-    shortest: int = 1024  # fewer tokens to draft are computed exactly: every phase has a start, and too little is won
+    shortest: int = 1536  # fewer tokens to draft are computed exactly: little is won, and summaries lost words
     spans: int = 4  # checkpoints
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of repair where checks fail
@@ -147,7 +147,8 @@ def plan(
     checkpoints = place(job, chosen, must, policy)
     checked = [checkpoint.entries for checkpoint in checkpoints]
     todo = _open(job, _union(job.end, must, chosen, *checked))
-    work = spent + costs.rows(todo) + costs.checks(sum(map(len, checked))) + costs.tail
+    rows = costs.row * len(todo) if scores is None else costs.rows(todo)  # what a source will keep is not read yet
+    work = spent + rows + costs.checks(sum(map(len, checked))) + costs.tail
     cost = work / costs.exact
     if why := _too_dear(cost):
         return Plan(cost=cost, exact=why)
@@ -168,7 +169,7 @@ def foresee(job: Job, profile: Profile, source: Source, costs: Costs, policy: Po
     lefts = [left for left, right in zip(edges, edges[1:], strict=False) if right - left >= size]
     # the first `count` are as good as any: a checkpoint lies among them, or as far as there are any
     more = sum(size - min(max(lo + count - left, 0), size) for left in lefts)
-    work = spent + float(len(must) + count + more) + costs.checks(size * len(lefts)) + costs.tail
+    work = spent + costs.row * (len(must) + count + more) + costs.checks(size * len(lefts)) + costs.tail
     return _too_dear(work / costs.exact)
 
 

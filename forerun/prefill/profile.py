@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from forerun.prefill.maps import Maps
 
 VERSION = 2
 _KEY = "forerun_profile"
+_CALIBRATE = "make one: forerun calibrate --target ... --out PROFILE"
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,27 @@ class Profile:
         about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base, "own": self.maps.own}
         about["checksum"] = checksum(rounded, about)
         part = path.with_name(path.name + ".part")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, part, metadata={_KEY: json.dumps(about)})
-        part.chmod(0o644)  # what is no secret can be read by everybody who may enter the folder
-        part.replace(path)  # whoever reads meanwhile sees the old file or the new one, never half of one
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, part, metadata={_KEY: json.dumps(about)})
+            part.chmod(0o644)  # what is no secret can be read by everybody who may enter the folder
+            part.replace(path)  # whoever reads meanwhile sees the old file or the new one, never half of one
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                part.unlink()
+            reason = getattr(error, "strerror", None) or error
+            raise BadProfile(f"cannot write the profile {path}: {reason}", "make room there, then try again") from None
 
     @classmethod
     def load(cls, path: Path) -> Profile:
         if not path.is_file():
-            raise BadProfile(f"there is no profile {path}", "make one: forerun calibrate --target ... --out PROFILE")
+            raise BadProfile(f"there is no profile {path}", _CALIBRATE)
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})[_KEY])
+                header = file.metadata() or {}
+                if _KEY not in header:
+                    raise BadProfile(f"{path} holds tensors, but is no profile", _CALIBRATE)
+                about = json.loads(header[_KEY])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about["version"] != VERSION:
                 raise BadProfile(
@@ -96,6 +107,8 @@ class Profile:
                 **{f: about[f] for f in ("thresholds", "facts")},
             )
             intact = about.pop("checksum") == checksum(maps, about)
+        except OSError as error:
+            raise BadProfile(f"cannot read {path}: {error.strerror or error}", "give a file that can be read") from None
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise BadProfile(f"{path} is not a whole profile: {error}", "calibrate again, or copy it anew") from None
         if not intact:

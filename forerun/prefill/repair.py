@@ -83,6 +83,7 @@ class Repair:
             if climb is not None:
                 checker.saw(climb)
                 checker.scores()
+            self._runner.warmed_up()
         finally:
             pool.release(pages)
 

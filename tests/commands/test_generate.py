@@ -23,7 +23,7 @@ def run(*args: str) -> int:
 def args(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     home = tmp_path_factory.mktemp("generate")
     random_profile("self", tiny_folder("qwen2")).save(home / "profile.safetensors")
-    (home / "text.txt").write_text(tiny.TEXT * 6)
+    (home / "text.txt").write_text(tiny.TEXT * 7)
     model = ["--model", str(tiny_folder("qwen2")), "--weights", "float32", "--threads", "1"]
     prompt = ["generate", "Who?", "--raw", "--file", str(home / "text.txt"), "--max-tokens", "8"]
     return [*prompt, *model, "--profile", str(home / "profile.safetensors")]

@@ -21,11 +21,17 @@ UNIT = 24  # tokens a unit of work drafts
 
 class FakePrefiller:
     """`bad`: how far drafted K/V is from the truth. `exact_from`: give up and leave it to exact prefill once so many
-    tokens are drafted. `fails_at`: raise then."""
+    tokens are drafted. `fails_at`: raise then. `ahead`: run the tail, too, as a device does in its own pass."""
 
     def __init__(
-        self, workshop: Workshop, bad: float = 0.0, exact_from: int | None = None, fails_at: int | None = None
+        self,
+        workshop: Workshop,
+        bad: float = 0.0,
+        exact_from: int | None = None,
+        fails_at: int | None = None,
+        ahead: bool = False,
     ) -> None:
+        self.ahead = ahead
         self.runner, self.bad, self.exact_from, self.fails_at = workshop.runner, bad, exact_from, fails_at
         self.open_jobs: dict[int, Job] = {}
         self.opened: list[Job] = []
@@ -76,6 +82,10 @@ class FakePrefiller:
         elif job.read >= job.end:
             job.phase = Phase.DONE
             job.report.drafted = job.end - job.first
+            if self.ahead:
+                tail = job.ids[job.end :].tolist()
+                out = self.runner.forward([Span(tail, job.end, job.pages, range(len(tail) - 1, len(tail)))])
+                job.filled, job.logits = len(job.tokens) - 1, out.logits.clone()
         return max(1, count)
 
     def _write(self, job: Job, count: int) -> None:

@@ -142,16 +142,6 @@ def test_a_draft_is_shared_under_its_key_and_repair_touches_only_copies(make: Ca
     assert_clean(engine)
 
 
-def test_n_answers_draft_their_prompt_once(make: Callable[..., Engine]):
-    engine = make()
-    params = SamplingParams(max_tokens=8, temperature=1.5, seed=3, n=3, ignore_eos=True, prefill="speculative")
-    answer = Answer(engine, prompt(5), params)
-    finish(engine)
-    assert len({tuple(answer.tokens(i)) for i in range(3)}) == 3
-    assert [job.known > 0 for job in prefiller(engine).opened] == [False, True, True]
-    assert_clean(engine)
-
-
 def test_others_decode_and_prefill_while_a_prompt_is_drafted(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):

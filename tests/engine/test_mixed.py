@@ -38,7 +38,7 @@ def test_anything_may_happen(seed: int, tiny_folder: Callable[[str], Path]):
             text = [*prompt(draw.randrange(3), 64), *prompt(draw.randrange(3, 8), draw.randrange(1, 160))]
             mode, source = draw.choice(MODES), draw.choice(["auto", "other"])
             prefill = Prefill() if mode == "exact" else Prefill(mode, source=source)
-            params = replace(EXACT, temperature=0.7, seed=draw.randrange(3), prefill=prefill, n=draw.choice([1, 1, 2]))
+            params = replace(EXACT, temperature=0.7, seed=draw.randrange(3), prefill=prefill, n=draw.choice([1, 1, 3]))
             answers.append((Answer(engine, text, params), mode))
         if answers and draw.random() < 0.05:
             engine.cancel(draw.choice(answers)[0].request.id)

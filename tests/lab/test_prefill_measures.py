@@ -23,7 +23,7 @@ from forerun.lab.study import EXACT, Setting
 from forerun.params import Prefill
 from tests.lab.common import make_study, write_data, write_profile
 
-TEXTS: dict[str, Any] = {"texts": ("essays",), "prompts": 2, "length": 1200, "continuation": 8}
+TEXTS: dict[str, Any] = {"texts": ("essays",), "prompts": 2, "length": 1700, "continuation": 8}
 DRAFT = Setting("draft", Prefill("speculative", source="draft"), share=0.0)
 
 
@@ -51,13 +51,13 @@ def records(found: Any) -> dict[str, Any]:
 def test_exact_prefill_agrees_with_itself(subject: Subject) -> None:
     measure = Agreement(**TEXTS)
     cases = measure.cases(subject)
-    assert len(cases) == 2 and all(len(c.ids) == 1200 and len(c.more["follow"]) == 8 for c in cases)
+    assert len(cases) == 2 and all(len(c.ids) == 1700 and len(c.more["follow"]) == 8 for c in cases)
     found = records(measure.run(subject, cases[0], [], [EXACT], {}))[EXACT]
     assert found["kl"] == 0.0 and found["top1"] == 1.0 and found["cost"] == 1.0
 
 
 def test_exact_prefill_in_pieces_gives_the_logits_of_one_pass(subject: Subject) -> None:
-    ids, follow = subject.texts.pieces("essays", 1200)[0], [5, 6, 7, 8]
+    ids, follow = subject.texts.pieces("essays", 1700)[0], [5, 6, 7, 8]
     whole = subject.engine.score(ids + follow[:-1])
     with subject.scorer.hold(ids, None, len(follow)) as held:
         assert (held.logits(follow) - whole[-4:]).abs().max() < 1e-4
@@ -78,11 +78,11 @@ def test_drafted_prefill_is_told_apart_and_full_repair_is_exact(subject: Subject
 
 
 def test_a_prompt_of_copies_shows_the_span_and_its_beginning(subject: Subject) -> None:
-    measure = Copy(prompts=2, length=1200, span=64, shown=16, text="essays")
+    measure = Copy(prompts=2, length=1700, span=64, shown=16, text="essays")
     for case in measure.cases(subject):
         at = case.more["at"]
-        assert len(case.ids) == 1200 and case.ids[-16:] == case.ids[at : at + 16]
-        assert case.more["follow"] == case.ids[at + 16 : at + 64] and at + 64 < 1200 - 16
+        assert len(case.ids) == 1700 and case.ids[-16:] == case.ids[at : at + 16]
+        assert case.more["follow"] == case.ids[at + 16 : at + 64] and at + 64 < 1700 - 16
     found = records(measure.run(subject, case, [DRAFT], [EXACT, "draft"], {}))
     assert 0.0 <= found[EXACT]["score"] <= 1.0 and found["draft"]["source"] == "draft"
 
@@ -90,7 +90,7 @@ def test_a_prompt_of_copies_shows_the_span_and_its_beginning(subject: Subject) -
 @pytest.mark.parametrize(("number", "depth"), [(0, 0.125), (1, 0.375), (3, 0.875)])
 def test_a_needle_lies_at_its_depth_in_a_prompt_of_its_length(subject: Subject, number: int, depth: float) -> None:
     hay = Haystack.of(subject.texts.documents("essays"), subject.tokenizer)
-    measure = Needle(lengths=(1300,), prompts=4, text="essays")
+    measure = Needle(lengths=(1750,), prompts=4, text="essays")
     case = measure.case(subject, hay, 800, number)
     text = subject.tokenizer.decode(case.ids)
     assert 800 - 2 * max(hay.sizes) <= len(case.ids) <= 800
@@ -126,8 +126,8 @@ def test_a_study_runs_reports_and_goes_on(
     tiny_folder: Callable[[str], Path], data: Path, profile: Path, tmp_path: Path
 ) -> None:
     settings = [{"name": "draft", "source": "draft", "share": 0.0}, {"name": "drop", "source": "drop", "share": 0.3}]
-    needle = {"needle": {"lengths": [1250], "prompts": 2, "tokens": 4}}
-    copy = {"copy": {"text": "essays", "length": 1200, "prompts": 1, "span": 64}}
+    needle = {"needle": {"lengths": [1750], "prompts": 2, "tokens": 4}}
+    copy = {"copy": {"text": "essays", "length": 1700, "prompts": 1, "span": 64}}
     study = make_study(tiny_folder("qwen2"), data, [{"agreement": TEXTS}, copy, needle], profile, settings=settings)
     said: list[str] = []
     found = execute.run(study, tmp_path, said.append)
@@ -151,7 +151,7 @@ def test_a_setting_holds_only_while_it_is_measured(subject: Subject) -> None:
 
 
 def test_provisional_answers_are_those_of_exact_prefill(subject: Subject) -> None:
-    measure = Identical(prompts=1, length=1250, tokens=6, texts=("essays",))
+    measure = Identical(prompts=1, length=1750, tokens=6, texts=("essays",))
     setting = Setting("provisional", Prefill("provisional"))
     case = measure.cases(subject)[0]
     found = records(measure.run(subject, case, [setting], [EXACT, "provisional"], {}))

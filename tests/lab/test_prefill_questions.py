@@ -20,7 +20,7 @@ from forerun.lab.study import Setting
 from forerun.params import Prefill
 from tests.lab.common import make_study, write_data, write_profile
 
-TEXTS: dict[str, Any] = {"texts": ("essays",), "prompts": 2, "length": 1200}
+TEXTS: dict[str, Any] = {"texts": ("essays",), "prompts": 2, "length": 1700}
 DRAFT = Setting("draft", Prefill("speculative", source="draft"), share=0.0)
 
 

@@ -108,6 +108,38 @@ def test_a_draft_is_read_again_by_the_next(kind: str, make: Callable[..., Engine
     assert leaked(engine) == 0
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("kind", ["draft", "self"])
+def test_further_answers_start_from_the_first_ones_draft(
+    kind: str, cache: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
+) -> None:
+    text, params = prompt(2, 200), replace(DRAFTED, temperature=0.8, seed=1, cache=cache, speculate="off")
+    alone = [run(make(kind), [text], replace(params, seed=1 + i))[0] for i in range(3)]
+    engine, read = make(kind), 0
+    assert engine.drafting.prefiller is not None
+    source = engine.drafting.prefiller.source(params.prefilling)
+    reading = source.read
+
+    def counted(job: Any, count: int) -> None:
+        nonlocal read
+        read += count
+        reading(job, count)
+
+    source.read = counted  # type: ignore[method-assign]
+    answer = Answer(engine, text, replace(params, n=3))
+    finish(engine)
+    assert read == 200
+    assert [answer.tokens(i) for i in range(3)] == alone
+    first, *others = (event.usage.prefill for event in sorted(answer.events, key=lambda e: e.index) if event.usage)
+    assert first is not None
+    for other in others:
+        assert other is not None and other.token_layers == 8 * other.layers and other.cost == 8 / 200 < first.cost
+        same = ("tokens", "exact", "drafted", "accepted", "recomputed", "depth_runs", "source", "scores", "spans")
+        assert [getattr(other, name) for name in same] == [getattr(first, name) for name in same]
+    assert leaked(engine) == 0
+    assert run(engine, [text], EXACT)[0] == truth(text)
+
+
 @pytest.mark.parametrize("mode", ["speculative", "provisional", "upgraded"])
 def test_one_reading_serves_prefill_and_the_drafter_of_the_answer(mode: str, make: Callable[..., Engine]) -> None:
     engine = make("draft")
@@ -134,6 +166,11 @@ def test_one_reading_serves_prefill_and_the_drafter_of_the_answer(mode: str, mak
         assert answer.last.usage.cached_tokens == 192  # type: ignore[union-attr]
     assert answer.last.usage.drafted > 0  # type: ignore[union-attr]
     assert 200 <= sum(ran) < 200 + 16 * 8  # the prompt once, then a few tokens a step
+    if mode == "speculative":
+        ran.clear()
+        Answer(engine, prompt(5, 200), replace(params, n=3))
+        finish(engine)
+        assert 200 <= sum(ran) < 200 + 3 * 16 * 8  # of all answers
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
@@ -232,7 +269,7 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
     path = tmp_path / "profile.safetensors"
     random_profile("self", folder).save(path)
     params = replace(DRAFTED, max_tokens=6)
-    text = prompt(20, 1300)
+    text = prompt(20, 1750)
     with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, pool_tokens=8192) as llm:
         completion = llm.generate(text, params)[0]
         report = completion.usage.prefill

@@ -10,6 +10,7 @@ from torch import Tensor
 from forerun.models.build import choose_precision
 from forerun.models.linear import Linear, Precision
 from forerun.models.rotation import Rotation
+from forerun.prefill import maps as maps_module
 from forerun.prefill.maps import FastMaps, Maps, unit
 
 HIDDEN, OWN, KV, LAYERS, RANK = 96, 160, 32, 3, 24
@@ -132,3 +133,63 @@ def test_maps_move_between_dtypes() -> None:
     assert (half.taps, half.base) == (made().taps, made().base)
     x = F.normalize(streams()[0].repeat(1, 3))
     torch.testing.assert_close(half.to(CPU, torch.float32)(x), made()(x), atol=1e-2, rtol=1e-2)
+
+
+# -- coarser ones ------------------------------------------------------------------------------------------------------
+
+
+class Coarse:
+    """Stands for a projection in float8: takes `LEAST` rows and more, gives zeros."""
+
+    LEAST, nbytes = 20, 5
+
+    def __init__(self, linear: Linear, widths: list[int], eps: float) -> None:
+        self.linear, self.widths, self.eps = linear, widths, eps
+
+    def takes(self, parts: list[Tensor]) -> bool:
+        return len(parts[0]) >= self.LEAST
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        return torch.zeros(len(parts[0]), self.linear.out_features)
+
+
+@pytest.mark.parametrize("weights", ["plain", "bf16", "int8"])
+def test_coarse_maps_are_as_ever_where_the_device_cannot(weights: str) -> None:
+    maps, hidden = made(own=True), streams(own=True)
+    kinds = {"plain": torch.float32, "bf16": torch.bfloat16}
+    precision = Precision(weights, Linear, kinds[weights]) if weights in kinds else choose_precision(weights, CPU, True)
+    hidden = [x.to(precision.dtype) for x in hidden]
+    parts = bases(hidden, rotated=False)
+    fine, coarse = (FastMaps(maps, precision, parts, CPU, coarse=coarse) for coarse in (False, True))
+    assert coarse.nbytes == fine.nbytes and torch.equal(coarse(hidden), fine(hidden))
+
+
+def test_bf16_maps_have_the_bits_of_the_parts_one_by_one() -> None:
+    maps, hidden = made(own=True), [x.bfloat16() for x in streams(own=True)]
+    held = maps.to(CPU, torch.bfloat16)
+    given = FastMaps(maps, Precision("bf16", Linear, torch.bfloat16), bases(hidden, rotated=False), CPU)(hidden)
+    features = torch.cat([F.rms_norm(x, (x.shape[1],), None, 1e-6) for x in hidden], 1)
+    z = F.linear(F.pad(features, (0, 0, 0, 3)), held.down, held.down_bias)  # as many rows as `few_shapes` makes of 37
+    z = F.linear(F.silu(F.linear(z, held.mix_in)), held.mix_out) + z
+    assert torch.equal(given, F.linear(z, held.up, held.up_bias)[:37])
+
+
+def test_only_many_rows_are_projected_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[Coarse] = []
+
+    def make(*args: object) -> Coarse:
+        made_of.append(Coarse(*args))  # type: ignore[arg-type]
+        return made_of[-1]
+
+    monkeypatch.setattr(maps_module, "coarse_projection", make)
+    maps, hidden = made(own=True), streams(own=True)
+    plain, parts = Precision("plain", Linear, torch.float32), bases(hidden, rotated=True)
+    fine = FastMaps(maps, plain, parts, CPU)
+    assert not made_of
+    coarse = FastMaps(maps, plain, parts, CPU, coarse=True)
+    assert made_of[0].widths == [HIDDEN] * 3 + [OWN] and made_of[0].eps == maps_module.EPS
+    assert torch.equal(made_of[0].linear.weight, fine._down.weight) and coarse.nbytes == fine.nbytes + 5
+    few = [x[: Coarse.LEAST - 1] for x in turned(hidden, parts)]
+    assert torch.equal(coarse(few), fine(few))
+    given = coarse(turned(hidden, parts))
+    torch.testing.assert_close(given, maps.up_bias.expand_as(given))  # which is what comes of zeros

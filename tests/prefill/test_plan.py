@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -198,8 +199,9 @@ def test_deepening_takes_the_best_of_failed_regions():
 
 
 def test_short_prompts():
-    assert "1023" in too_short(make_job(1023 + 64), Policy()) and not too_short(make_job(1024 + 64), Policy())
-    assert "511" in too_short(make_job(511 + 64), Policy(), 0.5) and not too_short(make_job(512 + 64), Policy(), 0.5)
+    assert "1535" in too_short(make_job(1535 + 64), Policy()) and not too_short(make_job(1536 + 64), Policy())
+    third = 1 / 3
+    assert "511" in too_short(make_job(511 + 64), Policy(), third) and not too_short(make_job(576), Policy(), third)
     assert "836 tokens are known exactly, 100 tokens" in too_short(make_job(1000, first=836), Policy())
     assert "least is 1" in too_short(make_job(10, first=10), Policy(shortest=0))
 
@@ -208,3 +210,25 @@ def test_short_prompts():
 def test_policies_refuse_nonsense(value: dict[str, Any]):
     with pytest.raises(ValueError, match=next(iter(value))):
         Policy(**value)
+
+
+class Keeping(Cheap):
+    """Keeps hidden states as it reads, so that chosen tokens start above its layers."""
+
+    name, base = "self", 3
+
+    def cost(self, tokens: int) -> float:
+        return 0.4 * tokens
+
+
+@pytest.mark.parametrize("known", [0, 100])
+def test_what_a_source_will_keep_is_foreseen(known: int) -> None:
+    """Before anything is read nothing is kept, but a budget near 1 is still spent on drafting."""
+    job, source, policy = make_job(2000, settings=Prefill("speculative", budget=0.95)), Keeping(), Policy()
+    job.depths[:known] = LAYERS
+    job.x = torch.empty(0, CONFIG.hidden_size)
+    costs, profile, spent = Costs(job, source, CONFIG), make_profile(share=0.1), source.cost(len(job.tokens))
+    assert foresee(job, profile, source, costs, policy, spent) == ""
+    job.x = torch.empty(len(job.tokens), CONFIG.hidden_size)
+    made = plan(job, np.random.default_rng(1).random(2000), profile, source, costs, policy, spent)
+    assert not made.exact and 0.8 < made.cost <= 0.95

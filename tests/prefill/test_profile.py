@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +112,31 @@ def test_something_else(path: Path) -> None:
     with pytest.raises(BadProfile, match="not a whole profile"):
         Profile.load(path)
     save_file({"down": torch.zeros(2)}, path)
-    with pytest.raises(BadProfile, match="not a whole profile"):
+    with pytest.raises(BadProfile, match="holds tensors, but is no profile") as error:
         Profile.load(path)
+    assert "forerun calibrate" in error.value.hint
+
+
+def test_a_file_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("forerun.prefill.profile.safe_open", refuse)
+    with pytest.raises(BadProfile, match=r"cannot read .*a\.profile: Permission denied"):
+        Profile.load(path)
+
+
+def test_a_full_disk(path: Path) -> None:
+    other, limits = profile(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    other.share = 0.2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(BadProfile, match=r"cannot write the profile .*a\.profile") as error:
+            other.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "room" in error.value.hint
+    assert Profile.load(path).share == 0.1 and [p.name for p in path.parent.iterdir()] == ["a.profile"]
 
 
 @pytest.mark.parametrize("changes", [{"version": 99}, {"version": 1, "own": None}])

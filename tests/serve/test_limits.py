@@ -114,6 +114,14 @@ def test_what_is_wrong_is_told_in_words_of_the_request(served: Running, change: 
     assert found["param"] == param and found["message"].startswith(param) and words in found["message"]
 
 
+@pytest.mark.parametrize("given", [{"budget": 0.5}, {"mode": "exact", "quality": 0.9}, {"allow_exact": True}])
+def test_what_exact_prefill_would_ignore_is_refused(served: Running, given: dict[str, Any]):
+    found = error(served.post(CHAT, ASKED | {"forerun": {"prefill": given}}), 400)
+    assert list(given)[-1] in found["message"] and "is about drafted prompts" in found["message"]
+    assert "speculative or provisional" in found["hint"]
+    assert served.post(CHAT, ASKED | {"forerun": {"prefill": {"mode": "exact"}}}).status_code == 200
+
+
 def test_other_media_types_are_refused(served: Running):
     """A page of another origin can send text/plain without asking; it must not reach the model."""
     error(served.post(CHAT, content=json.dumps(ASKED), headers={"content-type": "text/plain"}), 400)

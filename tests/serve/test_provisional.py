@@ -27,7 +27,7 @@ def drafted(tiny_folder: Callable[[str], Path]) -> Iterator[Running]:
 
 
 def ask(made: Running, number: int, **own: Any) -> list[Any]:
-    ids = prompt(number, 1300)
+    ids = prompt(number, 1750)
     return list(made.client().completions.create(**ASKED, prompt=ids, extra_body={"forerun": own}))
 
 
@@ -48,7 +48,7 @@ def test_whoever_asks_sees_words_early_and_what_becomes_of_them(drafted: Running
     assert sum(event["tokens"] for event in settled if event["event"] == "confirm") == figures["confirmed"]
     content = [at for at, chunk in enumerate(chunks) if chunk.choices]
     assert content[0] > max(at for at, chunk in enumerate(chunks[:-1]) if hasattr(chunk, "forerun"))
-    exact = drafted.llm.generate(prompt(0, 1300), SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    exact = drafted.llm.generate(prompt(0, 1750), SamplingParams(max_tokens=12, ignore_eos=True))[0]
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == exact.text
 
 
@@ -101,9 +101,9 @@ def test_nobody_else_hears_of_them(drafted: Running, asked: dict[str, Any]):
 
 
 def test_an_answer_in_one_piece_is_the_exact_one(drafted: Running):
-    body = ASKED | {"stream": False, "prompt": prompt(8, 1300)}
+    body = ASKED | {"stream": False, "prompt": prompt(8, 1750)}
     answer = drafted.post("/v1/completions", body | {"forerun": {"prefill": "provisional"}}).json()
-    exact = drafted.llm.generate(prompt(8, 1300), SamplingParams(max_tokens=12))[0]
+    exact = drafted.llm.generate(prompt(8, 1750), SamplingParams(max_tokens=12))[0]
     assert answer["choices"][0]["text"] == exact.text and "forerun" not in answer
 
 

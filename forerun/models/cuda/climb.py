@@ -47,6 +47,8 @@ class Climber:
         self._staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self._host = self._staging.numpy()
         self._inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
+        # where a single row begins and ends, and its cell: held, since recordings keep addresses only
+        self._single = torch.tensor([0, 1, 0], dtype=torch.int32, device=decoder.device)
         self._sent = torch.cuda.Event()
         self._recordings: dict[int, _Recording] = {}
 
@@ -96,7 +98,7 @@ class Climber:
         tail = 4 * rows + BOUNDS + PICKS
         picks, pages = inputs[tail - PICKS : tail], inputs[tail : tail + self._max_pages]
         plan, last = QueryPlan(starts, starts[:1], rows, 0, rows, context), decoder.config.num_layers - 1
-        single = torch.tensor([0, 1, 0], dtype=torch.int32, device=decoder.device)
+        single = self._single
         single_plan = QueryPlan(single[:2], single[2:], 1, 1, 0, context)
 
         def use(parts: Tensor, plan: QueryPlan) -> TokenBatch:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,8 +52,20 @@ class Keeper:
     def save(self, values: dict[str, Any]) -> None:
         start = time.monotonic()
         part = self.path.with_name(self.path.name + ".part")
-        torch.save({"version": VERSION, "job": self._job, "seconds": self.seconds, "values": values}, part)
-        part.replace(self.path)
+        try:
+            with part.open("wb") as file:  # given a name, torch does not say why it cannot be written
+                torch.save({"version": VERSION, "job": self._job, "seconds": self.seconds, "values": values}, file)
+            part.replace(self.path)
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                part.unlink()
+            reason = error if isinstance(error, OSError) else error.__context__  # torch stumbles over it once more
+            if not isinstance(reason, OSError):
+                raise
+            raise BadRequest(
+                f"cannot write the state {self.path}: {reason.strerror or reason}",
+                "make room there: the same command goes on from the last state; or give another --out",
+            ) from None
         self._saved = time.monotonic()
         self._took = self._saved - start
 

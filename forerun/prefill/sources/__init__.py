@@ -7,7 +7,7 @@ from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
 
-SOURCES = ("draft", "self", "chunk", "drop")
+SOURCES = ("draft", "self", "chunk")  # that requests may name; `drop` is a baseline for studies
 
 
 def make(name: str, workshop: Workshop, profile: Profile | None) -> Source:

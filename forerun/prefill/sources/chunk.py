@@ -44,7 +44,7 @@ class ChunkSource(Source):
 
     name = "chunk"
     base = 1
-    start = 0.5
+    start = 1 / 3
 
     def __init__(self, workshop: Workshop, most_pages: int | None = None) -> None:
         self._runner, self._pool = workshop.runner, workshop.pool

@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.cache.pool import Halfway
 from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
+from forerun.models.coarse import coarse_decoder
 from forerun.models.decoder import Watch
 from forerun.models.runner import Span
 from forerun.prefill.attention_scores import TailAttention
@@ -35,6 +36,7 @@ class _Reading:
 
 class DraftSource(Source):
     name = "draft"
+    coarse = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
 
     def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
         profile = needed(profile, self.name)
@@ -49,11 +51,15 @@ class DraftSource(Source):
                 "use a draft of the same family, or source=self",
             )
         self._pool, self._plane, self._runner = workshop.pool, workshop.draft_plane, workshop.draft_runner
-        self._writer = Writer(workshop.runner, workshop.draft.decoder, profile.maps)
+        self._writer = Writer(workshop.runner, workshop.draft.decoder, profile.maps, self.coarse)
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
-        self._stairs, self._layers = Staircase(workshop.draft_runner), workshop.draft.decoder.config.num_layers
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
+        decoder = workshop.draft.decoder
+        self._layers = decoder.config.num_layers
+        # the copy runs here alone: answers are drafted, and prompts read to the last layer, by the decoder as it is
+        coarse = self.coarse and self._top < self._layers
+        self._stairs = Staircase(self._runner, coarse_decoder(decoder, self._top) if coarse else None)
         self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
@@ -61,7 +67,7 @@ class DraftSource(Source):
             return None
         return BadRequest(
             f"the prompt has {tokens} tokens, the draft model reads at most {self.longest}",
-            "shorten it, use source=self, or let it be computed exactly: prefill=exact",
+            "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)",
         )
 
     def cost(self, tokens: int) -> float:

@@ -77,9 +77,10 @@ class Piece:
 
 
 class Writer:
-    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps."""
+    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `coarse`: of
+    many rows in float8, where the device can."""
 
-    def __init__(self, target: Runner, source: Decoder, maps: Maps) -> None:
+    def __init__(self, target: Runner, source: Decoder, maps: Maps, coarse: bool = False) -> None:
         _check(maps, source, target.decoder)
         self.base, self.taps = maps.base, maps.taps
         self.stairs = Staircase(target)
@@ -88,7 +89,7 @@ class Writer:
         self._together = _groups(target.decoder, self.base)
         self._own, taken = maps.own, [source] * len(maps.taps) + [target.decoder] * maps.own
         bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
-        self._maps = FastMaps(maps, precision_of(source), bases, source.device)
+        self._maps = FastMaps(maps, precision_of(source), bases, source.device, coarse)
 
     def rows(self, job: Job, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
         Keeper(tmp_path / "a.profile", JOB | {"rank": 16})
     assert "rank was 8, is 16" in str(error.value) and "taps" not in str(error.value)
     assert "same arguments" in error.value.hint and "a.profile.state" in error.value.hint
+
+
+@pytest.mark.parametrize("room", [0, 5_000, 50_000])
+def test_a_full_disk(tmp_path: Path, room: int) -> None:
+    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper.save({"n": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(BadRequest, match=r"cannot write the state .*a\.profile\.state: File too large") as error:
+            keeper.save({"sums": torch.zeros(20_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "--out" in error.value.hint
+    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 1}  # the last whole one
+    assert [p.name for p in tmp_path.iterdir()] == ["a.profile.state"]
 
 
 @pytest.mark.parametrize("data", [b"", b"no state at all", b"PK\x03\x04 half of one"])

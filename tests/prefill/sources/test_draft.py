@@ -258,7 +258,8 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
     source = source_of(make_workshop(folder, draft=little), folder)
     assert source.problem(32) is None
     problem = source.problem(33)
-    assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem) and problem.hint
+    assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem)
+    assert "allow_exact" in problem.hint and "source=self" not in problem.hint  # which this profile does not have
 
 
 def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):

@@ -23,5 +23,6 @@ def test_sources_are_made_by_name(tiny_folder: Callable[[str], Path]):
         make("draft", workshop, make_profile("self", maps))
     for name in ("chunk", "drop"):
         assert make(name, workshop, None).name == name
-    with pytest.raises(BadRequest, match="'dream'"):
+    with pytest.raises(BadRequest, match="'dream'") as error:
         make("dream", workshop, None)
+    assert "chunk" in error.value.hint and "drop" not in error.value.hint  # no request can ask for that one

@@ -1,0 +1,110 @@
+"""Long prompts are read by a coarser copy of the draft's decoder, and nothing else runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.decode.workshop import Workshop
+from forerun.models import decoder as decoders
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Span
+from forerun.prefill.maps import FastMaps
+from forerun.prefill.sources import draft, writing
+from forerun.prefill.sources.draft import DraftSource
+from forerun.prefill.sources.lower import LowerSource
+from tests.prefill.sources.common import IDS, PAGES, make_job, make_maps, make_profile, make_workshop, read_all, stored
+
+LEAST = 20
+
+
+class Coarse:
+    """Copies whose MLPs add nothing, in place of float8; `asked`: for how many layers, `calls`: rows of each use."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.calls: list[int] = []
+
+    def __call__(self, decoder: Decoder, layers: int) -> Decoder:
+        self.asked.append(layers)
+        lower = [replace(layer, coarse_mlp=self.mlp) for layer in decoder.layers[:layers]]
+        return replace(decoder, layers=lower + decoder.layers[layers:])
+
+    def mlp(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        return x
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> Coarse:
+    made = Coarse()
+    monkeypatch.setattr(draft, "coarse_decoder", made)
+    monkeypatch.setattr(decoders, "COARSE_ROWS", LEAST)
+    return made
+
+
+@pytest.fixture
+def workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
+    return make_workshop(tiny_folder("qwen2"))
+
+
+def source_of(workshop: Workshop, folder: Path, last: int) -> DraftSource:
+    """Its maps look at the draft's layers up to `last`."""
+    return DraftSource(workshop, make_profile("draft", make_maps(folder, 1, tuple(range(1, last + 1)))))
+
+
+def test_only_long_pieces_of_the_sources_own_reading(
+    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path]
+) -> None:
+    source = source_of(workshop, tiny_folder("qwen2"), 3)
+    assert coarse.asked == [3]
+    read_all(source, make_job(), LEAST - 1)
+    assert not coarse.calls
+    assert workshop.draft_runner is not None
+    fine = stored(workshop.draft_runner)
+    read_all(source, make_job(), 40)
+    assert coarse.calls == [40] * 3 + [21] * 3
+    assert not torch.equal(stored(workshop.draft_runner)[1][0], fine[1][0])
+    coarse.calls.clear()
+    workshop.draft_runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
+    workshop.runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
+    assert not coarse.calls
+    for mine, true in zip(stored(workshop.draft_runner, 0, 40)[1], fine[1], strict=True):
+        assert torch.allclose(mine, true[:40], atol=1e-4)
+
+
+def test_it_can_be_switched_off_and_readings_to_the_last_layer_stay_as_they_are(
+    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source_of(workshop, tiny_folder("qwen2"), 4)
+    assert not coarse.asked
+    monkeypatch.setattr(DraftSource, "coarse", False)
+    read_all(source_of(workshop, tiny_folder("qwen2"), 3), make_job(), 40)
+    assert not coarse.asked and not coarse.calls
+
+
+def test_its_maps_may_be_coarse_too(
+    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever layers they look at; those of the target's own hidden states may not."""
+    asked: list[bool] = []
+
+    class Noted(FastMaps):
+        def __init__(self, maps: Any, precision: Any, bases: Any, device: Any, coarse: bool = False) -> None:
+            asked.append(coarse)
+            super().__init__(maps, precision, bases, device, coarse)
+
+    monkeypatch.setattr(writing, "FastMaps", Noted)
+    folder = tiny_folder("qwen2")
+    source_of(workshop, folder, 3)
+    source_of(workshop, folder, 4)
+    LowerSource(workshop, make_profile("self", make_maps(folder, 1, (0, 1))))
+    monkeypatch.setattr(DraftSource, "coarse", False)
+    source_of(workshop, folder, 3)
+    assert asked == [True, True, False, False]
