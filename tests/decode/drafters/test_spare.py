@@ -24,7 +24,7 @@ def test_spare_pages_are_free_for_everybody_else():
     lost = mine[1]
     taken = pool.allocate(8)
     assert pool.free == 0 and lost in taken
-    pool.release(page for page in taken if page != lost)
+    pool.release([page for page in taken if page != lost])
     assert spare.intact(1, mine) == 0 and spare.intact(2, yours) == 0  # all were handed out in between
     assert spare.extend(2, yours, 7) and lost not in yours and not spare.extend(1, mine, 1)
     spare.drop(2, yours)
