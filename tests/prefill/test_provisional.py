@@ -160,13 +160,19 @@ def test_a_guide_is_followed_by_the_answers_own_draws_whatever_the_verifier(make
         assert tokens(final(answer)) == said(answer) and answer.last.retracted == 0
 
 
-def test_n_answers(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    engine = make(bad=0.3)
+def three_answers(engine: Engine, truth: Callable[..., list[int]], length: int) -> Answer:
+    """To one prompt, each as it would be alone."""
     params = replace(PROVISIONAL, n=3, temperature=1.2, seed=5)
-    answer = Answer(engine, prompt(8, LONG), params)
+    answer = Answer(engine, prompt(8, length), params)
     finish(engine)
     for i in range(3):
-        assert tokens(final(answer, i)) == truth(prompt(8, LONG), replace(params, n=1, seed=5 + i))
+        assert tokens(final(answer, i)) == truth(prompt(8, length), replace(params, n=1, seed=5 + i))
+    return answer
+
+
+def test_n_answers(make: Callable[..., Engine], truth: Callable[..., list[int]]):
+    engine = make(bad=0.3)
+    answer = three_answers(engine, truth, LONG)
     assert said(answer) and {e.index for e in answer.events if e.provisional} == {0}
     assert_clean(engine)
 
