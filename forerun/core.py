@@ -97,7 +97,15 @@ class HostBatch:
         sent = send_together(arrays, device) if device.type == "cuda" else [send(array, device) for array in arrays]
         tokens, positions, slots, seen, table, want = sent
         return TokenBatch(
-            *(tokens, positions, slots, seen, table, self.starts, self.contexts, self.page_size, want),
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            seen=seen,
+            tables=table,
+            starts=self.starts,
+            contexts=self.contexts,
+            page_size=self.page_size,
+            want=want,
             tree=None if self.bits is None else _unpack(self.bits).to(device, non_blocking=True),
             tree_start=self.tree_start,
             run_start=int(self.slots[0]) if together else None,

@@ -160,6 +160,15 @@ def test_a_guide_is_followed_by_the_answers_own_draws_whatever_the_verifier(make
         assert tokens(final(answer)) == said(answer) and answer.last.retracted == 0
 
 
+def cancel(engine: Engine, gone: Answer) -> None:
+    """It ends once, and leaves nothing behind."""
+    engine.cancel(gone.request.id)
+    finish(engine)
+    assert gone.last.finish_reason in ("cancelled", "length")
+    assert sum(e.finish_reason is not None for e in gone.events) == 1
+    assert_clean(engine)
+
+
 def three_answers(engine: Engine, truth: Callable[..., list[int]], length: int) -> Answer:
     """To one prompt, each as it would be alone."""
     params = replace(PROVISIONAL, n=3, temperature=1.2, seed=5)
@@ -198,12 +207,8 @@ def test_cancelling_at_any_time(make: Callable[..., Engine], truth: Callable[...
         gone, other = Answer(engine, prompt(20, LONG), PROVISIONAL), Answer(engine, prompt(21), EXACT)
         for _ in range(wait):
             engine.step()
-        engine.cancel(gone.request.id)
-        finish(engine)
-        assert gone.last.finish_reason in ("cancelled", "length")
-        assert sum(e.finish_reason is not None for e in gone.events) == 1
+        cancel(engine, gone)
         assert other.tokens() == truth(prompt(21), EXACT)
-        assert_clean(engine)
 
 
 @pytest.mark.parametrize(

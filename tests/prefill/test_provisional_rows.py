@@ -18,7 +18,7 @@ from forerun.prefill.provisional import NAME, Provisional
 from tests.engine.common import Answer, finish, make_engine, run
 from tests.engine.fake_prefiller import fake
 from tests.engine.test_drafting import EXACT, assert_clean, prompt
-from tests.prefill.test_provisional import PROVISIONAL, SAMPLED, final, said, three_answers, tokens
+from tests.prefill.test_provisional import PROVISIONAL, SAMPLED, cancel, final, said, three_answers, tokens
 
 ROWS = 4
 CHUNK = 16
@@ -223,12 +223,8 @@ def test_cancelling_at_any_time(make: Make, truth: Truth):
         for _ in range(wait):
             engine.step()
         judging += 0 < sum(e.confirmed for e in gone.events) < len(said(gone))
-        engine.cancel(gone.request.id)
-        finish(engine)
-        assert gone.last.finish_reason in ("cancelled", "length")
-        assert sum(e.finish_reason is not None for e in gone.events) == 1
+        cancel(engine, gone)
         assert other.tokens() == truth(prompt(21), EXACT)
-        assert_clean(engine)
     assert judging
 
 

@@ -178,22 +178,20 @@ def paged_attention(
 
     Under a window, of the entries below seen[t] only those above place - window are seen, where a token's place is the
     number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
-    furthest that is seen must have been written. Rows of sequences without new tokens are left alone; a token that sees
-    nothing gets zeros. All that varies between replays of a graph is read on the device. Blocks in `shared` are read
-    once for a group; a window, which leaves little of a long prefix in sight, has no use for that. Tiles of many new
-    tokens may have lanes where there is one sequence only.
+    furthest that is seen must have been written. A token that sees nothing gets zeros. All that varies between replays
+    of a graph is read on the device. `shared` blocks are read once for a group, but where there is a window, which
+    leaves little of them in sight. Only a lone sequence's many new tokens may have lanes.
     """
-    (_, heads, dim), kv_heads = q.shape, k_cache.shape[1]
+    (_, heads, dim), kv_heads, seqs = q.shape, k_cache.shape[1], plan.cu_q.numel() - 1
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
-    width, seqs = 0 if tree is None else tree.shape[1], plan.cu_q.numel() - 1
-    if many_shape is None and plan.many:
-        many_shape = tiles.many_shape(plan.many, heads, kv_heads, dim, seqs, plan.max_context)
+    width = 0 if tree is None else tree.shape[1]
+    many_shape = many_shape or tiles.many_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
     assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
-    assert seqs == 1 or many_shape is None or many_shape.lanes == 1, "several sequences would need a table of cells"
+    assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
     least = FEW + 1 if plan.few else 1  # of many
     for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
-        if not count or shape is None:
+        if not count:
             continue
         lanes = lanes_for(kv_heads) if few else shape.lanes
         launched = min(lanes, cdiv(plan.max_context, shape.keys)) if few else lanes
