@@ -185,11 +185,10 @@ def paged_attention(
     (_, heads, dim), kv_heads, seqs = q.shape, k_cache.shape[1], plan.cu_q.numel() - 1
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
-    width = 0 if tree is None else tree.shape[1]
     many_shape = many_shape or tiles.many_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
     assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
     assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
-    least = FEW + 1 if plan.few else 1  # of many
+    width, least = 0 if tree is None else tree.shape[1], FEW + 1 if plan.few else 1  # `least`: of many new tokens
     for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
