@@ -60,7 +60,7 @@ browser:
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy forerun
+	$(BIN)/mypy forerun forerun_research
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -68,4 +68,4 @@ format: setup
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find forerun tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find forerun forerun_research tests -name __pycache__ -type d -prune -exec rm -rf {} +

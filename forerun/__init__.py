@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.api import LLM, Choice, Completion
     from forerun.core import Usage
     from forerun.errors import ForerunError
+    from forerun.llm import LLM, Choice, Completion
     from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 __all__ = [
@@ -26,9 +26,9 @@ __version__ = "0.1.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
 _HOME = {
-    "LLM": "forerun.api",
-    "Choice": "forerun.api",
-    "Completion": "forerun.api",
+    "LLM": "forerun.llm",
+    "Choice": "forerun.llm",
+    "Completion": "forerun.llm",
     "Grammar": "forerun.params",
     "Prefill": "forerun.params",
     "SamplingParams": "forerun.params",
@@ -38,7 +38,7 @@ _HOME = {
 }
 
 
-_PARTS = ("plan", "sharing")  # modules of public names: forerun.plan.solve, forerun.sharing.best_of_n
+_PARTS = ("plan", "sharing")  # modules of public names: forerun.recipes.plan.solve, forerun.sharing.best_of_n
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from forerun.commands import bench, calibrate, chat, check, generate, lab, models, serve, stats_command
-from forerun.demo import demo
+from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command
+from forerun.commands.demo import demo
 from forerun.errors import ForerunError
+from forerun_research.commands import bench, lab
 
 
 class _Group(TyperGroup):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.models.transfer import send, send_together
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
-from forerun.transfer import send, send_together
 
 __all__ = [
     "Draft",
@@ -126,31 +126,31 @@ ROOT = -1  # the parent of a draft's first tokens: the last token of the sequenc
 class Draft:
     """Guesses about what follows a sequence, as a tree of tokens: parents come before their children.
 
-    `chances[i]` is the drafter's own estimate that node i is accepted once its parent is. Deterministic drafters leave
-    `proposals` empty. A drafter that drew the children of a node at random, one after the other without replacement,
-    in the order they have here, gives the distribution it drew them from: `proposals[node]`; such a draft is lossless
-    only whole, so nobody prunes or merges it.
+    `probabilities[i]` is the drafter's own estimate that node i is accepted once its parent is. Deterministic drafters
+    leave `proposals` empty. A drafter that drew the children of a node at random, one after the other without
+    replacement, in the order they have here, gives the distribution it drew them from: `proposals[node]`; such a draft
+    is lossless only whole, so nobody prunes or merges it.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # names of the drafters
     proposals: dict[int, torch.Tensor] = field(default_factory=dict)  # node or ROOT -> [V] float32
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, token: int, parent: int, chance: float, source: str) -> int:
+    def add(self, token: int, parent: int, prob: float, source: str) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.chances.append(chance)
+        self.probs.append(prob)
         self.sources.append(source)
         return len(self.tokens) - 1
 
     @classmethod
-    def chain(cls, tokens: list[int], chances: list[float], source: str) -> Draft:
-        return cls(list(tokens), list(range(ROOT, len(tokens) - 1)), list(chances), [source] * len(tokens))
+    def chain(cls, tokens: list[int], probs: list[float], source: str) -> Draft:
+        return cls(list(tokens), list(range(ROOT, len(tokens) - 1)), list(probs), [source] * len(tokens))
 
     def path(self, node: int) -> list[int]:
         """Nodes from the first to `node`; empty for ROOT."""
@@ -176,15 +176,15 @@ class Draft:
 
     def problem(self, vocab: int) -> str | None:
         """What is wrong with it, if anything: drafters may be anybody's."""
-        if not len(self.tokens) == len(self.parents) == len(self.chances) == len(self.sources):
-            return "tokens, parents, chances and sources differ in length"
-        for i, (token, parent, chance) in enumerate(zip(self.tokens, self.parents, self.chances, strict=True)):
+        if not len(self.tokens) == len(self.parents) == len(self.probs) == len(self.sources):
+            return "tokens, parents, probabilities and sources differ in length"
+        for i, (token, parent, prob) in enumerate(zip(self.tokens, self.parents, self.probs, strict=True)):
             if not isinstance(token, int) or not 0 <= token < vocab:
                 return f"node {i} has token {token!r}, the vocabulary has {vocab}"
             if not isinstance(parent, int) or not ROOT <= parent < i:
                 return f"node {i} has parent {parent!r}, which does not come before it"
-            if not 0.0 <= chance <= 1.0:
-                return f"node {i} has chance {chance!r}"
+            if not 0.0 <= prob <= 1.0:
+                return f"node {i} has probability {prob!r}"
         siblings = list(zip(self.parents, self.tokens, strict=True))
         return "two children of one node have the same token" if len(set(siblings)) < len(siblings) else None
 

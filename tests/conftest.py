@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models.store import resolve
+from forerun.models.fetch.store import resolve
 from tests import tiny
 
 

@@ -235,7 +235,7 @@ def shell(*args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from forerun import cli; import forerun.models.store; sys.exit('torch' in sys.modules)"
+    code = "import sys; from forerun import cli; import forerun.models.fetch.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

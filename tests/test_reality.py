@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, data
-from forerun.api import Prompt
-from forerun.bench.peers.transformers import hf_from_checkpoint
-from forerun.models.load import open_checkpoint
+from forerun.llm import Prompt
+from forerun.models.formats.load import open_checkpoint
+from forerun_research.bench.peers.transformers import hf_from_checkpoint
 
 PROMPTS, TOKENS = 20, 64
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from forerun.commands import options as opt
 
 if TYPE_CHECKING:
-    from forerun.lab.lossless_common import Finding
+    from forerun.checks.lossless_common import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Check that results are what they should be; exit status 1 if not.")
 
@@ -39,8 +39,8 @@ def model(
 
     Example: forerun check model --model smollm2-135m-instruct --weights float32
     """
-    from forerun.lab.consistency import check_model
-    from forerun.models.store import resolve
+    from forerun.checks.consistency import check_model
+    from forerun.models.fetch.store import resolve
 
     resolve(model)  # a download shows its own progress, before ours
     console = Console(stderr=True)
@@ -82,8 +82,8 @@ def lossless(
 
     Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     """
-    from forerun.lab.lossless import check_lossless
-    from forerun.models.store import resolve
+    from forerun.checks.lossless import check_lossless
+    from forerun.models.fetch.store import resolve
 
     for name in (model, draft):
         if name is not None:

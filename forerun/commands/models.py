@@ -12,7 +12,7 @@ from rich.table import Table
 from forerun.commands import options as opt
 
 if TYPE_CHECKING:
-    from forerun.lab.quality import Quality
+    from forerun.checks.quality import Quality
     from forerun.models.config import ModelConfig
 
 app = typer.Typer(no_args_is_help=True, help="List, fetch, describe and remove models.")
@@ -31,7 +31,7 @@ def list_() -> None:
 
     Example: forerun models list
     """
-    from forerun.models.store import list_models
+    from forerun.models.fetch.store import list_models
 
     table = Table("name", "size", "here", "what it is", box=None, pad_edge=False)
     for entry in list_models():
@@ -47,7 +47,7 @@ def pull(name: Name = opt.DEFAULT_MODEL) -> None:
 
     Example: forerun models pull qwen2.5-coder-0.5b-instruct
     """
-    from forerun.models.store import pull as fetch
+    from forerun.models.fetch.store import pull as fetch
 
     print(fetch(name))
 
@@ -58,7 +58,7 @@ def rm(name: Name) -> None:
 
     Example: forerun models rm qwen2.5-coder-0.5b-instruct
     """
-    from forerun.models.store import remove
+    from forerun.models.fetch.store import remove
 
     remove(name)
     print(f"removed {name}")
@@ -82,8 +82,8 @@ def info(
 
     forerun models info ./model.gguf --quality
     """
-    from forerun.models.load import open_checkpoint
-    from forerun.models.store import resolve
+    from forerun.models.fetch.store import resolve
+    from forerun.models.formats.load import open_checkpoint
 
     path = resolve(name)
     config = open_checkpoint(path).config
@@ -128,7 +128,7 @@ def parameters(config: ModelConfig) -> int:
 
 
 def _measure(name: str, tokens: int, threads: int | None) -> list[Quality]:
-    from forerun.lab.quality import measure_modes
+    from forerun.checks.quality import measure_modes
 
     return measure_modes(name, tokens=tokens, threads=threads)
 

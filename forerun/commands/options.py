@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _sampling = functools.partial(typer.Option, rich_help_panel="Choosing tokens")
-_guessing = functools.partial(typer.Option, rich_help_panel="Guessing ahead")
+_guessing = functools.partial(typer.Option, rich_help_panel="SpeculationState ahead")
 _prompting = functools.partial(typer.Option, rich_help_panel="Reading the prompt")
 _shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from forerun.apart import apart
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
+from forerun.runtime.threads import apart
 
 if TYPE_CHECKING:
     from forerun.serve.config import ServeConfig

@@ -15,7 +15,7 @@ from forerun.errors import BadRequest
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from forerun.accounting import Account, Stats
+    from forerun.engine.stats import Account, Stats
 
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "written")
 
@@ -60,7 +60,7 @@ def stats(
 
 
 def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, speculate: str) -> Stats:
-    from forerun.bench import agent_trace
+    from forerun_research.bench import agent_trace
 
     asked = agent_trace.read_trace(trace, turns)
     with opened.open() as llm:
@@ -69,7 +69,7 @@ def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, s
 
 def read_records(paths: list[Path]) -> Stats:
     """The sum of all answers in these files."""
-    from forerun.accounting import Stats
+    from forerun.engine.stats import Stats
 
     found = Stats()
     for path in paths:
@@ -89,8 +89,8 @@ def _text(path: Path) -> str:
 
 
 def _book(found: Stats, line: str, where: str) -> None:
-    from forerun.accounting import SERVED
     from forerun.core import Usage
+    from forerun.engine.stats import SERVED
 
     try:
         record = json.loads(line)

@@ -2,9 +2,9 @@
 
 llguidance parses; this module ties it to our tokenizer, turns its complaints into errors with a way out, and lets one
 parser serve a whole draft tree by going back and forth. Exactness: every token whose bytes the grammar allows is
-allowed, also where the text to come is certain, because text has several spellings and the masked model has chances
-for all of them (llguidance on its own would mask all but the usual spelling there). Knows no model, no drafter and no
-engine. `compile` may be called from any thread, everything else only by the one that runs the engine.
+allowed, also where the text to come is certain, because text has several spellings and the masked model has
+probabilities for all of them (llguidance on its own would mask all but the usual spelling there). Knows no model, no
+drafter and no engine. `compile` may be called from any thread, everything else only by the one that runs the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.errors import BadRequest, ForerunError
 from forerun.params import Grammar
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

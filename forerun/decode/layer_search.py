@@ -27,11 +27,11 @@ from forerun.core import HostBatch, TokenBatch
 from forerun.data import read_prompts
 from forerun.models.attention import KV, AttentionBackend
 from forerun.models.decoder import Decoder
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.fetch.store import home
 from forerun.models.linear import Linear, Norm
-from forerun.models.runner import Runner, Span
-from forerun.models.store import home
-from forerun.progress import track
-from forerun.tokenizer import Tokenizer
+from forerun.runtime.progress import track
+from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
 

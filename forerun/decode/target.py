@@ -1,7 +1,7 @@
 """The target model's word on one draft: its distribution at the root and at every node, computed when asked for.
 
-`Target` and `Dice` are all that a verifier sees, so that checks can put a tiny vocabulary and enumerated chances in
-their place. Knows no engine and no drafter.
+`Target` and `Rng` are all that a verifier sees, so that checks can put a tiny vocabulary and enumerated probabilities
+in their place. Knows no engine and no drafter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DICE = 1  # stream of numbers that accept and reject
 DRAFTING = 2  # stream of numbers that drafters draw with
 
 
-class Dice(Protocol):
+class Rng(Protocol):
     """Chance, in the two forms that verifiers need."""
 
-    def flip(self, chance: float) -> bool:
+    def flip(self, prob: float) -> bool:
         """True with this probability."""
         ...
 
@@ -30,14 +30,14 @@ class Dice(Protocol):
         ...
 
 
-class SeededDice:
+class SeededRng:
     """Numbers of one step of one sequence: no other step, and nothing else in this one, sees the same."""
 
     def __init__(self, seed: int, position: int, stream: int = DICE) -> None:
         self._seed, self._position, self._stream, self._count = seed, position, stream, 0
 
-    def flip(self, chance: float) -> bool:
-        return self._next() < chance
+    def flip(self, prob: float) -> bool:
+        return self._next() < prob
 
     def pick(self, weights: Tensor) -> int:
         return draw(weights[None], [self._next()])[0]

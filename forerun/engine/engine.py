@@ -1,8 +1,8 @@
 """The engine: requests in, events out, one step at a time.
 
-`step` is the whole story: draft prompts, schedule, guess, run, judge, advance. The engine owns the pool, what is cached
-and the sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit` and
-`cancel` may come from any.
+`step` is the whole story: draft prompts, schedule, guess, run, verify, advance. The engine owns the pool, what is
+cached and the sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit`
+and `cancel` may come from any.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from forerun.accounting import Stats
 from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.core import SamplingParams
-from forerun.decode.control import Controller
-from forerun.decode.guessing import Turn
-from forerun.decode.judge import Case, Ruling, judge
-from forerun.decode.speculate import Speculator
-from forerun.decode.workshop import DraftModel, Workshop
+from forerun.decode.control.controller import Controller
+from forerun.decode.draft_context import DraftContext, DraftModel
+from forerun.decode.speculator import Speculator
+from forerun.decode.state import DraftTask
+from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.config import EngineConfig
-from forerun.engine.drafting import Drafting
-from forerun.engine.guides import meet, say
+from forerun.engine.detokenize import Texts
 from forerun.engine.intake import Intake
-from forerun.engine.loans import Loans
+from forerun.engine.leases import Loans
+from forerun.engine.provisional import meet, say
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
-from forerun.engine.text import Texts
+from forerun.engine.speculative_prefill import Drafting
+from forerun.engine.stats import Stats
 from forerun.engine.work import Work
 from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
-from forerun.models.runner import Runner
+from forerun.models.execution.runner import Runner
 from forerun.prefill.upgrade import Upgrader
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.prefill.prefiller import Prefiller
@@ -59,7 +59,7 @@ class Engine:
         config: EngineConfig,
         draft: DraftModel | None = None,
         controller: Controller | None = None,
-        prefiller: Callable[[Workshop], Prefiller] | None = None,
+        prefiller: Callable[[DraftContext], Prefiller] | None = None,
         tiers: Callable[[PagePool], Tiers] | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
@@ -73,11 +73,11 @@ class Engine:
         self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens, self.tiers)
         if self.runner.decoding_rows is not None:
             self.scheduler.guided_share = 1  # other chunks, other bits
-        workshop = Workshop.equip(self.pool, self.runner, tokenizer, config.max_context, draft)
-        workshop.make_room = self.scheduler.make_room
-        workshop.warm_up()
-        self.speculator = Speculator(workshop, controller)
-        self.drafting = Drafting(None if prefiller is None else prefiller(workshop), self.scheduler, self.fail)
+        ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_context, draft)
+        ctx.make_room = self.scheduler.make_room
+        ctx.warm_up()
+        self.speculator = Speculator(ctx, controller)
+        self.drafting = Drafting(None if prefiller is None else prefiller(ctx), self.scheduler, self.fail)
         self.scheduler.on_leaving = self._leaves
         make_room, size = self.scheduler.make_room, config.chunk_tokens
         self.upgrades = Upgrader(self.runner, self.tree, self.approximate, make_room, size)
@@ -99,14 +99,14 @@ class Engine:
         self._guess(work)  # drafts for the sequences that decode
         output = self._run(work)  # logits for every work that samples: of its last token, then of its draft's nodes
         sampling = [w for w in work if w.samples]
-        rulings = iter(judge(output, [Case(w.seq.context, w.draft, w.verifier) for w in sampling]))
+        rulings = iter(verify(output, [VerifyInput(w.seq.context, w.draft, w.verifier) for w in sampling]))
         for w in work:
             self._advance(w, next(rulings) if w.samples else None)
         return True
 
     def _guess(self, work: list[Work]) -> None:
-        guessed = [w for w in work if w.seq.guessing is not None and w.decodes and not w.meets_guide]
-        if not guessed or self.speculator.rests([w.seq.guessing for w in guessed if w.seq.guessing is not None]):
+        guessed = [w for w in work if w.seq.spec_state is not None and w.decodes and not w.meets_guide]
+        if not guessed or self.speculator.rests([w.seq.spec_state for w in guessed if w.seq.spec_state is not None]):
             return
         most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
         if any(len(w.draft) for w in work):  # provisional words: they stay within what is sure to be exact
@@ -116,8 +116,8 @@ class Engine:
         for w in guessed:
             useful = min(self._most_nodes(w.seq), w.seq.params.speculation.nodes, room)
             nodes = self.scheduler.reserve(w.seq, useful)
-            assert w.seq.guessing is not None
-            turns.append(Turn(w.seq.guessing, w.seq.pages, nodes))
+            assert w.seq.spec_state is not None
+            turns.append(DraftTask(w.seq.spec_state, w.seq.pages, nodes))
         if any(turn.nodes > 0 for turn in turns):
             self.speculator.draft(turns)
             for w, turn in zip(guessed, turns, strict=True):
@@ -139,7 +139,7 @@ class Engine:
                 w.seq.usage.verify_s += seconds
         return output
 
-    def _advance(self, work: Work, ruling: Ruling | None) -> None:
+    def _advance(self, work: Work, ruling: StepOutput | None) -> None:
         """Book what was computed; append and publish the tokens that were settled."""
         seq, was_prefilling = work.seq, work.seq.prefilling
         seq.computed += work.count
@@ -158,7 +158,7 @@ class Engine:
             self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
         self._append(seq, ruling, work)
 
-    def _append(self, seq: Sequence, ruling: Ruling, work: Work) -> None:
+    def _append(self, seq: Sequence, ruling: StepOutput, work: Work) -> None:
         """The settled tokens become part of the answer, up to where it ends."""
         event, reason, first = Event(seq.request.id, seq.index), None, len(seq.tokens)
         for token in ruling.tokens:
@@ -179,8 +179,8 @@ class Engine:
             last = reason is not None or self.runner.decoding_rows is None
             event.confirmed, event.retracted = seq.provisional.judge(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
-        elif seq.guessing is not None:
-            self.speculator.settle(seq.guessing, work.draft, ruling.verdict, seq.tokens[first:])
+        elif seq.spec_state is not None:
+            self.speculator.settle(seq.spec_state, work.draft, ruling.verdict, seq.tokens[first:])
         if seq.grammar is not None:
             seq.grammar.advance(seq.tokens[first:])
         if seq.real is not None:
@@ -218,8 +218,8 @@ class Engine:
         self.scheduler.finish(seq)
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
-        if seq.guessing is not None:
-            self.speculator.crew.finish(seq.guessing)
+        if seq.spec_state is not None:
+            self.speculator.drafter_pool.finish(seq.spec_state)
         event.finish_reason, event.usage = reason, seq.usage
         self.stats.book(seq.request.session, seq.usage, finished)
         self._send(seq, event)
@@ -242,7 +242,7 @@ class Engine:
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters that these parameters name; between steps, since it may time forwards."""
         self.speculator.check(params)
-        self.speculator.crew.prepare(params)
+        self.speculator.drafter_pool.prepare(params)
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise where a request cannot be answered."""
@@ -307,4 +307,4 @@ class Engine:
                 cache.clear()
         for keeper in self.scheduler.keepers:
             keeper.clear()
-        self.speculator.crew.forget()
+        self.speculator.drafter_pool.forget()

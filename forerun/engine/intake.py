@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forerun.core import SamplingParams
-from forerun.decode.speculate import Speculator
+from forerun.decode.speculator import Speculator
 from forerun.engine.config import EngineConfig
-from forerun.engine.drafting import Drafting
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.speculative_prefill import Drafting
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.config import ModelConfig
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import GrammarCompiler
@@ -76,9 +76,9 @@ class Intake:
         made: list[Sequence] = []
         for index in range(request.params.n):
             seq = Sequence(request, index, seed + index)
-            seq.guessing = self.speculator.open(seq.id, seq.context, seq.usage)
-            if seq.guessing is not None:
-                seq.verifier = seq.guessing.verifier
+            seq.spec_state = self.speculator.open(seq.id, seq.context, seq.usage)
+            if seq.spec_state is not None:
+                seq.verifier = seq.spec_state.verifier
             guide = self.drafting.open(seq)
             made += [seq] if guide is None else [guide, seq]
         if request.params.grammar is not None:

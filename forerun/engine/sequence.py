@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import Tensor
 
-from forerun.accounting import settle
 from forerun.core import SamplingParams, TokenLogprob, Usage
-from forerun.decode.guessing import Guessing
 from forerun.decode.sampling import Context
+from forerun.decode.state import SpeculationState
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
+from forerun.engine.stats import settle
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import AnswerGrammar
-    from forerun.prefill.job import Job
     from forerun.prefill.provisional import Provisional
+    from forerun.prefill.state import Job
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -94,7 +94,7 @@ class Sequence:
         self._packed = array("i", request.prompt_ids if request.packed is None else request.packed)
         self.context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
         self.grammar: AnswerGrammar | None = None
-        self.guessing: Guessing | None = None  # None: plain decoding
+        self.spec_state: SpeculationState | None = None  # None: plain decoding
         self.verifier: Verifier = Match()
         self.pages = array("i")
         self.computed = 0

@@ -8,7 +8,7 @@ from forerun.core import Draft
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import Match
 from forerun.engine.sequence import Sequence
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 
 
 @dataclass

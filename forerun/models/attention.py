@@ -18,10 +18,10 @@ from torch import Tensor
 
 from forerun.core import TokenBatch
 from forerun.models.config import ModelConfig
-from forerun.models.copies import KeyCopies, Keys, link
+from forerun.models.execution.copies import KeyCopies, Keys, link
+from forerun.models.execution.shared_prefix import PrefixGroup, additive_mask, plan_groups, prefix_order
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
-from forerun.models.shared_prefix import PrefixGroup, additive_mask, plan_groups, prefix_order
 
 KV = list[tuple[Tensor, Tensor]]  # per layer (K, V), each [num_slots, Hkv, D]; K is stored rotated
 

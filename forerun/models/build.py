@@ -14,13 +14,13 @@ from torch import Tensor
 
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, Layer
+from forerun.models.execution.short_head import FREQUENT, ShortHead
+from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
 from forerun.models.rotation import Rotation
-from forerun.models.short_head import FREQUENT, ShortHead
-from forerun.progress import track
+from forerun.runtime.progress import track
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
 

@@ -29,12 +29,12 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
+from forerun.models.execution.planes import Held, Picker, RecomputePass
+from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
-from forerun.models.planes import Climb, Held, Picker
-from forerun.models.runner import Runner
+from forerun.models.transfer import send
 from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.plan import Checkpoint
-from forerun.transfer import send
 
 SIGNALS = ("key", "value", "attention", "hidden")
 COSINES = ("attention", "hidden")  # larger is better
@@ -147,11 +147,11 @@ class Checker:
 
         return look
 
-    def saw(self, climb: Climb) -> None:
+    def saw(self, recompute: RecomputePass) -> None:
         """The same of a pass that picked its checkpoint rows by itself."""
-        layers = list(range(self._base, climb.x.shape[0]))
-        if climb.x.shape[1] and layers:
-            self._passes.append(_Pass(Held(climb.x[self._base :]), Held(climb.q[self._base :]), layers))
+        layers = list(range(self._base, recompute.x.shape[0]))
+        if recompute.x.shape[1] and layers:
+            self._passes.append(_Pass(Held(recompute.x[self._base :]), Held(recompute.q[self._base :]), layers))
 
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:

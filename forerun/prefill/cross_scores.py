@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.retoken import counterpart
-from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest, OutOfPages
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.job import Job
 from forerun.prefill.sources.writing import macs
-from forerun.tokenizer import Tokenizer
+from forerun.prefill.state import Job
+from forerun.text.tokenizer import Tokenizer
 
 CHUNK = 512  # tokens of a forward
 _STRAY = re.compile("[\udc80-\udcff]")  # bytes that are no part of a character, as Python spells them
@@ -115,23 +115,23 @@ class Crossing:
 class CrossScores:
     """Attention of a draft model of another tokenizer."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        draft, runner = workshop.draft, workshop.draft_runner
+    def __init__(self, ctx: DraftContext) -> None:
+        draft, runner = ctx.draft, ctx.draft_runner
         if draft is None or runner is None:
             raise BadRequest(
                 "the chooser 'cross' needs a draft model",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
-        if workshop.tokenizer is None or draft.tokenizer is None:
-            missing = "the target" if workshop.tokenizer is None else draft.source
+        if ctx.tokenizer is None or draft.tokenizer is None:
+            missing = "the target" if ctx.tokenizer is None else draft.source
             raise BadRequest(
                 f"the chooser 'cross' goes through the text, and {missing} has no tokenizer",
                 "use models that come with their tokenizer",
             )
-        self._workshop, self._runner, self._pool = workshop, runner, workshop.pool
-        self._target, self._draft = workshop.tokenizer, draft.tokenizer
-        self.longest = min(workshop.max_context, draft.decoder.config.max_context)
-        self._cost = macs(draft.decoder) / macs(workshop.runner.decoder)
+        self._ctx, self._runner, self._pool = ctx, runner, ctx.pool
+        self._target, self._draft = ctx.tokenizer, draft.tokenizer
+        self.longest = min(ctx.max_context, draft.decoder.config.max_context)
+        self._cost = macs(draft.decoder) / macs(ctx.runner.decoder)
 
     def cost(self, tokens: int) -> float:
         """In tokens of the target's prefill; as if the text had as many tokens here."""
@@ -157,7 +157,7 @@ class CrossScores:
     def _read(self, ids: list[int], tail: int) -> np.ndarray:
         """[len(ids)] attention of the entries from `tail` on."""
         pages = self._borrow(self._pool.pages_for(len(ids)))
-        gaze = TailAttention(self._runner, pages, tail, len(ids))
+        tail_attention = TailAttention(self._runner, pages, tail, len(ids))
         try:
             for lo in range(0, len(ids), CHUNK):
                 hi, first = min(lo + CHUNK, len(ids)), max(lo, tail)
@@ -166,16 +166,16 @@ class CrossScores:
                     layer: int, x: Tensor, q: Tensor | None, _: Tensor | None, lo: int = lo, first: int = first
                 ) -> None:
                     if q is not None and first < lo + q.shape[0]:
-                        gaze.see(layer, q[first - lo :], first)
+                        tail_attention.see(layer, q[first - lo :], first)
 
                 self._runner.forward([Span(ids[lo:hi], lo, pages, ())], watch=watch)
         finally:
             self._pool.release(pages)
-        return gaze.reduce()
+        return tail_attention.reduce()
 
     def _borrow(self, count: int) -> array[int]:
         """Pages of its own, so that no other reader of spare pages takes them for theirs."""
-        make_room = self._workshop.make_room
+        make_room = self._ctx.make_room
         if count > self._pool.free and not (make_room is not None and make_room(count)):
             raise OutOfPages(
                 f"reading the prompt with the draft model needs {count} pages, {self._pool.free} are free",

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
 from forerun.models.decoder import Decoder, Watch
-from forerun.models.planes import Climb
-from forerun.models.runner import Runner
+from forerun.models.execution.planes import RecomputePass
+from forerun.models.execution.runner import Runner
+from forerun.models.transfer import send
 from forerun.prefill.attention_scores import slots_of
-from forerun.transfer import send
 
 
 class DepthMap:
@@ -104,7 +104,7 @@ class Rows:
 
 
 @dataclass
-class Climbed:
+class RecomputeOutput:
     """What a pass gives beside the K/V that it wrote."""
 
     logits: Tensor  # [N, V] float32, for rows.want
@@ -113,7 +113,7 @@ class Climbed:
     token_layers: int = 0  # (row, layer) pairs that ran whole
 
 
-class Staircase:
+class RaggedDepthPass:
     """Runs rows through one runner's decoder, each as far as its depth goes.
 
     The last layer of a row that nobody wants logits of is its K/V alone, as is the last one below any row's depth:
@@ -126,14 +126,14 @@ class Staircase:
         self._decoder = runner.decoder if decoder is None else decoder
 
     @torch.inference_mode()
-    def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> Climbed:
+    def run(self, rows: Rows, watch: Watch | None = None, keep: int | None = None) -> RecomputeOutput:
         """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
         self._check(rows, keep)
         decoder, kv, count = self._decoder, self._runner.kv, self._layers
         plan = _Plan(self._runner, rows)
         alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
         x = self._inputs(rows, alive)  # [len(alive), hidden]
-        result = Climbed(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
+        result = RecomputeOutput(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
         i = rows.first
         while i < count and len(alive):
             if i == keep:
@@ -157,14 +157,14 @@ class Staircase:
         return result
 
     @torch.inference_mode()
-    def at_once(self, rows: Rows, picks: np.ndarray) -> Climb | None:
+    def at_once(self, rows: Rows, picks: np.ndarray) -> RecomputePass | None:
         """Rows of full depth through all layers, as a device does it that needs the host only to begin: what the picks
         among them met, until the next such pass. None where no device does, or where not all go all the way."""
-        if not 0 < len(rows.ids) <= self._runner.most_climbing or rows.first or len(rows.want):
+        if not 0 < len(rows.ids) <= self._runner.max_recompute_rows or rows.first or len(rows.want):
             return None
         if not (rows.depths == self._layers).all():
             return None
-        return self._runner.climb(_Plan(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
+        return self._runner.recompute(_Plan(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
 
     def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
         """The layer before which none of these rows leaves and nobody wants to see what comes in: up to it they run in

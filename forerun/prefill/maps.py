@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.coarse import coarse_projection
+from forerun.models.execution.float8_mlp import coarse_projection
 from forerun.models.linear import Linear, Precision
 from forerun.models.rotation import Rotation
 

@@ -12,11 +12,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from forerun.models.config import ModelConfig
-from forerun.prefill.choose import select
+from forerun.prefill.choosers import select
 from forerun.prefill.depth import DepthMap
-from forerun.prefill.job import Job, Phase
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
+from forerun.prefill.state import Job, Phase
 
 
 @runtime_checkable

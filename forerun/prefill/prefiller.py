@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, check_thresholds, divergence, wipe
-from forerun.prefill.choose import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows, warm_up
-from forerun.prefill.depth import Staircase
-from forerun.prefill.job import Job, Phase
+from forerun.prefill.choosers import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows, warm_up
+from forerun.prefill.depth import RaggedDepthPass
 from forerun.prefill.plan import (
     Checkpoint,
     Costs,
@@ -40,9 +39,10 @@ from forerun.prefill.plan import (
     too_short,
 )
 from forerun.prefill.profile import Profile
-from forerun.prefill.repair import Repair
+from forerun.prefill.progress import Way
+from forerun.prefill.recompute import Repair
 from forerun.prefill.sources.base import Source
-from forerun.prefill.way import Way
+from forerun.prefill.state import Job, Phase
 
 JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
 
@@ -52,21 +52,24 @@ class Prefiller:
 
     def __init__(
         self,
-        workshop: Workshop,
+        ctx: DraftContext,
         profile: Profile | None,
         policy: Policy | None = None,
-        make: Callable[[str, Workshop, Profile | None], Source] = sources.make,
+        make: Callable[[str, DraftContext, Profile | None], Source] = sources.make,
         scorers: dict[str, Scorer] | None = None,
     ) -> None:
-        self._workshop, self.profile, self.policy = workshop, profile, policy or Policy()
+        self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
         self._make, self._scorers = make, scorers or {}
-        self._runner, self._config = workshop.runner, workshop.runner.decoder.config
-        self._staircase, self._repairs = Staircase(workshop.runner), Repair(workshop.runner, self.policy)
+        self._runner, self._config = ctx.runner, ctx.runner.decoder.config
+        self._ragged_pass, self._repairs = (
+            RaggedDepthPass(ctx.runner),
+            Repair(ctx.runner, self.policy),
+        )
         self._sources: dict[str, Source] = {}
         self._progress: dict[int, Way] = {}
         if profile is not None:  # without one nothing is drafted
-            warm_up(workshop.runner, self.policy.tail)
-            workshop.runner.planes.prepare()
+            warm_up(ctx.runner, self.policy.tail)
+            ctx.runner.planes.prepare()
             self._repairs.warm_up(profile.maps.base)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class Prefiller:
         name = self._source_name(settings)
         check_thresholds(self.profile.thresholds, self._config.num_layers)
         if name not in self._sources:
-            self._sources[name] = self._make(name, self._workshop, self.profile)
+            self._sources[name] = self._make(name, self._ctx, self.profile)
         return self._sources[name]
 
     def _source_name(self, settings: Prefill) -> str:
@@ -294,4 +297,4 @@ class Prefiller:
         """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
         run.spent += run.costs.tail
         job.report.token_layers += int(run.costs.tail) * job.layers
-        return self._staircase.run(tail_rows(job, run.source.base, JUDGED)).logits.clone()
+        return self._ragged_pass.run(tail_rows(job, run.source.base, JUDGED)).logits.clone()

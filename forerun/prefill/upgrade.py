@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from forerun.cache.approximate import ApproximateCache
 from forerun.cache.prefix import PrefixTree
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
 
 SHARE = 4  # of an engine's step that one of these takes: a request that comes meanwhile waits little
 MOST = 32  # texts that wait; older ones are left as they are

@@ -18,10 +18,10 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.api import LLM
 from forerun.core import SamplingParams, Usage
-from forerun.decode.crew import FREE
+from forerun.decode.drafter_pool import FREE
 from forerun.engine.sequence import Event
+from forerun.llm import LLM
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
 from forerun.serve.format import Collected, Format
@@ -67,7 +67,7 @@ class Service:
             raise ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
         params = replace(params, max_tokens=min(params.max_tokens, self.context - len(ids)))
         if predicted:
-            if "copy" not in self.llm.engine.speculator.crew.names(params):
+            if "copy" not in self.llm.engine.speculator.drafter_pool.names(params):
                 hint = "leave forerun.speculate as it is, or leave prediction out"
                 raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
             params = replace(params, prediction=tuple(self.llm.tokenizer.encode(predicted)[: params.max_tokens]))
@@ -78,9 +78,9 @@ class Service:
 
     def _check_drafters(self, params: SamplingParams) -> None:
         """Free ones are made in no time; others may be timed or searched for, while everybody would wait."""
-        crew = self.llm.engine.speculator.crew
-        for name in crew.names(params):
-            if name not in FREE and not crew.ready(SamplingParams(speculate=name)):
+        drafter_pool = self.llm.engine.speculator.drafter_pool
+        for name in drafter_pool.names(params):
+            if name not in FREE and not drafter_pool.ready(SamplingParams(speculate=name)):
                 hint = "use auto or off, or have the server started with --drafter"
                 raise ApiError(400, f"this server has not prepared the drafter {name}", hint)
 

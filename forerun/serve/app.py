@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import forerun
-from forerun.api import LLM
 from forerun.errors import ForerunError
+from forerun.llm import LLM
 from forerun.serve.answer import Answer, Service
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid

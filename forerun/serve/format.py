@@ -29,7 +29,7 @@ from forerun.core import TokenLogprob, Usage
 from forerun.engine.sequence import Event
 from forerun.serve.tool_calls import Call, CallReader
 from forerun.serve.tools import ToolUse
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -15,10 +15,10 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Scope
 
 import forerun
-from forerun.accounting import CACHES, SERVED
-from forerun.api import LLM
 from forerun.core import Tally, Usage
 from forerun.decode.drafters import registered
+from forerun.engine.stats import CACHES, SERVED
+from forerun.llm import LLM
 from forerun.serve.gate import Gate
 from forerun.serve.outcome import Outcome
 

@@ -15,16 +15,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forerun.api import LLM
 from forerun.core import SamplingParams, Usage
 from forerun.engine.sequence import Event
 from forerun.errors import BadRequest
+from forerun.llm import LLM
 from forerun.serve.errors import ApiError
 from forerun.serve.keys import Key
 from forerun.serve.tool_calls import CallReader
 from forerun.sharing.session import Session, completed
 from forerun.sharing.session_book import DEFAULT_TTL
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine

@@ -17,7 +17,7 @@ from forerun.params import Grammar
 from forerun.serve.tool_calls import BEGIN, END, TAG, CallReader
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
 from forerun.serve.tool_schema import Tool
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.serve.schema import Message

@@ -146,7 +146,7 @@ def _attributes(path: str, answer: Answer) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        "forerun.answers": len(answer.collected),
+        "forerun.outputs": len(answer.collected),
         "forerun.stream": bool(answer.asked.stream),
     }
 

@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.cache.outline import Run
-from forerun.decode.crew import FREE
+from forerun.decode.drafter_pool import FREE
 from forerun.errors import ForerunError
 from forerun.params import PREFILLS, Prefill
 from forerun.serve.answer import Service
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 MOST_RUNS = 200
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(

@@ -2,10 +2,10 @@
 `from forerun import sharing; sharing.best_of_n(llm, prompt, 8, score)`.
 """
 
+from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
+from forerun.recipes.compare import Comparison, compare
+from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
 from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
-from forerun.sharing.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
-from forerun.sharing.compare import Comparison, compare
-from forerun.sharing.consensus import Ranking, Wording, equilibrium_ranking
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.scoring import Scored, score_continuations

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from forerun.models.attention import AttentionBackend
 from forerun.models.decoder import Output
+from forerun.models.execution.runner import Runner, Span
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import rotate
-from forerun.models.runner import Runner, Span
 from forerun.prefill.attention_scores import slots_of
 
 TILE = 64  # new tokens that attend in one go: scores of all tokens of long blocks at once would be large

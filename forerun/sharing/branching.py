@@ -13,7 +13,7 @@ from typing import Literal
 from forerun.core import TokenLogprob
 from forerun.errors import BadRequest
 from forerun.sharing.tree import RolloutNode
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 BranchOn = Literal["step", "entropy"] | Callable[[RolloutNode], Sequence[int]]
 BRANCH_NAMES = ("step", "entropy")
@@ -70,7 +70,7 @@ class Brancher:
         self.branch_on, self.tokenizer, self.separator = branch_on, tokenizer, separator
         self.floor, self.width, self.banned = floor, width, frozenset(banned)
 
-    def best(self, node: RolloutNode, dice: random.Random) -> Point | None:
+    def best(self, node: RolloutNode, rng: random.Random) -> Point | None:
         """Where the model was least sure among the positions allowed; the token is drawn among those not taken."""
         allowed = self.positions(node)
         for at in sorted(allowed, key=lambda at: -entropy(node.logprobs[at])):
@@ -84,7 +84,7 @@ class Brancher:
                 if token not in taken and token not in self.banned and math.exp(logprob) >= self.floor
             ]
             if free:
-                token, logprob = dice.choices(free, weights=[math.exp(logprob) for _, logprob in free])[0]
+                token, logprob = rng.choices(free, weights=[math.exp(logprob) for _, logprob in free])[0]
                 found = TokenLogprob(token, logprob, node.logprobs[at].top)
                 return Point(node, at, found, entropy(node.logprobs[at]))
         return None

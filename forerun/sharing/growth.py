@@ -14,10 +14,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from forerun.api import LLM
 from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.engine.sequence import Event, FinishReason
 from forerun.errors import BadRequest
+from forerun.llm import LLM
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ step or where the model was unsure. How a round is planned and run is the busine
 
 from __future__ import annotations
 
-from forerun.api import LLM, Messages, Prompt
 from forerun.core import SamplingParams
+from forerun.llm import LLM, Messages, Prompt
 from forerun.sharing.branching import BranchOn
 from forerun.sharing.growth import run_sync
 from forerun.sharing.rollout_config import SAMPLING, RolloutConfig, Score

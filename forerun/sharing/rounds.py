@@ -13,11 +13,11 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from forerun.api import LLM
 from forerun.errors import BadRequest
+from forerun.llm import LLM
 from forerun.params import MAX_LOGPROBS
+from forerun.recipes.diversity import Group
 from forerun.sharing.branching import Brancher, Point, step_starts
-from forerun.sharing.diversity import Group
 from forerun.sharing.growth import Branch, all_of, checked_score, grow
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.tree import Cost, RolloutNode, RolloutTree, Status
@@ -58,7 +58,7 @@ class Rollout:
         self.tree = RolloutTree(stem, llm.tokenizer, config.token_budget)
         eos = llm.config.eos_ids
         self.brancher = Brancher(config.branch_on, llm.tokenizer, config.separator, config.min_prob, config.width, eos)
-        self.dice = random.Random(config.seed)
+        self.rng = random.Random(config.seed)
         self._stem_booked = False
         self._running: dict[int, Start] = {}
         self._scorer = ThreadPoolExecutor(1, "forerun-score")  # one at a time: score functions need not be thread-safe
@@ -133,7 +133,7 @@ class Rollout:
         points = []
         for node in nodes:
             try:
-                point = self.brancher.best(node, self.dice)
+                point = self.brancher.best(node, self.rng)
             except BadRequest as error:  # the caller's function failed: this node stays as it is
                 node.error = error
                 continue

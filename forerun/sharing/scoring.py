@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from forerun.api import LLM
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest, OutOfPages
-from forerun.models.runner import Span
+from forerun.llm import LLM
+from forerun.models.execution.runner import Span
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forerun.accounting import Account
-from forerun.answers import Completion, collect
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event
+from forerun.engine.stats import Account
 from forerun.errors import BadRequest
+from forerun.outputs import Completion, collect
 from forerun.sharing.session_files import State
 
 if TYPE_CHECKING:
-    from forerun.api import Messages
+    from forerun.llm import Messages
     from forerun.sharing.session_book import SessionBook
 
 

@@ -13,9 +13,9 @@ from forerun.sharing.session import Session
 from forerun.sharing.session_files import SessionFiles, State
 
 if TYPE_CHECKING:
-    from forerun.api import LLM
-    from forerun.driver import Driver
     from forerun.engine.engine import Engine
+    from forerun.llm import LLM
+    from forerun.runtime.driver import Driver
 
 DEFAULT_TTL = 600.0  # seconds
 MOST_NAME = 200  # characters

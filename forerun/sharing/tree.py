@@ -12,7 +12,7 @@ from typing import Literal
 
 from forerun.core import TokenLogprob
 from forerun.engine.sequence import FinishReason
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 Status = Literal["running", "finished", "truncated", "pruned", "alike", "failed"]
 

@@ -20,21 +20,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from forerun.accounting import settle
 from forerun.core import Draft, SamplingParams, Usage
-from forerun.decode.judge import Case, Ruling, judge
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.match import Match
+from forerun.decode.verify import StepOutput, VerifyInput, verify
+from forerun.engine.detokenize import TextStream
 from forerun.engine.sequence import Event, FinishReason, Request
-from forerun.engine.text import TextStream
+from forerun.engine.stats import settle
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Output
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 from forerun.sharing.blocks import Block, BlockRunner
 
 if TYPE_CHECKING:
-    from forerun.api import LLM, Messages, Prompt
     from forerun.decode.grammar import AnswerGrammar
+    from forerun.llm import LLM, Messages, Prompt
 
 MAX_WORKERS = 16
 SEEDS = 1 << 64  # beyond this they repeat
@@ -229,10 +229,10 @@ class Workers:
 
     def _settle(self, going: list[Worker], output: Output) -> list[Event]:
         """One more token for each of these workers, from its row of logits."""
-        rulings = judge(output, [Case(worker.context, Draft(), Match()) for worker in going])
+        rulings = verify(output, [VerifyInput(worker.context, Draft(), Match()) for worker in going])
         return [self._append(worker, ruling) for worker, ruling in zip(going, rulings, strict=True)]
 
-    def _append(self, worker: Worker, ruling: Ruling) -> Event:
+    def _append(self, worker: Worker, ruling: StepOutput) -> Event:
         event = Event(self._id, worker.index)
         if ruling.error is not None:  # this one is over, the others go on
             event.error = ruling.error

@@ -131,23 +131,23 @@ def test_random_use_with_crashes_and_damage_agrees_with_what_the_tokens_give(tmp
     config = TierConfig(host_bytes=host_pages * PAGE_BYTES, disk=tmp_path, disk_bytes=400_000)
     world, restarts, served = World(24, config), 0, dict.fromkeys(("pool", "host", "disk"), 0)
     for _ in range(1500):
-        chance = draw.random()
+        prob = draw.random()
         tokens = text(*(draw.randrange(3) for _ in range(draw.randrange(1, 9))))
-        if chance < 0.8:
+        if prob < 0.8:
             for name, count in world.ask(tokens).items():
                 served[name] += count
-        elif chance < 0.88:
+        elif prob < 0.88:
             world.tree.evict(draw.randrange(1, 24))
-        elif chance < 0.93:
+        elif prob < 0.93:
             name = draw.choice("ab")
             world.pins.open(name, 60.0)
             world.pins.hold(name, world.tree.match(tokens))
-        elif chance < 0.95:
+        elif prob < 0.95:
             world.pins.close(draw.choice("ab"))
-        elif chance < 0.96:
+        elif prob < 0.96:
             world.tree.clear()
             world.tiers.clear()
-        elif chance < 0.98:
+        elif prob < 0.98:
             damage(tmp_path, draw)
         else:
             world.crash() if draw.random() < 0.5 else world.tiers.close(world.tree)

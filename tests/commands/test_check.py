@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from forerun.checks.lossless_common import Finding
 from forerun.cli import main
-from forerun.lab.lossless_common import Finding
 
 PARTED = {
     "prompt": 2,
@@ -42,8 +42,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         options["say"]("looking")
         yield from seen["findings"]
 
-    monkeypatch.setattr("forerun.lab.lossless.check_lossless", check)
-    monkeypatch.setattr("forerun.models.store.resolve", lambda name: Path(name))
+    monkeypatch.setattr("forerun.checks.lossless.check_lossless", check)
+    monkeypatch.setattr("forerun.models.fetch.store.resolve", lambda name: Path(name))
     return seen
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from forerun.cli import main
 from forerun.commands.models import parameters
-from forerun.models import store
-from forerun.models.load import open_checkpoint
+from forerun.models.fetch import store
+from forerun.models.formats.load import open_checkpoint
 
 
 def run(*args: str) -> int:

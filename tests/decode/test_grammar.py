@@ -19,9 +19,9 @@ from tokenizers import decoders, models, normalizers
 
 from forerun.decode.grammar import AnswerGrammar, DeadEnd, GrammarCompiler
 from forerun.errors import BadRequest, ForerunError
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Grammar
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 PADDING = 24  # ids of the model that no token has
 PERSON = {
@@ -192,7 +192,8 @@ def test_a_forbidden_token_is_never_taken(small: GrammarCompiler) -> None:
 
 
 def test_certain_text_is_not_certain_tokens(real: GrammarCompiler) -> None:
-    """The trap: llguidance by itself allows just the usual spelling of text that must come. The model has chances for
+    """The trap: llguidance by itself allows just the usual spelling of text that must come. The model has probabilities
+    for
     the others too, and they stay allowed."""
     pattern = "Hello world[0-9]"
     alone = LLMatcher(real.vocabulary.backend, LLMatcher.grammar_from_regex(pattern))

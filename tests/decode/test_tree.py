@@ -26,9 +26,9 @@ def test_merged_chances_are_means_of_those_who_guess_there():
     left = Draft.chain([1, 2, 3], [0.9, 0.5, 0.2], "left")
     right = Draft([1, 4, 7], [ROOT, 0, ROOT], [0.6, 0.6, 0.3], ["right"] * 3)
     merged = merge([left, right], [1, 3])
-    chances = {tuple(merged.tokens[n] for n in merged.path(i)): c for i, c in enumerate(merged.chances)}
+    probs = {tuple(merged.tokens[n] for n in merged.path(i)): c for i, c in enumerate(merged.probs)}
     expected = {(1,): 0.675, (7,): 0.225, (1, 2): 0.125, (1, 4): 0.45, (1, 2, 3): 0.2}
-    assert chances == pytest.approx(expected)  # under (1, 2) only the left one guesses
+    assert probs == pytest.approx(expected)  # under (1, 2) only the left one guesses
 
 
 def test_keeping_lays_the_surest_branch_first_and_branches_in_one_piece():
@@ -53,7 +53,7 @@ def test_problems_of_drafts_are_named():
     assert "vocabulary" in (fine.problem(2) or "")
     assert "parent 1" in (Draft([1, 2], [ROOT, 1], [0.5, 0.5], ["x", "x"]).problem(3) or "")
     assert "parent -2" in (Draft([1], [-2], [0.5], ["x"]).problem(3) or "")
-    assert "chance" in (Draft([1], [ROOT], [1.5], ["x"]).problem(3) or "")
-    assert "chance" in (Draft([1], [ROOT], [float("nan")], ["x"]).problem(3) or "")
+    assert "probability" in (Draft([1], [ROOT], [1.5], ["x"]).problem(3) or "")
+    assert "probability" in (Draft([1], [ROOT], [float("nan")], ["x"]).problem(3) or "")
     assert "length" in (Draft([1], [ROOT], [], ["x"]).problem(3) or "")
     assert "same token" in (Draft([1, 1], [ROOT, ROOT], [0.5, 0.5], ["x", "x"]).problem(3) or "")

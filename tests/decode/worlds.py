@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, field
 
 from forerun.core import ROOT, Draft
-from forerun.decode.control import Controller, RequestStats
-from forerun.decode.cost import CostCurve
+from forerun.decode.control.controller import Controller, RequestStats
+from forerun.decode.control.cost import CostCurve
 
 Machine = tuple[dict[int, float], dict[int, float]]  # seconds of a forward of the target, and of the drafter, by tokens
 
@@ -41,10 +41,10 @@ class Guesser:
 
 
 def steady(num: int, accepted: float, seed: int, says: float | None = 0.8) -> Guesser:
-    """`says` is what it always claims; None: the chance of each position differs, and it knows it."""
+    """`says` is what it always claims; None: the probability of each position differs, and it knows it."""
     rng = random.Random(seed)
-    chances = [accepted if says else rng.betavariate(2 * accepted, 2 - 2 * accepted) for _ in range(num + 64)]
-    return Guesser([rng.random() < chance for chance in chances], [says or chance for chance in chances])
+    probs = [accepted if says else rng.betavariate(2 * accepted, 2 - 2 * accepted) for _ in range(num + 64)]
+    return Guesser([rng.random() < prob for prob in probs], [says or prob for prob in probs])
 
 
 def switching(num: int, levels: tuple[float, ...], span: int, seed: int) -> Guesser:
@@ -152,10 +152,10 @@ class World:
             drafts = [self.offer(i, at[i]) for i in live]
             depths = [0] * len(live)
             if self.paid:
-                chances = [c.calibrate(s, draft) for s, draft in zip(rows, drafts, strict=True)]
+                probs = [c.calibrate(s, draft) for s, draft in zip(rows, drafts, strict=True)]
                 waits = [0.0 if started[i] else self.start_s for i in live]
                 left = [span - at[i] % span for i in live]
-                depths = c.depth(rows, drafts, chances, "paid", [16] * len(live), 0, waits, left)
+                depths = c.depth(rows, drafts, probs, "paid", [16] * len(live), 0, waits, left)
             spent = 0.0
             for row, i in enumerate(live):
                 if depths[row]:
@@ -166,8 +166,8 @@ class World:
             for active, seconds in self.rounds_s(depths):
                 spent += seconds
                 c.observe_round("paid", active, active, 0, seconds * noise(rng))
-            chances = [c.calibrate(s, draft) for s, draft in zip(rows, drafts, strict=True)]
-            chosen = c.select(rows, drafts, chances, [64] * len(live), 0, spent)
+            probs = [c.calibrate(s, draft) for s, draft in zip(rows, drafts, strict=True)]
+            chosen = c.select(rows, drafts, probs, [64] * len(live), 0, spent)
             tokens = len(live) + sum(map(len, chosen))
             seconds = self.target.seconds(tokens, len(live))
             total += seconds + spent

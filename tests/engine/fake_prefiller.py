@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest, ForerunError
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.job import Job, Phase
+from forerun.prefill.state import Job, Phase
 
 TAIL = 8
 UNIT = 24  # tokens a unit of work drafts
@@ -25,14 +25,14 @@ class FakePrefiller:
 
     def __init__(
         self,
-        workshop: Workshop,
+        ctx: DraftContext,
         bad: float = 0.0,
         exact_from: int | None = None,
         fails_at: int | None = None,
         ahead: bool = False,
     ) -> None:
         self.ahead = ahead
-        self.runner, self.bad, self.exact_from, self.fails_at = workshop.runner, bad, exact_from, fails_at
+        self.runner, self.bad, self.exact_from, self.fails_at = ctx.runner, bad, exact_from, fails_at
         self.open_jobs: dict[int, Job] = {}
         self.opened: list[Job] = []
         self.generator = torch.Generator().manual_seed(1)
@@ -106,4 +106,4 @@ class FakePrefiller:
 
 def fake(**values: Any) -> Any:
     """What an engine takes as `prefiller`."""
-    return lambda workshop: FakePrefiller(workshop, **values)
+    return lambda ctx: FakePrefiller(ctx, **values)

@@ -14,7 +14,7 @@ import pytest
 from forerun.core import Prefill
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.fake_prefiller import fake
-from tests.engine.test_drafting import EXACT, assert_clean, prompt
+from tests.engine.test_speculative_prefill import EXACT, assert_clean, prompt
 
 MODES = ("exact", "speculative", "provisional")
 

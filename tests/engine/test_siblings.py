@@ -14,7 +14,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.fake_prefiller import TAIL, fake
-from tests.engine.test_drafting import BAD, DRAFTED, EXACT, assert_clean, prefiller, prompt
+from tests.engine.test_speculative_prefill import BAD, DRAFTED, EXACT, assert_clean, prefiller, prompt
 
 THREE = replace(DRAFTED, n=3)
 SAMPLED = replace(THREE, temperature=1.5, seed=3)

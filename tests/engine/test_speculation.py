@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from forerun.core import ROOT, Draft, SamplingParams, Speculation
-from forerun.decode.control import Controller
-from forerun.decode.cost import CostCurve
-from forerun.decode.drafters.base import _KINDS, Ask, Drafter, register
-from forerun.decode.workshop import DraftModel, Workshop
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.draft_context import DraftContext, DraftModel
+from forerun.decode.drafters.base import _KINDS, Drafter, DraftRequest, register
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from tests import tiny
 from tests.engine.common import Answer, finish, leaked, run
 
@@ -126,7 +126,7 @@ def test_draft_kv_is_inside_the_pool(make: Callable[..., Engine]):
 def test_the_second_reader_of_a_prefix_finds_the_drafts_kv_too(make: Callable[..., Engine]):
     engine = make("same")
     run(engine, [PROMPTS[1]], params("model"))
-    drafter = engine.speculator.crew["model"]
+    drafter = engine.speculator.drafter_pool["model"]
     ran: list[int] = []
     runner = drafter._runner  # type: ignore[attr-defined]
     original = runner.forward
@@ -142,9 +142,9 @@ class Broken(Drafter):
     name = "broken"
     how = "raise"
 
-    def __init__(self, workshop: Workshop) -> None: ...
+    def __init__(self, ctx: DraftContext) -> None: ...
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         if self.how == "raise" and any(len(a.tokens) % 3 == 0 for a in asks):
             raise RuntimeError("drafter out of order")
         if self.how == "parents":
@@ -157,7 +157,7 @@ class Broken(Drafter):
             return [Draft([5], [ROOT], [0.9], None) for _ in asks]  # type: ignore[arg-type]
         if self.how == "stranger":
             return [Draft.chain([5, 6], [0.9, 0.9], "somebody else") for _ in asks]
-        if self.how == "chances":
+        if self.how == "probs":
             return [Draft([5], [ROOT], [None], ["broken"]) for _ in asks]  # type: ignore[list-item]
         if self.how == "proposals":
             return [Draft([5], [ROOT], [0.9], ["broken"], {ROOT: torch.ones(512) / 512}) for _ in asks]
@@ -173,7 +173,7 @@ def broken() -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", ["raise", "parents", "tokens", "count", "nothing", "sources", "chances", "proposals", "tuple"]
+    "how", ["raise", "parents", "tokens", "count", "nothing", "sources", "probs", "proposals", "tuple"]
 )
 def test_a_drafter_that_fails_is_left_out(
     how: str, broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: Any
@@ -247,10 +247,10 @@ class Costly(Drafter):
     name = "costly"
     free = False
 
-    def behind(self, ask: Ask) -> int:
+    def behind(self, ask: DraftRequest) -> int:
         raise RuntimeError("lost count")
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [Draft() for _ in asks]
 
     def time_round(self, tokens: int, context: int) -> float:
@@ -260,7 +260,7 @@ class Costly(Drafter):
 class Stillborn(Costly):
     name = "stillborn"
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         raise ZeroDivisionError("never worked")
 
 

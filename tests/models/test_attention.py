@@ -13,8 +13,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT, Draft
 from forerun.models.attention import SLACK, block_keys
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 400, (700,), generator=torch.Generator().manual_seed(3)).tolist()

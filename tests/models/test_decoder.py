@@ -15,8 +15,8 @@ from forerun.core import TokenBatch
 from forerun.models.build import build_decoder
 from forerun.models.config import FAMILIES
 from forerun.models.decoder import Decoder, Taps
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 from tests import tiny
 
 CPU = torch.device("cpu")

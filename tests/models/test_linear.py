@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.lab.quality import measure_modes
+from forerun.checks.quality import measure_modes
 from forerun.models import linear as module
 from forerun.models.linear import (
     EXACT,

@@ -1,4 +1,4 @@
-"""A workshop whose pool is as new for every test."""
+"""A draft context whose pool is as new for every test."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from tests.prefill.fakes import make_workshop
 
 
 @pytest.fixture(scope="module")
-def _workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
+def _ctx(tiny_folder: Callable[[str], Path]) -> DraftContext:
     return make_workshop(tiny_folder("qwen2"))
 
 
 @pytest.fixture
-def workshop(_workshop: Workshop) -> Iterator[Workshop]:
-    yield _workshop
-    _workshop.pool.refs[:] = 0
-    _workshop.pool.free = _workshop.pool.num_pages
+def ctx(_ctx: DraftContext) -> Iterator[DraftContext]:
+    yield _ctx
+    _ctx.pool.refs[:] = 0
+    _ctx.pool.free = _ctx.pool.num_pages

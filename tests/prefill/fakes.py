@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
+from forerun.prefill.state import Job
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -35,10 +35,10 @@ BY_SOURCE = Prefill("speculative", chooser="draft")  # scores that cost nothing 
 STRICT = {"key": [0.01] * 4, "attention": [0.999] * 4}  # what only good K/V passes
 
 
-def make_workshop(folder: Path) -> Workshop:
+def make_workshop(folder: Path) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, "float32", 256, quiet=True)
     pool = PagePool(decoder.config, 256, PAGE, decoder.dtype, CPU)
-    return Workshop(pool, Runner(decoder, pool, 256), None, 256)
+    return DraftContext(pool, Runner(decoder, pool, 256), None, 256)
 
 
 def make_profile(kind: str = "draft", share: float = 0.1, **about: Any) -> Profile:
@@ -46,45 +46,54 @@ def make_profile(kind: str = "draft", share: float = 0.1, **about: Any) -> Profi
     return Profile(kind, "target", "source", {"target": "T", "source": "S"}, maps, 0.2, share, **about)
 
 
-def own_pages(workshop: Workshop, tokens: int = len(IDS)) -> array[int]:
+def own_pages(ctx: DraftContext, tokens: int = len(IDS)) -> array[int]:
     """Neither in order nor side by side."""
-    pages = workshop.pool.allocate(2 * workshop.pool.pages_for(tokens))
+    pages = ctx.pool.allocate(2 * ctx.pool.pages_for(tokens))
     return array("i", pages[1::2][::-1])
 
 
-def exact_kv(workshop: Workshop, ids: Sequence[int] = IDS) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def exact_kv(ctx: DraftContext, ids: Sequence[int] = IDS) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """K/V of every layer [T, Hkv, D], and the last token's logits, from pages that are given back."""
-    pages = array("i", workshop.pool.allocate(workshop.pool.pages_for(len(ids))))
-    logits = workshop.runner.forward([Span(list(ids), 0, pages, (len(ids) - 1,))]).logits.clone()
-    found = stored(workshop, pages, 0, len(ids))
-    workshop.pool.release(pages)
+    pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(ids))))
+    logits = ctx.runner.forward([Span(list(ids), 0, pages, (len(ids) - 1,))]).logits.clone()
+    found = stored(ctx, pages, 0, len(ids))
+    ctx.pool.release(pages)
     return found, logits
 
 
-def stored(workshop: Workshop, pages: array[int], first: int, end: int) -> list[tuple[Tensor, Tensor]]:
+def stored(ctx: DraftContext, pages: array[int], first: int, end: int) -> list[tuple[Tensor, Tensor]]:
     at = slots(pages, np.arange(first, end))
-    return [(k[at].clone(), v[at].clone()) for k, v in workshop.pool.kv]
+    return [(k[at].clone(), v[at].clone()) for k, v in ctx.pool.kv]
 
 
 def slots(pages: array[int], entries: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(pages, dtype=np.int64)[entries // PAGE] * PAGE + entries % PAGE)
 
 
-def answer(workshop: Workshop, job: Job) -> Tensor:
+def answer(ctx: DraftContext, job: Job) -> Tensor:
     """What the engine does in the end: the tail, and the logits behind it."""
     tail = job.tokens[job.end :]
-    return workshop.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits.clone()
+    return ctx.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits.clone()
 
 
 class Fake(Source):
     """`bad`: the share of noise in the K/V of entries within these bounds; everything else is the target's own."""
 
     def __init__(
-        self, workshop: Workshop, bad: tuple[int, int] = (0, 0), noise: float = 1.0, price: float = 0.2, base: int = 1
+        self,
+        ctx: DraftContext,
+        bad: tuple[int, int] = (0, 0),
+        noise: float = 1.0,
+        price: float = 0.2,
+        base: int = 1,
     ) -> None:
         self.name, self.base = "draft", base
-        self._workshop, self._price, self._staircase = workshop, price, Staircase(workshop.runner)
-        self._kv, _ = exact_kv(workshop)
+        self._ctx, self._price, self._ragged_pass = (
+            ctx,
+            price,
+            RaggedDepthPass(ctx.runner),
+        )
+        self._kv, _ = exact_kv(ctx)
         rng = torch.Generator().manual_seed(7)
         mixed = slice(*bad)
         for pair in self._kv[base:]:
@@ -101,10 +110,10 @@ class Fake(Source):
         if first < end:
             ids = np.array(job.tokens[first:end])
             depths = np.full(end - first, self.base)
-            self._staircase.run(Rows(ids, np.arange(first, end), job.pages, depths))
+            self._ragged_pass.run(Rows(ids, np.arange(first, end), job.pages, depths))
             at = slots(job.pages, np.arange(first, end))
             for layer in range(self.base, job.layers):
-                for cache, mine in zip(self._workshop.pool.kv[layer], self._kv[layer], strict=True):
+                for cache, mine in zip(self._ctx.pool.kv[layer], self._kv[layer], strict=True):
                     cache[at] = mine[first:end]
         job.read = hi
 
@@ -118,9 +127,9 @@ class Fake(Source):
         return np.random.default_rng(3).random(len(job.tokens))
 
 
-def make_prefiller(workshop: Workshop, source: Source, profile: Profile | None = None, **about: Any) -> Prefiller:
+def make_prefiller(ctx: DraftContext, source: Source, profile: Profile | None = None, **about: Any) -> Prefiller:
     policy = about.pop("policy", POLICY)
-    return Prefiller(workshop, profile or make_profile(**about), policy, lambda *_: source)
+    return Prefiller(ctx, profile or make_profile(**about), policy, lambda *_: source)
 
 
 def drive(prefiller: Prefiller, job: Job, budget: int = 4096) -> Job:
@@ -129,10 +138,10 @@ def drive(prefiller: Prefiller, job: Job, budget: int = 4096) -> Job:
     return job
 
 
-def start(prefiller: Prefiller, workshop: Workshop, settings: Prefill = SETTINGS, first: int = 0) -> Job:
-    pages = own_pages(workshop)
+def start(prefiller: Prefiller, ctx: DraftContext, settings: Prefill = SETTINGS, first: int = 0) -> Job:
+    pages = own_pages(ctx)
     if first:
-        workshop.runner.forward([Span(IDS[:first], 0, pages, ())])
+        ctx.runner.forward([Span(IDS[:first], 0, pages, ())])
     return prefiller.open(1, IDS, pages, first, settings)
 
 

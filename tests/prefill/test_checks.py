@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
+from forerun.models.execution.runner import Span
 from forerun.models.linear import rms_norm
-from forerun.models.runner import Span
 from forerun.prefill.checks import SIGNALS, Checker, Scores, check_thresholds, divergence
-from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import Checkpoint
 from tests.prefill.fakes import IDS, make_workshop, own_pages, slots, stored
 
@@ -26,24 +26,24 @@ ENTRIES = np.concatenate([span.entries for span in SPANS])
 SINKS, BASE = 16, 1
 
 
-def disturb(workshop: Workshop, pages: array[int], entries: np.ndarray, amount: float) -> None:
+def disturb(ctx: DraftContext, pages: array[int], entries: np.ndarray, amount: float) -> None:
     draw, at = torch.Generator().manual_seed(1), slots(pages, entries)
-    for layer in workshop.pool.kv[BASE:]:
+    for layer in ctx.pool.kv[BASE:]:
         for cache in layer:
             cache[at] += amount * cache[at].std() * torch.randn(cache[at].shape, generator=draw)
 
 
-def repaired(workshop: Workshop, pages: array[int], checker: Checker, rows: np.ndarray, chunk: int) -> None:
+def repaired(ctx: DraftContext, pages: array[int], checker: Checker, rows: np.ndarray, chunk: int) -> None:
     for lo in range(0, len(rows), chunk):
         part = rows[lo : lo + chunk]
         ids = np.array(IDS)[part]
-        depths = np.full(len(part), workshop.runner.decoder.config.num_layers)
-        Staircase(workshop.runner).run(Rows(ids, part, pages, depths), checker.watch(part))
+        depths = np.full(len(part), ctx.runner.decoder.config.num_layers)
+        RaggedDepthPass(ctx.runner).run(Rows(ids, part, pages, depths), checker.watch(part))
 
 
-def slow_cosine(workshop: Workshop, layer: int, t: int, x: Tensor, q: Tensor, true, drafted) -> tuple[float, float]:
+def slow_cosine(ctx: DraftContext, layer: int, t: int, x: Tensor, q: Tensor, true, drafted) -> tuple[float, float]:
     """One row over the sampled keys, head by head."""
-    decoder = workshop.runner.decoder
+    decoder = ctx.runner.decoder
     config, w = decoder.config, decoder.layers[layer]
     window = config.window(layer) or 1 << 30
     keys = [e for e in (*range(SINKS), *ENTRIES.tolist()) if t - window < e <= t]
@@ -69,20 +69,20 @@ def slow_cosine(workshop: Workshop, layer: int, t: int, x: Tensor, q: Tensor, tr
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_signals_are_what_they_say(family: str, chunk: int, tiny_folder: Callable[[str], Path]):
-    workshop = make_workshop(tiny_folder(family))
-    pages, layers = own_pages(workshop), workshop.runner.decoder.config.num_layers
+    ctx = make_workshop(tiny_folder(family))
+    pages, layers = own_pages(ctx), ctx.runner.decoder.config.num_layers
     inputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is not None:
             inputs[layer] = (x.clone(), q.clone())
 
-    workshop.runner.forward([Span(IDS, 0, pages, ())], watch=keep)
-    true = stored(workshop, pages, 0, len(IDS))
-    disturb(workshop, pages, ENTRIES, 0.5)
-    drafted = stored(workshop, pages, 0, len(IDS))
-    checker = Checker(workshop.runner, pages, SPANS, BASE, SINKS)
-    repaired(workshop, pages, checker, np.sort(np.concatenate(([20, 25, 60], ENTRIES))), chunk)
+    ctx.runner.forward([Span(IDS, 0, pages, ())], watch=keep)
+    true = stored(ctx, pages, 0, len(IDS))
+    disturb(ctx, pages, ENTRIES, 0.5)
+    drafted = stored(ctx, pages, 0, len(IDS))
+    checker = Checker(ctx.runner, pages, SPANS, BASE, SINKS)
+    repaired(ctx, pages, checker, np.sort(np.concatenate(([20, 25, 60], ENTRIES))), chunk)
     values = checker.scores().values
     assert set(values) == set(SIGNALS)
     for s, span in enumerate(SPANS):
@@ -94,21 +94,21 @@ def test_signals_are_what_they_say(family: str, chunk: int, tiny_folder: Callabl
                 assert values["attention"][layer, s] == values["hidden"][layer, s] == 1.0
                 continue
             x, q = inputs[layer]
-            both = [slow_cosine(workshop, layer, t, x[t], q[t], true, drafted) for t in span.entries.tolist()]
+            both = [slow_cosine(ctx, layer, t, x[t], q[t], true, drafted) for t in span.entries.tolist()]
             assert values["attention"][layer, s] == pytest.approx(np.mean([b[0] for b in both]), abs=1e-4)
             assert values["hidden"][layer, s] == pytest.approx(np.mean([b[1] for b in both]), abs=1e-4)
     assert (values["key"][:BASE] == 0.0).all() and (values["attention"][:BASE] == 1.0).all()
 
 
 def test_worse_drafts_have_worse_scores(tiny_folder: Callable[[str], Path]):
-    workshop = make_workshop(tiny_folder("llama"))
-    pages = own_pages(workshop)
+    ctx = make_workshop(tiny_folder("llama"))
+    pages = own_pages(ctx)
     found = []
     for amount in (0.0, 0.1, 0.5, 2.0):
-        workshop.runner.forward([Span(IDS, 0, pages, ())])
-        disturb(workshop, pages, ENTRIES, amount)
-        checker = Checker(workshop.runner, pages, SPANS, BASE, SINKS)
-        repaired(workshop, pages, checker, ENTRIES, 100)
+        ctx.runner.forward([Span(IDS, 0, pages, ())])
+        disturb(ctx, pages, ENTRIES, amount)
+        checker = Checker(ctx.runner, pages, SPANS, BASE, SINKS)
+        repaired(ctx, pages, checker, ENTRIES, 100)
         found.append(checker.scores())
     for signal, sign in (("key", 1), ("value", 1), ("attention", -1), ("hidden", -1)):
         means = [sign * s.values[signal][BASE:].mean() for s in found]
@@ -151,8 +151,8 @@ def test_reports_are_plain_numbers():
 
 
 def test_no_watch_where_no_checkpoint_runs(tiny_folder: Callable[[str], Path]):
-    workshop = make_workshop(tiny_folder("llama"))
-    checker = Checker(workshop.runner, own_pages(workshop), SPANS, BASE, SINKS)
+    ctx = make_workshop(tiny_folder("llama"))
+    checker = Checker(ctx.runner, own_pages(ctx), SPANS, BASE, SINKS)
     assert checker.watch(np.array([1, 29, 38, 190])) is None
     assert checker.watch(np.array([1, 37])) is not None
 

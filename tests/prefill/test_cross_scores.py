@@ -17,16 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.decode.workshop import DraftModel, Workshop
+from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.cross_scores import Crossing, CrossScores
-from forerun.prefill.job import Job
-from forerun.tokenizer import Tokenizer
+from forerun.prefill.state import Job
+from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train
 
@@ -172,67 +172,67 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, twin
 
 
-def workshop_of(target: Path, draft: Path, pages: int = 128, tokenizer: Tokenizer | None = None) -> Workshop:
+def workshop_of(target: Path, draft: Path, pages: int = 128, tokenizer: Tokenizer | None = None) -> DraftContext:
     opened, drafting = open_checkpoint(target), open_checkpoint(draft)
     decoder, other = (build_decoder(checkpoint, CPU, "float32", 512)[0] for checkpoint in (opened, drafting))
     pool = PagePool(decoder.config, pages, 8, decoder.dtype, CPU)
     model = DraftModel(other, tokenizer or drafting.tokenizer(), False)
-    return Workshop.equip(pool, Runner(decoder, pool, 512), opened.tokenizer(), 512, model)
+    return DraftContext.build(pool, Runner(decoder, pool, 512), opened.tokenizer(), 512, model)
 
 
 def test_the_same_model_under_other_ids_looks_where_the_target_looks(
     twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("forerun.prefill.cross_scores.CHUNK", 50)
-    workshop = workshop_of(*twins)
-    assert workshop.tokenizer is not None
-    tokens = [*workshop.tokenizer.encode(tiny.TEXT)[:160], 2]
-    pages = array("i", workshop.pool.allocate(21))
-    gaze = TailAttention(workshop.runner, pages, 141, 161)
+    ctx = workshop_of(*twins)
+    assert ctx.tokenizer is not None
+    tokens = [*ctx.tokenizer.encode(tiny.TEXT)[:160], 2]
+    pages = array("i", ctx.pool.allocate(21))
+    tail_attention = TailAttention(ctx.runner, pages, 141, 161)
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is not None:
-            gaze.see(layer, q[141:], 141)
+            tail_attention.see(layer, q[141:], 141)
 
-    workshop.runner.forward([Span(tokens, 0, pages, ())], watch=watch)
-    workshop.pool.release(pages)
-    scorer = CrossScores(workshop)
+    ctx.runner.forward([Span(tokens, 0, pages, ())], watch=watch)
+    ctx.pool.release(pages)
+    scorer = CrossScores(ctx)
     assert scorer.cost(10) == pytest.approx(10.0)
     job = Job(0, tokens, array("i"), 0, 141, Prefill("speculative", chooser="cross"), 4)
-    np.testing.assert_allclose(scorer.scores(job), gaze.reduce(), atol=1e-5)
-    assert workshop.pool.used == 0
+    np.testing.assert_allclose(scorer.scores(job), tail_attention.reduce(), atol=1e-5)
+    assert ctx.pool.used == 0
 
 
 def test_a_stranger_s_scores(tiny_folder: Callable[[str], Path], other: Tokenizer):
-    workshop = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), tokenizer=other)
-    assert workshop.tokenizer is not None
-    tokens = workshop.tokenizer.encode(STORY * 2)
-    scores = CrossScores(workshop).of(tokens, 16)
+    ctx = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), tokenizer=other)
+    assert ctx.tokenizer is not None
+    tokens = ctx.tokenizer.encode(STORY * 2)
+    scores = CrossScores(ctx).of(tokens, 16)
     assert scores.shape == (len(tokens),) and scores.sum() == pytest.approx(1.0, abs=1e-3)
-    assert CrossScores(workshop).of([], 16).shape == (0,)
+    assert CrossScores(ctx).of([], 16).shape == (0,)
 
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path], other: Tokenizer):
-    workshop = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), pages=8, tokenizer=other)
-    assert workshop.tokenizer is not None
-    scorer, asked = CrossScores(workshop), list[int]()
-    held = workshop.pool.allocate(6)
-    tokens = workshop.tokenizer.encode("The keeper counts the ships. ")
+    ctx = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), pages=8, tokenizer=other)
+    assert ctx.tokenizer is not None
+    scorer, asked = CrossScores(ctx), list[int]()
+    held = ctx.pool.allocate(6)
+    tokens = ctx.tokenizer.encode("The keeper counts the ships. ")
 
     def make_room(count: int) -> bool:
         asked.append(count)
-        workshop.pool.release(held)
+        ctx.pool.release(held)
         return True
 
     with pytest.raises(OutOfPages, match="2 are free"):
         scorer.of(tokens * 2, 8)
-    workshop.make_room = make_room
-    assert scorer.of(tokens * 2, 8).sum() > 0 and len(asked) == 1 and workshop.pool.used == 0
+    ctx.make_room = make_room
+    assert scorer.of(tokens * 2, 8).sum() > 0 and len(asked) == 1 and ctx.pool.used == 0
     with pytest.raises(BadRequest, match="reads at most 512"):
         scorer.of(tokens * 50, 8)
-    workshop.tokenizer = None
+    ctx.tokenizer = None
     with pytest.raises(BadRequest, match="the target has no tokenizer"):
-        CrossScores(workshop)
-    workshop.draft = None
+        CrossScores(ctx)
+    ctx.draft = None
     with pytest.raises(BadRequest, match="needs a draft model"):
-        CrossScores(workshop)
+        CrossScores(ctx)

@@ -1,4 +1,4 @@
-"""The staircase against a reference that goes through layers, tokens and heads one after the other."""
+"""The ragged pass against a reference that goes through layers, tokens and heads one after the other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from forerun.cache.pool import PagePool
 from forerun.core import TokenBatch
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.load import open_checkpoint
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import inverse_frequencies
-from forerun.models.runner import Runner, Span
-from forerun.prefill.depth import DepthMap, Rows, Staircase
+from forerun.prefill.depth import DepthMap, RaggedDepthPass, Rows
 from tests.tiny import FAMILIES
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_any_depths_give_what_the_slow_way_gives(family: str, models: Callable[.
     slow = Slow(open_checkpoint(tiny_folder(family)), copy_kv(runner))
     before, layers = copy_kv(runner), runner.decoder.config.num_layers
     rows = random_rows(seed, layers)
-    logits = Staircase(runner).run(rows).logits
+    logits = RaggedDepthPass(runner).run(rows).logits
     states = slow.run(rows)
     expected = torch.stack([slow.logits(states[r][layers]) for r in rows.want])
     assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -206,10 +206,10 @@ def test_full_depth_is_the_runners_forward(family: str, weights: str, models: Ca
     for cache in (cache for layer in runner.kv for cache in layer):
         cache[SLOTS] = 7.0
     layers = runner.decoder.config.num_layers
-    full = Staircase(runner).run(Rows(IDS, np.arange(n), PAGES, DepthMap.exact(n, layers).depths, range(n)))
+    full = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, DepthMap.exact(n, layers).depths, range(n)))
     assert torch.equal(full.logits, exact)
     assert full.token_layers == n * layers
-    last = Staircase(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers), (n - 1,)))
+    last = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers), (n - 1,)))
     if weights == "int8":  # a token's result does not depend on its batch, and eight bits hide what float32 shows
         assert torch.equal(last.logits, exact[-1:])
     assert torch.allclose(last.logits, exact[-1:], rtol=1e-4, atol=1e-4)
@@ -225,9 +225,9 @@ def test_kept_inputs_continue_where_they_were_kept(weights: str, models: Callabl
     layers = runner.decoder.config.num_layers
     depths = np.where(np.arange(n) % 3 == 0, layers, base)
     depths[-1] = layers
-    once = Staircase(runner).run(Rows(IDS, np.arange(n), PAGES, depths, (n - 1,))).logits
+    once = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, depths, (n - 1,))).logits
     kv = copy_kv(runner)
-    stairs = Staircase(runner)
+    stairs = RaggedDepthPass(runner)
     low = stairs.run(Rows(IDS, np.arange(n), PAGES, np.full(n, base)), keep=base)
     assert low.x is not None and low.kept.tolist() == list(range(n)) and low.logits.shape[0] == 0
     deep = np.flatnonzero(depths == layers)
@@ -248,18 +248,18 @@ def test_kept_inputs_are_the_layers_inputs(models: Callable[..., Runner]):
         def watch(layer: int, x: Tensor, *_, got: dict[int, Tensor] = got) -> None:
             got[layer] = x
 
-        climbed = Staircase(runner).run(rows, watch, keep)
-        assert climbed.kept.tolist() == np.flatnonzero(depths >= keep).tolist()
+        recomputed = RaggedDepthPass(runner).run(rows, watch, keep)
+        assert recomputed.kept.tolist() == np.flatnonzero(depths >= keep).tolist()
         for layer, x in got.items():
             if layer < layers:
                 assert len(x) == rows.whole(layer, layers, keep).sum()
-        assert climbed.x is not None
-        seen[keep] = climbed.x, climbed.kept
+        assert recomputed.x is not None
+        seen[keep] = recomputed.x, recomputed.kept
     for keep in range(layers):
         after, kept = seen[keep + 1]
         x, before = seen[keep]
         rows = Rows(IDS[kept], kept, PAGES, depths[kept], x=x[np.isin(before, kept)] if keep else None, first=keep)
-        again = Staircase(runner).run(rows, keep=keep + 1).x
+        again = RaggedDepthPass(runner).run(rows, keep=keep + 1).x
         assert again is not None and torch.allclose(again, after, atol=1e-5)
 
 
@@ -279,7 +279,9 @@ def test_a_long_prompt_in_pieces_is_the_whole(weights: str, models: Callable[...
         entries = np.arange(lo, hi)
         depths = np.where(np.isin(entries, rest), 1, layers)
         logits = (
-            Staircase(long).run(Rows(ids[entries], entries, pages, depths, (hi - lo - 1,) if hi == n else ())).logits
+            RaggedDepthPass(long)
+            .run(Rows(ids[entries], entries, pages, depths, (hi - lo - 1,) if hi == n else ()))
+            .logits
         )
     assert torch.allclose(logits, exact, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(long.kv, kv, strict=True):
@@ -296,10 +298,10 @@ def test_attention_is_planned_once_a_level(models: Callable[..., Runner], monkey
         plan(self, batch)
 
     monkeypatch.setattr(SdpaAttention, "plan", counted)
-    Staircase(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers)))
+    RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers)))
     assert len(plans) == 1  # the last layer, which only writes, is written with the plan of those below
     plans.clear()
-    Staircase(runner).run(Rows(IDS, np.arange(n), PAGES, np.where(np.arange(n) % 2, 3, layers), (0,)))
+    RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, np.where(np.arange(n) % 2, 3, layers), (0,)))
     assert len(plans) == 5  # all; those that leave at 3; the rest; the last layer's K/V; the one with logits
 
 
@@ -307,12 +309,12 @@ def test_rows_refuse_disorder(models: Callable[..., Runner]):
     with pytest.raises(AssertionError):
         Rows(IDS[:2], np.array([3, 3]), PAGES, np.array([1, 1]))
     with pytest.raises(AssertionError, match="full depth"):
-        Staircase(models("llama")).run(Rows(IDS[:2], np.array([0, 1]), PAGES, np.array([1, 4]), (0,)))
+        RaggedDepthPass(models("llama")).run(Rows(IDS[:2], np.array([0, 1]), PAGES, np.array([1, 4]), (0,)))
     with pytest.raises(AssertionError, match="beyond"):
-        Staircase(models("llama")).run(Rows(IDS[:2], np.array([0, 1]), PAGES, np.array([1, 5])))
+        RaggedDepthPass(models("llama")).run(Rows(IDS[:2], np.array([0, 1]), PAGES, np.array([1, 5])))
 
 
 def test_no_rows_are_no_work(models: Callable[..., Runner]):
     nothing = np.zeros(0, dtype=np.int64)
-    climbed = Staircase(models("llama")).run(Rows(nothing, nothing, PAGES, nothing), keep=2)
-    assert climbed.token_layers == 0 and climbed.x is not None and climbed.x.shape == (0, 64)
+    recomputed = RaggedDepthPass(models("llama")).run(Rows(nothing, nothing, PAGES, nothing), keep=2)
+    assert recomputed.token_layers == 0 and recomputed.x is not None and recomputed.x.shape == (0, 64)

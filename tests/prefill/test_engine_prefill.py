@@ -12,21 +12,21 @@ import torch
 
 from forerun import LLM
 from forerun.core import Prefill, SamplingParams, Speculation
-from forerun.decode.workshop import DraftModel
+from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.fingerprint import fingerprint
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
 from tests.engine.common import Answer, finish, leaked, run
-from tests.engine.test_drafting import prompt
 from tests.engine.test_speculation import generous
+from tests.engine.test_speculative_prefill import prompt
 
 CPU = torch.device("cpu")
 POLICY = Policy(first=8, tail=16, shortest=32, spans=2, span=8)
@@ -65,7 +65,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
             drafting = DraftModel(drafter, target.tokenizer(), True, "draft")
         values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
         profile = None if kind is None else random_profile(kind, tiny_folder("qwen2"))
-        prefiller = None if profile is None else lambda workshop: Prefiller(workshop, profile, POLICY)
+        prefiller = None if profile is None else lambda ctx: Prefiller(ctx, profile, POLICY)
         return Engine(decoder, target.tokenizer(), EngineConfig(**values), drafting, generous(), prefiller)
 
     return engine
@@ -144,7 +144,7 @@ def test_further_answers_start_from_the_first_ones_draft(
 def test_one_reading_serves_prefill_and_the_drafter_of_the_answer(mode: str, make: Callable[..., Engine]) -> None:
     engine = make("draft")
     ran: list[int] = []
-    runner = engine.speculator.workshop.draft_runner
+    runner = engine.speculator.ctx.draft_runner
     assert runner is not None
     forward = runner.forward
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
-from forerun.prefill.job import Job
 from forerun.prefill.plan import Costs, Plan, Policy, deepen, foresee, least_work, place, plan, too_short
 from forerun.prefill.profile import Point
 from forerun.prefill.sources.base import Source
+from forerun.prefill.state import Job
 from tests.prefill.fakes import make_profile
 
 CONFIG = ModelConfig("llama", 100, 64, 10, 4, 2, 16, 128, 4096)

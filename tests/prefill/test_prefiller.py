@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.decode.workshop import Workshop
-from forerun.models.runner import Span
+from forerun.decode.draft_context import DraftContext
+from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job, Phase
+from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.state import Job, Phase
 from tests.prefill.fakes import (
     BY_SOURCE,
     END,
@@ -41,34 +41,34 @@ GARBAGE = (0, len(IDS))
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("first", [0, 40])
 def test_recomputing_everything_is_exact_whatever_was_drafted(family: str, first: int, tiny_folder):
-    workshop = make_workshop(tiny_folder(family))
-    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE, price=0.0), share=1.0)
+    ctx = make_workshop(tiny_folder(family))
+    prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE, price=0.0), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, workshop, BY_SOURCE, first), 50)
+    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 50)
     assert job.phase is Phase.DONE
-    true, logits = exact_kv(workshop)
-    for mine, exact in zip(stored(workshop, job.pages, 0, END), true, strict=True):
+    true, logits = exact_kv(ctx)
+    for mine, exact in zip(stored(ctx, job.pages, 0, END), true, strict=True):
         assert all(torch.allclose(a, b[:END], rtol=1e-4, atol=1e-4) for a, b in zip(mine, exact, strict=True))
-    assert apart(answer(workshop, job), logits) < 1e-4
+    assert apart(answer(ctx, job), logits) < 1e-4
     assert job.report.exact == len(IDS) and job.report.drafted == 0
     assert job.report.cost == pytest.approx(1.0)
 
 
-def test_the_first_entries_and_layer_0_are_exact(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE))
-    job = drive(prefiller, start(prefiller, workshop))
+def test_the_first_entries_and_layer_0_are_exact(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE))
+    job = drive(prefiller, start(prefiller, ctx))
     assert job.phase is Phase.DONE and job.report.exact >= 16
-    true, _ = exact_kv(workshop)
-    mine = stored(workshop, job.pages, 0, END)
+    true, _ = exact_kv(ctx)
+    mine = stored(ctx, job.pages, 0, END)
     for layer, (now, exact) in enumerate(zip(mine, true, strict=True)):
         for a, b in zip(now, exact, strict=True):
             assert torch.allclose(a[:16], b[:16], rtol=1e-4, atol=1e-4)
             assert torch.allclose(a, b[:END], rtol=1e-4, atol=1e-4) == (layer == 0)
 
 
-def test_a_perfect_source_passes_and_only_the_chosen_are_recomputed(workshop: Workshop):
-    prefiller = make_prefiller(workshop, source := Fake(workshop), thresholds=STRICT)
-    job = drive(prefiller, start(prefiller, workshop))
+def test_a_perfect_source_passes_and_only_the_chosen_are_recomputed(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, source := Fake(ctx), thresholds=STRICT)
+    job = drive(prefiller, start(prefiller, ctx))
     report = job.report
     assert job.phase is Phase.DONE and report.rounds == 1 and not report.fell_back
     assert [span["passed"] for span in report.spans] == [True] * 4
@@ -76,14 +76,14 @@ def test_a_perfect_source_passes_and_only_the_chosen_are_recomputed(workshop: Wo
     chosen = round(0.1 * (END - 16))
     deep = int((job.depths == job.layers).sum())
     assert 16 + chosen <= deep <= 16 + chosen + 4 * 8
-    assert apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    assert apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
     prefiller.close(job)
     assert source.finished == 1
 
 
-def test_garbage_fails_the_checks_and_ends_exact(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE), thresholds=STRICT)
-    job = drive(prefiller, start(prefiller, workshop))
+def test_garbage_fails_the_checks_and_ends_exact(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE), thresholds=STRICT)
+    job = drive(prefiller, start(prefiller, ctx))
     report = job.report
     assert job.phase is Phase.EXACT
     assert report.fell_back.startswith("4 of 4 checkpoints failed")
@@ -91,68 +91,68 @@ def test_garbage_fails_the_checks_and_ends_exact(workshop: Workshop):
     assert report.depth_runs == [(job.layers, len(IDS))]
 
 
-def answer_exactly(workshop: Workshop, job: Job) -> torch.Tensor:
+def answer_exactly(ctx: DraftContext, job: Job) -> torch.Tensor:
     """The next token's logits after the engine has computed the prompt on the same pages."""
-    return workshop.runner.forward([Span(IDS, 0, job.pages, [len(IDS) - 1])]).logits
+    return ctx.runner.forward([Span(IDS, 0, job.pages, [len(IDS) - 1])]).logits
 
 
 @pytest.mark.parametrize("read", [40, 25])
-def test_a_first_look_saves_reading_what_is_no_good(workshop: Workshop, read: int):
+def test_a_first_look_saves_reading_what_is_no_good(ctx: DraftContext, read: int):
     policy = replace(POLICY, glance=48, chunk=read)
-    bad = make_prefiller(workshop, Fake(workshop, GARBAGE), thresholds=STRICT, policy=policy)
-    job = drive(bad, start(bad, workshop))
+    bad = make_prefiller(ctx, Fake(ctx, GARBAGE), thresholds=STRICT, policy=policy)
+    job = drive(bad, start(bad, ctx))
     assert job.phase is Phase.EXACT and job.report.fell_back.startswith("a first look at 8 of")
     assert 48 <= job.read < 48 + read < END and job.report.cost < 1.3
-    assert apart(answer_exactly(workshop, job), exact_kv(workshop)[1]) < 1e-4
-    good = make_prefiller(workshop, Fake(workshop), thresholds=STRICT, policy=policy)
-    job = drive(good, start(good, workshop))
-    assert job.phase is Phase.DONE and apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    assert apart(answer_exactly(ctx, job), exact_kv(ctx)[1]) < 1e-4
+    good = make_prefiller(ctx, Fake(ctx), thresholds=STRICT, policy=policy)
+    job = drive(good, start(good, ctx))
+    assert job.phase is Phase.DONE and apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_fails_without_any_threshold_and_leaves_no_trace(value: float, workshop: Workshop):
-    source = Fake(workshop)
+def test_what_is_not_finite_fails_without_any_threshold_and_leaves_no_trace(value: float, ctx: DraftContext):
+    source = Fake(ctx)
     for pair in source._kv[1:]:
         pair[0][60:70] = value
-    prefiller = make_prefiller(workshop, source)
-    job = drive(prefiller, start(prefiller, workshop, first=24))
+    prefiller = make_prefiller(ctx, source)
+    job = drive(prefiller, start(prefiller, ctx, first=24))
     assert job.phase is Phase.EXACT and "finite" in job.report.fell_back
-    assert all(cache.isfinite().all() for layer in workshop.pool.kv for cache in layer)
+    assert all(cache.isfinite().all() for layer in ctx.pool.kv for cache in layer)
     for lo in range(24, len(IDS), 50):  # as the engine goes on, looking past its own end at what was drafted
-        logits = workshop.runner.forward([Span(IDS[lo : lo + 50], lo, job.pages, range(len(IDS[lo : lo + 50])))]).logits
-    assert apart(logits[-1:], exact_kv(workshop)[1]) < 1e-4
+        logits = ctx.runner.forward([Span(IDS[lo : lo + 50], lo, job.pages, range(len(IDS[lo : lo + 50])))]).logits
+    assert apart(logits[-1:], exact_kv(ctx)[1]) < 1e-4
 
 
 # -- failing in places -------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_span_deepens_its_own_region(workshop: Workshop):
+def test_a_failing_span_deepens_its_own_region(ctx: DraftContext):
     bad = (16 + 3 * (END - 16) // 4, END)  # the last of four regions
-    plain = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02)
-    checked = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02, thresholds=STRICT)
-    before, after = drive(plain, start(plain, workshop)), drive(checked, start(checked, workshop))
+    plain = make_prefiller(ctx, Fake(ctx, bad, price=0.05), share=0.02)
+    checked = make_prefiller(ctx, Fake(ctx, bad, price=0.05), share=0.02, thresholds=STRICT)
+    before, after = drive(plain, start(plain, ctx)), drive(checked, start(checked, ctx))
     assert after.phase is Phase.DONE and after.report.rounds == 3
     assert [s["passed"] for s in after.report.spans if s["round"] == 1] == [True, True, True, False]
     assert (after.depths[bad[0] + 16 :] == after.layers).all()
     assert (after.depths[: bad[0] - 32] == before.depths[: bad[0] - 32]).all()
-    true = exact_kv(workshop)[1]
-    assert apart(answer(workshop, after), true) < 0.5 * apart(answer(workshop, before), true)
+    true = exact_kv(ctx)[1]
+    assert apart(answer(ctx, after), true) < 0.5 * apart(answer(ctx, before), true)
     assert len(after.report.scores["kl"]) == 2
     assert before.report.cost < after.report.cost <= 1.0
     # four checkpoints, then one and one again; the tail chooses, is asked three times, and runs in the end; each row
     # that ran is counted
     rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 5 * POLICY.tail
     assert after.report.token_layers == after.layers * rows + END
-    work = 0.05 * len(IDS) + rows + check_work(workshop, 6)
+    work = 0.05 * len(IDS) + rows + check_work(ctx, 6)
     assert after.report.cost * len(IDS) == pytest.approx(work)
 
 
-def test_a_tail_that_no_longer_moves_ends_the_rounds(workshop: Workshop):
+def test_a_tail_that_no_longer_moves_ends_the_rounds(ctx: DraftContext):
     bad = (16 + 3 * (END - 16) // 4, END)
     for limit, rounds in ((100.0, 2), (0.0, 3)):
         thresholds = STRICT | {"kl": [limit]}
-        prefiller = make_prefiller(workshop, Fake(workshop, bad, price=0.05), share=0.02, thresholds=thresholds)
-        assert drive(prefiller, start(prefiller, workshop)).report.rounds == rounds
+        prefiller = make_prefiller(ctx, Fake(ctx, bad, price=0.05), share=0.02, thresholds=thresholds)
+        assert drive(prefiller, start(prefiller, ctx)).report.rounds == rounds
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -160,15 +160,15 @@ def test_a_tail_that_no_longer_moves_ends_the_rounds(workshop: Workshop):
 
 @pytest.mark.parametrize("chooser", ["draft", "tail", "start", "random"])
 @pytest.mark.parametrize("budget", [1, 7, 33])
-def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, workshop: Workshop):
+def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, ctx: DraftContext):
     settings = Prefill("speculative", chooser=chooser)
     jobs = []
     for step in (budget, 100_000):
-        prefiller = make_prefiller(workshop, Fake(workshop, GARBAGE, noise=0.3))
-        jobs.append(drive(prefiller, start(prefiller, workshop, settings), step))
+        prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE, noise=0.3))
+        jobs.append(drive(prefiller, start(prefiller, ctx, settings), step))
     parts, whole = jobs
     assert (parts.depths == whole.depths).all()
-    kv = [stored(workshop, job.pages, 0, END) for job in jobs]
+    kv = [stored(ctx, job.pages, 0, END) for job in jobs]
     for a, b in zip(*kv, strict=True):
         assert all(torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
     for signal, values in whole.report.scores.items():
@@ -177,9 +177,9 @@ def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, workshop
     assert parts.report.token_layers == whole.report.token_layers
 
 
-def test_a_piece_is_no_larger_than_asked_for(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop))
-    job = start(prefiller, workshop)
+def test_a_piece_is_no_larger_than_asked_for(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx))
+    job = start(prefiller, ctx)
     pieces = []
     while not job.finished:
         pieces.append(prefiller.advance(job, 20))
@@ -190,9 +190,9 @@ def test_a_piece_is_no_larger_than_asked_for(workshop: Workshop):
 # -- costs and the report ----------------------------------------------------------------------------------------------
 
 
-def check_work(workshop: Workshop, spans: int) -> float:
+def check_work(ctx: DraftContext, spans: int) -> float:
     """Both outputs of every checkpoint row, in tokens of the target's prefill."""
-    config = workshop.runner.decoder.config
+    config = ctx.runner.decoder.config
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
     return spans * POLICY.span * 2 * config.hidden_size * config.q_size / layer
 
@@ -201,16 +201,16 @@ def check_work(workshop: Workshop, spans: int) -> float:
     ("asked", "chooser", "tails"), [("draft", "draft", 1), ("tail", "tail", 2), ("auto", "tail", 2)]
 )
 @pytest.mark.parametrize("first", [0, 40])
-def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: int, workshop: Workshop):
+def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: int, ctx: DraftContext):
     """The engine runs the tail in the end; asking it what to recompute runs it once more."""
-    prefiller = make_prefiller(workshop, Fake(workshop, price=0.25))
-    job = drive(prefiller, start(prefiller, workshop, Prefill("speculative", chooser=asked), first))
+    prefiller = make_prefiller(ctx, Fake(ctx, price=0.25))
+    job = drive(prefiller, start(prefiller, ctx, Prefill("speculative", chooser=asked), first))
     report, rows, tail = job.report, int((job.depths[first:] == job.layers).sum()), tails * POLICY.tail
     assert report.chooser == chooser
     assert report.tokens == report.exact + report.accepted + report.recomputed + POLICY.tail
     assert report.drafted == report.accepted + report.recomputed
     exact = len(IDS) - first
-    assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(workshop, 4) + tail)
+    assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(ctx, 4) + tail)
     assert report.token_layers == job.layers * (rows + tail) + (END - first)
     assert sum(count for _, count in report.depth_runs) == len(IDS)
     assert sum(count for depth, count in report.depth_runs if depth == job.layers) == first + rows + POLICY.tail
@@ -219,11 +219,11 @@ def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: in
     assert report.read_s > 0 and report.repair_s > 0 and report.check_s > 0
 
 
-def test_a_budget_is_kept(workshop: Workshop):
+def test_a_budget_is_kept(ctx: DraftContext):
     costs = []
     for budget in (0.6, 0.8, 0.95):
-        prefiller = make_prefiller(workshop, Fake(workshop))
-        job = drive(prefiller, start(prefiller, workshop, Prefill("speculative", budget=budget)))
+        prefiller = make_prefiller(ctx, Fake(ctx))
+        job = drive(prefiller, start(prefiller, ctx, Prefill("speculative", budget=budget)))
         assert job.phase is Phase.DONE
         costs.append(job.report.cost)
         assert job.report.cost <= budget
@@ -231,7 +231,7 @@ def test_a_budget_is_kept(workshop: Workshop):
 
 
 @pytest.mark.parametrize("first", [0, 40])
-def test_rows_go_on_from_kept_inputs(first: int, workshop: Workshop):
+def test_rows_go_on_from_kept_inputs(first: int, ctx: DraftContext):
     """A source that ran the target's lower layers keeps what came out of them, and repair costs the rest only."""
 
     class Lower(Fake):
@@ -240,14 +240,14 @@ def test_rows_go_on_from_kept_inputs(first: int, workshop: Workshop):
             super().read(job, count)
             if lo < hi:
                 rows = Rows(np.array(IDS[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, self.base))
-                x = Staircase(workshop.runner).run(rows, keep=self.base).x
+                x = RaggedDepthPass(ctx.runner).run(rows, keep=self.base).x
                 assert x is not None
                 job.x = x if job.x is None else torch.cat((job.x, x))
 
-    prefiller = make_prefiller(workshop, Lower(workshop, GARBAGE, price=0.0, base=2), share=1.0)
+    prefiller = make_prefiller(ctx, Lower(ctx, GARBAGE, price=0.0, base=2), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, workshop, BY_SOURCE, first), 64)
-    assert apart(answer(workshop, job), exact_kv(workshop)[1]) < 1e-4
+    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 64)
+    assert apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
     assert job.report.cost == pytest.approx(((END - first) * 2 / 4 + POLICY.tail) / (len(IDS) - first))
     assert job.report.token_layers == 4 * (len(IDS) - first)
 
@@ -256,32 +256,32 @@ def test_rows_go_on_from_kept_inputs(first: int, workshop: Workshop):
 
 
 @pytest.mark.parametrize("chooser", ["draft", "tail"])
-def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, workshop: Workshop):
+def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, ctx: DraftContext):
     bad = (16 + 3 * (END - 16) // 4, END)
-    prefiller = make_prefiller(workshop, Fake(workshop, bad, price=0.05), thresholds=STRICT)
-    job = start(prefiller, workshop, Prefill("speculative", chooser=chooser), first=24)
-    before = [[cache.clone() for cache in layer] for layer in workshop.pool.kv]
+    prefiller = make_prefiller(ctx, Fake(ctx, bad, price=0.05), thresholds=STRICT)
+    job = start(prefiller, ctx, Prefill("speculative", chooser=chooser), first=24)
+    before = [[cache.clone() for cache in layer] for layer in ctx.pool.kv]
     drive(prefiller, job, 30)
     assert job.report.rounds > 1
     mine = slots(job.pages, np.arange(24, len(IDS)))
-    for old, new in zip(before, workshop.pool.kv, strict=True):
+    for old, new in zip(before, ctx.pool.kv, strict=True):
         for a, b in zip(old, new, strict=True):
             b = b.clone()
             b[mine] = a[mine]
             assert torch.equal(a, b)
 
 
-def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(workshop: Workshop):
-    earlier = make_prefiller(workshop, Fake(workshop, GARBAGE, noise=0.5), share=0.05)
-    job = drive(earlier, start(earlier, workshop))
+def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(ctx: DraftContext):
+    earlier = make_prefiller(ctx, Fake(ctx, GARBAGE, noise=0.5), share=0.05)
+    job = drive(earlier, start(earlier, ctx))
     known, depths = 100, job.depths.copy()
-    before = stored(workshop, job.pages, 0, known)
-    later = make_prefiller(workshop, source := Fake(workshop, GARBAGE, noise=0.5), share=0.3)
+    before = stored(ctx, job.pages, 0, known)
+    later = make_prefiller(ctx, source := Fake(ctx, GARBAGE, noise=0.5), share=0.3)
     again = drive(later, later.open(2, IDS, job.pages, 0, SETTINGS, known, depths[:known]))
     assert min(source.read_entries) == known
     fresh = (again.depths[:known] == again.layers) & (depths[:known] < again.layers)
     assert 0 < fresh.sum() < known
-    for old, new in zip(before, stored(workshop, job.pages, 0, known), strict=True):
+    for old, new in zip(before, stored(ctx, job.pages, 0, known), strict=True):
         changed = (old[0] != new[0]).flatten(1).any(1).numpy()
         assert not changed[~fresh].any()
     assert again.report.cost < 1.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.job import Job, Phase
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Point
+from forerun.prefill.state import Job, Phase
 from tests.prefill.fakes import (
     END,
     IDS,
@@ -35,61 +35,61 @@ GARBAGE = (0, len(IDS))
 # -- what is not drafted -----------------------------------------------------------------------------------------------
 
 
-def test_short_prompts_are_exact(workshop: Workshop):
-    prefiller = make_prefiller(workshop, source := Fake(workshop), policy=Policy())
-    job = start(prefiller, workshop)
+def test_short_prompts_are_exact(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, source := Fake(ctx), policy=Policy())
+    job = start(prefiller, ctx)
     assert job.phase is Phase.EXACT and "too few" in job.report.fell_back
     assert job.report.cost == 1.0 and source.read_entries == []
 
 
-def test_drafting_that_costs_more_than_it_saves_is_not_begun(workshop: Workshop):
-    prefiller = make_prefiller(workshop, source := Fake(workshop, price=0.7))
-    job = start(prefiller, workshop)
+def test_drafting_that_costs_more_than_it_saves_is_not_begun(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, source := Fake(ctx, price=0.7))
+    job = start(prefiller, ctx)
     assert job.phase is Phase.EXACT and "would cost" in job.report.fell_back and source.read_entries == []
 
 
-def test_a_quality_beyond_the_curve_is_exact_prefill(workshop: Workshop):
+def test_a_quality_beyond_the_curve_is_exact_prefill(ctx: DraftContext):
     curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
-    prefiller = make_prefiller(workshop, Fake(workshop), curve=curve)
+    prefiller = make_prefiller(ctx, Fake(ctx), curve=curve)
     settings = Prefill("speculative", quality=0.99)
     assert prefiller.problem(settings, len(IDS)) is None
-    job = start(prefiller, workshop, settings)
+    job = start(prefiller, ctx, settings)
     assert job.phase is Phase.EXACT and "0.950" in job.report.fell_back
-    assert start(prefiller, workshop, Prefill("speculative", quality=0.94)).phase is Phase.READ
+    assert start(prefiller, ctx, Prefill("speculative", quality=0.94)).phase is Phase.READ
 
 
-def test_a_budget_below_the_sources_own_cost_is_refused(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop))
+def test_a_budget_below_the_sources_own_cost_is_refused(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx))
     problem = prefiller.problem(Prefill("speculative", budget=0.15), len(IDS))
     assert isinstance(problem, BadRequest) and "0.15" in str(problem)
     enough = float(problem.hint.split()[6].rstrip(","))
     assert prefiller.problem(Prefill("speculative", budget=enough), len(IDS)) is None
-    job = start(prefiller, workshop, Prefill("speculative", budget=enough))
+    job = start(prefiller, ctx, Prefill("speculative", budget=enough))
     assert drive(prefiller, job).phase is Phase.DONE
 
 
-def test_problems_say_what_is_wrong(workshop: Workshop):
-    bare = Prefiller(workshop, None)
+def test_problems_say_what_is_wrong(ctx: DraftContext):
+    bare = Prefiller(ctx, None)
     problem = bare.problem(SETTINGS, 1000)
     assert isinstance(problem, BadProfile) and "forerun calibrate" in problem.hint
     assert bare.problem(Prefill(), 1000) is None
-    real = Prefiller(workshop, make_profile())
+    real = Prefiller(ctx, make_profile())
     assert "draft model" in str(real.problem(SETTINGS, 1000))
     assert "'nobody'" in str(real.problem(Prefill("speculative", source="nobody"), 1000))
-    fake = make_prefiller(workshop, Fake(workshop))
+    fake = make_prefiller(ctx, Fake(ctx))
     for chooser, part in [("who", "'who'"), ("cross", "another tokenizer"), ("lower", "self")]:
         problem = fake.problem(Prefill("speculative", chooser=chooser), 1000)
         assert isinstance(problem, BadRequest) and part in str(problem)
     assert fake.problem(SETTINGS, 1000) is None
 
 
-def test_open_with_a_problem_is_exact_prefill_with_the_reason(workshop: Workshop):
-    job = start(Prefiller(workshop, make_profile()), workshop)
+def test_open_with_a_problem_is_exact_prefill_with_the_reason(ctx: DraftContext):
+    job = start(Prefiller(ctx, make_profile()), ctx)
     assert job.phase is Phase.EXACT and "draft model" in job.report.fell_back
 
 
-def test_keys_differ_by_what_is_planned(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop), curve=[Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)])
+def test_keys_differ_by_what_is_planned(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx), curve=[Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)])
     asked = [
         Prefill("speculative"),
         Prefill("speculative", budget=0.5),
@@ -98,7 +98,7 @@ def test_keys_differ_by_what_is_planned(workshop: Workshop):
     ]
     assert len({prefiller.key(settings) for settings in asked}) == 4
     assert prefiller.key(Prefill("speculative")) == prefiller.key(Prefill("provisional", chooser="tail"))
-    other = make_prefiller(workshop, Fake(workshop), kind="self")
+    other = make_prefiller(ctx, Fake(ctx), kind="self")
     assert other.key(SETTINGS) != prefiller.key(SETTINGS)
 
 
@@ -117,18 +117,18 @@ class Stranger:
         return 0.1 * tokens
 
 
-def test_scores_from_elsewhere_choose_and_are_paid_for(workshop: Workshop):
-    source, profile = Fake(workshop), make_profile(share=10 / (END - 16))
-    cross = Prefiller(workshop, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
-    job = drive(cross, start(cross, workshop, Prefill("speculative", chooser="cross")))
+def test_scores_from_elsewhere_choose_and_are_paid_for(ctx: DraftContext):
+    source, profile = Fake(ctx), make_profile(share=10 / (END - 16))
+    cross = Prefiller(ctx, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
+    job = drive(cross, start(cross, ctx, Prefill("speculative", chooser="cross")))
     assert (job.depths[90:100] == job.layers).all()
-    plain = drive(cross, start(cross, workshop, Prefill("speculative", chooser="start")))
+    plain = drive(cross, start(cross, ctx, Prefill("speculative", chooser="start")))
     assert job.report.cost == pytest.approx(plain.report.cost + 0.1, abs=0.07)
     assert (plain.depths[16:26] == plain.layers).all()
 
 
-def test_thresholds_of_another_target_are_refused(workshop: Workshop):
-    prefiller = make_prefiller(workshop, Fake(workshop), thresholds={"key": [0.1] * 5})
+def test_thresholds_of_another_target_are_refused(ctx: DraftContext):
+    prefiller = make_prefiller(ctx, Fake(ctx), thresholds={"key": [0.1] * 5})
     problem = prefiller.problem(SETTINGS, 1000)
     assert isinstance(problem, BadProfile) and "5 thresholds for 'key'" in str(problem)
 
@@ -144,12 +144,12 @@ def test_mapped_sources_are_checked_and_repaired(
 ):
     """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""
     folder = tiny_folder("llama")
-    workshop = common.make_workshop(folder)
+    ctx = common.make_workshop(folder)
     profile = common.make_profile(kind, common.make_maps(folder, base, taps if right else (0,)))
     profile.thresholds = STRICT
-    logits = workshop.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()
-    common.clear(workshop.pool)
-    prefiller = Prefiller(workshop, profile, Policy(first=8, tail=common.TAIL, shortest=16, spans=2, span=4))
+    logits = ctx.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()
+    common.clear(ctx.pool)
+    prefiller = Prefiller(ctx, profile, Policy(first=8, tail=common.TAIL, shortest=16, spans=2, span=4))
     chooser = "tail" if not by_source else "draft" if kind == "draft" else "lower"
     settings = Prefill("speculative", chooser=chooser) if by_source else SETTINGS
     price = 0.4 if by_source else 0.2  # maps dwarf tiny models; asking the tail costs about as much as the difference
@@ -159,5 +159,5 @@ def test_mapped_sources_are_checked_and_repaired(
     assert [span["passed"] for span in job.report.spans] == [right, right]
     assert job.phase is (Phase.DONE if right else Phase.EXACT)
     if right:
-        assert apart(answer(workshop, job), logits) < 1e-4
+        assert apart(answer(ctx, job), logits) < 1e-4
     prefiller.close(job)

@@ -16,7 +16,7 @@ from forerun.engine.sequence import Event
 from forerun.prefill.provisional import LONGEST, Provisional
 from tests.engine.common import Answer, finish, make_engine, run
 from tests.engine.fake_prefiller import fake
-from tests.engine.test_drafting import DRAFTED, EXACT, assert_clean, prompt
+from tests.engine.test_speculative_prefill import DRAFTED, EXACT, assert_clean, prompt
 
 PROVISIONAL = replace(EXACT, prefill="provisional")
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}

@@ -13,11 +13,11 @@ import pytest
 from forerun.core import Grammar, SamplingParams, Speculation
 from forerun.engine.engine import Engine
 from forerun.models.decoder import Output
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.provisional import NAME, Provisional
 from tests.engine.common import Answer, finish, make_engine, run
 from tests.engine.fake_prefiller import fake
-from tests.engine.test_drafting import EXACT, assert_clean, prompt
+from tests.engine.test_speculative_prefill import EXACT, assert_clean, prompt
 from tests.prefill.test_provisional import PROVISIONAL, SAMPLED, cancel, final, said, three_answers, tokens
 
 ROWS = 4

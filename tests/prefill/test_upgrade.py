@@ -11,12 +11,12 @@ import pytest
 
 from forerun import LLM
 from forerun.core import SamplingParams
-from forerun.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.prefill.upgrade import MOST
+from forerun.runtime.driver import Driver
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.fake_prefiller import fake
-from tests.engine.test_drafting import BAD, DRAFTED, EXACT, assert_clean, prompt
+from tests.engine.test_speculative_prefill import BAD, DRAFTED, EXACT, assert_clean, prompt
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from forerun.decode.grammar import GrammarCompiler
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Grammar
 from forerun.serve.tool_calls import TAG, CallReader
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
 from forerun.serve.tool_schema import Tool
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests.tiny import VOCAB, write_tokenizer
 
 Call = tuple[str, str]

@@ -14,9 +14,9 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.core import TokenLogprob
 from forerun.errors import BadRequest, ForerunError
+from forerun.recipes.compare import compare, sampled
 from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
 from forerun.sharing.branching import entropy, step_starts
-from forerun.sharing.compare import compare, sampled
 from forerun.sharing.rollout import RolloutConfig, arollout, rollout
 from forerun.sharing.scoring import score_continuations
 from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory

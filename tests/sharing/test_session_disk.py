@@ -172,7 +172,7 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
 ):
     """Beside every session a plain list of its tokens and where its turns began; answers are those of an engine with
     room for everything. A small pool: sessions push each other out, to memory and disk."""
-    dice, folders = random.Random(seed), iter(range(100))
+    rng, folders = random.Random(seed), iter(range(100))
     options = {"pool_tokens": 1024, "host_bytes": 256 << 10}
     running = make(disk=tmp_path / "0", **options)
     known: dict[str, tuple[list[int], list[int]]] = {}
@@ -186,8 +186,8 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
         return make(disk=left if crash else disk.folder, **options)  # type: ignore[union-attr]
 
     for _ in range(25):
-        action = dice.choice(["turn", "turn", "turn", "fork", "rewind", "restart", "crash", "close"])
-        name = dice.choice([*known, f"new {len(known)}"])
+        action = rng.choice(["turn", "turn", "turn", "fork", "rewind", "restart", "crash", "close"])
+        name = rng.choice([*known, f"new {len(known)}"])
         tokens, starts = known.get(name, ([], []))
         if len(tokens) > 700 and action == "turn":
             continue
@@ -195,7 +195,7 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
             running = restart(action == "crash")
         elif action == "turn" or not tokens:
             session = running.session(name)
-            new = [dice.randrange(5, 300) for _ in range(dice.randrange(1, 80))]
+            new = [rng.randrange(5, 300) for _ in range(rng.randrange(1, 80))]
             session.append(new)
             answer = session.answer(PARAMS)
             assert answer.prompt_ids == [*tokens, *new]
@@ -205,7 +205,7 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
             running.session(name, create=False).fork(f"fork {len(known)}")
             known[f"fork {len(known)}"] = (list(tokens), list(starts))
         elif action == "rewind":
-            turns = dice.randint(1, len(starts))
+            turns = rng.randint(1, len(starts))
             running.session(name, create=False).rewind(turns=turns)
             known[name] = (tokens[: starts[-turns]], starts[:-turns])
         else:

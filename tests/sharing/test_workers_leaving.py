@@ -135,7 +135,7 @@ def test_a_request_elsewhere_waits_for_workers_who_go_on(tiny_folder: Callable[[
 def test_pages_of_an_abandoned_iterator_are_taken_back(
     tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("forerun.engine.loans.PATIENCE", 0.05)
+    monkeypatch.setattr("forerun.engine.leases.PATIENCE", 0.05)
     with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
         running = paused(llm)
         with ThreadPoolExecutor(1) as other:

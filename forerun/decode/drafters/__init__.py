@@ -1,10 +1,10 @@
 """The drafters that come with Forerun; importing them here registers their names."""
 
 from forerun.decode.drafters import copying, cross, grammar, lookup, model, selfdraft, suffix
-from forerun.decode.drafters.base import Ask, Drafter, register, registered
+from forerun.decode.drafters.base import Drafter, DraftRequest, register, registered
 
 __all__ = [
-    "Ask",
+    "DraftRequest",
     "Drafter",
     "copying",
     "cross",

@@ -1,4 +1,5 @@
-"""The drafting contract: what a drafter may know of a sequence (`Ask`), what it gives (`Draft`), and the list of names.
+"""The drafting contract: what a drafter may know of a sequence (`DraftRequest`), what it gives (`Draft`), and the list
+of names.
 
 A drafter of your own is one class: derive from `Drafter`, give it a name, and `@register` it. It need not be right: a
 draft is verified, and one that raises or is malformed only ends drafting for that request. Knows no verifier, no
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forerun.core import Draft
 from forerun.decode.sampling import Context
-from forerun.decode.target import Dice
+from forerun.decode.target import Rng
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
-    from forerun.decode.workshop import Workshop
+    from forerun.decode.draft_context import DraftContext
 
 
 CATCH_UP = 512  # tokens of a prompt that a draft model reads in one step at most, so that others do not wait for all
 
 
 @dataclass
-class Ask:
+class DraftRequest:
     """One sequence that wants guesses about what follows its last token. Nothing here may be changed."""
 
     id: int  # the same for all asks of a sequence
@@ -36,9 +37,11 @@ class Ask:
     pages: array[int]  # its pages; they hold `len(tokens) + nodes` entries
     offered: Draft | None = None  # what free drafters guessed, for drafters that can tell how good it is
     at_random: bool = False  # draw from the drafter's own distribution and give it as `proposals`
-    dice: Dice | None = None  # what to draw with; None: numbers of the request's own seed
-    least: Sequence[float] = ()  # the same for drafters that decide on a device: path chances to go on from, by depth
-    worth: Callable[[float, int], bool] | None = None  # (chance of the path, depth): is one more forward worth it?
+    rng: Rng | None = None  # what to draw with; None: numbers of the request's own seed
+    least: Sequence[
+        float
+    ] = ()  # the same for drafters that decide on a device: path probabilities to go on from, by depth
+    worth: Callable[[float, int], bool] | None = None  # (probability of the path, depth): is one more forward worth it?
 
     @property
     def tokens(self) -> list[int]:
@@ -59,24 +62,24 @@ class Drafter(ABC):
     name: ClassVar[str]
     free: ClassVar[bool] = True  # costs no forward of a model
     remembers: ClassVar[bool] = False  # guesses from what other requests said
-    draws: ClassVar[bool] = False  # can draw at random and tell its distribution (`Ask.at_random`)
+    draws: ClassVar[bool] = False  # can draw at random and tell its distribution (`DraftRequest.at_random`)
     longest: int = 1 << 30  # of paid drafters: tokens their model's context holds
-    on_device: bool = False  # decides by `Ask.least`, not `Ask.worth`, when to stop
+    on_device: bool = False  # decides by `DraftRequest.least`, not `DraftRequest.worth`, when to stop
     rounds: Sequence[Round] = ()  # of paid drafters: the rounds of the last `propose`
 
-    def __init__(self, workshop: Workshop) -> None:  # noqa: B027
+    def __init__(self, ctx: DraftContext) -> None:  # noqa: B027
         """Made once per engine, when a request first asks for it."""
 
     @classmethod
-    def problem(cls, workshop: Workshop) -> BadRequest | None:
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
         """Why this drafter cannot work here, if it cannot: asked before it is made."""
         return None
 
     @abstractmethod
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         """One draft for each ask, in order; an empty one where there is nothing to guess."""
 
-    def behind(self, ask: Ask) -> int:
+    def behind(self, ask: DraftRequest) -> int:
         """Tokens a paid drafter must run before it can guess for this sequence."""
         return 0
 
@@ -97,7 +100,7 @@ _KINDS: dict[str, type[Drafter]] = {}
 
 
 def register(kind: type[Drafter]) -> type[Drafter]:
-    """Make a drafter available by its name: `@register` above a class whose constructor takes a `Workshop`."""
+    """Make a drafter available by its name: `@register` above a class whose constructor takes a `DraftContext`."""
     _KINDS[kind.name] = kind
     return kind
 

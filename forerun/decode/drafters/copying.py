@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forerun.core import Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
-from forerun.decode.drafters.lookup import LONGEST, Child, NgramIndex, chance_of, grow
+from forerun.decode.drafters.base import Drafter, DraftRequest, register
+from forerun.decode.drafters.lookup import LONGEST, Child, NgramIndex, grow, prob_of
 
 if TYPE_CHECKING:
-    from forerun.decode.workshop import Workshop
+    from forerun.decode.draft_context import DraftContext
 
 _BEHIND, _AHEAD = 8, 32  # tokens around the pointer that are searched for the answer's last ones
 _DETOUR = 8  # a match this many tokens farther away must be one token longer
-_SOLID = 3  # tokens copied that make it more than a chance match
+_SOLID = 3  # tokens copied that make it more than a probability match
 _MEMORY = 16  # tokens over which the share of copied ones is taken
 _LOST = 32  # tokens off the prompt after which nobody expects the answer back where it left
 _ANYWHERE = 2  # shortest match that counts far from the pointer
@@ -48,7 +48,7 @@ class Pointer:
         self.size = num_prompt  # tokens of the sequence that were followed
         self.next = -1  # the place in the prompt that comes next; -1: off
         self.run = 0  # tokens copied since the last change
-        self.anchor = -1  # where the answer left the prompt after more than a chance match; -1: not known
+        self.anchor = -1  # where the answer left the prompt after more than a probability match; -1: not known
         self.off = 0  # tokens since then
         self.share = 0.5  # how much of the answer was copied of late
         self._index = NgramIndex()
@@ -109,13 +109,13 @@ class Pointer:
 class Copy(Drafter):
     name = "copy"
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         self._pointers: dict[int, Pointer] = {}
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [self._propose(ask) for ask in asks]
 
-    def _propose(self, ask: Ask) -> Draft:
+    def _propose(self, ask: DraftRequest) -> Draft:
         context, tokens, start = ask.context, ask.tokens, ask.context.num_prompt
         if context.params.prediction:  # takes the prompt's place
             tokens, start = [*context.params.prediction, *tokens[start:]], len(context.params.prediction)
@@ -139,8 +139,8 @@ class Copy(Drafter):
             for token, group in groups.items():
                 weight = sum(place[0] for place in group)
                 run = group[0][2] - 1
-                chance = weight * chance_of(_ODDS[min(run, LONGEST)] + bonus) if run else weight
-                children.append((token, chance, [(w / weight, place, run) for w, place, run in group]))
+                prob = weight * prob_of(_ODDS[min(run, LONGEST)] + bonus) if run else weight
+                children.append((token, prob, [(w / weight, place, run) for w, place, run in group]))
             return children
 
         return grow(places, expand, ask, self.name)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.core import Draft
-from forerun.decode.drafters.base import CATCH_UP, Ask, Drafter, Round, register
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, Round, register
 from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, shares, whole_characters
 from forerun.decode.drafters.spare import SparePages
-from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 
 CHOICES = 3  # likeliest tokens of a round: the first is drafted on, the others become side branches of one token
 LEAST = 0.05  # side branches less likely than this are not worth naming
@@ -40,15 +40,17 @@ class _State:
 class _Growth:
     """One draft in the making: a chain of the draft model's tokens, and the target's tokens that it amounts to."""
 
-    ask: Ask
+    ask: DraftRequest
     state: _State
     rounds: int
     drafted: list[int] = field(default_factory=list)
     text: bytes = b""  # of all of `drafted`
-    parts: list[tuple[int, float]] = field(default_factory=list)  # bytes and chance of each
+    parts: list[tuple[int, float]] = field(default_factory=list)  # bytes and probability of each
     path: float = 1.0
     tokens: list[int] = field(default_factory=list)  # of the target
-    others: list[tuple[int, int, float]] = field(default_factory=list)  # after so many drafted: a token, its chance
+    others: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # after so many drafted: a token, its probability
     over: bool = False
 
 
@@ -57,33 +59,33 @@ class CrossDrafter(Drafter):
     name = "cross"
     free = False
 
-    def __init__(self, workshop: Workshop) -> None:
-        draft, runner = workshop.draft, workshop.draft_runner
+    def __init__(self, ctx: DraftContext) -> None:
+        draft, runner = ctx.draft, ctx.draft_runner
         assert draft is not None and runner is not None
-        assert workshop.tokenizer is not None and draft.tokenizer is not None
-        self._runner, self._pool = runner, workshop.pool
-        self._target, self._draft = workshop.tokenizer, draft.tokenizer
+        assert ctx.tokenizer is not None and draft.tokenizer is not None
+        self._runner, self._pool = runner, ctx.pool
+        self._target, self._draft = ctx.tokenizer, draft.tokenizer
         self._ends = {*draft.decoder.config.eos_ids, *draft.tokenizer.eos_ids, *draft.tokenizer.special_ids}
-        self.longest = min(workshop.max_context, draft.decoder.config.max_context)
-        assert workshop.draft_plane is not None
-        self._spare = SparePages(workshop.pool, workshop.draft_plane, workshop.make_room)
+        self.longest = min(ctx.max_context, draft.decoder.config.max_context)
+        assert ctx.draft_plane is not None
+        self._spare = SparePages(ctx.pool, ctx.draft_plane, ctx.make_room)
         self.rounds: list[Round] = []
         self._states: dict[int, _State] = {}
 
     @classmethod
-    def problem(cls, workshop: Workshop) -> BadRequest | None:
-        if workshop.draft is None:
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
+        if ctx.draft is None:
             return BadRequest(
                 f"the drafter {cls.name!r} needs a draft model",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
-        if workshop.draft.same_tokens:
+        if ctx.draft.same_tokens:
             return BadRequest(
-                f"the tokens of {workshop.draft.source} are the target's own, there is nothing to translate",
+                f"the tokens of {ctx.draft.source} are the target's own, there is nothing to translate",
                 "use the drafter `model`",
             )
-        if workshop.tokenizer is None or workshop.draft.tokenizer is None:
-            missing = "the target" if workshop.tokenizer is None else workshop.draft.source
+        if ctx.tokenizer is None or ctx.draft.tokenizer is None:
+            missing = "the target" if ctx.tokenizer is None else ctx.draft.source
             return BadRequest(
                 f"the drafter {cls.name!r} goes through the text, and {missing} has no tokenizer",
                 "use models that come with their tokenizer",
@@ -92,7 +94,7 @@ class CrossDrafter(Drafter):
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         grown = [_Growth(ask, self._state(ask), ask.depth + EXTRA) for ask in asks]
         ready = self._catch_up(grown)
         self.rounds = []
@@ -102,7 +104,7 @@ class CrossDrafter(Drafter):
             self.rounds.append(Round(len(ready), len(ready), time.perf_counter() - start))
         return [self._finished(g) for g in grown]
 
-    def behind(self, ask: Ask) -> int:
+    def behind(self, ask: DraftRequest) -> int:
         state = self._state(ask)
         return len(state.transcript.ids) - len(state.ran)
 
@@ -116,7 +118,7 @@ class CrossDrafter(Drafter):
 
     # -- catching up with the target -----------------------------------------------------------------------------------
 
-    def _state(self, ask: Ask) -> _State:
+    def _state(self, ask: DraftRequest) -> _State:
         """What the draft model has of the text as it is now: drafts that came true stay."""
         state = self._states.get(ask.id)
         if state is None:
@@ -167,13 +169,13 @@ class CrossDrafter(Drafter):
         heat = [1.0 if g.ask.context.params.greedy else g.ask.context.params.temperature for g in growing]
         probs = torch.softmax(logits / torch.tensor(heat, device=logits.device)[:, None], -1)
         top = probs.topk(CHOICES, -1)
-        for g, span, tokens, chances in zip(growing, spans, top.indices.tolist(), top.values.tolist(), strict=True):
+        for g, span, tokens, probs in zip(growing, spans, top.indices.tolist(), top.values.tolist(), strict=True):
             g.state.ran += span.ids
-            found = [(len(g.drafted), token, min(1.0, p)) for token, p in zip(tokens, chances, strict=True)]
+            found = [(len(g.drafted), token, min(1.0, p)) for token, p in zip(tokens, probs, strict=True)]
             self._take(g, tokens[0], found[0][2])
             g.others += [other for other in found[0 if g.over else 1 :] if other[2] >= LEAST]
 
-    def _take(self, g: _Growth, token: int, chance: float) -> None:
+    def _take(self, g: _Growth, token: int, prob: float) -> None:
         """Draft on with the likeliest token, unless it ends the answer or cannot follow."""
         part = self._bytes(token)
         if not part or not self._fits(g, g.text + part):
@@ -181,8 +183,8 @@ class CrossDrafter(Drafter):
             return
         g.drafted.append(token)
         g.text += part
-        g.parts.append((len(part), chance))
-        g.path *= chance
+        g.parts.append((len(part), prob))
+        g.path *= prob
         g.tokens = self._cut(g, g.text)
 
     def _bytes(self, token: int) -> bytes:
@@ -203,35 +205,35 @@ class CrossDrafter(Drafter):
     # -- the draft -----------------------------------------------------------------------------------------------------
 
     def _finished(self, g: _Growth) -> Draft:
-        """The target's tokens with their share of the chances, and a token for each other way to go on."""
+        """The target's tokens with their share of the probabilities, and a token for each other way to go on."""
         most = g.ask.nodes
         chain = g.tokens[:most]
-        draft = Draft.chain(chain, self._chances(g, g.parts, chain), self.name)
+        draft = Draft.chain(chain, self._probs(g, g.parts, chain), self.name)
         known = set(zip(draft.parents, draft.tokens, strict=True))
-        for place, token, chance in g.others:
-            tokens, chances = self._other(g, place, token, chance)
+        for place, token, prob in g.others:
+            tokens, probs = self._other(g, place, token, prob)
             same = next((i for i, (a, b) in enumerate(zip(tokens, chain, strict=False)) if a != b), len(chain))
             if same >= len(tokens) or same > len(chain) or (same - 1, tokens[same]) in known or len(draft) >= most:
                 continue
             known.add((same - 1, tokens[same]))
-            draft.add(tokens[same], same - 1, chances[same], self.name)
+            draft.add(tokens[same], same - 1, probs[same], self.name)
         return draft
 
-    def _other(self, g: _Growth, place: int, token: int, chance: float) -> tuple[list[int], list[float]]:
-        """The target's tokens where this one of the draft's follows the first `place`, and their chances."""
+    def _other(self, g: _Growth, place: int, token: int, prob: float) -> tuple[list[int], list[float]]:
+        """The target's tokens where this one of the draft's follows the first `place`, and their probabilities."""
         parts = g.parts[:place]
         text, part = g.text[: sum(length for length, _ in parts)], self._bytes(token)
         if not self._fits(g, text + part):
             return [], []
-        parts = [*parts, (len(part), chance)] if part else parts
+        parts = [*parts, (len(part), prob)] if part else parts
         tokens = self._cut(g, text + part)
-        chances = self._chances(g, parts, tokens)
+        probs = self._probs(g, parts, tokens)
         end = None if part else counterpart(token, self._draft, self._target)
         if end is not None and self._length(tokens) + len(g.state.transcript.rest) == len(text):
-            return [*tokens, end], [*chances, chance]
-        return tokens, chances
+            return [*tokens, end], [*probs, prob]
+        return tokens, probs
 
-    def _chances(self, g: _Growth, parts: list[tuple[int, float]], tokens: list[int]) -> list[float]:
+    def _probs(self, g: _Growth, parts: list[tuple[int, float]], tokens: list[int]) -> list[float]:
         lengths = [len(self._target.token_bytes(token)) for token in tokens]
         return shares(parts, [len(g.state.transcript.rest), *lengths])[1:] if tokens else []
 

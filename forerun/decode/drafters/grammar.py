@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
+from forerun.decode.drafters.base import Drafter, DraftRequest, register
 from forerun.decode.grammar import AnswerGrammar, DeadEnd, Vocabulary
 from forerun.decode.sampling import Constraint
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from forerun.decode.workshop import Workshop
+    from forerun.decode.draft_context import DraftContext
 
-SPELT = 0.97  # chance of a token of certain text in its usual spelling
+SPELT = 0.97  # probability of a token of certain text in its usual spelling
 LAST = 0.8  # of the last one, which may grow together with what follows
 SPACED = 0.85  # of one that rests on a guess about white space
 END = 0.95  # of the first among several tokens that end an answer
@@ -62,11 +62,11 @@ class Letters:
 class GrammarDrafter(Drafter):
     name = "grammar"
 
-    def __init__(self, workshop: Workshop | None = None) -> None:
-        """Sequences bring their own grammars; nothing of the workshop is needed."""
+    def __init__(self, ctx: DraftContext | None = None) -> None:
+        """Sequences bring their own grammars; nothing of the draft context is needed."""
         self._letters: Letters | None = None
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         drafts = []
         for ask in asks:
             drafts.append(Draft())
@@ -92,7 +92,7 @@ def prune(draft: Draft, constraint: Constraint | None) -> Draft:
     pruned, places = Draft(), {ROOT: ROOT}
     for node in sorted(kept):
         parent = places[draft.parents[node]]
-        places[node] = pruned.add(draft.tokens[node], parent, draft.chances[node], draft.sources[node])
+        places[node] = pruned.add(draft.tokens[node], parent, draft.probs[node], draft.sources[node])
     return pruned
 
 
@@ -106,8 +106,8 @@ def _grow(draft: Draft, constraint: AnswerGrammar, letters: Letters, limit: int)
             found = _spelt(constraint, letters, path, left) or _without_text(constraint, path, left)
         except DeadEnd:  # a request that gets there meets it again, and then it counts
             return
-        for token, chance in found:
-            draft.add(token, len(draft) - 1, chance, GrammarDrafter.name)
+        for token, prob in found:
+            draft.add(token, len(draft) - 1, prob, GrammarDrafter.name)
         if not found:
             return
 
@@ -121,7 +121,7 @@ def _without_text(constraint: AnswerGrammar, path: list[int], limit: int) -> lis
 
 
 def _spelt(constraint: AnswerGrammar, letters: Letters, path: list[int], limit: int) -> list[tuple[int, float]]:
-    """The likely text after `path` in tokens, each with its chance."""
+    """The likely text after `path` in tokens, each with its probability."""
     text, guessed = _text(constraint, letters, path, limit * _TOKEN_BYTES)
     tokens = spell(constraint.vocabulary.tokenizer, [*constraint.tokens[-_BEFORE:], *path][-_BEFORE:], text)
     whole = len(tokens) <= limit and len(text) < limit * _TOKEN_BYTES
@@ -130,12 +130,12 @@ def _spelt(constraint: AnswerGrammar, letters: Letters, path: list[int], limit: 
     for i, token in enumerate(tokens):
         end = at + len(constraint.vocabulary.tokens[token])
         if any(at <= place < end for place in guessed):
-            chance = SPACED
+            prob = SPACED
         elif letters.one_token(text[at:]) and constraint.forced([*path, *tokens[:i]], 1):
-            chance = 1.0
+            prob = 1.0
         else:
-            chance = LAST if whole and i == len(tokens) - 1 else SPELT
-        found.append((token, chance))
+            prob = LAST if whole and i == len(tokens) - 1 else SPELT
+        found.append((token, prob))
         at = end
     return found
 

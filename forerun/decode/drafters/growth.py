@@ -1,4 +1,5 @@
-"""One draft tree in the making, for drafters that run a model. Knows no model: tokens and chances come from outside."""
+"""One draft tree in the making, for drafters that run a model. Knows no model: tokens and probabilities come from
+outside."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask
+from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.sampling import Row
-from forerun.decode.target import DRAFTING, SeededDice
+from forerun.decode.target import DRAFTING, SeededRng
 
 LEAST = 0.02  # children less likely than this are not worth naming beside the likeliest
 MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
@@ -19,22 +20,22 @@ MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
 class Growth:
     """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
 
-    ask: Ask
+    ask: DraftRequest
     source: str
     draft: Draft = field(default_factory=Draft)
-    path: list[float] = field(default_factory=list)  # chance that each node is reached and accepted
+    path: list[float] = field(default_factory=list)  # probability that each node is reached and accepted
     depth: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
 
-    def add(self, token: int, parent: int, chance: float) -> int:
-        self.path.append(chance if parent == ROOT else self.path[parent] * chance)
+    def add(self, token: int, parent: int, prob: float) -> int:
+        self.path.append(prob if parent == ROOT else self.path[parent] * prob)
         self.depth.append(1 if parent == ROOT else self.depth[parent] + 1)
-        return self.draft.add(token, parent, chance, self.source)
+        return self.draft.add(token, parent, prob, self.source)
 
-    def rescore(self, node: int, chance: float) -> None:
+    def rescore(self, node: int, prob: float) -> None:
         parent = self.draft.parents[node]
-        self.draft.chances[node] = chance
-        self.path[node] = chance if parent == ROOT else self.path[parent] * chance
+        self.draft.probs[node] = prob
+        self.path[node] = prob if parent == ROOT else self.path[parent] * prob
 
     def row(self, node: int) -> Row:
         return Row(self.ask.context, [self.draft.tokens[i] for i in self.draft.path(node)])
@@ -59,12 +60,12 @@ class Growth:
         ran = set(self.entries)
         return [n for n in range(len(self.draft)) if n not in ran and self.depth[n] < self.ask.depth]
 
-    def likeliest(self, node: int, tokens: list[int], chances: list[float]) -> None:
+    def likeliest(self, node: int, tokens: list[int], probs: list[float]) -> None:
         """The likeliest tokens after a node that just ran become its children; those that are there already stay."""
         known = {self.draft.tokens[n] for n in range(len(self.draft)) if self.draft.parents[n] == node}
-        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
-            if (rank == 0 or chance >= LEAST) and token not in known:
-                self.add(token, node, chance)
+        for rank, (token, prob) in enumerate(zip(tokens, probs, strict=True)):
+            if (rank == 0 or prob >= LEAST) and token not in known:
+                self.add(token, node, prob)
 
     def drawn(self, node: int, q: Tensor) -> None:
         """Children drawn without replacement from q [V]. How many there are is settled before the first is drawn:
@@ -73,10 +74,10 @@ class Growth:
         count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
         if len(self.draft) + count > self.ask.nodes:
             return
-        dice = self.ask.dice or SeededDice(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
+        rng = self.ask.rng or SeededRng(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
         rest = q.double()
         for _ in range(count):
-            token = dice.pick(rest)
+            token = rng.pick(rest)
             self.add(token, node, float(q[token]))
             rest = rest.clone()
             rest[token] = 0.0

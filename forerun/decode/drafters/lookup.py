@@ -15,10 +15,10 @@ from math import exp
 from typing import TYPE_CHECKING, TypeVar
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
+from forerun.decode.drafters.base import Drafter, DraftRequest, register
 
 if TYPE_CHECKING:
-    from forerun.decode.workshop import Workshop
+    from forerun.decode.draft_context import DraftContext
 
 _SHIFT = 24  # bits of a token in a key; a collision would only be a bad guess
 _TRIED = 8  # newest occurrences of the last pair that are compared
@@ -36,33 +36,33 @@ _DISPUTED = (0.0, 0.0, -0.9, -1.2, -1.6)  # by the number of continuations
 _MAJORITY = 0.6  # the first of several has more than half of the occurrences
 
 State = TypeVar("State")
-Child = tuple[int, float, State]  # token, chance given its parent, what follows it
+Child = tuple[int, float, State]  # token, probability given its parent, what follows it
 Continuation = tuple[int, int, int]  # length of the match, place that comes next, distance to what it matches
 
 
-def chance_of(log_odds: float) -> float:
+def prob_of(log_odds: float) -> float:
     return 1.0 / (1.0 + exp(-log_odds))
 
 
-def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], ask: Ask, source: str) -> Draft:
+def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], ask: DraftRequest, source: str) -> Draft:
     """The likeliest paths of a tree that `expand` unfolds, best first, until the ask's nodes or depth are used up."""
     draft = Draft()
-    tokens, parents, chances = draft.tokens, draft.parents, draft.chances
+    tokens, parents, probs = draft.tokens, draft.parents, draft.probs
     frontier: list[tuple[float, int, int, float, int, int, State]] = []
     made, node, depth, path, state = 0, ROOT, 1, 1.0, root
     while True:
         if depth <= ask.depth:
-            for token, chance, child in expand(state):
-                if path * chance >= _LEAST:
+            for token, prob, child in expand(state):
+                if path * prob >= _LEAST:
                     made += 1  # ties go to the older, and states are never compared
-                    heappush(frontier, (-path * chance, made, token, chance, node, depth, child))
+                    heappush(frontier, (-path * prob, made, token, prob, node, depth, child))
         if not frontier or len(tokens) >= ask.nodes:
             break
-        key, _, token, chance, parent, depth, state = heappop(frontier)
+        key, _, token, prob, parent, depth, state = heappop(frontier)
         node, path, depth = len(tokens), -key, depth + 1
         tokens.append(token)
         parents.append(parent)
-        chances.append(chance)
+        probs.append(prob)
     draft.sources = [source] * len(tokens)
     return draft
 
@@ -121,13 +121,13 @@ class NgramIndex:
 class Lookup(Drafter):
     name = "lookup"
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [self._propose(ask) for ask in asks]
 
-    def _propose(self, ask: Ask) -> Draft:
+    def _propose(self, ask: DraftRequest) -> Draft:
         tokens = ask.tokens
         index = self._indices.get(ask.id)
         if index is None or index.size >= len(tokens):
@@ -150,7 +150,7 @@ class Lookup(Drafter):
 
     @staticmethod
     def _weigh(groups: dict[int, list[Continuation]], matches: int, num_prompt: int) -> list[Child[list[Continuation]]]:
-        """The continuations with their chances, the one after the longest match first."""
+        """The continuations with their probabilities, the one after the longest match first."""
         first = next(iter(groups.values()))
         length, place, _ = first[0]
         log_odds = _ODDS[min(length - 1, LONGEST)] + (_IN_PROMPT if place <= num_prompt else 0.0)
@@ -158,9 +158,9 @@ class Lookup(Drafter):
             log_odds += _DISPUTED[min(len(groups), 4)] + (_MAJORITY if 2 * len(first) > matches else 0.0)
         elif matches > 1:
             log_odds += _AGREED
-        chance = chance_of(log_odds)
-        other = (1.0 - chance) / len(groups) ** 2  # measured: of two, the other is right in a quarter of the misses
-        return [(token, chance if group is first else other, group) for token, group in groups.items()]
+        prob = prob_of(log_odds)
+        other = (1.0 - prob) / len(groups) ** 2  # measured: of two, the other is right in a quarter of the misses
+        return [(token, prob if group is first else other, group) for token, group in groups.items()]
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._indices.pop(seq_id, None)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import CATCH_UP, Ask, Drafter, Round, register
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, Round, register
 from forerun.decode.drafters.growth import Growth
 from forerun.decode.sampling import distribution, shape
-from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
-from forerun.models.runner import Span
-from forerun.models.short_head import ShortHead
+from forerun.models.execution.runner import Span
+from forerun.models.execution.short_head import ShortHead
 
 SCORED = 7  # offered tokens that are scored in the first round
 SIDE = 0.25  # further nodes run in a round if their path is this likely
@@ -46,36 +46,36 @@ class ModelDrafter(Drafter):
     side_branches = 2  # nodes beside the surest that may run in a round
     children = 3  # likeliest tokens that become children of a node
 
-    def __init__(self, workshop: Workshop) -> None:
-        assert workshop.draft_runner is not None
-        self._runner, self._pool = workshop.draft_runner, workshop.pool
-        self._vocab = workshop.runner.decoder.config.vocab_size
-        assert workshop.draft_plane is not None
-        self._plane = workshop.draft_plane
+    def __init__(self, ctx: DraftContext) -> None:
+        assert ctx.draft_runner is not None
+        self._runner, self._pool = ctx.draft_runner, ctx.pool
+        self._vocab = ctx.runner.decoder.config.vocab_size
+        assert ctx.draft_plane is not None
+        self._plane = ctx.draft_plane
         self._states: dict[int, _State] = {}
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
         self.on_device = self._runner.can_chain
-        self.longest = min(workshop.max_context, self._runner.decoder.config.max_context)
+        self.longest = min(ctx.max_context, self._runner.decoder.config.max_context)
         self.rounds: list[Round] = []
 
     @classmethod
-    def problem(cls, workshop: Workshop) -> BadRequest | None:
-        if workshop.draft is None:
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
+        if ctx.draft is None:
             return BadRequest(
                 f"the drafter {cls.name!r} needs a draft model",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
-        if not workshop.draft.same_tokens:
+        if not ctx.draft.same_tokens:
             return BadRequest(
-                f"the tokens of {workshop.draft.source} are not the target's, so their ids mean different text",
+                f"the tokens of {ctx.draft.source} are not the target's, so their ids mean different text",
                 "use the drafter `cross`, which goes through the text",
             )
         return None
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         self.rounds = []
         grown = [Growth(ask, self.name) for ask in asks]
         fitting = [g for g in grown if len(g.ask.tokens) + max(g.ask.depth, g.ask.nodes) < self.longest]
@@ -95,13 +95,13 @@ class ModelDrafter(Drafter):
     def time_round(self, tokens: int, context: int) -> float:
         return self._runner.time_forward(tokens, context, repeats=2)
 
-    def behind(self, ask: Ask) -> int:
+    def behind(self, ask: DraftRequest) -> int:
         """Tokens of a sequence that the draft model has not seen yet."""
         return len(ask.tokens) - self._state(ask).valid
 
     # -- catching up with the target -----------------------------------------------------------------------------------
 
-    def _state(self, ask: Ask) -> _State:
+    def _state(self, ask: DraftRequest) -> _State:
         """What is computed for the tokens as they are now: drafts that came true stay, whole shared pages count."""
         state = self._states.get(ask.id)
         if state is None or state.pages is not ask.pages:
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
             whole += 1
         return whole * size
 
-    def _catch_up(self, ask: Ask) -> bool:
+    def _catch_up(self, ask: DraftRequest) -> bool:
         """Run all but the last few missing tokens; False where a long prompt needs another step."""
         state, tokens = self._state(ask), ask.tokens
         missing = len(tokens) - state.valid
@@ -160,15 +160,15 @@ class ModelDrafter(Drafter):
             return False
         steps = len(chains.tokens[0])
         self.rounds = [Round(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
-        for g, tokens, chances in zip(ready, chains.tokens, chains.chances, strict=True):
+        for g, tokens, probs in zip(ready, chains.tokens, chains.probs, strict=True):
             node = ROOT
-            for token, chance in list(zip(tokens, chances, strict=True))[: g.ask.depth]:
-                node = g.add(token, node, chance)
+            for token, prob in list(zip(tokens, probs, strict=True))[: g.ask.depth]:
+                node = g.add(token, node, prob)
             g.entries = list(range(len(tokens) - 1))[: g.ask.depth]  # the last guess did not run
             self._advance(self._states[g.ask.id], len(g.ask.tokens))
         return True
 
-    def _unseen(self, ask: Ask) -> Span:
+    def _unseen(self, ask: DraftRequest) -> Span:
         valid = self._states[ask.id].valid
         ids = ask.tokens[valid:]
         return Span(ids, valid, ask.pages, range(len(ids) - 1, len(ids)))
@@ -236,12 +236,12 @@ class ModelDrafter(Drafter):
                 g.drawn(node, q)
             return
         rows = {node: row for row, node in enumerate(nodes)}
-        for node in range(len(g.draft)):  # what was offered gets the draft model's own chance
+        for node in range(len(g.draft)):  # what was offered gets the draft model's own probability
             if g.draft.parents[node] in rows:
                 g.rescore(node, float(probs[rows[g.draft.parents[node]], g.draft.tokens[node]]))
         top = probs.topk(self.children, -1)
-        for node, tokens, chances in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
-            g.likeliest(node, tokens, chances)
+        for node, tokens, probs in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
+            g.likeliest(node, tokens, probs)
 
     def _probs(self, g: Growth, nodes: list[int], logits: Tensor) -> Tensor:
         """The draft's distribution over the target's tokens, penalties, grammar and temperature included."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 OPEN = 96  # characters at the end that may still be encoded otherwise when more follow
 BACK = 4  # tokens before the end that are encoded again with what follows them
@@ -138,19 +138,20 @@ def whole_characters(data: bytes, before: bytes = b"") -> bytes:
 
 
 def shares(parts: Iterable[tuple[int, float]], lengths: Iterable[int]) -> list[float]:
-    """Chances of tokens of these byte lengths over a text that was drafted in parts, each with (bytes, chance): a token
-    that covers half of a part has the square root of its chance."""
+    """Chances of tokens of these byte lengths over a text that was drafted in parts, each with (bytes, probability): a
+    token
+    that covers half of a part has the square root of its probability."""
     source = iter(parts)
-    left, rate = 0, 1.0  # bytes of the current part that are not used up, and its chance per byte
+    left, rate = 0, 1.0  # bytes of the current part that are not used up, and its probability per byte
     found = []
     for length in lengths:
-        chance = 1.0
+        prob = 1.0
         while length:
             if not left:
                 left, whole = next(source)
                 rate = whole ** (1.0 / left)
             used = min(left, length)
-            chance *= rate**used
+            prob *= rate**used
             left, length = left - used, length - used
-        found.append(min(1.0, chance))
+        found.append(min(1.0, prob))
     return found

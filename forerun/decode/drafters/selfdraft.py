@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from forerun.cache.pool import PagePool
-from forerun.decode.drafters.base import Ask, register
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import DraftRequest, register
 from forerun.decode.drafters.growth import Growth
 from forerun.decode.drafters.model import ModelDrafter, _State
 from forerun.decode.layer_search import find_blocks
-from forerun.decode.workshop import Workshop
 from forerun.errors import BadRequest
 from forerun.models.decoder import Output
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
 
 
 class PartialRunner:
@@ -56,30 +56,30 @@ class SelfDrafter(ModelDrafter):
 
     name = "self"
 
-    def __init__(self, workshop: Workshop, blocks: Sequence[int] | None = None) -> None:
+    def __init__(self, ctx: DraftContext, blocks: Sequence[int] | None = None) -> None:
         """`blocks`: run these, without a search."""
         if blocks is None:
-            assert workshop.tokenizer is not None
-            blocks = find_blocks(workshop.runner, workshop.tokenizer, workshop.max_context).blocks
-        self._runner = PartialRunner(workshop.runner, blocks)  # type: ignore[assignment]
-        self._pool, self._vocab = workshop.pool, workshop.runner.decoder.config.vocab_size
+            assert ctx.tokenizer is not None
+            blocks = find_blocks(ctx.runner, ctx.tokenizer, ctx.max_context).blocks
+        self._runner = PartialRunner(ctx.runner, blocks)  # type: ignore[assignment]
+        self._pool, self._vocab = ctx.pool, ctx.runner.decoder.config.vocab_size
         self._states = {}
 
     @classmethod
-    def problem(cls, workshop: Workshop) -> BadRequest | None:
-        if workshop.tokenizer is None:
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
+        if ctx.tokenizer is None:
             return BadRequest(
                 f"the drafter {cls.name!r} needs a tokenizer to find the layers it can skip", "use another drafter"
             )
         return None
 
-    def behind(self, ask: Ask) -> int:
+    def behind(self, ask: DraftRequest) -> int:
         return 1
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._states.pop(seq_id, None)
 
-    def _state(self, ask: Ask) -> _State:
+    def _state(self, ask: DraftRequest) -> _State:
         """The target has computed all but the last token, in any step."""
         state = self._states[ask.id] = _State(ask.pages, len(ask.tokens) - 1)
         return state

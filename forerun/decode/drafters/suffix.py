@@ -19,11 +19,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from forerun.core import Draft
-from forerun.decode.drafters.base import Ask, Drafter, register
+from forerun.decode.drafters.base import Drafter, DraftRequest, register
 from forerun.decode.drafters.lookup import Child, grow
 
 if TYPE_CHECKING:
-    from forerun.decode.workshop import Workshop
+    from forerun.decode.draft_context import DraftContext
 
 MAX_STATES = 1 << 19
 _CHUNK = 256  # tokens taken in at a step: long prompts must not hold up the others,
@@ -34,9 +34,9 @@ _FOUND = 16  # last tokens that are searched where no state is at hand
 _BROAD = 64  # a state that so many tokens follow says nothing, and would take long to say it
 _CHILDREN = 4  # likeliest continuations of a state that are looked at
 
-# What a state is worth: of continuations that followed it n times of m, the chance is n / m * e / (e + doubt), with the
-# evidence e = min(m, _EVIDENCE) and the doubt by length of the context (0 is unused); less where continuations differ,
-# as that is where new text starts. Measured on greedy answers of a 1.5B model.
+# What a state is worth: of continuations that followed it n times of m, the probability is n / m * e / (e + doubt),
+# with the evidence e = min(m, _EVIDENCE) and the doubt by length of the context (0 is unused); less where continuations
+# differ, as that is where new text starts. Measured on greedy answers of a 1.5B model.
 _EVIDENCE = 4
 _DOUBT = (0.0, 2.2, 1.0, 0.65, 0.5, 0.4, 0.35, 0.25, 0.18, 0.14, 0.13, 0.1, *(0.055,) * 12, 0.012)
 _DISPUTED = 0.45
@@ -176,13 +176,13 @@ class Suffix(Drafter):
     name = "suffix"
     remembers = True
 
-    def __init__(self, workshop: Workshop, max_states: int = MAX_STATES) -> None:
+    def __init__(self, ctx: DraftContext, max_states: int = MAX_STATES) -> None:
         self._max_states = max_states // 2  # of each generation
         self._young, self._old = Automaton(), Automaton()
         self._sequences: dict[int, _Sequence] = {}
         self._ended: deque[tuple[_Sequence, list[int]]] = deque(maxlen=_ENDED)
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         drafts, budget = [], _CHUNK
         self._take_in_ended()
         for ask in asks:

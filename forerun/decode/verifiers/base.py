@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from forerun.core import Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 
 
 class Verifier(ABC):
@@ -19,4 +19,4 @@ class Verifier(ABC):
     draws: ClassVar[bool] = False  # whether it gains from drafts drawn at random (`Draft.proposals`)
 
     @abstractmethod
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict: ...
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.core import Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.traversal import traverse
 
@@ -12,6 +12,6 @@ class Block(Verifier):
     name = "block"
     draws = True
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         first = {node: children[:1] for node, children in draft.children().items()}
-        return traverse(draft, first, target, dice)
+        return traverse(draft, first, target, rng)

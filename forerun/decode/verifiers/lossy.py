@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.rejection import Rejection
 from forerun.decode.verifiers.residual import Residual
@@ -33,7 +33,7 @@ class Typical(Verifier):
     def __init__(self, bound: float) -> None:
         self.bound = _checked(self.name, bound)
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         depths = {ROOT: 0}  # of nodes on good paths
         deepest = ROOT
         for node, children in draft.children().items():  # parents come before their children
@@ -42,8 +42,8 @@ class Typical(Verifier):
             probs = target.probs(node)
             least = self._least(probs)
             for child in children:
-                chance = float(probs[draft.tokens[child]])
-                if chance > 0.0 and chance >= least:
+                prob = float(probs[draft.tokens[child]])
+                if prob > 0.0 and prob >= least:
                     depths[child] = depths[node] + 1
                     deepest = child if depths[child] > depths[deepest] else deepest
         return Verdict(draft.path(deepest), target.draw(deepest))
@@ -69,14 +69,14 @@ class Bounded(Rejection):
     def __init__(self, bound: float) -> None:
         self.bound = _checked(self.name, bound)
 
-    def _choose(self, draft: Draft, children: list[int], residual: Residual, dice: Dice) -> int | None:
+    def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
         budget, reached = self.bound, 1.0  # reached: how likely it is that a child's turn comes
         for child in children:
             token = draft.tokens[child]
             if budget > 0.0 and reached > 0.0:
                 budget -= reached * residual.lean(token, budget / reached)
-            ((_, chance),) = residual.shares([token])
-            if dice.flip(chance):
+            ((_, prob),) = residual.shares([token])
+            if rng.flip(prob):
                 return child
             reached *= residual.reject([token])
         return None

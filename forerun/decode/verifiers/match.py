@@ -8,14 +8,14 @@ probability that the target gives it.
 from __future__ import annotations
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 
 
 class Match(Verifier):
     name = "match"
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         children = draft.children()
         node = ROOT
         path: list[int] = []

@@ -6,10 +6,10 @@ pairs that have nothing better. Of three such orders the one that takes most is 
 rule can do with two siblings (see docs/log.md), and computed with sums along the order. Tokens too rare to matter all
 come last, so that only few are sorted.
 
-How it stays exact: `first` and `second` are the chances that a token is tried first, or second after the first was
-turned down, over all pairs that could have been drawn. A token is then taken with the share of that which the target
-wants, which adds up to no more than the target wants, and the rest is `left`. So it must be settled before drawing that
-there are two, and the order must not depend on what was drawn.
+How it stays exact: `first` and `second` are the probabilities that a token is tried first, or second after the first
+was turned down, over all pairs that could have been drawn. A token is then taken with the share of that which the
+target wants, which adds up to no more than the target wants, and the rest is `left`. So it must be settled before
+drawing that there are two, and the order must not depend on what was drawn.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TILTS = (0.0, -0.2, 0.2)  # how much further than that, in powers of its probabi
 class _Order:
     """Tokens in the order they are tried, and how often each is; all [H]."""
 
-    def __init__(self, head: Tensor, wanted: Tensor, chance: Tensor, odds: Tensor, tail: Tensor, tail_odds: Tensor):
+    def __init__(self, head: Tensor, wanted: Tensor, prob: Tensor, odds: Tensor, tail: Tensor, tail_odds: Tensor):
         self.head, self.wanted = head, wanted
-        # y and z are drawn, in either order, with probability odds[y] * chance[z] + odds[z] * chance[y]
-        self.first = odds * (_after(chance) + tail) + chance * (_after(odds) + tail_odds)
+        # y and z are drawn, in either order, with probability odds[y] * probability[z] + odds[z] * probability[y]
+        self.first = odds * (_after(prob) + tail) + prob * (_after(odds) + tail_odds)
         # how often a token that is tried first is turned down
         passed = torch.where(self.first > wanted, 1.0 - wanted / self.first, 0.0)
-        self.second = chance * _before(passed * odds) + odds * _before(passed * chance)
-        self.passed_chance, self.passed_odds = float((passed * chance).sum()), float((passed * odds).sum())
+        self.second = prob * _before(passed * odds) + odds * _before(passed * prob)
+        self.passed_prob, self.passed_odds = float((passed * prob).sum()), float((passed * odds).sum())
         self.taken = float(torch.minimum(wanted, self.first + self.second).sum())
 
     def place(self, token: int) -> int | None:
@@ -55,12 +55,12 @@ class Pair:
         self.tail = proposal.double() / mass  # [V] rare tokens
         self.tail[head] = 0.0
         self.tail_odds = self.tail / (1.0 - self.tail)
-        chance, odds = raw / mass, raw / _others(proposal, head, raw, mass)  # odds: drawn first to not drawn first
+        prob, odds = raw / mass, raw / _others(proposal, head, raw, mass)  # odds: drawn first to not drawn first
         rest = self.tail.sum(), self.tail_odds.sum()
         orders = []
         for tilt in TILTS:
-            by = (wants / chance * chance**tilt).argsort(descending=True, stable=True)
-            orders.append(_Order(head[by], wants[by], chance[by], odds[by], *rest))
+            by = (wants / prob * prob**tilt).argsort(descending=True, stable=True)
+            orders.append(_Order(head[by], wants[by], prob[by], odds[by], *rest))
         self.order = max(orders, key=lambda order: order.taken)
 
     def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
@@ -76,16 +76,14 @@ class Pair:
     def left(self) -> Tensor:
         """What is still wanted [V] once both are turned down."""
         order = self.order
-        left = (self.wanted - self.tail * order.passed_odds - self.tail_odds * order.passed_chance).clamp_min_(0.0)
+        left = (self.wanted - self.tail * order.passed_odds - self.tail_odds * order.passed_prob).clamp_min_(0.0)
         left[order.head] = (order.wanted - order.first - order.second).clamp_min(0.0)
         return left
 
     def _share_second(self, place: int | None, token: int) -> float:
         if place is not None:
             return self.order.share_second(place)
-        tried = (
-            float(self.tail[token]) * self.order.passed_odds + float(self.tail_odds[token]) * self.order.passed_chance
-        )
+        tried = float(self.tail[token]) * self.order.passed_odds + float(self.tail_odds[token]) * self.order.passed_prob
         return _share(float(self.wanted[token]), tried)
 
 

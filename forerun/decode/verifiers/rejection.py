@@ -7,7 +7,7 @@ else p becomes what is left of it and the next child is tried. The last token co
 from __future__ import annotations
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.residual import Residual
 
@@ -16,22 +16,22 @@ class Rejection(Verifier):
     name = "rejection"
     draws = True
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         children = draft.children()
         node, path = ROOT, list[int]()
         while True:
             residual = Residual(target, node, draft.proposals.get(node))
-            child = self._choose(draft, children.get(node, []), residual, dice)
+            child = self._choose(draft, children.get(node, []), residual, rng)
             if child is None:
-                return Verdict(path, residual.draw(dice))
+                return Verdict(path, residual.draw(rng))
             node = child
             path.append(child)
 
-    def _choose(self, draft: Draft, children: list[int], residual: Residual, dice: Dice) -> int | None:
+    def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
         for child in children:
             token = draft.tokens[child]
-            ((_, chance),) = residual.shares([token])
-            if dice.flip(chance):
+            ((_, prob),) = residual.shares([token])
+            if rng.flip(prob):
                 return child
             residual.reject([token])
         return None

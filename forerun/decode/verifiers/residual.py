@@ -1,11 +1,11 @@
 """What is left of the target's distribution at one node while its drafted children are turned down.
 
-All sampling rules rest on one step. Let `share` be the chance that the answer goes on through this node and `p` what
-follows it. A child drawn from `q` takes min(share * p, q); when it is turned down, max(share * p - q, 0) is left, for
-the next child or to draw from. The two add up to share * p for every token, whatever `q` is, so one more child never
-changes what is answered, and by induction no draft does: it may have any shape and grow in any order, as long as
-whether a child is drawn does not depend on the token that is drawn. A child without a proposal was certain: its `q`
-has everything on one token.
+All sampling rules rest on one step. Let `share` be the probability that the answer goes on through this node and `p`
+what follows it. A child drawn from `q` takes min(share * p, q); when it is turned down, max(share * p - q, 0) is left,
+for the next child or to draw from. The two add up to share * p for every token, whatever `q` is, so one more child
+never changes what is answered, and by induction no draft does: it may have any shape and grow in any order, as long as
+whether a child is drawn does not depend on the token that is drawn. A child without a proposal was certain: its `q` has
+everything on one token.
 
 Knows no tree and no verdict.
 """
@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.pair import Pair
 
 RARE = 1e-4  # tokens drafted less often than this are not sorted
@@ -47,14 +47,15 @@ class Residual:
                 self._weigh()
         return self._left
 
-    def draw(self, dice: Dice) -> int:
-        return dice.pick(self.left)
+    def draw(self, rng: Rng) -> int:
+        return rng.pick(self.left)
 
     def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
-        """The next child, or the next two: (place in `tokens`, chance that it or something below it is taken), in the
+        """The next child, or the next two: (place in `tokens`, probability that it or something below it is taken), in
+        the
         order to try them."""
         if len(tokens) == 1:
-            return [(0, self._chance(tokens[0]))]
+            return [(0, self._prob(tokens[0]))]
         wanted = self._wanted()
         if not self._believed:
             return [(0, 0.0), (1, 0.0)]
@@ -63,7 +64,8 @@ class Residual:
         return self._pair.shares(tokens)
 
     def reject(self, tokens: list[int]) -> float:
-        """Turn down the children that `shares` was asked about; returns how likely that was before they were drawn."""
+        """DraftTask down the children that `shares` was asked about; returns how likely that was before they were
+        drawn."""
         wanted = self._wanted()
         if not self._believed:
             return 1.0  # children that are ignored take nothing
@@ -103,7 +105,7 @@ class Residual:
         self._mass = float(self._left.sum(dtype=torch.float64))
         return moved
 
-    def _chance(self, token: int) -> float:
+    def _prob(self, token: int) -> float:
         wanted = self.share * float(self.left[token]) / self._mass
         if not self._believed:
             return 0.0

@@ -7,7 +7,7 @@ do: how many children a node gets must be settled before the first of them is dr
 from __future__ import annotations
 
 from forerun.core import Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.residual import RARE
 from forerun.decode.verifiers.traversal import traverse
@@ -20,5 +20,5 @@ class Transport(Verifier):
     def __init__(self, rare: float = RARE) -> None:
         self.rare = rare
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
-        return traverse(draft, draft.children(), target, dice, pairs=True, rare=self.rare)
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
+        return traverse(draft, draft.children(), target, rng, pairs=True, rare=self.rare)

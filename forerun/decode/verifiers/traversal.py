@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Dice, TargetView
+from forerun.decode.target import Rng, TargetView
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.residual import RARE, Residual
 
@@ -21,8 +21,8 @@ class Traversal(Verifier):
     name = "traversal"
     draws = True
 
-    def verify(self, draft: Draft, target: TargetView, dice: Dice) -> Verdict:
-        return traverse(draft, draft.children(), target, dice)
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
+        return traverse(draft, draft.children(), target, rng)
 
 
 @dataclass
@@ -38,7 +38,7 @@ def traverse(
     draft: Draft,
     children: dict[int, list[int]],
     target: TargetView,
-    dice: Dice,
+    rng: Rng,
     pairs: bool = False,
     rare: float = RARE,
 ) -> Verdict:
@@ -66,7 +66,7 @@ def traverse(
         elif here.todo:
             here.group = here.todo.pop()
             here.trying = [(here.group[i], share) for i, share in here.residual.shares(tokens(here.group))][::-1]
-        elif here.node == ROOT or dice.flip(here.residual.share):
-            return Verdict([v.node for v in stack[1:]], here.residual.draw(dice))
+        elif here.node == ROOT or rng.flip(here.residual.share):
+            return Verdict([v.node for v in stack[1:]], here.residual.draw(rng))
         else:
             stack.pop()

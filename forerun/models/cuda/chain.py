@@ -23,7 +23,7 @@ class Chains:
     """For each sequence of a batch the guesses made, and the draft model's probability of each."""
 
     tokens: list[list[int]]  # [S, steps], at most as many steps as were asked for
-    chances: list[list[float]]  # [S, steps]
+    probs: list[list[float]]  # [S, steps]
 
 
 def can_chain(decoder: Decoder, page_size: int) -> bool:
@@ -47,10 +47,10 @@ class ChainRunner:
     def run(self, batch: HostBatch, depth: int, least: Sequence[float] = ()) -> Chains:
         """Up to 16 rows, at least one of each sequence, the newest token last; causal. Up to MAX_STEPS guesses each.
 
-        After i guesses, all sequences go on if any has a product of chances of at least least[i - 1]; without `least`
-        there are `depth` guesses. Deciding this on the device costs nothing, so chains need not be cut short blindly.
-        Pages must reach to where the last guess but one goes; a sequence whose pages end before that (or the model's
-        context) gets worthless guesses from there on.
+        After i guesses, all sequences go on if any has a product of probabilities of at least least[i - 1]; without
+        `least` there are `depth` guesses. Deciding this on the device costs nothing, so chains need not be cut short
+        blindly. Pages must reach to where the last guess but one goes; a sequence whose pages end before that (or the
+        model's context) gets worthless guesses from there on.
         """
         starts = batch.starts
         if batch.bits is not None or not 1 <= depth <= MAX_STEPS or len(least) > MAX_STEPS:
@@ -62,10 +62,10 @@ class ChainRunner:
         return self._read(starts, depth)
 
     def _read(self, starts: list[int], depth: int) -> Chains:
-        greedy, chances = self.stack.greedy.numpy(), self.stack.chances.numpy()
+        greedy, probs = self.stack.greedy.numpy(), self.stack.probs.numpy()
         depth = next((step for step in range(1, depth) if greedy[step, 0] < 0), depth)
         last = [end - 1 for end in starts[1:]]  # of the first step; then a sequence has one row
         seqs = len(last)
         tokens = [greedy[0, last].tolist(), *greedy[1:depth, :seqs].tolist()]  # [depth][S]
-        sure = [chances[0, last].tolist(), *chances[1:depth, :seqs].tolist()]
+        sure = [probs[0, last].tolist(), *probs[1:depth, :seqs].tolist()]
         return Chains([list(t) for t in zip(*tokens, strict=True)], [list(c) for c in zip(*sure, strict=True)])

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.coarse import FLOAT8
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.cuda.planes import addressable, addresses_of
 from forerun.models.decoder import COARSE_ROWS
+from forerun.models.execution.float8_mlp import FLOAT8
 
 VALUES_AT_ONCE = 8192  # of a program, where its part is one of the widest
 WARPS = 8

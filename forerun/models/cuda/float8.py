@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.coarse import FLOAT8
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import next_power_of_2, options
 from forerun.models.cuda.skinny import activate
+from forerun.models.execution.float8_mlp import FLOAT8
 
 WHOLE_ROW = 16384  # values up to which a program holds a gated row; longer ones are computed twice, a piece at a time
 PIECE = 2048  # values of such a piece

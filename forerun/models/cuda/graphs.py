@@ -5,7 +5,7 @@ do few rows whose sequences share so much that reading it once saves more than t
 and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first needed; groups of
 sequences are tables in its input, with room for as many as the bucket can have. All graphs share their input, their
 output and their memory, since one runs at a time. Batches that fit nothing run as usual. A second kind of graph leaves
-queries instead of logits, for whoever asks what tokens look at (`gaze`). Knows no request.
+queries instead of logits, for whoever asks what tokens look at (`tail_attention`). Knows no request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.capture import Recorder, record
 from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
-from forerun.models.cuda.climb import Climber
-from forerun.models.cuda.gaze import Gaze, queries_of
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.prefixes import FIELDS, GRAPH, STACK, Groups, most_tiles, plan_shared
+from forerun.models.cuda.recompute import RecomputeRunner
 from forerun.models.cuda.shared import SharedPlan
 from forerun.models.cuda.stack import ROWS, Stack, fits
+from forerun.models.cuda.tail_attention import TailAttentionKernel, queries_of
 from forerun.models.decoder import Decoder, Output
 
 
@@ -158,7 +158,7 @@ class GraphRunner:
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
         self._query_graph: _QueryGraph | None = None
-        self._gaze: Gaze | None = None
+        self._tail_attention: TailAttentionKernel | None = None
         self._mover = Mover(kv)
         self._chains: ChainRunner | None = None
         self.stack = self._stack(ROWS[0])
@@ -182,26 +182,26 @@ class GraphRunner:
         torch.cuda.current_stream().synchronize()
         return self._output(batch.want, logits, greedy)
 
-    def gaze(self, batch: HostBatch) -> np.ndarray | None:
+    def tail_attention(self, batch: HostBatch) -> np.ndarray | None:
         """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads
         and all layers but the last. Leaves their K/V as `run` does; None for batches that the graph does not fit."""
         count, entries = len(batch.tokens), batch.contexts[0]
         fits = 0 < count <= MAX_ROWS and len(batch.pages) == 1 and entries <= self.max_pages * self.page_size
         if not fits or batch.bits is not None or len(self.kv) < 2:
             return None
-        if self._gaze is None or self._query_graph is None:
-            self._gaze = Gaze.of(self.decoder.config, self.kv, self.page_size)
+        if self._tail_attention is None or self._query_graph is None:
+            self._tail_attention = TailAttentionKernel.of(self.decoder.config, self.kv, self.page_size)
             # one for any number of tokens: fewer would save less time than another capture takes
             self._query_graph = _QueryGraph(self.decoder, self.kv, Bucket(MAX_ROWS, 1, MAX_ROWS, False), self._room())
         graph = self._query_graph
         graph.replay(batch)
-        weights = self._gaze.weights(graph.queries, graph.batch.tables[0], entries - count, count)
+        weights = self._tail_attention.weights(graph.queries, graph.batch.tables[0], entries - count, count)
         return weights.cpu().numpy()  # waits for the device, as the next batch is laid out in the same memory
 
     @cached_property
-    def climber(self) -> Climber:
+    def recompute_runner(self) -> RecomputeRunner:
         """For many rows of one sequence that leave their K/V."""
-        return Climber(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
+        return RecomputeRunner(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
 
     @cached_property
     def recorder(self) -> Recorder:

@@ -18,7 +18,7 @@ from forerun.models.attention import KV
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.decoder import Decoder
-from forerun.models.planes import Picker, Planes
+from forerun.models.execution.planes import Picker, Planes
 
 HEADS_AT_ONCE = 32
 VALUES_AT_ONCE = 4096

@@ -14,7 +14,7 @@ import numpy as np
 
 from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
-from forerun.models.shared_prefix import LEAST, find_groups
+from forerun.models.execution.shared_prefix import LEAST, find_groups
 
 KEYS = 64  # of a block: shared keys come in whole blocks, so that nobody's blocks are cut elsewhere than alone
 ROWS = 32  # pairs of a tile, of a single sequence as of a group

@@ -49,10 +49,10 @@ def absorb(score, v_tile, best, total, acc):
     """One block of scores into a tile's running softmax: highest score, sum of exponentials, weighted sum of values."""
     now = tl.maximum(best, tl.max(score, axis=1))
     base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet: no inf - inf
-    chance = tl.exp2(score - base[:, None])
+    prob = tl.exp2(score - base[:, None])
     keep = tl.exp2(best - base)
-    total = total * keep + tl.sum(chance, axis=1)
-    acc = tl.dot(chance.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
+    total = total * keep + tl.sum(prob, axis=1)
+    acc = tl.dot(prob.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
     return now, total, acc
 
 

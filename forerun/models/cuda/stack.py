@@ -41,7 +41,7 @@ class _Params(ctypes.Structure):
 
     _pointers_ = (
         *("layers", "final_norm", "head", "embed", "rotations", "batch", "x", "y", "squares", "q", "attended", "gated"),
-        *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "chances"),
+        *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "probs"),
         *("joins", "arrived", "meeting"),
     )
     _fields_ = [
@@ -152,7 +152,7 @@ class Stack:
         self.logits = torch.zeros(rows, c.vocab_size, device=self.device) if keep_logits else None
         # written by the device straight into the host's memory: nothing to copy when a launch has ended
         self.greedy = torch.zeros(MAX_STEPS, rows, dtype=torch.int64).pin_memory()
-        self.chances = torch.zeros(MAX_STEPS, rows).pin_memory()
+        self.probs = torch.zeros(MAX_STEPS, rows).pin_memory()
         # where the table of embeddings is the head's, the launch reads it itself
         self.looks_up = c.tie_embeddings and c.embed_scale == 1.0 and decoder.basis is None
         final_norm, eps = decoder.final_norm
@@ -160,7 +160,7 @@ class Stack:
             "layers": torch.tensor(addresses, dtype=torch.int64, device=self.device), "final_norm": final_norm,
             "head": decoder.head.weight, "embed": decoder.head.weight if self.looks_up else None,
             "rotations": decoder.attention.ropes[c.rope].table, "batch": self.packed.device, "logits": self.logits,
-            "greedy": self.greedy, "chances": self.chances, **self._scratch(c),
+            "greedy": self.greedy, "probs": self.probs, **self._scratch(c),
         }  # fmt: skip
         self._kept = [parts, given]  # the launch knows addresses only
         self._x = given["x"]

@@ -24,7 +24,7 @@ struct Sequences {
     // old: entries written by earlier launches; high: entries that anyone sees
     u64 bits[TOKENS];
     int limit[TOKENS], position[TOKENS], slot[TOKENS], token[TOKENS];
-    float chance[TOKENS], path[TOKENS];  // of each row's likeliest token; of all of a sequence's guesses so far
+    float prob[TOKENS], path[TOKENS];  // of each row's likeliest token; of all of a sequence's guesses so far
     int pages[KEPT][PAGES];  // of this program's first blocks
     int rows, count, page_stride, going;  // count: of sequences; going: whether another step is worth it
 };

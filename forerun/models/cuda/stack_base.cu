@@ -194,7 +194,7 @@ struct Params {
     float* top_sum;        // [programs, TOKENS] its logits' exponentials, divided by the best one's
     int* top_at;           // [programs, TOKENS]
     i64* greedy;           // [STEPS, TOKENS]; negative: the step did not follow
-    float* chances;        // [STEPS, TOKENS] probabilities of the greedy tokens
+    float* probs;        // [STEPS, TOKENS] probabilities of the greedy tokens
     u32* joins;            // [attention units], zero between launches, as are the two below
     u32* arrived;          // [HIDDEN / 16]
     u32* meeting;          // [2]: barrier, programs that are through

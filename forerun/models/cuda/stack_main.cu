@@ -62,7 +62,7 @@ __device__ __forceinline__ void follow(const Params& p, Sequences& q, int step) 
         int last = q.start[t + 1] - 1;
         token = q.token[last], position = q.position[last], entry = q.limit[last];
         if (entry < p.batch->room[t]) {
-            path = (step ? q.path[t] : 1.f) * q.chance[last];
+            path = (step ? q.path[t] : 1.f) * q.prob[last];
             slot = ((const int*)(p.batch + 1))[(i64)(entry / PAGE) * q.page_stride + t] * PAGE + entry % PAGE;
             position++, entry++;
         }
@@ -112,8 +112,8 @@ __device__ __forceinline__ void choose(const Params& p, Sequences& q, int step, 
     best.join();
     if (r || token >= q.rows) return;
     int chosen = best.at < VOCAB ? best.at : 0;
-    q.token[token] = chosen, q.chance[token] = 1.f / best.sum;
-    if (tell) p.greedy[step * TOKENS + token] = chosen, p.chances[step * TOKENS + token] = q.chance[token];
+    q.token[token] = chosen, q.prob[token] = 1.f / best.sum;
+    if (tell) p.greedy[step * TOKENS + token] = chosen, p.probs[step * TOKENS + token] = q.prob[token];
 }
 
 // The last program to come here ends the launch, with the choice of the last step or without one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 _FIRST = ("amber", "quiet", "northern", "velvet", "hollow", "silver", "crooked", "distant", "golden", "patient")
 _SECOND = ("harbour", "lantern", "orchard", "falcon", "bridge", "meadow", "archive", "compass", "glacier", "mill")
@@ -22,14 +22,14 @@ class Augmenter:
         self._tokenizer, self._prompt, self._continuation = tokenizer, prompt, continuation
         self._first = 1 if tokenizer.bos_id is not None and tokenizer.add_bos else 0
 
-    def spread(self, rows: list[list[int]], echo: float, recall: float, dice: random.Random) -> list[str]:
+    def spread(self, rows: list[list[int]], echo: float, recall: float, rng: random.Random) -> list[str]:
         """Change shares of the rows in place, spread evenly over them; says what became of each."""
         kinds = []
         for i, row in enumerate(rows):
             # A low-discrepancy sequence: the shares hold for any number of rows, however few
             place = (i * 0.6180339887 + 0.5) % 1.0
             kind = "echo" if place < echo else "recall" if place >= 1.0 - recall else "plain"
-            made = {"echo": self.echo, "recall": self.recall}[kind](row, dice) if kind != "plain" else None
+            made = {"echo": self.echo, "recall": self.recall}[kind](row, rng) if kind != "plain" else None
             if made is None:  # plain, or too short to hold it
                 kind = "plain"
             else:
@@ -37,28 +37,28 @@ class Augmenter:
             kinds.append(kind)
         return kinds
 
-    def echo(self, row: list[int], dice: random.Random) -> list[int] | None:
+    def echo(self, row: list[int], rng: random.Random) -> list[int] | None:
         """The row with its end replaced by an earlier span of itself."""
-        lead = dice.randint(_LEAD, 3 * _LEAD)
+        lead = rng.randint(_LEAD, 3 * _LEAD)
         span = lead + self._continuation
         room = self._prompt - lead - span  # starts that leave the span whole before its repetition
         if room < self._first:
             return None
-        at = dice.randint(self._first, room)
+        at = rng.randint(self._first, room)
         return row[: self._prompt - lead] + row[at : at + span]
 
-    def recall(self, row: list[int], dice: random.Random) -> list[int] | None:
+    def recall(self, row: list[int], rng: random.Random) -> list[int] | None:
         """Facts in the row, a question about them, and the answer as its continuation."""
         encode = self._tokenizer.encode
-        thing = dice.choice(_THINGS)
-        names = [f"{a} {b}" for a, b in zip(dice.sample(_FIRST, 10), dice.sample(_SECOND, 10), strict=True)]
+        thing = rng.choice(_THINGS)
+        names = [f"{a} {b}" for a, b in zip(rng.sample(_FIRST, 10), rng.sample(_SECOND, 10), strict=True)]
         facts: list[tuple[str, str]] = []
         answer: list[int] = []
         while len(answer) < self._continuation:  # as many facts as the answer needs to be long enough
             if len(facts) == len(names):
                 return None
             name = names[len(facts)]
-            facts.append((name, f"The {thing} of the {name} is {dice.randint(1000, 9999999)}."))
+            facts.append((name, f"The {thing} of the {name} is {rng.randint(1000, 9999999)}."))
             answer = encode(" ".join(sentence for _, sentence in facts))
         asked = [name for name, _ in facts]
         listed = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
@@ -68,8 +68,8 @@ class Augmenter:
         if room < len(row) // 4:
             return None
         body = row[self._first : self._first + room]
-        for ids in dice.sample(inserts, len(inserts)):
-            at = dice.randint(0, len(body))
+        for ids in rng.sample(inserts, len(inserts)):
+            at = rng.randint(0, len(body))
             body[at:at] = ids
         return before + body + after + answer[: self._continuation]
 

@@ -12,7 +12,7 @@ from forerun.prefill.calibration.evaluate import Scored, compare, tail_gaze
 from forerun.prefill.calibration.pair import TAIL, Pair, choose, with_ends
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Point
-from forerun.progress import track
+from forerun.runtime.progress import track
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 MOST_COST = 0.6  # of exact prefill: beyond it a default saves too little for what it loses
@@ -62,9 +62,9 @@ def _scored(pair: Pair, maps: Maps, tokens: Tensor, ahead: int) -> Iterator[tupl
     exact = pair.target.trace(tokens, keep_kv=False)
     features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    gaze = tail_gaze(pair, exact, drafted, end)
+    tail_attention = tail_gaze(pair, exact, drafted, end)
     for share in SHARES:
-        x = pair.climb(exact, drafted, with_ends(choose(gaze, end, share), end, stop))
+        x = pair.recompute(exact, drafted, with_ends(choose(tail_attention, end, share), end, stop))
         yield share, compare(pair, exact.hidden[-1][:, -ahead - 1 : -1], x[:, -ahead - 1 : -1], tokens[:, -ahead:])
 
 

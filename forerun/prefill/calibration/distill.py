@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.pair import TAIL, Gaze, Pair, choose, with_ends
+from forerun.prefill.calibration.pair import TAIL, Pair, TailAttention, choose, with_ends
 from forerun.prefill.maps import Maps
 
 
@@ -85,15 +85,15 @@ class Distiller:
         end = stop - ahead - TAIL
         with torch.no_grad():
             # the tail's exact attention stands in for the one over drafted K/V
-            gaze = Gaze(slice(end, end + TAIL), pair.target.config.scale)
-            exact = pair.target.trace(tokens, see=gaze, keep_kv=False)
+            tail_attention = TailAttention(slice(end, end + TAIL), pair.target.config.scale)
+            exact = pair.target.trace(tokens, see=tail_attention, keep_kv=False)
             features, _ = pair.read(tokens, slice(0, 0), exact)
             wanted = exact.hidden[-1][:, end + TAIL - 1 : stop - 1]
         share = self.schedule.shares[self.done % len(self.schedule.shares)]
-        rows = with_ends(choose(gaze.mean(tokens), end, share), end, stop)
+        rows = with_ends(choose(tail_attention.mean(tokens), end, share), end, stop)
         with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
             drafted = self.maps()(features).to(pair.target.dtype)
-        x = pair.climb(exact, drafted, rows)[:, -ahead - 1 : -1]
+        x = pair.recompute(exact, drafted, rows)[:, -ahead - 1 : -1]
         return divergence(pair, wanted, x)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.prefill.calibration.dense import Trace
-from forerun.prefill.calibration.pair import FIRST, TAIL, Gaze, Pair, choose, with_ends
+from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, TailAttention, choose, with_ends
 from forerun.prefill.maps import Maps
 
 
@@ -49,12 +49,12 @@ def _score(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float, by_
     stop = tokens.shape[1]
     end = stop - ahead - TAIL
     exact = pair.target.trace(tokens, keep_kv=False)
-    features, gaze = pair.read(tokens, slice(end, end + TAIL), exact)
+    features, tail_attention = pair.read(tokens, slice(end, end + TAIL), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
     if by_tail:
-        gaze = tail_gaze(pair, exact, drafted, end)
-    rows = with_ends(choose(gaze, end, share), end, stop)
-    x = pair.climb(exact, drafted, rows)[:, -ahead - 1 : -1]
+        tail_attention = tail_gaze(pair, exact, drafted, end)
+    rows = with_ends(choose(tail_attention, end, share), end, stop)
+    x = pair.recompute(exact, drafted, rows)[:, -ahead - 1 : -1]
     wanted = exact.hidden[-1][:, -ahead - 1 : -1]
     return compare(pair, wanted, x, tokens[:, -ahead:])
 
@@ -62,9 +62,9 @@ def _score(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float, by_
 def tail_gaze(pair: Pair, exact: Trace, drafted: Tensor, end: int) -> Tensor:
     """What the target's own tail looks at over drafted K/V."""
     few = torch.zeros(drafted.shape[0], 0, dtype=torch.int64, device=drafted.device)
-    gaze = Gaze(slice(FIRST, FIRST + TAIL), pair.target.config.scale)
-    pair.climb(exact, drafted, with_ends(few, end, end + TAIL), gaze)
-    return gaze.mean(drafted)
+    tail_attention = TailAttention(slice(FIRST, FIRST + TAIL), pair.target.config.scale)
+    pair.recompute(exact, drafted, with_ends(few, end, end + TAIL), tail_attention)
+    return tail_attention.mean(drafted)
 
 
 def compare(pair: Pair, exact: Tensor, drafted: Tensor, tokens: Tensor) -> Scored:

@@ -71,7 +71,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def split(files: list[Path], share: float, dice: random.Random) -> tuple[list[Section], list[Section]]:
+def split(files: list[Path], share: float, rng: random.Random) -> tuple[list[Section], list[Section]]:
     """Sections to learn from and to judge by: of different files, or of different ends where there is only one file."""
     sizes = {path: path.stat().st_size for path in files}
     if len(sizes) == 1:
@@ -79,19 +79,19 @@ def split(files: list[Path], share: float, dice: random.Random) -> tuple[list[Se
         cut = int(size * (1.0 - share))
         train, held = _sections(path, 0, cut), _sections(path, cut, size)
     else:
-        judges = _judges(sizes, share, dice)
+        judges = _judges(sizes, share, rng)
         train = [s for path, size in sizes.items() if path not in judges for s in _sections(path, 0, size)]
         held = [s for path, size in sizes.items() if path in judges for s in _sections(path, 0, size)]
-    dice.shuffle(train)
-    dice.shuffle(held)
+    rng.shuffle(train)
+    rng.shuffle(held)
     return train, held
 
 
-def _judges(sizes: dict[Path, int], share: float, dice: random.Random) -> set[Path]:
+def _judges(sizes: dict[Path, int], share: float, rng: random.Random) -> set[Path]:
     """Files with about that share of the bytes, none so large that little is left to learn from."""
     total, taken = sum(sizes.values()), 0
     judges: set[Path] = set()
-    for path in dice.sample(list(sizes), len(sizes)):
+    for path in rng.sample(list(sizes), len(sizes)):
         if taken < share * total and taken + sizes[path] <= 2 * share * total:
             judges.add(path)
             taken += sizes[path]

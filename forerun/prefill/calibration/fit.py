@@ -22,7 +22,7 @@ from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.setup import MOST_RANK, Settings
 from forerun.prefill.calibration.text import Recipe, Windows
 from forerun.prefill.maps import Maps
-from forerun.progress import track
+from forerun.runtime.progress import track
 
 TIMED = 3  # steps of distillation that tell how long one takes
 REVIEWS = 8  # times that distilled maps are judged

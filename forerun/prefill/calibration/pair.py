@@ -1,6 +1,6 @@
 """A target and a source as calibration sees them: what the source knows of a window, and the target run on drafted K/V.
 
-`read` gives features and scores, `climb` runs chosen rows of a window over K/V that comes from maps. Differentiable
+`read` gives features and scores, `recompute` runs chosen rows of a window over K/V that comes from maps. Differentiable
 where it must be. Knows neither how maps are found nor how good they are.
 """
 
@@ -57,15 +57,15 @@ class Pair:
 
         `exact` is the target's own trace; a source that is the target reads its lower layers from there.
         """
-        gaze = Gaze(tail, self.source.config.scale)
+        tail_attention = TailAttention(tail, self.source.config.scale)
         if self.alone:
-            return torch.cat([unit(exact.hidden[t]) for t in self.taps], -1), gaze.mean(tokens)
+            return torch.cat([unit(exact.hidden[t]) for t in self.taps], -1), tail_attention.mean(tokens)
         layers = max(self.taps)
-        trace = self.source.trace(tokens, max(layers, 1), gaze, keep_kv=False)
+        trace = self.source.trace(tokens, max(layers, 1), tail_attention, keep_kv=False)
         seen = [unit(trace.hidden[t]) for t in self.taps]
-        return torch.cat([*seen, unit(exact.hidden[0])], -1), gaze.mean(tokens)
+        return torch.cat([*seen, unit(exact.hidden[0])], -1), tail_attention.mean(tokens)
 
-    def climb(self, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
+    def recompute(self, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
         """Hidden states [B, R, hidden] at the end of the rows' way up, where everything else has drafted K/V.
 
         `drafted` [B, T, width] from the maps, `rows` [B, R] positions in order; layers below `base` are exact for all.
@@ -87,7 +87,7 @@ class Pair:
         return x
 
 
-class Gaze:
+class TailAttention:
     """Attention of some queries over all entries, summed over heads and layers."""
 
     def __init__(self, queries: slice, scale: float) -> None:
@@ -116,10 +116,10 @@ class Gaze:
         return self._sum / self._count
 
 
-def choose(gaze: Tensor, end: int, share: float) -> Tensor:
+def choose(tail_attention: Tensor, end: int, share: float) -> Tensor:
     """Positions [B, n] of the share of tokens before `end` that the tail looks at most, beside the first ones."""
     count = round(share * end)
-    scores = gaze.mean(1)[:, :end].clone()  # [B, end]
+    scores = tail_attention.mean(1)[:, :end].clone()  # [B, end]
     scores[:, :FIRST] = -1.0
     return scores.topk(count, -1).indices
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from forerun.errors import BadRequest
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.config import ModelConfig
-from forerun.models.fingerprint import fingerprint
-from forerun.models.load import open_checkpoint
-from forerun.models.store import resolve
+from forerun.models.fetch.store import resolve
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.cost import model_macs
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.pair import FIRST, TAIL, Pair

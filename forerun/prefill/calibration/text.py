@@ -18,8 +18,8 @@ from torch import Tensor
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.augment import Augmenter
 from forerun.prefill.calibration.files import Section, find_files, split
-from forerun.progress import track
-from forerun.tokenizer import Tokenizer
+from forerun.runtime.progress import track
+from forerun.text.tokenizer import Tokenizer
 
 LEAST_TRAIN, LEAST_HELD = 4, 2  # windows; with fewer no figure means anything
 
@@ -60,8 +60,8 @@ class Windows:
 def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, recipe: Recipe, quiet: bool = False) -> Windows:
     """Windows of files and folders; the same text and recipe give the same windows."""
     files = find_files(paths)
-    dice = random.Random(recipe.seed)
-    sections = split(files, recipe.held, dice)
+    rng = random.Random(recipe.seed)
+    sections = split(files, recipe.held, rng)
     shares = (1.0 - recipe.held, recipe.held)
     wanted = [max(2 * least, int(share * recipe.tokens) // recipe.length) for share, least in _parts(shares)]
     labels = ("reading text", "reading held-out text")
@@ -69,8 +69,8 @@ def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, recipe: Recipe, qu
     if len(train) < LEAST_TRAIN or len(held) < LEAST_HELD:
         raise _too_short(len(files), len(train), len(held), recipe)
     augmenter = Augmenter(tokenizer, recipe.prompt, recipe.continuation)
-    augmenter.spread(train, recipe.echo, recipe.recall, dice)
-    kinds = augmenter.spread(held, recipe.echo, recipe.recall, dice)
+    augmenter.spread(train, recipe.echo, recipe.recall, rng)
+    kinds = augmenter.spread(held, recipe.echo, recipe.recall, rng)
     return Windows(_tensor(train), _tensor(held), kinds, len(files))
 
 

@@ -23,7 +23,7 @@ from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_end
 from forerun.prefill.checks import COSINES, SIGNALS, Scores
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
-from forerun.progress import track
+from forerun.runtime.progress import track
 
 HARMLESS = 0.98  # share of the values of good windows that pass
 PASSING = 0.98  # share of good windows whose spans all pass
@@ -104,11 +104,11 @@ def look(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float) -> Se
     exact = pair.target.trace(tokens, keep_kv=False)
     features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    gaze = tail_gaze(pair, exact, drafted, end)
-    chosen = choose(gaze, end, share)[0]
+    tail_attention = tail_gaze(pair, exact, drafted, end)
+    chosen = choose(tail_attention, end, share)[0]
     places = checkpoints(end, chosen)
     rows = with_ends(torch.cat((chosen, places)).unique()[None], end, stop)
-    x, values = _climb(pair, exact, drafted, rows, places)
+    x, values = _recompute(pair, exact, drafted, rows, places)
     scored = compare(pair, exact.hidden[-1][:, -ahead - 1 : -1], x[:, -ahead - 1 : -1], tokens[:, -ahead:])
     return Seen(values, scored.kl.mean(1).cpu(), scored.same.float().mean(1).cpu())
 
@@ -129,8 +129,10 @@ def checkpoints(end: int, chosen: Tensor) -> Tensor:
     return torch.cat(places)
 
 
-def _climb(pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `Pair.climb`, comparing what the rows at `places` compute with what was drafted for them."""
+def _recompute(
+    pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `Pair.recompute`, comparing what the rows at `places` compute with what was drafted for them."""
     target, config = pair.target, pair.target.config
     values = {s: torch.full((len(rows), config.num_layers, Policy().spans), float(s in COSINES)) for s in SIGNALS}
     parts = drafted.unflatten(-1, (pair.mapped, 2, config.kv_size))

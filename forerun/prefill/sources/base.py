@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from forerun.errors import BadRequest
-from forerun.prefill.job import Job
+from forerun.prefill.state import Job
 
 
 class Source(ABC):

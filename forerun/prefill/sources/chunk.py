@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.models.rope import rotate
 from forerun.prefill.attention_scores import slots_of
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.base import Source
 from forerun.prefill.sources.texts import Match, Texts
+from forerun.prefill.state import Job
 
 COPY = 0.005  # copying an entry, in tokens of the target's prefill
 HEAD = 8  # first entries of every span that are recomputed whatever the chooser says: what they saw is most amiss
@@ -46,11 +46,11 @@ class ChunkSource(Source):
     base = 1
     start = 1 / 3
 
-    def __init__(self, workshop: Workshop, most_pages: int | None = None) -> None:
-        self._runner, self._pool = workshop.runner, workshop.pool
-        self._decoder = workshop.runner.decoder
-        self._staircase = Staircase(workshop.runner)
-        self.texts = Texts(workshop.pool, workshop.pool.num_pages // 2 if most_pages is None else most_pages)
+    def __init__(self, ctx: DraftContext, most_pages: int | None = None) -> None:
+        self._runner, self._pool = ctx.runner, ctx.pool
+        self._decoder = ctx.runner.decoder
+        self._ragged_pass = RaggedDepthPass(ctx.runner)
+        self.texts = Texts(ctx.pool, ctx.pool.num_pages // 2 if most_pages is None else most_pages)
 
     # -- what was met before -------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class ChunkSource(Source):
         if self._deviates(job):
             self._compare(job, lo, hi)
         else:
-            self._staircase.run(self._rows(job, lo, hi, 1))
+            self._ragged_pass.run(self._rows(job, lo, hi, 1))
             job.depths[lo:hi] = np.maximum(job.depths[lo:hi], 1)
 
     def cost(self, tokens: int) -> float:
@@ -146,12 +146,12 @@ class ChunkSource(Source):
         """Run layer 0 and see how its K/V of layer 1 differs from what lay there; it stays, being the better one."""
         slots = self._slots(job, lo, hi)
         old = self._stored(slots)
-        climbed = self._staircase.run(self._rows(job, lo, hi, 2), keep=1)
+        recomputed = self._ragged_pass.run(self._rows(job, lo, hi, 2), keep=1)
         new = self._stored(slots)
         job.state.apart[:, lo:hi] = (old - new).norm(dim=-1).cpu().numpy()
         job.state.size[:, lo:hi] = new.norm(dim=-1).cpu().numpy()
-        assert climbed.x is not None
-        job.x = climbed.x if job.x is None else torch.cat((job.x, climbed.x))
+        assert recomputed.x is not None
+        job.x = recomputed.x if job.x is None else torch.cat((job.x, recomputed.x))
         job.depths[lo:hi] = np.maximum(job.depths[lo:hi], 2)
 
     def _stored(self, slots: Tensor) -> Tensor:

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import Halfway
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
-from forerun.models.coarse import coarse_decoder
 from forerun.models.decoder import Watch
-from forerun.models.runner import Span
+from forerun.models.execution.float8_mlp import coarse_decoder
+from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
 from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
+from forerun.prefill.state import Job
 
 
 @dataclass
 class _Reading:
     start: int  # first entry that is read
     need: int  # entries from here to the tail get mapped K/V
-    gaze: TailAttention | None  # where the chooser asks for it
+    tail_attention: TailAttention | None  # where the chooser asks for it
     kept: list[Tensor] = field(default_factory=list)  # what came out of the highest layer that was run, chunk by chunk
 
 
@@ -38,29 +38,29 @@ class DraftSource(Source):
     name = "draft"
     coarse = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
 
-    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
+    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         profile = needed(profile, self.name)
-        if workshop.draft is None or workshop.draft_runner is None or workshop.draft_plane is None:
+        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_plane is None:
             raise BadRequest(
                 "the source 'draft' needs a draft model",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
-        if not workshop.draft.same_tokens:
+        if not ctx.draft.same_tokens:
             raise BadRequest(
-                f"the tokens of {workshop.draft.source} are not the target's, so its K/V cannot be mapped",
+                f"the tokens of {ctx.draft.source} are not the target's, so its K/V cannot be mapped",
                 "use a draft of the same family, or source=self",
             )
-        self._pool, self._plane, self._runner = workshop.pool, workshop.draft_plane, workshop.draft_runner
-        self._writer = Writer(workshop.runner, workshop.draft.decoder, profile.maps, self.coarse)
+        self._pool, self._plane, self._runner = ctx.pool, ctx.draft_plane, ctx.draft_runner
+        self._writer = Writer(ctx.runner, ctx.draft.decoder, profile.maps, self.coarse)
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
-        decoder = workshop.draft.decoder
+        decoder = ctx.draft.decoder
         self._layers = decoder.config.num_layers
         # the copy runs here alone: answers are drafted, and prompts read to the last layer, by the decoder as it is
         coarse = self.coarse and self._top < self._layers
-        self._stairs = Staircase(self._runner, coarse_decoder(decoder, self._top) if coarse else None)
-        self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
+        self._stairs = RaggedDepthPass(self._runner, coarse_decoder(decoder, self._top) if coarse else None)
+        self.longest = min(ctx.max_context, ctx.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
         if tokens <= self.longest:
@@ -80,7 +80,7 @@ class DraftSource(Source):
         job.state = _Reading(job.read, need, gaze_of(job, "draft", self._runner))
 
     def read(self, job: Job, count: int) -> None:
-        piece = Piece(job, count, job.state.need, self._taps, job.state.gaze)
+        piece = Piece(job, count, job.state.need, self._taps, job.state.tail_attention)
         if piece.lo < piece.hi:
             self._run(job, piece.lo, piece.hi, piece.watch)
             self._mark(job, piece.lo, piece.hi)
@@ -108,7 +108,7 @@ class DraftSource(Source):
         job.state = None
 
     def scores(self, job: Job) -> np.ndarray | None:
-        return seen_by(job.state.gaze) if job.state is not None else None
+        return seen_by(job.state.tail_attention) if job.state is not None else None
 
     # -- what the draft's plane holds ----------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest, OutOfPages
-from forerun.models.runner import Runner
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job
+from forerun.models.execution.runner import Runner
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.draft import DraftSource
 from forerun.prefill.sources.writing import macs
+from forerun.prefill.state import Job
 
 FIRST = 4  # tokens that attention rests on wherever it finds nothing else
 CHUNK = 512  # tokens of a forward
@@ -73,23 +73,23 @@ class DropSource(DraftSource):
     name = "drop"
     base = 0
 
-    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
-        if workshop.draft is None or workshop.draft_runner is None or workshop.draft_plane is None:
+    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
+        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_plane is None:
             raise BadRequest(
                 "the source 'drop' needs a draft model, which says what is kept",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
-        if not workshop.draft.same_tokens:
+        if not ctx.draft.same_tokens:
             raise BadRequest(
-                f"the tokens of {workshop.draft.source} are not the target's, so it cannot say which of them to keep",
+                f"the tokens of {ctx.draft.source} are not the target's, so it cannot say which of them to keep",
                 "use a draft of the same family",
             )
-        self._pool, self._plane, self._runner = workshop.pool, workshop.draft_plane, workshop.draft_runner
+        self._pool, self._plane, self._runner = ctx.pool, ctx.draft_plane, ctx.draft_runner
         measured = profile.source_cost if profile is not None and profile.kind == "draft" else None
-        counted = macs(workshop.draft.decoder) / macs(workshop.runner.decoder)
+        counted = macs(ctx.draft.decoder) / macs(ctx.runner.decoder)
         self._cost = counted if measured is None else measured
-        self.longest = min(workshop.max_context, workshop.draft.decoder.config.max_context)
-        self._taps, self._top = (), workshop.draft.decoder.config.num_layers
+        self.longest = min(ctx.max_context, ctx.draft.decoder.config.max_context)
+        self._taps, self._top = (), ctx.draft.decoder.config.num_layers
         self._layers = self._top
 
     def problem(self, tokens: int) -> BadRequest | None:
@@ -119,7 +119,7 @@ class DropRun:
                 f"{len(kept)} kept tokens and {room} more need {count} pages, {pool.free} are free",
                 "keep fewer tokens, or raise pool_tokens",
             )
-        self._pool, self._stairs, self._layers = pool, Staircase(runner), runner.decoder.config.num_layers
+        self._pool, self._stairs, self._layers = pool, RaggedDepthPass(runner), runner.decoder.config.num_layers
         self._pages = array("i", pool.allocate(count))
         self._kept = kept
         self._entries = 0
@@ -142,9 +142,9 @@ class DropRun:
         for lo in range(0, end, CHUNK):
             hi = min(lo + CHUNK, end)
             rows = self._kept.rows(self._pages, self._layers, lo, hi, [hi - lo - 1] if hi == end else ())
-            climbed = self._stairs.run(rows)
+            recomputed = self._stairs.run(rows)
         self._entries = end
-        return climbed.logits[-1]
+        return recomputed.logits[-1]
 
     def score(self, ids: list[int]) -> Tensor:
         """Logits [len(ids), V] of tokens that follow, whatever the model would have said."""

@@ -11,29 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.job import Job
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
 from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
+from forerun.prefill.state import Job
 
 
 @dataclass
 class _Reading:
     x: Tensor  # [tokens - first, hidden] inputs of layer `base`; job.x is what of it has been read
-    gaze: TailAttention | None  # where the chooser asks for it
+    tail_attention: TailAttention | None  # where the chooser asks for it
 
 
 class LowerSource(Source):
     name = "self"
 
-    def __init__(self, workshop: Workshop, profile: Profile | None) -> None:
+    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         profile = needed(profile, self.name)
-        self._runner = workshop.runner
-        self._writer = Writer(workshop.runner, workshop.runner.decoder, profile.maps)
+        self._runner = ctx.runner
+        self._writer = Writer(ctx.runner, ctx.runner.decoder, profile.maps)
         self.base = profile.maps.base
-        self._cost = self.base / workshop.runner.decoder.config.num_layers + self._writer.cost
+        self._cost = self.base / ctx.runner.decoder.config.num_layers + self._writer.cost
 
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
@@ -48,7 +48,7 @@ class LowerSource(Source):
 
     def read(self, job: Job, count: int) -> None:
         state: _Reading = job.state
-        piece = Piece(job, count, job.known, self._writer.taps, state.gaze)
+        piece = Piece(job, count, job.known, self._writer.taps, state.tail_attention)
         lo, first, end = piece.lo, piece.first, piece.end
         if lo < piece.hi:
             kept = self._writer.stairs.run(self._writer.rows(job, lo, piece.hi), piece.watch, keep=self.base).x
@@ -65,4 +65,4 @@ class LowerSource(Source):
 
     def scores(self, job: Job) -> np.ndarray | None:
         """By the lower layers only, which choose worse than a whole model does."""
-        return seen_by(job.state.gaze) if job.state is not None else None
+        return seen_by(job.state.tail_attention) if job.state is not None else None

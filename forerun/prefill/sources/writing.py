@@ -11,14 +11,14 @@ from torch import Tensor
 
 from forerun.errors import BadProfile
 from forerun.models.decoder import Decoder
+from forerun.models.execution.runner import Runner
 from forerun.models.linear import Precision
-from forerun.models.runner import Runner
+from forerun.models.transfer import send
 from forerun.prefill.attention_scores import TailAttention, slots_of
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import FastMaps, Maps
 from forerun.prefill.profile import Profile
-from forerun.transfer import send
+from forerun.prefill.state import Job
 
 BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps stay in the caches, twice as fast
 _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
@@ -55,25 +55,27 @@ def gaze_of(job: Job, chooser: str, runner: Runner) -> TailAttention | None:
     return TailAttention(runner, job.pages, job.end, len(job.tokens))
 
 
-def seen_by(gaze: TailAttention | None) -> np.ndarray | None:
-    return gaze.reduce() if gaze is not None and gaze.complete else None
+def seen_by(tail_attention: TailAttention | None) -> np.ndarray | None:
+    return tail_attention.reduce() if tail_attention is not None and tail_attention.complete else None
 
 
 class Piece:
     """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
 
-    def __init__(self, job: Job, count: int, need: int, taps: tuple[int, ...], gaze: TailAttention | None) -> None:
+    def __init__(
+        self, job: Job, count: int, need: int, taps: tuple[int, ...], tail_attention: TailAttention | None
+    ) -> None:
         """`need`: entries before it have their K/V already."""
         self.lo, self.hi = job.read, min(job.read + count, len(job.tokens))
         self.first, self.end, self.tail = max(self.lo, need), min(self.hi, job.end), max(self.lo, job.end)
         self.hidden: dict[int, Tensor] = {}  # tap -> [end - first, hidden]
-        self._taps, self._gaze = taps, gaze
+        self._taps, self._tail_attention = taps, tail_attention
 
     def watch(self, layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
         if self.first < self.end and layer in self._taps:
             self.hidden[layer] = x[self.first - self.lo : self.end - self.lo]
-        if q is not None and self._gaze is not None and self.tail < self.hi:
-            self._gaze.see(layer, q[self.tail - self.lo :], self.tail)
+        if q is not None and self._tail_attention is not None and self.tail < self.hi:
+            self._tail_attention.see(layer, q[self.tail - self.lo :], self.tail)
 
 
 class Writer:
@@ -83,7 +85,7 @@ class Writer:
     def __init__(self, target: Runner, source: Decoder, maps: Maps, coarse: bool = False) -> None:
         _check(maps, source, target.decoder)
         self.base, self.taps = maps.base, maps.taps
-        self.stairs = Staircase(target)
+        self.stairs = RaggedDepthPass(target)
         self.cost = maps.macs / macs(target.decoder)  # of a token, in tokens of the target's prefill
         self._runner, self._decoder = target, target.decoder
         self._together = _groups(target.decoder, self.base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tokenizers
 
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 STORY = "The keeper's lamp 🌊 was naïve: 12 ships, 3 gulls… and «Größe» 漢字!\n    def turn(lamp):\n\treturn 30 👩‍🚀\n"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
-from forerun.decode.drafters.base import Ask, registered
+from forerun.decode.drafters.base import DraftRequest, registered
 from forerun.decode.drafters.copying import Copy, Pointer
 from forerun.decode.sampling import Context
 
@@ -20,7 +20,7 @@ DOCUMENT = list(range(100, 200))
 def propose(
     drafter: Copy, tokens: list[int], num_prompt: int, *, depth: int = 16, nodes: int = 16, id: int = 0
 ) -> Draft:
-    ask = Ask(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
+    ask = DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
     (draft,) = drafter.propose([ask])
     assert draft.problem(1 << 20) is None
     assert len(draft) <= nodes and max(draft.depths(), default=0) <= depth
@@ -61,7 +61,7 @@ def test_a_copied_span_goes_on() -> None:
     draft = after(DOCUMENT[10:20])
     assert draft.tokens == DOCUMENT[20:36]
     assert draft.parents == list(range(ROOT, 15))
-    assert min(draft.chances) > 0.9
+    assert min(draft.probs) > 0.9
 
 
 def test_the_first_token_of_an_answer_is_looked_for() -> None:
@@ -96,7 +96,7 @@ def test_after_a_change_the_ways_back_are_drafted(written: list[int], back: int)
 def test_one_token_for_one_is_the_likeliest_change() -> None:
     draft = after([*DOCUMENT[:20], 1])
     assert draft.tokens[0] == DOCUMENT[21]
-    assert draft.chances[0] == max(c for c, parent in zip(draft.chances, draft.parents, strict=True) if parent == ROOT)
+    assert draft.probs[0] == max(c for c, parent in zip(draft.probs, draft.parents, strict=True) if parent == ROOT)
     assert accepted(draft, DOCUMENT[21:]) >= 4
 
 
@@ -122,7 +122,7 @@ def test_of_places_that_look_alike_the_next_one_is_taken() -> None:
 def test_an_answer_that_copies_is_trusted_more() -> None:
     copying, writing = after([*DOCUMENT[:20], 1, *DOCUMENT[21:23]]), after([*range(1000, 1020), 1, *DOCUMENT[21:23]])
     assert copying.tokens[0] == writing.tokens[0] == DOCUMENT[23]
-    assert copying.chances[0] > writing.chances[0]
+    assert copying.probs[0] > writing.probs[0]
 
 
 def test_an_edited_document_takes_few_steps() -> None:

@@ -13,22 +13,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.core import Draft, SamplingParams, Speculation, Verdict
-from forerun.decode.control import Controller
-from forerun.decode.cost import CostCurve
-from forerun.decode.drafters.base import Ask
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.draft_context import DraftModel
+from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.drafters.cross import CrossDrafter, _Growth, _State
 from forerun.decode.drafters.retoken import Transcript
 from forerun.decode.sampling import Context
-from forerun.decode.speculate import Guessing
-from forerun.decode.workshop import DraftModel
+from forerun.decode.speculator import SpeculationState
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.decoder import Output
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Span
-from forerun.tokenizer import Tokenizer
+from forerun.models.execution.runner import Span
+from forerun.models.formats.load import open_checkpoint
+from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train
 from tests.engine.common import Answer, finish, leaked, run
@@ -139,9 +139,9 @@ def test_side_branches_hold_what_the_likeliest_token_misses(spellers: tuple[Path
     drafts: list[Draft] = []
     original = engine.speculator.settle
 
-    def settle(guessing: Guessing, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
+    def settle(spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         drafts.append(draft)
-        original(guessing, draft, verdict, emitted)
+        original(spec_state, draft, verdict, emitted)
 
     engine.speculator.settle = settle  # type: ignore[method-assign]
     assert run(engine, prompts, seeded) == run(engine_of(*spellers), prompts, params("off", temperature=0.7, seed=4))
@@ -151,10 +151,10 @@ def test_side_branches_hold_what_the_likeliest_token_misses(spellers: tuple[Path
 
 def test_the_end_of_an_answer_is_drafted_too(spellers: tuple[Path, Path]):
     engine = engine_of(*spellers)
-    drafter = engine.speculator.crew["cross"]
+    drafter = engine.speculator.drafter_pool["cross"]
     assert isinstance(drafter, CrossDrafter)
     context = Context(SamplingParams(), list(range(40, 60)), 20, 0)
-    g = _Growth(Ask(0, context, 4, 8, array("i")), _State(0, Transcript(drafter._target, drafter._draft)), 4)
+    g = _Growth(DraftRequest(0, context, 4, 8, array("i")), _State(0, Transcript(drafter._target, drafter._draft)), 4)
     g.state.transcript.follow(context.tokens)
     word, end = drafter._draft.encode("ab"), drafter._draft.encode("<|im_end|>", parse_special=True)[0]
     drafter._take(g, word[0], 0.5)
@@ -165,12 +165,12 @@ def test_the_end_of_an_answer_is_drafted_too(spellers: tuple[Path, Path]):
     a, b = drafter._target.encode("ab")
     stop = drafter._target.encode("<|im_end|>", parse_special=True)[0]
     assert g.over and draft.tokens == [a, b, b, stop, stop] and draft.parents == [-1, 0, -1, 1, 0]
-    assert draft.chances == pytest.approx([0.5, 0.25, 0.3, 0.9, 0.1])
+    assert draft.probs == pytest.approx([0.5, 0.25, 0.3, 0.9, 0.1])
 
 
 def test_drafts_that_came_true_are_not_run_again(spellers: tuple[Path, Path]):
     engine = engine_of(*spellers)
-    drafter = engine.speculator.crew["cross"]
+    drafter = engine.speculator.drafter_pool["cross"]
     assert isinstance(drafter, CrossDrafter)
     ran: list[int] = []
     original = drafter._runner.forward
@@ -231,6 +231,6 @@ def test_where_it_does_not_apply(tiny_folder: Callable[[str], Path], stranger: P
     engine = engine_of(tiny_folder("qwen2"), stranger)
     with pytest.raises(BadRequest, match="not the target's"):  # ids of two vocabularies are never taken for each other
         Answer(engine, PROMPTS[0], params("model"))
-    engine.speculator.workshop.draft = None
+    engine.speculator.ctx.draft = None
     with pytest.raises(BadRequest, match="needs a draft model"):
         Answer(engine, PROMPTS[0], params("cross"))

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from forerun.core import ROOT, Draft
-from forerun.decode.drafters.base import Ask
+from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.drafters.grammar import GrammarDrafter, prune, spell
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Grammar, SamplingParams
 from tests.decode.test_grammar import letters
 
@@ -51,7 +51,7 @@ def small(tiny_folder: Callable[[str], Path]) -> GrammarCompiler:
 
 def proposed(constraint: AnswerGrammar | None, depth: int = 32, nodes: int = 32) -> Draft:
     context = Context(SamplingParams(), [0], 1, 0, constraint)
-    return GrammarDrafter().propose([Ask(1, context, depth, nodes, array("i"))])[0]
+    return GrammarDrafter().propose([DraftRequest(1, context, depth, nodes, array("i"))])[0]
 
 
 def texts(compiler: GrammarCompiler, draft: Draft) -> list[bytes]:
@@ -77,7 +77,9 @@ def test_nothing_without_a_grammar_or_a_budget(real: GrammarCompiler) -> None:
 
 def test_one_draft_for_each_ask_in_order(real: GrammarCompiler) -> None:
     constraints = [None, real.constraint(SCHEMA), None, real.constraint(Grammar("regex", "2024"))]
-    asks = [Ask(i, Context(SamplingParams(), [0], 1, 0, c), 8, 8, array("i")) for i, c in enumerate(constraints)]
+    asks = [
+        DraftRequest(i, Context(SamplingParams(), [0], 1, 0, c), 8, 8, array("i")) for i, c in enumerate(constraints)
+    ]
     drafts = GrammarDrafter().propose(asks)
     assert [b"".join(texts(real, draft)) for draft in drafts] == [b"", b'{\n  "name": "', b"", b"2024<|im_end|>"]
     assert all(draft.problem(real.vocabulary.size) is None for draft in drafts)
@@ -96,19 +98,19 @@ def test_only_tokens_without_alternative_are_certain(real: GrammarCompiler) -> N
     for grammar in (SCHEMA, Grammar("regex", "Hello world, 2024 [ab]"), Grammar("lark", 'start: "a" <|im_start|> "1"')):
         constraint = real.constraint(grammar)
         draft = proposed(constraint)
-        for node, chance in enumerate(draft.chances):
+        for node, prob in enumerate(draft.probs):
             alternatives = int(constraint.allowed(draft.tokens[:node]).sum())
-            assert (chance == 1.0) == (alternatives == 1)
-            assert 0.0 < chance <= 1.0
-            seen.add(chance == 1.0)
+            assert (prob == 1.0) == (alternatives == 1)
+            assert 0.0 < prob <= 1.0
+            seen.add(prob == 1.0)
     assert seen == {True, False}
 
 
 def test_the_end_is_drafted(real: GrammarCompiler, small: GrammarCompiler) -> None:
     draft = proposed(after(real, Grammar("regex", "the lamp"), "the"))
-    assert texts(real, draft) == [b" lamp", b"<|im_end|>"] and draft.chances[-1] < 1.0  # this model has two ends
+    assert texts(real, draft) == [b" lamp", b"<|im_end|>"] and draft.probs[-1] < 1.0  # this model has two ends
     draft = proposed(after(small, Grammar("regex", "the lamp"), "the lamp"))
-    assert (draft.tokens, draft.chances) == ([2], [1.0])
+    assert (draft.tokens, draft.probs) == ([2], [1.0])
     ended = small.constraint(Grammar("regex", "a"))
     ended.advance([*small.vocabulary.tokenizer.encode("a"), 2])
     assert set(proposed(ended).tokens) <= {2}
@@ -184,8 +186,8 @@ def test_prune_keeps_what_is_allowed(small: GrammarCompiler) -> None:
             if parent in [ROOT, *kept] and bool(constraint.allowed(path)[draft.tokens[node]]):
                 kept.append(node)
         pruned = prune(draft, constraint)
-        assert [(pruned.tokens[i], pruned.chances[i], pruned.sources[i]) for i in range(len(pruned))] == [
-            (draft.tokens[i], draft.chances[i], draft.sources[i]) for i in kept
+        assert [(pruned.tokens[i], pruned.probs[i], pruned.sources[i]) for i in range(len(pruned))] == [
+            (draft.tokens[i], draft.probs[i], draft.sources[i]) for i in kept
         ]
         assert [pruned.path(i) for i in range(len(pruned))] == [[kept.index(j) for j in draft.path(i)] for i in kept]
         counts.add(len(kept) < len(draft))

@@ -1,4 +1,4 @@
-"""The boundary trap of forced text: spellings the grammar allows keep their chances, drafted or not."""
+"""The boundary trap of forced text: spellings the grammar allows keep their probabilities, drafted or not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import tokenizers
 import torch
 from tokenizers import decoders, models
 
+from forerun.checks.enumeration import outcomes
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context, Row, choose, distribution, shape
-from forerun.decode.target import Dice, SeededDice, Target
+from forerun.decode.target import Rng, SeededRng, Target
 from forerun.decode.verifiers.match import Match
-from forerun.lab.enumeration import outcomes
 from forerun.params import Grammar, SamplingParams
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests.decode.drafters.test_grammar import proposed, random_tree
 
 # --- The boundary trap, by enumeration. Six tokens and an end; `abc` has the usual spelling [ab, c] and two others.
@@ -43,16 +43,16 @@ def model(tokens: list[int]) -> torch.Tensor:
 
 
 class Chances:
-    """A target that draws with dice that show every side."""
+    """A target that draws with random numbers that show every side."""
 
-    def __init__(self, target: Target, dice: Dice) -> None:
-        self.target, self.dice = target, dice
+    def __init__(self, target: Target, rng: Rng) -> None:
+        self.target, self.rng = target, rng
 
     def probs(self, node: int) -> torch.Tensor:
         return self.target.probs(node)
 
     def draw(self, node: int) -> int:
-        return self.dice.pick(self.probs(node))
+        return self.rng.pick(self.probs(node))
 
 
 def target_of(constraint: AnswerGrammar, draft: Draft) -> Target:
@@ -65,8 +65,8 @@ def target_of(constraint: AnswerGrammar, draft: Draft) -> Target:
 def one_step(constraint: AnswerGrammar, draft: Draft) -> Iterator[tuple[float, list[int]]]:
     """Every token sequence that one step can add, with its probability."""
 
-    def step(dice: Dice) -> list[int]:
-        verdict = Match().verify(draft, Chances(target_of(constraint, draft), dice), dice)
+    def step(rng: Rng) -> list[int]:
+        verdict = Match().verify(draft, Chances(target_of(constraint, draft), rng), rng)
         return [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
 
     return outcomes(step)
@@ -82,13 +82,13 @@ def answers(
         tokens, mass = open_.pop()
         constraint = compiler.constraint(grammar)
         constraint.advance(tokens)
-        for chance, more in one_step(constraint, draft_of(constraint)):
+        for prob, more in one_step(constraint, draft_of(constraint)):
             more = more[: more.index(0) + 1] if 0 in more else more  # an end ends it, whatever was drawn after it
             answer = (*tokens, *more)
             if more[-1] == 0:
-                found[answer] = found.get(answer, 0.0) + mass * chance
+                found[answer] = found.get(answer, 0.0) + mass * prob
             else:
-                open_.append((list(answer), mass * chance))
+                open_.append((list(answer), mass * prob))
     return found
 
 
@@ -103,11 +103,11 @@ def by_hand(compiler: GrammarCompiler, grammar: Grammar) -> dict[tuple[int, ...]
         row = Row(Context(PARAMS, tokens, 0, 0, constraint))
         probs = distribution(shape(model(tokens)[None], [row]), [PARAMS])[0]
         for token in probs.nonzero().flatten().tolist():
-            answer, chance = (*tokens, token), mass * float(probs[token])
+            answer, prob = (*tokens, token), mass * float(probs[token])
             if token == 0:
-                found[answer] = chance
+                found[answer] = prob
             else:
-                open_.append((list(answer), chance))
+                open_.append((list(answer), prob))
     return found
 
 
@@ -149,7 +149,7 @@ def test_seeded_answers_are_plain_decodings(abc: GrammarCompiler) -> None:
             draft = prune(draft, constraint)
             target = target_of(constraint, draft)
             target.context.seed = seed
-            verdict = Match().verify(draft, target, SeededDice(seed, len(answer)))
+            verdict = Match().verify(draft, target, SeededRng(seed, len(answer)))
             more = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
             more = more[: more.index(0) + 1] if 0 in more else more
             accepted += len(more) - 1

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
-from forerun.decode.drafters.base import Ask, registered
+from forerun.decode.drafters.base import DraftRequest, registered
 from forerun.decode.drafters.lookup import Lookup, NgramIndex, grow
 from forerun.decode.sampling import Context
 
 
-def ask(tokens: list[int], num_prompt: int = 1, *, id: int = 0, depth: int = 16, nodes: int = 16) -> Ask:
-    return Ask(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
+def ask(tokens: list[int], num_prompt: int = 1, *, id: int = 0, depth: int = 16, nodes: int = 16) -> DraftRequest:
+    return DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
 
 
 def propose(drafter: Lookup, tokens: list[int], **options: int) -> Draft:
@@ -55,8 +55,8 @@ def test_the_longest_match_leads_and_others_branch() -> None:
     tokens = [1, 2, 3, 40, 9, 9, 8, 2, 3, 50, 7, 7, 1, 2, 3]
     draft = propose(lookup(), tokens)
     roots = [
-        (token, chance)
-        for token, parent, chance in zip(draft.tokens, draft.parents, draft.chances, strict=True)
+        (token, prob)
+        for token, parent, prob in zip(draft.tokens, draft.parents, draft.probs, strict=True)
         if parent == ROOT
     ]
     assert [token for token, _ in roots] == [40, 50]
@@ -68,17 +68,17 @@ def test_among_equal_matches_the_newest_leads() -> None:
 
 
 def test_agreement_raises_and_dispute_lowers_the_chance() -> None:
-    once = propose(lookup(), [0, 1, 2, 40, 9, 1, 2]).chances[0]
-    agreed = propose(lookup(), [0, 1, 2, 40, 9, 1, 2, 40, 8, 1, 2]).chances[0]
-    disputed = propose(lookup(), [0, 1, 2, 41, 9, 1, 2, 40, 8, 1, 2]).chances[0]
+    once = propose(lookup(), [0, 1, 2, 40, 9, 1, 2]).probs[0]
+    agreed = propose(lookup(), [0, 1, 2, 40, 9, 1, 2, 40, 8, 1, 2]).probs[0]
+    disputed = propose(lookup(), [0, 1, 2, 41, 9, 1, 2, 40, 8, 1, 2]).probs[0]
     assert disputed < once < agreed
 
 
 def test_chances_grow_along_a_path_and_with_the_prompt() -> None:
     tokens = [*range(20), 90, 0, 1, 2]
     in_prompt, in_answer = propose(lookup(), tokens, num_prompt=21), propose(lookup(), tokens, num_prompt=1)
-    assert in_prompt.chances == sorted(in_prompt.chances)
-    assert in_prompt.chances[0] > in_answer.chances[0]
+    assert in_prompt.probs == sorted(in_prompt.probs)
+    assert in_prompt.probs[0] > in_answer.probs[0]
 
 
 def test_a_cycle_goes_on_beyond_what_was_written() -> None:
@@ -133,7 +133,7 @@ def test_matches_are_real(tokens: list[int]) -> None:
 def test_growth_is_best_first() -> None:
     tree = {"": [(1, 0.6, "a"), (2, 0.4, "b")], "a": [(3, 0.5, "")], "b": [(4, 0.9, "c")], "c": []}
     draft = grow("", lambda state: tree[state], ask([0], nodes=4, depth=2), "x")
-    # path chances: 1 has 0.6, 2 has 0.4, 4 after 2 has 0.36, 3 after 1 has 0.3
+    # path probabilities: 1 has 0.6, 2 has 0.4, 4 after 2 has 0.36, 3 after 1 has 0.3
     assert draft.tokens == [1, 2, 4, 3]
     assert draft.parents == [ROOT, ROOT, 1, 0]
-    assert draft.chances == [0.6, 0.4, 0.9, 0.5]
+    assert draft.probs == [0.6, 0.4, 0.9, 0.5]

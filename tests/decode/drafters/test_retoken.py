@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.decode.drafters.retoken import Transcript, retokenise, shares, whole_characters
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train
 

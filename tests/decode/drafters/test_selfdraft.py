@@ -12,16 +12,16 @@ import torch
 
 from forerun.core import SamplingParams, Speculation
 from forerun.decode import layer_search
-from forerun.decode.control import Controller
-from forerun.decode.cost import CostCurve
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters.selfdraft import SelfDrafter
 from forerun.decode.layer_search import Found, Rehearsal, block_costs, find_blocks, search, speedup
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
+from forerun.models.formats.load import open_checkpoint
 from tests.engine.common import Answer, finish, leaked, run
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
         costs = Controller(CostCurve({1: 1.0, 64: 1.001}), {"self": CostCurve({1: 1e-4, 64: 1.1e-4})})
         made = Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values), None, costs)
         if blocks is not None:
-            made.speculator.crew._drafters["self"] = SelfDrafter(made.speculator.workshop, blocks)
+            made.speculator.drafter_pool._drafters["self"] = SelfDrafter(made.speculator.ctx, blocks)
         return made
 
     return engine
@@ -138,7 +138,7 @@ def test_it_can_start_while_requests_hold_every_page(make: Callable[..., Engine]
 
 def test_without_a_tokenizer_there_is_no_search(make: Callable[..., Engine]):
     engine = make(None)
-    engine.speculator.workshop.tokenizer = None
+    engine.speculator.ctx.tokenizer = None
     with pytest.raises(BadRequest, match="tokenizer"):
         Answer(engine, PROMPTS[0], params())
 

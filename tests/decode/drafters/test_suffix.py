@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
-from forerun.decode.drafters.base import Ask, registered
+from forerun.decode.drafters.base import DraftRequest, registered
 from forerun.decode.drafters.suffix import _CHUNK, Automaton, Suffix
 from forerun.decode.sampling import Context
 
@@ -19,8 +19,8 @@ def suffix(**options: int) -> Suffix:
     return Suffix(None, **options)  # type: ignore[arg-type]
 
 
-def ask(tokens: list[int], id: int = 0, *, depth: int = 16, nodes: int = 16) -> Ask:
-    return Ask(id, Context(SamplingParams(), tokens, 1, 0), depth, nodes, array("i"))
+def ask(tokens: list[int], id: int = 0, *, depth: int = 16, nodes: int = 16) -> DraftRequest:
+    return DraftRequest(id, Context(SamplingParams(), tokens, 1, 0), depth, nodes, array("i"))
 
 
 def propose(drafter: Suffix, tokens: list[int], id: int = 0, **options: int) -> Draft:
@@ -117,7 +117,7 @@ def test_branches_are_ranked_by_their_counts() -> None:
     draft = propose(drafter, [8, 1, 2, 3], id=9)
     assert draft.tokens == [50, 40]
     assert draft.parents == [ROOT, ROOT]
-    assert draft.chances[0] == 3 * draft.chances[1] > 0
+    assert draft.probs[0] == 3 * draft.probs[1] > 0
 
 
 def test_longer_matches_and_more_evidence_raise_the_chance() -> None:
@@ -125,9 +125,9 @@ def test_longer_matches_and_more_evidence_raise_the_chance() -> None:
     one.finish(0, [1, 2, 3, 4, 5], 1)
     two.finish(0, [1, 2, 3, 4, 5], 1)
     two.finish(1, [9, 2, 3, 4, 5], 1)
-    short = propose(one, [7, 3], id=5).chances[0]
-    longer = propose(one, [6, 2, 3], id=6).chances[0]
-    assert short < longer < propose(two, [6, 2, 3], id=6).chances[0]
+    short = propose(one, [7, 3], id=5).probs[0]
+    longer = propose(one, [6, 2, 3], id=6).probs[0]
+    assert short < longer < propose(two, [6, 2, 3], id=6).probs[0]
 
 
 def test_limits_are_kept() -> None:
@@ -186,11 +186,12 @@ def test_finish_drops_the_state() -> None:
 
 
 def test_a_dispute_takes_from_all_sides() -> None:
-    """Where continuations differ, a new one is likelier too: the chances sum to less than with one continuation."""
+    """Where continuations differ, a new one is likelier too: the probabilities sum to less than with one
+    continuation."""
     agreed, disputed = suffix(), suffix()
     for id, following in enumerate((40, 40, 50, 50)):
         agreed.finish(id, [1, 2, 3, 40], 1)
         disputed.finish(id, [1, 2, 3, following], 1)
     one, two = propose(agreed, [8, 1, 2, 3], id=9, depth=1), propose(disputed, [8, 1, 2, 3], id=9, depth=1)
     assert len(one) == 1 and len(two) == 2
-    assert sum(two.chances) < 0.7 * sum(one.chances)
+    assert sum(two.probs) < 0.7 * sum(one.probs)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
+from forerun.checks.enumeration import TinyTarget, check_pairs, outcomes, tiny_drafters, tiny_logits, tiny_tree
 from forerun.core import ROOT, Draft
 from forerun.decode.sampling import Context
-from forerun.decode.target import DRAFTING, SeededDice, Target
+from forerun.decode.target import DRAFTING, SeededRng, Target
 from forerun.decode.verifiers.block import Block
 from forerun.decode.verifiers.match import Match
 from forerun.decode.verifiers.rejection import Rejection
 from forerun.decode.verifiers.transport import Transport
 from forerun.decode.verifiers.traversal import Traversal
-from forerun.lab.enumeration import TinyTarget, check_pairs, outcomes, tiny_drafters, tiny_logits, tiny_tree
 from forerun.params import SamplingParams
 
 ALL = [Match(), Rejection(), Block(), Traversal(), Transport()]
@@ -21,11 +21,11 @@ WARM = [TinyTarget(f"warm {seed}", tiny_logits(seed), SamplingParams(temperature
 def accepted(make_draft, verifier, target) -> float:
     """Exact mean length of the accepted path in the first step."""
 
-    def run(dice):
-        draft = make_draft(list(target.prompt), dice)
-        return len(verifier.verify(draft, target.view((), draft, dice), dice).path)
+    def run(rng):
+        draft = make_draft(list(target.prompt), rng)
+        return len(verifier.verify(draft, target.view((), draft, rng), rng).path)
 
-    return sum(chance * length for chance, length in outcomes(run))
+    return sum(prob * length for prob, length in outcomes(run))
 
 
 @pytest.mark.parametrize("drafter", [name for name in tiny_drafters() if name not in ("drawn tree", "drawn siblings")])
@@ -76,8 +76,8 @@ def test_certain_children_are_taken_as_often_as_the_target_wants_them():
 
 
 def test_block_sees_the_first_children_of_a_tree():
-    def first_chain(tokens, dice):
-        return tiny_tree([1, 1])(tokens, dice)
+    def first_chain(tokens, rng):
+        return tiny_tree([1, 1])(tokens, rng)
 
     assert accepted(tiny_tree([2, 1]), Block(), WARM[0]) == pytest.approx(accepted(first_chain, Block(), WARM[0]))
 
@@ -85,8 +85,8 @@ def test_block_sees_the_first_children_of_a_tree():
 @pytest.mark.parametrize("verifier", ALL, ids=lambda v: v.name)
 @pytest.mark.parametrize("bad", ["nan", "zero", "short"])
 def test_children_of_what_is_no_distribution_are_ignored(verifier, bad):
-    def make(tokens, dice):
-        draft = tiny_tree([2, 1], certain=(0, 1))(tokens, dice)
+    def make(tokens, rng):
+        draft = tiny_tree([2, 1], certain=(0, 1))(tokens, rng)
         draft.proposals[ROOT] = {"nan": torch.full((4,), torch.nan), "zero": torch.zeros(4), "short": torch.ones(3)}[
             bad
         ]
@@ -103,10 +103,10 @@ def test_children_after_one_that_is_all_but_sure(verifier, rest, children):
     """What is drawn second may come from the last 1e-20 of the mass: subtracting from one would leave nothing of it."""
     q = torch.tensor([rest, 1.0, 3 * rest, 6 * rest], dtype=torch.float64)
 
-    def make(tokens, dice):
+    def make(tokens, rng):
         draft, left = Draft(proposals={ROOT: q}), q.clone()
         for _ in range(children):
-            draft.add(dice.pick(left), ROOT, 0.5, "tiny")
+            draft.add(rng.pick(left), ROOT, 0.5, "tiny")
             left[draft.tokens] = 0.0
         return draft
 
@@ -120,7 +120,7 @@ def test_chains_may_be_as_deep_as_drafts_get(verifier):
     logits[:, 3] = 50.0
     draft = Draft.chain([3] * 512, [0.9] * 512, "test")
     target = Target(logits, Context(SamplingParams(temperature=1.0), [1, 2], 1, seed=5), draft)
-    verdict = verifier.verify(draft, target, SeededDice(5, 2))
+    verdict = verifier.verify(draft, target, SeededRng(5, 2))
     assert verdict.path == list(range(512)) and verdict.next_token == 3
 
 
@@ -133,12 +133,12 @@ def test_float32_of_a_real_size(verifier):
     q = torch.softmax(p + q, -1)
     counts = torch.zeros(vocab)
     for seed in range(rounds):
-        draft, rest, dice = Draft(proposals={ROOT: q}), q.double(), SeededDice(seed, 9, DRAFTING)
+        draft, rest, rng = Draft(proposals={ROOT: q}), q.double(), SeededRng(seed, 9, DRAFTING)
         for _ in range(2):
             rest[draft.tokens] = 0.0
-            draft.add(dice.pick(rest), ROOT, 0.5, "test")
+            draft.add(rng.pick(rest), ROOT, 0.5, "test")
         target = Target(p.expand(3, -1), Context(SamplingParams(temperature=1.0), [1], 1, seed), draft)
-        verdict = verifier.verify(draft, target, SeededDice(seed, 9))
+        verdict = verifier.verify(draft, target, SeededRng(seed, 9))
         counts[draft.tokens[verdict.path[0]] if verdict.path else verdict.next_token] += 1
     wanted = torch.softmax(p, -1)
     top = wanted.topk(8).indices

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from forerun.core import ROOT, Draft
-from forerun.decode.verifiers.lossy import Bounded, Typical
-from forerun.decode.verifiers.rejection import Rejection
-from forerun.errors import BadRequest
-from forerun.lab.enumeration import (
+from forerun.checks.enumeration import (
     EveryOutcome,
     TinyTarget,
     outcomes,
@@ -18,6 +14,10 @@ from forerun.lab.enumeration import (
     tiny_targets,
     tiny_tree,
 )
+from forerun.core import ROOT, Draft
+from forerun.decode.verifiers.lossy import Bounded, Typical
+from forerun.decode.verifiers.rejection import Rejection
+from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 
 WARM = TinyTarget("warm", tiny_logits(0.3), SamplingParams(temperature=0.8))
@@ -30,11 +30,11 @@ def first_token_distance(make_draft, verifier, target) -> float:
 
 
 def accepted(make_draft, verifier, target) -> float:
-    def run(dice):
-        draft = make_draft(list(target.prompt), dice)
-        return len(verifier.verify(draft, target.view((), draft, dice), dice).path)
+    def run(rng):
+        draft = make_draft(list(target.prompt), rng)
+        return len(verifier.verify(draft, target.view((), draft, rng), rng).path)
 
-    return sum(chance * length for chance, length in outcomes(run))
+    return sum(prob * length for prob, length in outcomes(run))
 
 
 @pytest.mark.parametrize("drafter", ["certain tree", "drawn chain", "drawn siblings"])
@@ -57,9 +57,9 @@ def test_bounded_uses_its_bound():
 def test_bound_of_zero_is_rejection_sampling_number_for_number():
     for make_draft in (tiny_tree([2, 1], ruled_out=0), tiny_tree([2, 2], certain=(0, 1))):
 
-        def run(dice, rule, make_draft=make_draft):
-            draft = make_draft(list(WARM.prompt), dice)
-            return rule.verify(draft, WARM.view((), draft, dice), dice)
+        def run(rng, rule, make_draft=make_draft):
+            draft = make_draft(list(WARM.prompt), rng)
+            return rule.verify(draft, WARM.view((), draft, rng), rng)
 
         both = zip(outcomes(lambda d: run(d, Rejection())), outcomes(lambda d: run(d, Bounded(0.0))), strict=True)  # noqa: B023
         assert all(a == b for a, b in both)

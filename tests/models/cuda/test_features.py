@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.models.coarse import FLOAT8, to_float8
 from forerun.models.cuda import features
 from forerun.models.cuda.features import Float8Projection, fits, unit_features
 from forerun.models.decoder import COARSE_ROWS
+from forerun.models.execution.float8_mlp import FLOAT8, to_float8
 from forerun.prefill import maps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

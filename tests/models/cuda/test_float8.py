@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.models.coarse import FLOAT8, to_float8
 from forerun.models.cuda import float8
 from forerun.models.cuda.float8 import Float8Mlp, act_mul_to_float8, norm_to_float8
+from forerun.models.execution.float8_mlp import FLOAT8, to_float8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = 2**-4  # between two neighbours of float8, as a share of them, there is at most twice this

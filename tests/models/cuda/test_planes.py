@@ -6,7 +6,7 @@ import torch
 from forerun.models.config import RopeConfig
 from forerun.models.cuda import planes
 from forerun.models.cuda.planes import CudaPlanes, LatePicker, addresses_of, gather
-from forerun.models.planes import Picker, Planes
+from forerun.models.execution.planes import Picker, Planes
 from forerun.models.rope import RopeTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.bench.shapes import SHAPES, RandomCheckpoint
 from forerun.cache.pool import PagePool
 from forerun.core import ROOT
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.cuda.stack import CHUNK, SHARED_BYTES, Cut
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -155,8 +155,8 @@ if HOPPER:
             output = runner.forward([replace(span, want=[len(span.ids) - 1]) for span in step])
             tokens = output.greedy.tolist()
             assert tokens == [row[depth] for row in got.tokens]
-            chances = output.logits.softmax(-1).amax(-1).tolist()
-            assert chances == pytest.approx([row[depth] for row in got.chances], rel=1e-4)
+            probs = output.logits.softmax(-1).amax(-1).tolist()
+            assert probs == pytest.approx([row[depth] for row in got.probs], rel=1e-4)
             step = [Span([t], s.first + len(s.ids), s.pages, [0]) for t, s in zip(tokens, step, strict=True)]
         assert same_caches(runner.kv, after)
 
@@ -177,10 +177,10 @@ if HOPPER:
         batch = runner.batch(spans([(40, 3, False), (100, 1, False)]))
         whole = chains.run(batch, 8)
         for steps in range(1, 8):
-            paths = [math.prod(row[:steps]) for row in whole.chances]
+            paths = [math.prod(row[:steps]) for row in whole.probs]
             never = chains.run(batch, 8, [0.0] * (steps - 1) + [max(paths) * 1.01])
             assert never.tokens == [row[:steps] for row in whole.tokens]
-            assert never.chances == [row[:steps] for row in whole.chances]
+            assert never.probs == [row[:steps] for row in whole.probs]
             assert chains.run(batch, 8, [0.0] * (steps - 1) + [max(paths) * 0.99]) == whole
 
     def test_chains_with_part_of_the_head_guess_only_from_it(runner):

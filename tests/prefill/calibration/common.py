@@ -13,8 +13,8 @@ def write_text(folder: Path, files: int = 6, words: int = 1500, seed: int = 0) -
     folder.mkdir(parents=True, exist_ok=True)
     known = tiny.TEXT.split()
     for i in range(files):
-        dice = random.Random(seed * 1000 + i)
-        (folder / f"{i}.txt").write_text(" ".join(dice.choices(known, k=words)))
+        rng = random.Random(seed * 1000 + i)
+        (folder / f"{i}.txt").write_text(" ".join(rng.choices(known, k=words)))
     return folder
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.pair import Pair
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_pair, write_text
 
 

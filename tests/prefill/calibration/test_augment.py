@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.augment import Augmenter
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 
 PROMPT, AHEAD = 900, 40

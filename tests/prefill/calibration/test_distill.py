@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.prefill.calibration.dense import See, Trace
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import TAIL, Gaze, Pair, choose, with_ends
+from forerun.prefill.calibration.pair import TAIL, Pair, TailAttention, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 
@@ -57,17 +57,17 @@ def test_the_targets_tail_says_what_is_recomputed(
 ) -> None:
     pair: Pair = request.getfixturevalue(which)
     end = 320 - 32 - TAIL
-    gaze = Gaze(slice(end, end + TAIL), pair.target.config.scale)
-    pair.target.trace(TOKENS, see=gaze)
-    wanted = with_ends(choose(gaze.mean(TOKENS), end, 0.2), end, 320)
+    tail_attention = TailAttention(slice(end, end + TAIL), pair.target.config.scale)
+    pair.target.trace(TOKENS, see=tail_attention)
+    wanted = with_ends(choose(tail_attention.mean(TOKENS), end, 0.2), end, 320)
     seen: list[Tensor] = []
-    climb = Pair.climb
+    recompute = Pair.recompute
 
     def watched(self: Pair, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
         seen.append(rows)
-        return climb(self, exact, drafted, rows, see)
+        return recompute(self, exact, drafted, rows, see)
 
-    monkeypatch.setattr(Pair, "climb", watched)
+    monkeypatch.setattr(Pair, "recompute", watched)
     Distiller(pair, ridge_maps(pair), Schedule(steps=1, ahead=32, shares=(0.2,))).loss(TOKENS)
     (rows,) = seen
     assert torch.equal(rows, wanted)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.prefill.calibration.dense import Trace
 from forerun.prefill.calibration.evaluate import score, tail_gaze
-from forerun.prefill.calibration.pair import FIRST, TAIL, Gaze, Pair, choose, with_ends
+from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, TailAttention, choose, with_ends
 from forerun.prefill.maps import Maps, unit
 
 TOKENS = torch.randint(3, 512, (2, 200), generator=torch.Generator().manual_seed(0))
@@ -28,14 +28,14 @@ def test_over_true_kv_rows_are_exact(which: str, request: pytest.FixtureRequest)
     pair: Pair = request.getfixturevalue(which)
     exact = pair.target.trace(TOKENS)
     rows = with_ends(torch.tensor([[50, 33], [20, 90]]), END, 200)
-    x = pair.climb(exact, true_kv(pair, exact), rows)
+    x = pair.recompute(exact, true_kv(pair, exact), rows)
     torch.testing.assert_close(x, at_rows(exact.hidden[-1], rows), atol=1e-4, rtol=1e-4)
 
 
 def test_with_every_row_the_drafts_do_not_count(pair: Pair) -> None:
     exact = pair.target.trace(TOKENS)
     everyone = torch.arange(200).expand(2, -1)
-    x = pair.climb(exact, torch.randn(2, 200, pair.width), everyone)
+    x = pair.recompute(exact, torch.randn(2, 200, pair.width), everyone)
     torch.testing.assert_close(x, exact.hidden[-1], atol=1e-4, rtol=1e-4)
 
 
@@ -43,9 +43,9 @@ def test_a_row_sees_drafts_of_those_before_it_only(pair: Pair) -> None:
     exact = pair.target.trace(TOKENS)
     drafted = true_kv(pair, exact)
     rows = torch.tensor([[10, 60, 150], [10, 60, 150]])
-    before = pair.climb(exact, drafted, rows)
+    before = pair.recompute(exact, drafted, rows)
     drafted[:, 61:] += 1.0
-    after = pair.climb(exact, drafted, rows)
+    after = pair.recompute(exact, drafted, rows)
     torch.testing.assert_close(after[:, :2], before[:, :2])
     assert (after[:, 2] - before[:, 2]).abs().max() > 1e-3
 
@@ -54,7 +54,7 @@ def test_drafts_get_gradients(pair: Pair) -> None:
     exact = pair.target.trace(TOKENS)
     drafted = true_kv(pair, exact).requires_grad_()
     rows = with_ends(torch.tensor([[50], [20]]), END, 200)
-    pair.climb(exact, drafted, rows)[:, -1].square().sum().backward()
+    pair.recompute(exact, drafted, rows)[:, -1].square().sum().backward()
     assert drafted.grad is not None
     used = drafted.grad.abs().sum(-1) > 0
     assert used[:, 70].all() and not used[0, 50] and not used[:, :FIRST].any() and not used[:, END:].any()
@@ -62,12 +62,12 @@ def test_drafts_get_gradients(pair: Pair) -> None:
 
 def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None:
     exact = pair.target.trace(TOKENS)
-    features, gaze = pair.read(TOKENS, slice(END, 164), exact)
+    features, tail_attention = pair.read(TOKENS, slice(END, 164), exact)
     hidden = pair.source.trace(TOKENS).hidden
     wanted = [*(unit(hidden[i]) for i in (0, 1, 2)), unit(pair.target.start(TOKENS))]
     torch.testing.assert_close(features, torch.cat(wanted, -1))
     assert pair.own and pair.inputs == 3 * 32 + 64 == features.shape[-1]
-    assert gaze.shape == (2, 64, 200)
+    assert tail_attention.shape == (2, 64, 200)
     features, _ = alone.read(TOKENS, slice(END, 164), exact)
     torch.testing.assert_close(features[..., 128:], unit(exact.hidden[2]))
     assert not alone.own and alone.inputs == 3 * 64 == features.shape[-1]
@@ -75,20 +75,20 @@ def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None
 
 def test_a_gaze_is_attention(pair: Pair) -> None:
     model = pair.source
-    gaze = Gaze(slice(90, 95), model.config.scale)
-    model.trace(TOKENS, layers=1, see=gaze)
+    tail_attention = TailAttention(slice(90, 95), model.config.scale)
+    model.trace(TOKENS, layers=1, see=tail_attention)
     q, k, _ = model.project(model.start(TOKENS), 0)
     positions = torch.arange(200)
     q, k = model.rotate(q, positions, 0), model.rotate(k, positions, 0)
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * model.config.scale
     scores = scores.masked_fill(torch.ones(200, 200, dtype=torch.bool).triu(1), float("-inf"))
-    torch.testing.assert_close(gaze.mean(TOKENS), scores.softmax(-1).mean(1)[:, 90:95], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(tail_attention.mean(TOKENS), scores.softmax(-1).mean(1)[:, 90:95], atol=1e-5, rtol=1e-4)
 
 
 def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: Pair) -> None:
     exact = pair.target.trace(TOKENS)
-    wanted = Gaze(slice(END, END + TAIL), pair.target.config.scale)
+    wanted = TailAttention(slice(END, END + TAIL), pair.target.config.scale)
 
     def mapped_layers(layer: int, q: Tensor, k: Tensor, positions: Tensor) -> None:
         if layer >= pair.base:
@@ -100,14 +100,16 @@ def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: Pair) -> None:
 
 
 def test_choosing() -> None:
-    gaze = torch.zeros(2, 3, 150)
-    gaze[0, 1, [3, 40, 60, 120]] = torch.tensor([9.0, 2.0, 1.0, 9.0])  # the first ones and the tail are run anyway
-    gaze[1, :, [70, 71]] = 1.0
-    chosen = choose(gaze, 100, 0.02)
+    tail_attention = torch.zeros(2, 3, 150)
+    tail_attention[0, 1, [3, 40, 60, 120]] = torch.tensor(
+        [9.0, 2.0, 1.0, 9.0]
+    )  # the first ones and the tail are run anyway
+    tail_attention[1, :, [70, 71]] = 1.0
+    chosen = choose(tail_attention, 100, 0.02)
     assert [sorted(row) for row in chosen.tolist()] == [[40, 60], [70, 71]]
     rows = with_ends(chosen, 100, 104)
     assert rows[0].tolist() == [*range(FIRST), 40, 60, 100, 101, 102, 103]
-    assert choose(gaze, 100, 0.0).shape == (2, 0)
+    assert choose(tail_attention, 100, 0.0).shape == (2, 0)
 
 
 def test_scores_of_perfect_and_of_useless_maps(alone: Pair) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.errors import BadRequest
-from forerun.models.fingerprint import fingerprint
+from forerun.models.formats.fingerprint import fingerprint
 from forerun.prefill.calibration import setup
 from forerun.prefill.calibration.setup import Settings, check_window, check_writable, open_subject
 from tests import tiny

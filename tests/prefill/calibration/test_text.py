@@ -9,7 +9,7 @@ import torch
 
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.text import LEAST_HELD, LEAST_TRAIN, Recipe, read_windows
-from forerun.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_text
 
 PLAIN = Recipe(prompt=96, continuation=32, echo=0.0, recall=0.0, tokens=10_000)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration import thresholds as limiting
 from forerun.prefill.calibration.dense import Trace
 from forerun.prefill.calibration.evaluate import tail_gaze
@@ -24,7 +24,7 @@ from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.thresholds import (
     HARMLESS,
     PASSING,
-    _climb,
+    _recompute,
     checkpoints,
     harmless,
     limits_for,
@@ -32,7 +32,7 @@ from forerun.prefill.calibration.thresholds import (
     thresholds,
 )
 from forerun.prefill.checks import COSINES, SIGNALS, Checker, Scores, check_thresholds
-from forerun.prefill.depth import Rows, Staircase
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import Checkpoint, Policy
 
 END = 350
@@ -49,19 +49,19 @@ def true_kv(pair: Pair, exact: Trace) -> Tensor:
     return torch.cat([part for kv in exact.kv[pair.base :] for part in kv], -1)
 
 
-def climbed(pair: Pair, tokens: Tensor, drafted: Tensor, exact: Trace) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def recomputed(pair: Pair, tokens: Tensor, drafted: Tensor, exact: Trace) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     places = checkpoints(END, NONE)
     few = torch.cat((choose(torch.zeros(2, 1, END), END, 0.0), places.expand(2, -1)), 1)
     rows = with_ends(few, END, tokens.shape[1])
-    return rows, *_climb(pair, exact, drafted, rows, places)
+    return rows, *_recompute(pair, exact, drafted, rows, places)
 
 
 def test_perfect_drafts_look_perfect(pair: Pair, tokens: Tensor) -> None:
     exact = pair.target.trace(tokens)
-    rows, x, values = climbed(pair, tokens, true_kv(pair, exact), exact)
+    rows, x, values = recomputed(pair, tokens, true_kv(pair, exact), exact)
     wanted = exact.hidden[-1].gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
     torch.testing.assert_close(x, wanted, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(x, pair.climb(exact, true_kv(pair, exact), rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x, pair.recompute(exact, true_kv(pair, exact), rows), atol=1e-5, rtol=1e-5)
     for signal in SIGNALS:
         perfect = torch.full((2, 4, Policy().spans), float(signal in COSINES))
         torch.testing.assert_close(values[signal], perfect, atol=1e-3, rtol=0)
@@ -73,7 +73,7 @@ def test_an_error_of_known_size_in_one_layer(pair: Pair, tokens: Tensor, part: i
     drafted = true_kv(pair, exact)
     kv = pair.target.config.kv_size
     drafted[..., part * kv : (part + 1) * kv] *= 1.5  # K or V of the first mapped layer
-    _, _, values = climbed(pair, tokens, drafted, exact)
+    _, _, values = recomputed(pair, tokens, drafted, exact)
     hit, spared = ("key", "value") if part == 0 else ("value", "key")
     torch.testing.assert_close(values[hit][:, 1], torch.full((2, Policy().spans), 0.5), atol=1e-3, rtol=0)
     torch.testing.assert_close(values[spared][:, 1], torch.zeros(2, Policy().spans), atol=1e-3, rtol=0)
@@ -172,7 +172,7 @@ def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
 
     def watched(pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor) -> Any:
         seen.append(rows)
-        return _climb(pair, exact, drafted, rows, places)
+        return _recompute(pair, exact, drafted, rows, places)
 
     monkeypatch.setattr(limiting, "_climb", watched)
     look(pair, maps, window, 64, 0.1)
@@ -188,7 +188,7 @@ def test_signals_are_those_of_the_engines_checks(
     exact = pair.target.trace(tokens)
     noise = torch.randn(2, 480, pair.width, generator=torch.Generator().manual_seed(1))
     drafted = true_kv(pair, exact) + 0.3 * noise
-    _, _, values = climbed(pair, tokens, drafted, exact)
+    _, _, values = recomputed(pair, tokens, drafted, exact)
 
     decoder, _ = build_decoder(open_checkpoint(models[0]), torch.device("cpu"), "float32", 512, quiet=True)
     runner = Runner(decoder, PagePool(decoder.config, 64, 16, decoder.dtype, torch.device("cpu")), 512)
@@ -202,9 +202,11 @@ def test_signals_are_those_of_the_engines_checks(
     rows = np.concatenate((np.arange(FIRST), checkpoints(END, NONE).numpy()))
     depths = np.full(len(rows), decoder.config.num_layers)
     spans = [Checkpoint(int(s), 16, 0, END) for s in checkpoints(END, NONE).view(-1, 16)[:, 0]]
-    Staircase(runner).run(Rows(ids[:FIRST], rows[:FIRST], pages, depths[:FIRST]))
+    RaggedDepthPass(runner).run(Rows(ids[:FIRST], rows[:FIRST], pages, depths[:FIRST]))
     checker = Checker(runner, pages, spans, base, FIRST)
-    Staircase(runner).run(Rows(ids[rows[FIRST:]], rows[FIRST:], pages, depths[FIRST:]), checker.watch(rows[FIRST:]))
+    RaggedDepthPass(runner).run(
+        Rows(ids[rows[FIRST:]], rows[FIRST:], pages, depths[FIRST:]), checker.watch(rows[FIRST:])
+    )
     scores = checker.scores()
     for signal in SIGNALS:
         torch.testing.assert_close(

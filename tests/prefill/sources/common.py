@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.decode.workshop import DraftModel, Workshop
+from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.models.build import build_decoder
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.job import Job
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import Source
+from forerun.prefill.state import Job
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -40,9 +40,9 @@ def make_workshop(folder: Path, weights: str = "float32", draft: Path | None = N
     second, _ = build_decoder(open_checkpoint(draft or folder), CPU, weights, 256, quiet=True)
     pool = PagePool(decoder.config, 16, PAGE, decoder.dtype, CPU)
     drafter = DraftModel(second, None, same_tokens, "little")
-    workshop = Workshop.equip(pool, Runner(decoder, pool, 256), None, 256, drafter)
+    ctx = DraftContext.build(pool, Runner(decoder, pool, 256), None, 256, drafter)
     clear(pool)
-    return workshop
+    return ctx
 
 
 def clear(pool: PagePool) -> None:
@@ -107,18 +107,18 @@ def stored(runner: Runner, first: int = 0, end: int = len(IDS)) -> list[tuple[Te
     return [(k[slots].clone(), v[slots].clone()) for k, v in runner.kv]
 
 
-def exact_kv(workshop: Workshop, end: int = len(IDS)) -> list[tuple[Tensor, Tensor]]:
+def exact_kv(ctx: DraftContext, end: int = len(IDS)) -> list[tuple[Tensor, Tensor]]:
     """The target's own K/V of the whole prompt; the pool is as empty afterwards as it was before."""
-    workshop.runner.forward([Span(IDS, 0, PAGES, ())])
-    found = stored(workshop.runner, 0, end)
-    clear(workshop.pool)
+    ctx.runner.forward([Span(IDS, 0, PAGES, ())])
+    found = stored(ctx.runner, 0, end)
+    clear(ctx.pool)
     return found
 
 
-def put_prefix(workshop: Workshop, first: int) -> None:
+def put_prefix(ctx: DraftContext, first: int) -> None:
     """Exact K/V of the first entries, as the prefix tree has them."""
     if first:
-        workshop.runner.forward([Span(IDS[:first], 0, PAGES, ())])
+        ctx.runner.forward([Span(IDS[:first], 0, PAGES, ())])
 
 
 def apart(a: Tensor, b: Tensor) -> float:

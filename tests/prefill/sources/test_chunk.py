@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.models.build import build_decoder
 from forerun.models.config import RopeConfig
-from forerun.models.load import open_checkpoint
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import RopeTable, rerotate, rotate
-from forerun.models.runner import Runner, Span
 from forerun.params import Prefill
-from forerun.prefill.depth import Rows, Staircase
-from forerun.prefill.job import Job, Phase
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.chunk import HEAD, ChunkSource
+from forerun.prefill.state import Job, Phase
 from tests import tiny
 from tests.prefill.fakes import answer, drive, make_prefiller, make_profile
 
@@ -39,28 +39,28 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, tiny.VOCAB, count).tolist()
 
 
-def workshop_of(folder: Path, pages: int = 128) -> Workshop:
+def workshop_of(folder: Path, pages: int = 128) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, "float32", 512)
     pool = PagePool(decoder.config, pages, 8, decoder.dtype, CPU)
-    return Workshop.equip(pool, Runner(decoder, pool, 512), None, 512, None)
+    return DraftContext.build(pool, Runner(decoder, pool, 512), None, 512, None)
 
 
-def exact(workshop: Workshop, tokens: list[int]) -> tuple[array[int], Tensor]:
+def exact(ctx: DraftContext, tokens: list[int]) -> tuple[array[int], Tensor]:
     """Pages with a text's own K/V, and the logits of its last token."""
-    pages = array("i", workshop.pool.allocate(workshop.pool.pages_for(len(tokens))))
-    return pages, workshop.runner.forward([Span(tokens, 0, pages, [len(tokens) - 1])]).logits.clone()
+    pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(tokens))))
+    return pages, ctx.runner.forward([Span(tokens, 0, pages, [len(tokens) - 1])]).logits.clone()
 
 
-def stored(workshop: Workshop, pages: array[int], layer: int, entries: range) -> Tensor:
+def stored(ctx: DraftContext, pages: array[int], layer: int, entries: range) -> Tensor:
     """[2, T, Hkv, D]"""
     slots = torch.tensor([pages[e // 8] * 8 + e % 8 for e in entries])
-    return torch.stack([cache[slots] for cache in workshop.runner.kv[layer]])
+    return torch.stack([cache[slots] for cache in ctx.runner.kv[layer]])
 
 
-def drafted(source: ChunkSource, workshop: Workshop, tokens: list[int], upto: int = 512, **settings: Any) -> Job:
+def drafted(source: ChunkSource, ctx: DraftContext, tokens: list[int], upto: int = 512, **settings: Any) -> Job:
     """A prompt that the source has read, 50 tokens at a time, on pages of its own; the last 16 are the tail."""
-    pages = array("i", workshop.pool.allocate(workshop.pool.pages_for(len(tokens))))
-    layers = workshop.runner.decoder.config.num_layers
+    pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(tokens))))
+    layers = ctx.runner.decoder.config.num_layers
     job = Job(0, tokens, pages, 0, len(tokens) - 16, Prefill("speculative", source="chunk", **settings), layers)
     source.open(job)
     while (left := min(upto, len(tokens)) - job.read) > 0:
@@ -84,26 +84,26 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     """Layer 0 depends on no context. With a window of 8 a token of layer i depends on the 7 i tokens before it, so
     deep in a chunk every layer up to the first that sees everything (Gemma's sixth) must be what the target computes,
     its own kind of rope included."""
-    workshop = workshop_of(tiny_folder(family))
-    source = ChunkSource(workshop)
+    ctx = workshop_of(tiny_folder(family))
+    source = ChunkSource(ctx)
     a, b = words(1, 53), words(2, 110)
-    source.remember([*a, *b], exact(workshop, [*a, *b])[0])
+    source.remember([*a, *b], exact(ctx, [*a, *b])[0])
     x = words(3, 29)
-    job = drafted(source, workshop, [*x, *b, *words(4, 20)], chooser=chooser)
-    truth, _ = exact(workshop, job.tokens)
+    job = drafted(source, ctx, [*x, *b, *words(4, 20)], chooser=chooser)
+    truth, _ = exact(ctx, job.tokens)
     (match,) = job.state.matches
     assert (match.start, match.old) == (29, 53) and 103 <= match.count <= 107  # whole pages of [a][b]
     assert source.missing(job).tolist() == [*range(29 + HEAD), *range(29 + match.count, job.end)]
-    assert not stored(workshop, job.pages, 3, range(29)).any()  # nobody else's
+    assert not stored(ctx, job.pages, 3, range(29)).any()  # nobody else's
     everything = range(job.end)
-    torch.testing.assert_close(stored(workshop, job.pages, 0, everything), stored(workshop, truth, 0, everything))
+    torch.testing.assert_close(stored(ctx, job.pages, 0, everything), stored(ctx, truth, 0, everything))
     same = {"mistral": 4, "gemma3": 6}.get(family, 1)
     for layer in range(1, same):
         entries = range(29 + 7 * layer, 29 + match.count)
-        mine, own = stored(workshop, job.pages, layer, entries), stored(workshop, truth, layer, entries)
+        mine, own = stored(ctx, job.pages, layer, entries), stored(ctx, truth, layer, entries)
         torch.testing.assert_close(mine, own, atol=2e-4, rtol=1e-3)
     if chooser == "deviation":  # the target's own: it ran layer 0
-        mine, own = stored(workshop, job.pages, 1, everything), stored(workshop, truth, 1, everything)
+        mine, own = stored(ctx, job.pages, 1, everything), stored(ctx, truth, 1, everything)
         torch.testing.assert_close(mine, own, atol=2e-4, rtol=1e-3)
         assert (job.depths == 2).all()
 
@@ -127,65 +127,65 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
 )
 def test_layer_0_could_be_copied_just_as_well(rope: dict[str, Any], tmp_path: Path):
     """It depends on no context: what is copied must be what is computed, if positions and rotations are right."""
-    workshop = workshop_of(tiny.write_folder(tmp_path, "llama", rope_parameters=rope))
-    source = ChunkSource(workshop)
+    ctx = workshop_of(tiny.write_folder(tmp_path, "llama", rope_parameters=rope))
+    source = ChunkSource(ctx)
     source.base = 0
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(workshop, [*words(1, 40), *b])[0])
+    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     prompt = [*words(3, 101), *b, *words(4, 30)]
-    job = drafted(source, workshop, prompt, upto=0)
+    job = drafted(source, ctx, prompt, upto=0)
     (match,) = job.state.matches
     source._copy(job, match, 101, 221)
-    truth, _ = exact(workshop, prompt)
-    mine, own = (stored(workshop, pages, 0, range(101, 221)) for pages in (job.pages, truth))
+    truth, _ = exact(ctx, prompt)
+    mine, own = (stored(ctx, pages, 0, range(101, 221)) for pages in (job.pages, truth))
     torch.testing.assert_close(mine, own, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_recomputing_everything_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path]):
     """From embeddings, and from the inputs of layer 1 that the deviation left behind."""
-    workshop = workshop_of(tiny_folder(family))
-    source = ChunkSource(workshop)
+    ctx = workshop_of(tiny_folder(family))
+    source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(workshop, [*words(1, 40), *b])[0])
+    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     for chooser, first in (("start", 0), ("deviation", 1)):
-        job = drafted(source, workshop, [*words(3, 30), *b], chooser=chooser)
+        job = drafted(source, ctx, [*words(3, 30), *b], chooser=chooser)
         end, layers = job.end, job.layers
         x = None if first == 0 else job.x
         rows = Rows(np.array(job.tokens[:end]), np.arange(end), job.pages, np.full(end, layers), x=x, first=first)
-        Staircase(workshop.runner).run(rows)
+        RaggedDepthPass(ctx.runner).run(rows)
         tail = Span(job.tokens[end:], end, job.pages, [len(job.tokens) - end - 1])
-        logits = workshop.runner.forward([tail]).logits
-        torch.testing.assert_close(logits, exact(workshop, job.tokens)[1], atol=2e-4, rtol=1e-3)
+        logits = ctx.runner.forward([tail]).logits
+        torch.testing.assert_close(logits, exact(ctx, job.tokens)[1], atol=2e-4, rtol=1e-3)
 
 
 def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Callable[[str], Path]):
     """A short window: what the first tokens of a chunk saw before is all that is wrong with it."""
-    workshop = workshop_of(tiny_folder("mistral"))
-    source = ChunkSource(workshop)
+    ctx = workshop_of(tiny_folder("mistral"))
+    source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(workshop, [*words(1, 40), *b])[0])
+    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     prompt = [*words(3, 30), *b]
-    truth, _ = exact(workshop, prompt)
+    truth, _ = exact(ctx, prompt)
     errors = []
     for count in (0, 10, 30):
-        job = drafted(source, workshop, prompt, chooser="start")
+        job = drafted(source, ctx, prompt, chooser="start")
         scores = source.scores(job)
         assert scores is not None and len(scores) == len(prompt)
         chosen = np.union1d(source.missing(job), np.argsort(-scores[: job.end], kind="stable")[:count])
         rows = Rows(np.array(prompt)[chosen], chosen, job.pages, np.full(len(chosen), job.layers))
-        Staircase(workshop.runner).run(rows)
+        RaggedDepthPass(ctx.runner).run(rows)
         entries = range(30, job.end)
-        errors.append(float((stored(workshop, job.pages, 3, entries) - stored(workshop, truth, 3, entries)).norm()))
+        errors.append(float((stored(ctx, job.pages, 3, entries) - stored(ctx, truth, 3, entries)).norm()))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-3, errors
 
 
 def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[str], Path]):
-    workshop = workshop_of(tiny_folder("mistral"))
-    source = ChunkSource(workshop)
+    ctx = workshop_of(tiny_folder("mistral"))
+    source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(workshop, [*words(1, 40), *b])[0])
-    job = drafted(source, workshop, [*words(3, 30), *b], chooser="deviation")
+    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
+    job = drafted(source, ctx, [*words(3, 30), *b], chooser="deviation")
     scores = source.scores(job)
     assert scores is not None and set(np.flatnonzero(scores > 1e-3)) == set(range(30, 37))  # the window less one
     job.settings = Prefill("speculative", chooser="draft")
@@ -193,26 +193,26 @@ def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[
 
 
 def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable[[str], Path]):
-    workshop = workshop_of(tiny_folder("qwen2"))
-    pool, source = workshop.pool, ChunkSource(workshop)
+    ctx = workshop_of(tiny_folder("qwen2"))
+    pool, source = ctx.pool, ChunkSource(ctx)
     b = words(2, 120)
-    pages, _ = exact(workshop, b)
+    pages, _ = exact(ctx, b)
     source.remember(b, pages)
     pool.release(pages)
     assert pool.used == source.texts.num_pages == 15
     prompt = [*words(3, 30), *b]
-    undisturbed = drafted(source, workshop, prompt)
+    undisturbed = drafted(source, ctx, prompt)
     source.finish(undisturbed)
 
-    job = drafted(source, workshop, prompt, upto=60)
+    job = drafted(source, ctx, prompt, upto=60)
     held = 13  # entries 4 to 103 of b are copied
     assert source.release(1000) == 15 and pool.used == held + 2 * 19  # somebody needs room between two steps
     for page in pool.allocate(pool.free):
-        for cache in (cache for layer in workshop.runner.kv for cache in layer):
+        for cache in (cache for layer in ctx.runner.kv for cache in layer):
             cache[page * 8 : page * 8 + 8] = 99.0
     source.read(job, 200)
     for layer in range(job.layers):
-        mine, other = (stored(workshop, j.pages, layer, range(34, job.end)) for j in (job, undisturbed))
+        mine, other = (stored(ctx, j.pages, layer, range(34, job.end)) for j in (job, undisturbed))
         torch.testing.assert_close(mine, other)
     assert pool.free == 0
     source.finish(job)
@@ -223,27 +223,27 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
 @pytest.mark.parametrize(("chooser", "right"), [("start", 3), ("deviation", 1), ("random", 0)])
 def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folder: Callable[[str], Path]):
     """The window is short, so a chunk is wrong at its start only, more so in upper layers. The deviation
-    knows layer 1, and chance knows nothing."""
-    workshop = workshop_of(tiny_folder("mistral"))
-    source = ChunkSource(workshop)
+    knows layer 1, and probability knows nothing."""
+    ctx = workshop_of(tiny_folder("mistral"))
+    source = ChunkSource(ctx)
     b = words(2, 150)
-    pages, _ = exact(workshop, [*words(1, 40), *b])
+    pages, _ = exact(ctx, [*words(1, 40), *b])
     source.remember([*words(1, 40), *b], pages)
-    workshop.pool.release(pages)
+    ctx.pool.release(pages)
     prompt = [*words(3, 30), *b[:140], *words(4, 20)]
-    prefiller = make_prefiller(workshop, source, make_profile(share=0.3))
-    own = array("i", workshop.pool.allocate(24))
+    prefiller = make_prefiller(ctx, source, make_profile(share=0.3))
+    own = array("i", ctx.pool.allocate(24))
     job = prefiller.open(1, prompt, own, 0, Prefill("speculative", source="chunk", chooser=chooser))
     drive(prefiller, job, budget=40)
     assert job.phase is Phase.DONE, job.report
     assert not set(source.missing(job)) - set(np.flatnonzero(job.depths == job.layers))
     prefiller.close(job)
-    assert workshop.pool.used == 24 + source.texts.num_pages
-    truth, logits = exact(workshop, prompt)
+    assert ctx.pool.used == 24 + source.texts.num_pages
+    truth, logits = exact(ctx, prompt)
     apart = [
-        float((stored(workshop, job.pages, i, range(job.end)) - stored(workshop, truth, i, range(job.end))).abs().max())
+        float((stored(ctx, job.pages, i, range(job.end)) - stored(ctx, truth, i, range(job.end))).abs().max())
         for i in range(job.layers)
     ]
     assert max(apart[: right + 1]) < 1e-3 and (apart[3] < 1e-3) == (right == 3), apart
     if right == 3:
-        torch.testing.assert_close(answer(workshop, job), logits, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(answer(ctx, job), logits, atol=2e-4, rtol=1e-3)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from forerun.core import SamplingParams
-from forerun.decode.drafters.base import Ask
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.sampling import Context
-from forerun.decode.workshop import Workshop
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.decoder import Output
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.depth import Rows
 from forerun.prefill.sources import writing
 from forerun.prefill.sources.draft import DraftSource
@@ -44,10 +44,10 @@ from tests.prefill.sources.common import (
 from tests.prefill.test_depth import Slow
 
 Folder = Callable[[str], Path]
-_made: dict[tuple[Path, str], Workshop] = {}
+_made: dict[tuple[Path, str], DraftContext] = {}
 
 
-def workshop_of(folder: Path, weights: str = "float32") -> Workshop:
+def workshop_of(folder: Path, weights: str = "float32") -> DraftContext:
     """One for all tests, emptied."""
     if (folder, weights) not in _made:
         _made[folder, weights] = make_workshop(folder, weights)
@@ -59,10 +59,10 @@ def never(*_: object) -> None:
     raise AssertionError("nobody asked for attention")
 
 
-def source_of(workshop: Workshop, folder: Path, base: int = 1, whole: bool = True) -> DraftSource:
+def source_of(ctx: DraftContext, folder: Path, base: int = 1, whole: bool = True) -> DraftSource:
     """`whole`: the maps look at the draft's last output, so that all of its layers run; else all but the last do."""
-    last = workshop.runner.decoder.config.num_layers + whole
-    return DraftSource(workshop, make_profile("draft", make_maps(folder, base, tuple(range(base, last)))))
+    last = ctx.runner.decoder.config.num_layers + whole
+    return DraftSource(ctx, make_profile("draft", make_maps(folder, base, tuple(range(base, last)))))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
@@ -71,12 +71,12 @@ def source_of(workshop: Workshop, folder: Path, base: int = 1, whole: bool = Tru
 def test_right_maps_give_the_targets_own_kv(
     tiny_folder: Folder, family: str, first: int, known: int, chunk: int, whole: bool
 ):
-    workshop = workshop_of(tiny_folder(family))
-    exact = exact_kv(workshop)
-    put_prefix(workshop, first)
+    ctx = workshop_of(tiny_folder(family))
+    exact = exact_kv(ctx)
+    put_prefix(ctx, first)
     job, need = make_job(first, known), max(first, known)
-    read_all(source_of(workshop, tiny_folder(family), whole=whole), job, chunk)
-    for i, ((k, v), (true_k, true_v)) in enumerate(zip(stored(workshop.runner), exact, strict=True)):
+    read_all(source_of(ctx, tiny_folder(family), whole=whole), job, chunk)
+    for i, ((k, v), (true_k, true_v)) in enumerate(zip(stored(ctx.runner), exact, strict=True)):
         for mine, true in ((k, true_k), (v, true_v)):
             assert torch.allclose(mine[:first], true[:first], atol=1e-5)
             assert (mine[first:need] == EMPTY).all(), "what is known was written again"
@@ -87,21 +87,21 @@ def test_right_maps_give_the_targets_own_kv(
 
 
 def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
-    workshop = workshop_of(tiny_folder("qwen2"))
-    exact, job = exact_kv(workshop, END), make_job()
-    read_all(source_of(workshop, tiny_folder("qwen2"), base=3), job, 20)
-    for mine, true in zip(stored(workshop.runner, 0, END), exact, strict=True):
+    ctx = workshop_of(tiny_folder("qwen2"))
+    exact, job = exact_kv(ctx, END), make_job()
+    read_all(source_of(ctx, tiny_folder("qwen2"), base=3), job, 20)
+    for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
     assert job.depths.tolist() == [3] * END
 
 
 def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
     """Eight-bit decoders keep their hidden states rotated; the maps are turned with them."""
-    workshop = workshop_of(tiny_folder("qwen2"), "int8")
-    assert workshop.runner.decoder.basis is not None
-    exact = exact_kv(workshop, END)
-    read_all(source_of(workshop, tiny_folder("qwen2")), make_job(), 20)
-    for i, (mine, true) in enumerate(zip(stored(workshop.runner, 0, END), exact, strict=True)):
+    ctx = workshop_of(tiny_folder("qwen2"), "int8")
+    assert ctx.runner.decoder.basis is not None
+    exact = exact_kv(ctx, END)
+    read_all(source_of(ctx, tiny_folder("qwen2")), make_job(), 20)
+    for i, (mine, true) in enumerate(zip(stored(ctx.runner, 0, END), exact, strict=True)):
         assert all(apart(a, b) < (0.03 if i else 1e-6) for a, b in zip(mine, true, strict=True)), f"layer {i}"
 
 
@@ -109,29 +109,29 @@ def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
 
 
 def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
-    workshop = workshop_of(tiny_folder("llama"))
-    exact = exact_kv(workshop)
-    assert workshop.draft_runner is not None and workshop.draft_plane is not None
-    read_all(source_of(workshop, tiny_folder("llama")), make_job(), 13)
-    for mine, true in zip(stored(workshop.draft_runner), exact, strict=True):
+    ctx = workshop_of(tiny_folder("llama"))
+    exact = exact_kv(ctx)
+    assert ctx.draft_runner is not None and ctx.draft_plane is not None
+    read_all(source_of(ctx, tiny_folder("llama")), make_job(), 13)
+    for mine, true in zip(stored(ctx.draft_runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     whole = len(IDS) // PAGE
-    assert workshop.draft_plane.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
-    assert ModelDrafter(workshop)._filled(PAGES) == whole * PAGE
+    assert ctx.draft_plane.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
+    assert ModelDrafter(ctx)._filled(PAGES) == whole * PAGE
 
 
 def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     """The maps look at lower layers only: the rest runs when an answer is drafted, and nothing runs twice."""
-    workshop = workshop_of(tiny_folder("llama"))
-    exact, runner = exact_kv(workshop), workshop.draft_runner
-    assert runner is not None and workshop.draft_plane is not None
-    source, job = source_of(workshop, tiny_folder("llama"), whole=False), make_job()
+    ctx = workshop_of(tiny_folder("llama"))
+    exact, runner = exact_kv(ctx), ctx.draft_runner
+    assert runner is not None and ctx.draft_plane is not None
+    source, job = source_of(ctx, tiny_folder("llama"), whole=False), make_job()
     read_all(source, job, 13)
     source.finish(job)
     half = stored(runner)
     assert all(torch.allclose(a, b, atol=1e-4) for i in range(3) for a, b in zip(half[i], exact[i], strict=True))
     assert (half[3][0] == EMPTY).all(), "the last layer was not needed"
-    assert not workshop.draft_plane.filled[list(PAGES)].any()
+    assert not ctx.draft_plane.filled[list(PAGES)].any()
 
     ran: list[int] = []
     forward = runner.forward
@@ -141,23 +141,23 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
         return forward(spans, *rest)
 
     monkeypatch.setattr(runner, "forward", counted)
-    drafter, tokens = ModelDrafter(workshop), [*IDS, 5]
-    ask = Ask(job.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
+    drafter, tokens = ModelDrafter(ctx), [*IDS, 5]
+    ask = DraftRequest(job.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
     drafter.propose([ask])
     for mine, true in zip(stored(runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     assert ran and max(ran) <= 2, "the prompt was read again"
-    workshop.draft_plane.drop(job.id)
+    ctx.draft_plane.drop(job.id)
 
 
 @pytest.mark.parametrize(("lower", "start"), [(3, 24), (0, 0)])
 def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, start: int):
-    workshop = workshop_of(tiny_folder("llama"))
-    assert workshop.draft_plane is not None
-    workshop.draft_plane.lower[list(PAGES)[:lower]] = PAGE
+    ctx = workshop_of(tiny_folder("llama"))
+    assert ctx.draft_plane is not None
+    ctx.draft_plane.lower[list(PAGES)[:lower]] = PAGE
     for whole in (False, True):
         job = make_job(24)
-        source_of(workshop, tiny_folder("llama"), whole=whole).open(job)
+        source_of(ctx, tiny_folder("llama"), whole=whole).open(job)
         assert job.read == (0 if whole else start)
 
 
@@ -166,31 +166,31 @@ def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, st
     [(0, 0, 0, 0), (3, 0, 0, 0), (3, 24, 0, 24), (3, 30, 0, 24), (3, 0, 16, 16), (7, 40, 0, 40), (7, 0, END, END)],
 )
 def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, first: int, known: int, start: int):
-    workshop = workshop_of(tiny_folder("llama"))
-    assert workshop.draft_plane is not None
-    workshop.draft_plane.filled[list(PAGES)[:filled]] = PAGE
+    ctx = workshop_of(tiny_folder("llama"))
+    assert ctx.draft_plane is not None
+    ctx.draft_plane.filled[list(PAGES)[:filled]] = PAGE
     job = make_job(first, known)
-    source_of(workshop, tiny_folder("llama")).open(job)
+    source_of(ctx, tiny_folder("llama")).open(job)
     assert job.read == start
 
 
 def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
     """A second prompt with the same start: the draft goes on from its K/V, and the result is the same."""
-    workshop = workshop_of(tiny_folder("qwen2"))
-    exact, source = exact_kv(workshop, END), source_of(workshop, tiny_folder("qwen2"))
+    ctx = workshop_of(tiny_folder("qwen2"))
+    exact, source = exact_kv(ctx, END), source_of(ctx, tiny_folder("qwen2"))
     before = make_job(chooser="draft")
     read_all(source, before, 100)
-    for cache in (cache for layer in workshop.pool.kv for cache in layer):
+    for cache in (cache for layer in ctx.pool.kv for cache in layer):
         cache.fill_(EMPTY)
-    put_prefix(workshop, 32)
+    put_prefix(ctx, 32)
     job = make_job(32, chooser="draft")
     source.open(job)
     assert job.read == 32
     while job.read < len(IDS):
         source.read(job, 6)
-    for mine, true in zip(stored(workshop.runner, 0, END), exact, strict=True):
+    for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
-    assert np.allclose(job.state.gaze.reduce(), before.state.gaze.reduce(), atol=1e-5)
+    assert np.allclose(job.state.tail_attention.reduce(), before.state.tail_attention.reduce(), atol=1e-5)
 
 
 # -- what the tail looks at --------------------------------------------------------------------------------------------
@@ -218,33 +218,33 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
 @pytest.mark.parametrize("chunk", [100, 7])
 def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     folder = tiny_folder("mistral")
-    workshop, job = workshop_of(folder), make_job(chooser="draft")
-    source = source_of(workshop, folder)
+    ctx, job = workshop_of(folder), make_job(chooser="draft")
+    source = source_of(ctx, folder)
     source.open(job)
     assert source.scores(job) is None
     while job.read < len(IDS):
         source.read(job, chunk)
-    expected, gaze = slow_attention(folder), job.state.gaze
-    assert np.allclose(gaze.weights().numpy(), expected, atol=1e-5)
-    assert np.allclose(gaze.weights().sum(1), 1.0, atol=1e-5)
+    expected, tail_attention = slow_attention(folder), job.state.tail_attention
+    assert np.allclose(tail_attention.weights().numpy(), expected, atol=1e-5)
+    assert np.allclose(tail_attention.weights().sum(1), 1.0, atol=1e-5)
     scores = source.scores(job)
     assert scores is not None and np.allclose(scores, expected.mean(0), atol=1e-5)
-    assert np.allclose(gaze.reduce("max"), expected.max(0), atol=1e-5)
+    assert np.allclose(tail_attention.reduce("max"), expected.max(0), atol=1e-5)
     source.finish(job)
     assert source.scores(job) is None
 
 
 def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     folder = tiny_folder("llama")
-    workshop = workshop_of(folder)
-    source = source_of(workshop, folder)
+    ctx = workshop_of(folder)
+    source = source_of(ctx, folder)
     monkeypatch.setattr(writing, "TailAttention", never)
     for chooser in ("tail", "cross", "start", "random"):
         job = make_job(chooser=chooser)
         read_all(source, job, 20)
-        assert job.read == len(IDS) and job.state.gaze is None and source.scores(job) is None
+        assert job.read == len(IDS) and job.state.tail_attention is None and source.scores(job) is None
         source.finish(job)
-        clear(workshop.pool)
+        clear(ctx.pool)
     with pytest.raises(AssertionError, match="nobody asked"):
         source.open(make_job(chooser="draft"))
 
@@ -264,34 +264,34 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
 
 def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):
     folder = tiny_folder("llama")
-    workshop = make_workshop(folder, same_tokens=False)
+    ctx = make_workshop(folder, same_tokens=False)
     with pytest.raises(BadRequest, match="little are not the target's"):
-        source_of(workshop, folder)
-    workshop.draft = None
+        source_of(ctx, folder)
+    ctx.draft = None
     with pytest.raises(BadRequest, match="needs a draft model"):
-        source_of(workshop, folder)
+        source_of(ctx, folder)
 
 
 @pytest.mark.parametrize(
     ("base", "taps", "message"), [(1, (1, 5), "from 0 to 4"), (4, (1,), "has 4"), (1, (), "reads layers")]
 )
 def test_maps_that_do_not_fit_are_refused(tiny_folder: Folder, base: int, taps: tuple[int, ...], message: str):
-    workshop, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    ctx, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
     maps.base, maps.taps = base, taps
     with pytest.raises(BadProfile, match=message):
-        DraftSource(workshop, make_profile("draft", maps))
+        DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_maps_of_other_widths_are_refused(tiny_folder: Folder):
-    workshop, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    ctx, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
     maps.up = maps.up[:-1]
     with pytest.raises(BadProfile, match="these models need 128 to 192"):
-        DraftSource(workshop, make_profile("draft", maps))
+        DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_the_cost_counts_draft_and_maps(tiny_folder: Folder):
-    workshop, folder = workshop_of(tiny_folder("llama")), tiny_folder("llama")
+    ctx, folder = workshop_of(tiny_folder("llama")), tiny_folder("llama")
     maps = make_maps(folder, 1, (1, 2, 3))
     per_layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     expected = 100 * (0.3 + maps.macs / (4 * per_layer))
-    assert DraftSource(workshop, make_profile("draft", maps, 0.3)).cost(100) == pytest.approx(expected)
+    assert DraftSource(ctx, make_profile("draft", maps, 0.3)).cost(100) == pytest.approx(expected)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.models import decoder as decoders
 from forerun.models.decoder import Decoder
-from forerun.models.runner import Span
+from forerun.models.execution.runner import Span
 from forerun.prefill.maps import FastMaps
 from forerun.prefill.sources import draft, writing
 from forerun.prefill.sources.draft import DraftSource
@@ -50,47 +50,47 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> Coarse:
 
 
 @pytest.fixture
-def workshop(tiny_folder: Callable[[str], Path]) -> Workshop:
+def ctx(tiny_folder: Callable[[str], Path]) -> DraftContext:
     return make_workshop(tiny_folder("qwen2"))
 
 
-def source_of(workshop: Workshop, folder: Path, last: int) -> DraftSource:
+def source_of(ctx: DraftContext, folder: Path, last: int) -> DraftSource:
     """Its maps look at the draft's layers up to `last`."""
-    return DraftSource(workshop, make_profile("draft", make_maps(folder, 1, tuple(range(1, last + 1)))))
+    return DraftSource(ctx, make_profile("draft", make_maps(folder, 1, tuple(range(1, last + 1)))))
 
 
 def test_only_long_pieces_of_the_sources_own_reading(
-    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path]
+    coarse: Coarse, ctx: DraftContext, tiny_folder: Callable[[str], Path]
 ) -> None:
-    source = source_of(workshop, tiny_folder("qwen2"), 3)
+    source = source_of(ctx, tiny_folder("qwen2"), 3)
     assert coarse.asked == [3]
     read_all(source, make_job(), LEAST - 1)
     assert not coarse.calls
-    assert workshop.draft_runner is not None
-    fine = stored(workshop.draft_runner)
+    assert ctx.draft_runner is not None
+    fine = stored(ctx.draft_runner)
     read_all(source, make_job(), 40)
     assert coarse.calls == [40] * 3 + [21] * 3
-    assert not torch.equal(stored(workshop.draft_runner)[1][0], fine[1][0])
+    assert not torch.equal(stored(ctx.draft_runner)[1][0], fine[1][0])
     coarse.calls.clear()
-    workshop.draft_runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
-    workshop.runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
+    ctx.draft_runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
+    ctx.runner.forward([Span(IDS, 0, PAGES, (len(IDS) - 1,))])
     assert not coarse.calls
-    for mine, true in zip(stored(workshop.draft_runner, 0, 40)[1], fine[1], strict=True):
+    for mine, true in zip(stored(ctx.draft_runner, 0, 40)[1], fine[1], strict=True):
         assert torch.allclose(mine, true[:40], atol=1e-4)
 
 
 def test_it_can_be_switched_off_and_readings_to_the_last_layer_stay_as_they_are(
-    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    coarse: Coarse, ctx: DraftContext, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source_of(workshop, tiny_folder("qwen2"), 4)
+    source_of(ctx, tiny_folder("qwen2"), 4)
     assert not coarse.asked
     monkeypatch.setattr(DraftSource, "coarse", False)
-    read_all(source_of(workshop, tiny_folder("qwen2"), 3), make_job(), 40)
+    read_all(source_of(ctx, tiny_folder("qwen2"), 3), make_job(), 40)
     assert not coarse.asked and not coarse.calls
 
 
 def test_its_maps_may_be_coarse_too(
-    coarse: Coarse, workshop: Workshop, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    coarse: Coarse, ctx: DraftContext, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever layers they look at; those of the target's own hidden states may not."""
     asked: list[bool] = []
@@ -102,9 +102,9 @@ def test_its_maps_may_be_coarse_too(
 
     monkeypatch.setattr(writing, "FastMaps", Noted)
     folder = tiny_folder("qwen2")
-    source_of(workshop, folder, 3)
-    source_of(workshop, folder, 4)
-    LowerSource(workshop, make_profile("self", make_maps(folder, 1, (0, 1))))
+    source_of(ctx, folder, 3)
+    source_of(ctx, folder, 4)
+    LowerSource(ctx, make_profile("self", make_maps(folder, 1, (0, 1))))
     monkeypatch.setattr(DraftSource, "coarse", False)
-    source_of(workshop, folder, 3)
+    source_of(ctx, folder, 3)
     assert asked == [True, True, False, False]

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.decode.workshop import DraftModel, Workshop
+from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder
-from forerun.models.load import open_checkpoint
-from forerun.models.runner import Runner
+from forerun.models.execution.runner import Runner
+from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.choose import chooser_for
-from forerun.prefill.job import Job, Phase
+from forerun.prefill.choosers import chooser_for
 from forerun.prefill.sources.drop import FIRST, DropRun, DropSource, drop
+from forerun.prefill.state import Job, Phase
 from tests import tiny
 from tests.prefill.fakes import make_prefiller
 
@@ -30,13 +30,13 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, tiny.VOCAB, count).tolist()
 
 
-def workshop_of(target: Path, draft: Path | None = None, same_tokens: bool = True) -> Workshop:
+def workshop_of(target: Path, draft: Path | None = None, same_tokens: bool = True) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(target), CPU, "float32", 512)
     pool = PagePool(decoder.config, 128, 8, decoder.dtype, CPU)
     model = None
     if draft is not None:
         model = DraftModel(build_decoder(open_checkpoint(draft), CPU, "float32", 512)[0], None, same_tokens)
-    return Workshop.equip(pool, Runner(decoder, pool, 512), None, 512, model)
+    return DraftContext.build(pool, Runner(decoder, pool, 512), None, 512, model)
 
 
 def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
@@ -54,13 +54,13 @@ def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path], monkeypatch):
     monkeypatch.setattr("forerun.prefill.sources.drop.CHUNK", 32)
-    workshop = workshop_of(tiny_folder(family))
+    ctx = workshop_of(tiny_folder(family))
     prompt, answer = words(1, 90), words(2, 12)
-    exact = workshop.runner.score([*prompt, *answer], 64)
-    with DropRun(workshop.runner, drop(prompt, range(90), 16), room=12) as run:
+    exact = ctx.runner.score([*prompt, *answer], 64)
+    with DropRun(ctx.runner, drop(prompt, range(90), 16), room=12) as run:
         torch.testing.assert_close(run.prefill(), exact[89], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer), exact[90:], atol=2e-4, rtol=1e-3)
-    assert workshop.pool.used == 0
+    assert ctx.pool.used == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -69,7 +69,7 @@ def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Call
     from transformers import AutoModelForCausalLM
 
     folder = tiny_folder(family)
-    workshop = workshop_of(folder)
+    ctx = workshop_of(folder)
     prompt, answer = words(1, 80), words(2, 8)
     kept = drop(prompt, [9, 30, 31, 32, 55], tail=16)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
@@ -79,40 +79,40 @@ def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Call
     seen[0, 80:] = 1
     with torch.inference_mode():
         truth = model(ids, attention_mask=seen, position_ids=torch.arange(88)[None]).logits[0]
-    with DropRun(workshop.runner, kept, room=8) as run:
+    with DropRun(ctx.runner, kept, room=8) as run:
         torch.testing.assert_close(run.prefill(), truth[79], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer[:5]), truth[80:85], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer[5:]), truth[85:], atol=2e-4, rtol=1e-3)
 
 
 def test_greedy_goes_on_from_what_was_kept(tiny_folder: Callable[[str], Path]):
-    workshop = workshop_of(tiny_folder("qwen2"))
+    ctx = workshop_of(tiny_folder("qwen2"))
     prompt = words(1, 60)
     expected, tokens = list[int](), list(prompt)
     for _ in range(6):
-        tokens.append(int(workshop.runner.score(tokens, 128)[-1].argmax()))
+        tokens.append(int(ctx.runner.score(tokens, 128)[-1].argmax()))
         expected.append(tokens[-1])
-    with DropRun(workshop.runner, drop(prompt, range(60), 1), room=6) as run:
+    with DropRun(ctx.runner, drop(prompt, range(60), 1), room=6) as run:
         assert run.greedy(run.prefill(), 6) == expected
     stop = expected[2]
-    with DropRun(workshop.runner, drop(prompt, range(60), 1), room=6) as run:
+    with DropRun(ctx.runner, drop(prompt, range(60), 1), room=6) as run:
         assert run.greedy(run.prefill(), 6, stop=[stop]) == expected[: expected.index(stop) + 1]
 
 
 def test_too_many_tokens_for_the_pool(tiny_folder: Callable[[str], Path]):
-    workshop = workshop_of(tiny_folder("llama"))
+    ctx = workshop_of(tiny_folder("llama"))
     with pytest.raises(OutOfPages, match="128 are free"):
-        DropRun(workshop.runner, drop(words(1, 2000), range(2000), 1), room=1)
-    assert workshop.pool.used == 0
+        DropRun(ctx.runner, drop(words(1, 2000), range(2000), 1), room=1)
+    assert ctx.pool.used == 0
 
 
 def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path]):
     """The target as its own draft: what is kept by its attention leaves less to miss than what it never looks at."""
-    workshop = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    source = DropSource(workshop, None)
+    ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
+    source = DropSource(ctx, None)
     assert source.cost(100) == pytest.approx(100.0) and source.longest == 512
     prompt = words(1, 200)
-    job = Job(0, prompt, array("i", workshop.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
+    job = Job(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
     job.report.chooser = chooser_for("auto", source.name)
     source.open(job)
     while job.read < 200:
@@ -120,12 +120,12 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
         source.read(job, 70)
     scores = source.scores(job)
     assert scores is not None and scores.shape == (200,) and scores.sum() == pytest.approx(1.0, abs=1e-3)
-    assert not any(cache.any() for layer in workshop.runner.kv for cache in layer)  # the target has nothing from it
+    assert not any(cache.any() for layer in ctx.runner.kv for cache in layer)  # the target has nothing from it
     order = np.argsort(-scores[:184])
-    exact = workshop.runner.score(prompt, 256)[-1].log_softmax(-1)
+    exact = ctx.runner.score(prompt, 256)[-1].log_softmax(-1)
     losses = []
     for chosen in (order[:90], order[94:]):
-        with DropRun(workshop.runner, drop(prompt, chosen, 16), room=0) as run:
+        with DropRun(ctx.runner, drop(prompt, chosen, 16), room=0) as run:
             losses.append(float((exact.exp() * (exact - run.prefill().log_softmax(-1))).sum()))
     assert losses[0] < losses[1]
     source.finish(job)
@@ -141,10 +141,10 @@ def test_what_it_needs(tiny_folder: Callable[[str], Path]):
 
 def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
     """Nothing would be where the others lie: it must not look drafted."""
-    workshop = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    prefiller = make_prefiller(workshop, DropSource(workshop, None))
+    ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
+    prefiller = make_prefiller(ctx, DropSource(ctx, None))
     problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
     assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
-    pages = array("i", workshop.pool.allocate(25))
+    pages = array("i", ctx.pool.allocate(25))
     job = prefiller.open(0, words(1, 200), pages, 0, Prefill("speculative", source="drop"))
     assert job.phase is Phase.EXACT

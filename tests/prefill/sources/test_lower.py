@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
 from forerun.models.decoder import Taps
+from forerun.models.execution.runner import Span
 from forerun.models.rope import rotate
-from forerun.models.runner import Span
 from forerun.prefill.depth import Rows
 from forerun.prefill.maps import Maps, unit
 from forerun.prefill.sources.lower import LowerSource
@@ -39,11 +39,11 @@ Folder = Callable[[str], Path]
 BASE, MAPPED = 2, (1, 2)  # layer 2 can be mapped exactly from its own input, layer 3 cannot
 
 
-def mapped_kv(workshop: Workshop, maps: Maps) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def mapped_kv(ctx: DraftContext, maps: Maps) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """K/V that the maps give for the true hidden states of a whole forward."""
-    c, attention = workshop.runner.decoder.config, workshop.runner.decoder.attention
-    hidden = workshop.runner.forward([Span(IDS, 0, PAGES, ())], Taps(frozenset(maps.taps))).hidden
-    clear(workshop.pool)
+    c, attention = ctx.runner.decoder.config, ctx.runner.decoder.attention
+    hidden = ctx.runner.forward([Span(IDS, 0, PAGES, ())], Taps(frozenset(maps.taps))).hidden
+    clear(ctx.pool)
     out = maps(torch.cat([unit(hidden[tap]) for tap in maps.taps], 1))
     out = out.view(len(IDS), -1, 2, c.num_kv_heads, c.head_dim)
     angles = attention.ropes[c.rope].at(torch.arange(len(IDS)))
@@ -55,13 +55,13 @@ def mapped_kv(workshop: Workshop, maps: Maps) -> list[tuple[torch.Tensor, torch.
 def test_lower_layers_are_exact_and_upper_ones_mapped(
     tiny_folder: Folder, family: str, first: int, known: int, chunk: int
 ):
-    workshop, maps = make_workshop(tiny_folder(family)), make_maps(tiny_folder(family), BASE, MAPPED)
-    expected = mapped_kv(workshop, maps)
-    exact = exact_kv(workshop)
-    put_prefix(workshop, first)
+    ctx, maps = make_workshop(tiny_folder(family)), make_maps(tiny_folder(family), BASE, MAPPED)
+    expected = mapped_kv(ctx, maps)
+    exact = exact_kv(ctx)
+    put_prefix(ctx, first)
     job, need = make_job(first, known), max(first, known)
-    read_all(LowerSource(workshop, make_profile("self", maps)), job, chunk)
-    found = stored(workshop.runner)
+    read_all(LowerSource(ctx, make_profile("self", maps)), job, chunk)
+    found = stored(ctx.runner)
     for i in range(BASE):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found[i], exact[i], strict=True))
     for i in range(BASE, 4):
@@ -77,10 +77,13 @@ def test_lower_layers_are_exact_and_upper_ones_mapped(
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize("first", [0, 19])
 def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder, weights: str, first: int):
-    workshop = make_workshop(tiny_folder("qwen2"), weights)
-    exact = exact_kv(workshop, END)
-    put_prefix(workshop, first)
-    job, source = make_job(first), LowerSource(workshop, make_profile("self", make_maps(tiny_folder("qwen2"), 2, (2,))))
+    ctx = make_workshop(tiny_folder("qwen2"), weights)
+    exact = exact_kv(ctx, END)
+    put_prefix(ctx, first)
+    job, source = (
+        make_job(first),
+        LowerSource(ctx, make_profile("self", make_maps(tiny_folder("qwen2"), 2, (2,)))),
+    )
     source.open(job)
     while job.read < len(IDS):
         source.read(job, 9)
@@ -89,7 +92,7 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
     assert job.x is not None
     rows = Rows(np.array(IDS)[entries], entries, PAGES, np.full(len(entries), 4), x=job.x[: END - first], first=BASE)
     source._writer.stairs.run(rows)
-    for mine, true in zip(stored(workshop.runner, 0, END), exact, strict=True):
+    for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(apart(a, b) < 1e-5 for a, b in zip(mine, true, strict=True))
 
 
@@ -103,7 +106,7 @@ def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
     assert job.x is None and source.scores(job) is None
     unasked = make_job(chooser="tail")
     read_all(source, unasked, 7)
-    assert unasked.state.gaze is None and source.scores(unasked) is None
+    assert unasked.state.tail_attention is None and source.scores(unasked) is None
 
 
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.decode.workshop import Workshop
+from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import rotate
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.pair import Pair
@@ -38,7 +38,7 @@ from tests.prefill.sources.common import (
 
 TAPS, BASE, RANK = (0, 1, 2), 1, 24
 DRAFT, TARGET = 32, 64  # widths
-_made: dict[str, Workshop] = {}
+_made: dict[str, DraftContext] = {}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def pair(models: tuple[Path, Path]) -> Pair:
     return Pair(target, draft, TAPS, BASE)
 
 
-def workshop_of(models: tuple[Path, Path], weights: str) -> Workshop:
+def workshop_of(models: tuple[Path, Path], weights: str) -> DraftContext:
     if weights not in _made:
         _made[weights] = make_workshop(models[0], weights, models[1])
     clear(_made[weights].pool)
@@ -76,18 +76,18 @@ def random_maps(pair: Pair, own: bool = True) -> Maps:
     return Maps(TAPS, BASE, *tensors, own=own)
 
 
-def dense_kv(pair: Pair, maps: Maps, workshop: Workshop) -> list[tuple[Tensor, Tensor]]:
+def dense_kv(pair: Pair, maps: Maps, ctx: DraftContext) -> list[tuple[Tensor, Tensor]]:
     """What the maps say of calibration's features, K turned to its place: [T, Hkv, D] of each mapped layer."""
     c, tokens = pair.target.config, torch.tensor([IDS])
     features, _ = pair.read(tokens, slice(0, 0), pair.target.trace(tokens))
     out = maps(features[0]).view(len(IDS), -1, 2, c.num_kv_heads, c.head_dim)
-    angles = workshop.runner.decoder.attention.ropes[c.rope].at(torch.arange(len(IDS)))
+    angles = ctx.runner.decoder.attention.ropes[c.rope].at(torch.arange(len(IDS)))
     return [(rotate(out[:, j, 0], *angles), out[:, j, 1]) for j in range(out.shape[1])]
 
 
-def worst(workshop: Workshop, wanted: list[tuple[Tensor, Tensor]]) -> float:
+def worst(ctx: DraftContext, wanted: list[tuple[Tensor, Tensor]]) -> float:
     """Of the drafted layers, relative to what is wanted there."""
-    found = stored(workshop.runner, 0, END)[BASE:]
+    found = stored(ctx.runner, 0, END)[BASE:]
     pairs = ((a, b[:END]) for mine, true in zip(found, wanted, strict=True) for a, b in zip(mine, true, strict=True))
     return max(apart(a, b) for a, b in pairs)
 
@@ -104,13 +104,13 @@ def test_the_engine_writes_what_calibration_meant(
     chunk: int,
     block: int,
 ):
-    workshop, maps = workshop_of(models, "float32"), random_maps(pair)
-    exact, wanted = exact_kv(workshop), dense_kv(pair, maps, workshop)
+    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
+    exact, wanted = exact_kv(ctx), dense_kv(pair, maps, ctx)
     monkeypatch.setattr(writing, "BLOCK", block)
-    put_prefix(workshop, first)
+    put_prefix(ctx, first)
     job, need = make_job(first, known), max(first, known)
-    read_all(DraftSource(workshop, make_profile("draft", maps)), job, chunk)
-    found = stored(workshop.runner)
+    read_all(DraftSource(ctx, make_profile("draft", maps)), job, chunk)
+    found = stored(ctx.runner)
     assert all(torch.allclose(a[need:END], b[need:END], atol=1e-4) for a, b in zip(found[0], exact[0], strict=True))
     for i, (mine, true, drafted) in enumerate(zip(found[BASE:], exact[BASE:], wanted, strict=True)):
         for a, b, c in zip(mine, true, drafted, strict=True):
@@ -121,58 +121,58 @@ def test_the_engine_writes_what_calibration_meant(
 
 def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Eight-bit decoders keep their streams in a basis of their own; the embedding comes in the target's."""
-    workshop, maps = workshop_of(models, "int8"), random_maps(pair)
-    assert workshop.draft is not None
-    target, draft = workshop.runner.decoder, workshop.draft.decoder
+    ctx, maps = workshop_of(models, "int8"), random_maps(pair)
+    assert ctx.draft is not None
+    target, draft = ctx.runner.decoder, ctx.draft.decoder
     assert target.basis is not None and draft.basis is not None
     assert (target.basis.size, draft.basis.size) == (TARGET, DRAFT)
-    wanted, profile = dense_kv(pair, maps, workshop), make_profile("draft", maps)
-    read_all(DraftSource(workshop, profile), make_job(), 20)
-    assert worst(workshop, wanted) < 0.04
+    wanted, profile = dense_kv(pair, maps, ctx), make_profile("draft", maps)
+    read_all(DraftSource(ctx, profile), make_job(), 20)
+    assert worst(ctx, wanted) < 0.04
     for forgotten in (target, draft):  # the figure above means something: with one of them it is far off
-        clear(workshop.pool)
-        source = DraftSource(workshop, profile)
+        clear(ctx.pool)
+        source = DraftSource(ctx, profile)
         with monkeypatch.context() as patch:
             patch.setattr(forgotten, "basis", None)
-            source._writer = writing.Writer(workshop.runner, draft, maps)
+            source._writer = writing.Writer(ctx.runner, draft, maps)
         read_all(source, make_job(), 20)
-        assert worst(workshop, wanted) > 0.3
+        assert worst(ctx, wanted) > 0.3
 
 
 def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair: Pair):
     """The same numbers with the embedding's columns cut off, or set to zero, say the same."""
-    workshop, maps = workshop_of(models, "float32"), random_maps(pair)
+    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     zero = maps.holding({"down": maps.down.clone()})
     zero.down[:, len(TAPS) * DRAFT :] = 0.0
     narrow = replace(maps, down=maps.down[:, : len(TAPS) * DRAFT], own=False)
     found = []
     for each in (zero, narrow, maps):
-        clear(workshop.pool)
-        read_all(DraftSource(workshop, make_profile("draft", each)), make_job(), 20)
-        found.append(torch.stack([torch.stack(layer) for layer in stored(workshop.runner, 0, END)[BASE:]]))
+        clear(ctx.pool)
+        read_all(DraftSource(ctx, make_profile("draft", each)), make_job(), 20)
+        found.append(torch.stack([torch.stack(layer) for layer in stored(ctx.runner, 0, END)[BASE:]]))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
     assert apart(found[2], found[1]) > 0.1
 
 
 def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Pair, tmp_path: Path):
-    workshop, maps = workshop_of(models, "float32"), random_maps(pair)
+    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     make_profile("draft", maps).save(tmp_path / "a.profile")
-    wanted = dense_kv(pair, maps, workshop)
-    read_all(DraftSource(workshop, Profile.load(tmp_path / "a.profile")), make_job(), 20)
-    assert worst(workshop, wanted) < 5e-3  # stored in half precision
+    wanted = dense_kv(pair, maps, ctx)
+    read_all(DraftSource(ctx, Profile.load(tmp_path / "a.profile")), make_job(), 20)
+    assert worst(ctx, wanted) < 5e-3  # stored in half precision
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: Pair, own: bool):
     """The columns of the embedding are missing, or nobody says what they are."""
-    workshop, maps = workshop_of(models, "float32"), replace(random_maps(pair, own=not own), own=own)
+    ctx, maps = workshop_of(models, "float32"), replace(random_maps(pair, own=not own), own=own)
     have, need = (96, 160) if own else (160, 96)
     with pytest.raises(BadProfile, match=f"maps {have} values to 192, these models need {need} to 192"):
-        DraftSource(workshop, make_profile("draft", maps))
+        DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair: Pair):
-    workshop = workshop_of(models, "float32")
-    one, other = (DraftSource(workshop, make_profile("draft", random_maps(pair, own))) for own in (True, False))
-    extra = RANK * TARGET / writing.macs(workshop.runner.decoder)
+    ctx = workshop_of(models, "float32")
+    one, other = (DraftSource(ctx, make_profile("draft", random_maps(pair, own))) for own in (True, False))
+    extra = RANK * TARGET / writing.macs(ctx.runner.decoder)
     assert one.cost(100) - other.cost(100) == pytest.approx(100 * extra)

@@ -13,16 +13,16 @@ from tests.prefill.sources.common import make_maps, make_profile, make_workshop
 
 
 def test_sources_are_made_by_name(tiny_folder: Callable[[str], Path]):
-    workshop, maps = make_workshop(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
+    ctx, maps = make_workshop(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
     for name in ("draft", "self"):
-        source = make(name, workshop, make_profile(name, maps))
+        source = make(name, ctx, make_profile(name, maps))
         assert source.name == name and source.base == 1
         with pytest.raises(BadProfile, match="needs a profile"):
-            make(name, workshop, None)
+            make(name, ctx, None)
     with pytest.raises(BadProfile, match="'self', not for 'draft'"):
-        make("draft", workshop, make_profile("self", maps))
+        make("draft", ctx, make_profile("self", maps))
     for name in ("chunk", "drop"):
-        assert make(name, workshop, None).name == name
+        assert make(name, ctx, None).name == name
     with pytest.raises(BadRequest, match="'dream'") as error:
-        make("dream", workshop, None)
+        make("dream", ctx, None)
     assert "chunk" in error.value.hint and "drop" not in error.value.hint  # no request can ask for that one

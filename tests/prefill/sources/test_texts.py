@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.models.load import open_checkpoint
+from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.sources.texts import LEAST, SINKS, Texts
 from tests import tiny
 

@@ -1,0 +1,118 @@
+"""Does an answer depend on how it was computed? Greedy tokens of each prompt alone, against the same prompts in a
+batch, with chunked prefill, from a warm prefix tree and after preemption.
+
+Where two answers part, the logits at that point tell a rounding tie (both tokens score the same up to rounding) from a
+bug. Knows only the public API and `engine.score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from forerun import data
+from forerun.core import SamplingParams
+from forerun.llm import LLM, Completion, Prompt
+
+PAGE = 16
+# Logits this close, as a share of the largest, are equal up to rounding. On a CPU int8 answers never part at all: there
+# a token gets the same bits however it is computed, so any difference is a bug.
+TIE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 0.0}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way of computing, compared with every prompt alone."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """The prompts of a check and what each answers when it runs alone."""
+
+    prompts: list[list[int]]
+    alone: list[list[int]]
+    params: SamplingParams
+
+
+def check_model(
+    model: str,
+    *,
+    weights: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    prompts: int = 16,
+    tokens: int = 32,
+) -> Iterator[Finding]:
+    """Findings one by one as they are known; the model is loaded once for each engine setting."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)  # full length: enough steps to be preempted in
+
+    def load(**options: int | bool) -> LLM:
+        settings: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, **options}
+        return LLM(model, max_batch=prompts, quiet=True, **settings)
+
+    with load(prefix_cache=False) as llm:
+        asked = _prompts(llm, prompts)
+        together: list[Prompt] = [*asked]
+        case = Case(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
+        yield _compare(llm, case, f"batch of {prompts}", llm.generate(together, params))
+    with load(prefix_cache=False, chunk_tokens=max(prompts, 2 * PAGE)) as llm:
+        yield _compare(llm, case, f"prefill in chunks of {max(prompts, 2 * PAGE)}", llm.generate(together, params))
+    with load() as llm:
+        yield _compare(llm, case, "prefix tree, cold", llm.generate(together, params))
+        warm = llm.generate(together, params)
+        reused = sum(answer.usage.cached_tokens for answer in warm)
+        yield _compare(llm, case, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
+    with load(prefix_cache=False, **_tight(case)) as llm:
+        answers = llm.generate(together, params)
+        preempted = sum(answer.usage.preemptions for answer in answers)
+        yield _compare(llm, case, "after preemption", answers, f"{preempted} preemptions", happened=preempted > 0)
+
+
+def _prompts(llm: LLM, count: int) -> list[list[int]]:
+    """Shipped prompts of different lengths: every other one starts with a piece of the handbook, so some overlap."""
+    handbook = " ".join(data.text("documents/handbook.txt").split()[:150])
+    prompts = data.read_prompts()
+    texts = [prompts[i % len(prompts)].text for i in range(count)]
+    return [llm.encode(f"{handbook}\n\n{text}" if i % 2 else text) for i, text in enumerate(texts)]
+
+
+def _tight(case: Case) -> dict[str, int]:
+    """All prompts start in one step and fit; their answers do not, so somebody must give way."""
+    prompts = sum(-(-len(ids) // PAGE) for ids in case.prompts) + 1
+    longest = max(map(len, case.prompts)) + max(map(len, case.alone))
+    return {"pool_tokens": max(prompts * PAGE, longest + PAGE), "chunk_tokens": sum(map(len, case.prompts))}
+
+
+def _compare(
+    llm: LLM, case: Case, name: str, answers: list[Completion], note: str = "", happened: bool = True
+) -> Finding:
+    ties, wrong = 0, []
+    for number, (ids, alone, answer) in enumerate(zip(case.prompts, case.alone, answers, strict=True)):
+        if answer.token_ids != alone:
+            if is_tie(llm, ids, alone, answer.token_ids):
+                ties += 1
+            else:
+                wrong.append(number)
+    parts = [f"{len(answers) - ties - len(wrong)} of {len(answers)} answers equal"]
+    if ties:
+        parts.append(f"{ties} part at a rounding tie")
+    if wrong:
+        parts.append(f"prompts {', '.join(map(str, wrong))} differ")
+    if note:
+        parts.append(note)
+    return Finding(name, not wrong and happened, "; ".join(parts))
+
+
+def is_tie(llm: LLM, ids: list[int], left: list[int], right: list[int]) -> bool:
+    """Whether two answers part where both next tokens score the same, up to the rounding of the weights mode."""
+    at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
+    if at is None:  # one is the beginning of the other: lengths are no rounding matter
+        return False
+    logits = llm.engine.score(ids + left[:at])[-1].float()  # [V]
+    gap = float((logits[left[at]] - logits[right[at]]).abs())
+    return gap <= TIE[llm.precision.name] * float(logits.abs().max())

@@ -1,0 +1,50 @@
+"""Is speculation lossless, on this machine and with this model? Three parts, finding by finding.
+
+Exact: every drafter with every verifier on four tokens, all outcomes counted. Sampled: the real model at a temperature.
+Greedy: the real model, token for token, where a difference is told from this machine's own noise. Each part is a module
+of its own (`lossless_*.py`); here they are put in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from forerun.checks.lossless_common import Finding
+from forerun.checks.lossless_exact import check_exact
+from forerun.checks.lossless_greedy import check_greedy, choose_prompts
+from forerun.checks.lossless_sampled import LENGTH, NODES, check_sampled
+from forerun.errors import BadRequest
+from forerun.llm import LLM
+
+LONGEST = 192  # tokens of a prompt
+
+
+def check_lossless(
+    model: str,
+    draft: str | None = None,
+    *,
+    weights: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    prompts: int = 8,
+    tokens: int = 32,
+    temperature: float = 0.8,
+    samples: int = 256,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Finding]:
+    """Findings one by one as they are known; `say` hears what is being done."""
+    if not 0.0 < temperature <= 100.0:
+        raise BadRequest(f"temperature is {temperature}, the sampled part needs more than 0, up to 100", "use 0.8")
+    yield from check_exact(say)
+    say("loading")
+    with LLM(model, draft=draft, weights=weights, device=device, threads=threads, quiet=True) as llm:
+        context = llm.engine.config.max_context
+        room = context - max(tokens, LENGTH + NODES) - NODES
+        if room < 2:
+            raise BadRequest(
+                f"answers of {tokens} tokens leave no room for a prompt in a context of {context}",
+                "ask for fewer tokens",
+            )
+        asked = choose_prompts(llm, prompts, min(LONGEST, room))
+        yield from check_sampled(llm, asked, temperature, samples, say)
+        yield from check_greedy(llm, asked, tokens, say)

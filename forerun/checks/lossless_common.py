@@ -1,0 +1,104 @@
+"""What the parts of `forerun check lossless` share: findings, a controller that has every guess checked, and a way to
+have drafters for the time of a check. Knows no part of the check itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.core import Draft
+from forerun.decode.control.controller import Controller, RequestStats
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.drafters import base
+from forerun.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked. `checked` is False where nothing was drafted, so that nothing could go wrong."""
+
+    part: str  # exact, sampled or greedy
+    name: str
+    passed: bool
+    detail: str
+    checked: bool = True
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        return ("pass" if self.checked else "not checked") if self.passed else "FAIL"
+
+
+class EverythingPays(Controller):
+    """Has every guess checked, whatever it costs: a check must not depend on the speed of the machine."""
+
+    def __init__(self) -> None:
+        names = [name for name, kind in base.registered().items() if not kind.free]
+        super().__init__(CostCurve({1: 1.0, 64: 1.001}), {name: CostCurve({1: 1e-4, 64: 1.1e-4}) for name in names})
+
+    def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
+        """A drafter's word is taken: the order of branches is its own, and lies may stay the likeliest."""
+        return list(draft.probs)
+
+    def select(
+        self,
+        stats: list[RequestStats],
+        drafts: list[Draft],
+        probs: list[list[float]],
+        limits: list[int],
+        context: int,
+        spent_s: float = 0.0,
+    ) -> list[list[int]]:
+        return [list(range(min(limit, len(draft)))) for limit, draft in zip(limits, drafts, strict=True)]
+
+    def depth(
+        self,
+        stats: list[RequestStats],
+        drafts: list[Draft],
+        probs: list[list[float]],
+        drafter: str,
+        limits: list[int],
+        context: int,
+        start_s: list[float] | None = None,
+        remaining: list[int] | None = None,
+    ) -> list[int]:
+        return list(limits)
+
+    def worth(
+        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0, nodes: int = 0
+    ) -> Callable[[float, int], bool]:
+        return lambda prob, depth: True
+
+    def allows(self, sequences: int, tokens: int, now: float) -> bool:
+        return True
+
+    def asks(self, drafter: str, sequences: int = 1) -> bool:
+        return True
+
+
+@contextmanager
+def everything_pays(engine: Engine) -> Iterator[None]:
+    """No guess of this engine is left out meanwhile."""
+    measured = engine.speculator.controller
+    engine.speculator.controller = EverythingPays()
+    try:
+        yield
+    finally:
+        engine.speculator.controller = measured
+
+
+@contextmanager
+def available(kind: type[base.Drafter]) -> Iterator[None]:
+    """A drafter that only a check can ask for. Engines forget it afterwards, as the next check brings other answers."""
+    base.register(kind)
+    try:
+        yield
+    finally:
+        base._KINDS.pop(kind.name, None)
+
+
+def forget(engine: Engine, name: str) -> None:
+    engine.speculator.drafter_pool.dismiss(name)

@@ -1,0 +1,253 @@
+"""Exact part of `forerun check lossless`: every registered drafter with every lossless verifier, on four tokens.
+
+Real drafters propose (those that run a model run a tiny random one), every outcome of drafting and verifying is weighed
+by its probability, and the law of the answer is compared with the target's own. Targets are tables in float64, shaped
+as real ones are: temperature, top-k, top-p, penalties, a grammar. Knows no real model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import tokenizers
+import torch
+
+from forerun.cache.pool import PagePool
+from forerun.checks.enumeration import (
+    EXACT,
+    VOCAB,
+    Law,
+    MakeDraft,
+    TinyTarget,
+    Tokens,
+    difference,
+    outcomes,
+    output_distribution,
+    target_distribution,
+    tiny_logits,
+)
+from forerun.checks.lossless_common import Finding
+from forerun.core import Draft
+from forerun.decode.draft_context import DraftContext, DraftModel
+from forerun.decode.drafters import Drafter, DraftRequest, registered
+from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
+from forerun.decode.sampling import Context
+from forerun.decode.target import Rng
+from forerun.decode.verifiers import LOSSLESS, Verifier
+from forerun.models.build import build_decoder
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.shapes import expected_shapes
+from forerun.params import Grammar, SamplingParams
+from forerun.text.tokenizer import Tokenizer
+from forerun_research.bench.shapes import RandomCheckpoint
+
+PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that whoever looks back finds something
+LENGTH = 3  # tokens of an answer whose law is compared
+DEPTH = 3  # of a draft
+PAGE = 4
+CONTEXT = 256
+CPU = torch.device("cpu")
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, and how many nodes a draft for it may have: what is drawn at random must stay few enough to count."""
+
+    target: TinyTarget
+    nodes: int
+
+
+# ---- a tiny world ----
+
+
+class _Tiny(RandomCheckpoint):
+    """A decoder of four tokens that has opinions: the usual small weights would find all of them equally likely."""
+
+    def __init__(self, seed: int) -> None:
+        self.config = ModelConfig(
+            family="llama",
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            intermediate_size=32,
+            max_context=CONTEXT,
+        )
+        self.device, self.source, self._seed = CPU, f"random {seed}", seed
+        self._shapes = expected_shapes(self.config)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name.endswith("norm"):
+            return torch.ones(self._shapes[name])
+        draw = torch.Generator().manual_seed(self._seed * 1000 + list(self._shapes).index(name))
+        return torch.empty(self._shapes[name]).normal_(0.0, 0.25, generator=draw)
+
+
+def _decoder(seed: int) -> Decoder:
+    return build_decoder(_Tiny(seed), CPU, "float32", CONTEXT, quiet=True)[0]
+
+
+def tiny_tokenizer(first: str = "a", second: str = "b") -> Tokenizer:
+    """Two letters, both of them together, and an end; any other letter is the first one, so that no text is empty."""
+    vocab = {first: 0, second: 1, first + second: 2, "<end>": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [(first, second)], unk_token=first))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, eos_ids=[3], source="four tokens")
+
+
+@cache
+def tiny_worlds() -> tuple[DraftContext, ...]:
+    """What an engine would offer: with a draft model of the same tokens, and of others."""
+    worlds = []
+    for same in (True, False):
+        target, draft = _decoder(1), _decoder(2)
+        pool = PagePool(target.config, CONTEXT // PAGE, PAGE, torch.float32, CPU)
+        mine = tiny_tokenizer()
+        theirs = mine if same else tiny_tokenizer("b", "a")
+        model = DraftModel(draft, theirs, same, "a tiny draft")
+        worlds.append(DraftContext.build(pool, Runner(target, pool, CONTEXT), mine, CONTEXT, model))
+    return tuple(worlds)
+
+
+def cases() -> list[Case]:
+    """One of each kind that shapes a distribution, greedy included."""
+    ask = SamplingParams
+    found = [
+        Case(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 5),
+        Case(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
+        Case(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
+        Case(TinyTarget("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3)), 3),
+        Case(TinyTarget("grammar", tiny_logits(0.9), ask(1.0), _grammar), 3),
+        Case(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
+    ]
+    return [replace(case, target=replace(case.target, prompt=PROMPT)) for case in found]
+
+
+@cache
+def _compiler() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer(), VOCAB)
+
+
+def _grammar(answer: Tokens) -> AnswerGrammar:
+    """Letters whose beginning is certain but can be spelt in two ways."""
+    constraint = _compiler().constraint(Grammar("regex", "ab(a|b)b*"))
+    constraint.advance(answer)
+    return constraint
+
+
+# ---- drafting, every outcome of it ----
+
+
+def draft_law(
+    drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, at_random: bool
+) -> list[tuple[float, Draft]]:
+    """All that a drafter can propose after this answer, with probabilities."""
+
+    return list(outcomes(lambda rng: _propose(drafter, ctx, case, answer, at_random, rng)))
+
+
+def _propose(drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, at_random: bool, rng: Rng) -> Draft:
+    target, pool = case.target, ctx.pool
+    tokens = [*target.prompt, *answer]
+    constraint = target.constraint(answer) if target.constraint is not None else None
+    context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
+    pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
+    ask = DraftRequest(next(_ids), context, DEPTH, case.nodes, pages, at_random=at_random, rng=rng)
+    try:
+        if not drafter.free:  # it may read what the target has computed
+            ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
+        draft = drafter.propose([ask])[0]
+    finally:
+        drafter.finish(ask.id, tokens, len(target.prompt))
+        pool.release(pages)
+    problem = draft.problem(VOCAB)
+    if problem is not None:
+        raise AssertionError(f"drafter {drafter.name!r}: {problem}")
+    return draft
+
+
+class Proposals:
+    """A real drafter as the enumeration wants it. What it can propose is found out once for each answer."""
+
+    def __init__(self, drafter: Drafter, ctx: DraftContext) -> None:
+        self.drafter, self.ctx = drafter, ctx
+        self.drafts = 0  # different ones, empty ones not counted
+        self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
+
+    def of(self, case: Case, at_random: bool) -> MakeDraft:
+        def make(tokens: list[int], rng: Rng) -> Draft:
+            weights, drafts = self._law(case, at_random, tuple(tokens[len(case.target.prompt) :]))
+            return drafts[rng.pick(weights)] if len(drafts) > 1 else drafts[0]
+
+        return make
+
+    def _law(self, case: Case, at_random: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
+        key = (case.target.name, at_random, answer)
+        if key not in self._laws:
+            law = draft_law(self.drafter, self.ctx, case, answer, at_random)
+            self.drafts += sum(len(draft) > 0 for _, draft in law)
+            self._laws[key] = torch.tensor([c for c, _ in law], dtype=torch.float64), [draft for _, draft in law]
+        return self._laws[key]
+
+
+# ---- the check ----
+
+
+def check_exact(
+    say: Callable[[str], None] = lambda text: None, drafters: Sequence[str] | None = None
+) -> Iterator[Finding]:
+    """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
+    targets = cases()
+    plain = {case.target.name: target_distribution(case.target, LENGTH) for case in targets}
+    for name in registered() if drafters is None else drafters:
+        kind = registered()[name]
+        say(f"exact: every outcome of {name}")
+        ctx = next((world for world in tiny_worlds() if kind.problem(world) is None), None)
+        if ctx is None:
+            yield Finding("exact", name, True, "cannot work on four tokens", checked=False)
+            continue
+        try:
+            yield _finding(Proposals(kind(ctx), ctx), targets, plain)
+        except Exception as error:  # an engine would go on without it, but whoever checks wants to know
+            yield Finding("exact", name, False, f"failed on four tokens: {type(error).__name__}: {error}")
+
+
+def _finding(proposals: Proposals, targets: list[Case], plain: dict[str, Law]) -> Finding:
+    found = {name: _differences(proposals, make(), targets, plain) for name, make in LOSSLESS.items()}
+    worst = {name: max(differences.values()) for name, differences in found.items()}
+    wrong = [name for name in worst if worst[name] >= EXACT]
+    largest = f"largest difference of a probability {max(worst.values()):.1g}, allowed {EXACT:.0e}"
+    if wrong:
+        where = [max(found[name], key=lambda target: found[name][target]) for name in wrong]
+        detail = (
+            "; ".join(f"with {n}: {worst[n]:.2g} ({t})" for n, t in zip(wrong, where, strict=True)) + f"; {largest}"
+        )
+    else:
+        detail = f"with {', '.join(found)}: {largest}"
+    figures = {"differences": found, "allowed": EXACT, "drafts": proposals.drafts}
+    return Finding("exact", proposals.drafter.name, not wrong, detail, proposals.drafts > 0, figures)
+
+
+def _differences(
+    proposals: Proposals, verifier: Verifier, targets: list[Case], plain: dict[str, Law]
+) -> dict[str, float]:
+    """By target: the largest difference in the probability of any answer."""
+    found: dict[str, float] = {}
+    for case in targets:
+        at_random = verifier.draws and not case.target.params.greedy
+        # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
+        steps = 1 if at_random and not proposals.drafter.free else 2
+        law = output_distribution(proposals.of(case, at_random), case.target, verifier, LENGTH, steps)
+        found[case.target.name] = difference(law, plain[case.target.name])
+    return found

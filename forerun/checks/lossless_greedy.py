@@ -1,0 +1,193 @@
+"""Greedy part of `forerun check lossless`: plain answers, against those of every drafter, alone and in a batch.
+
+Tokens must be equal, and so must their probabilities, up to noise. Beside the drafters of the engine there is one that
+knows the plain answers and drafts trees of right and wrong tokens from them: with any model, on any prompt, tokens are
+accepted on side branches, and rejected after some were accepted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from forerun import data
+from forerun.checks.lossless_common import Finding, available, everything_pays, forget
+from forerun.checks.lossless_noise import Difference, compare, logits_in_all_ways, summary
+from forerun.core import ROOT, Draft, Usage
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters import Drafter, DraftRequest, registered
+from forerun.llm import LLM, Completion, Prompt
+from forerun.params import Grammar, SamplingParams, Speculation
+
+NODES = 12  # of a draft: enough for branches
+PROBED = 3  # answers at which the noise of probabilities is measured
+DRIFT = 16.0  # a few places see less than all of the noise: beyond so many times it, K/V is wrong though tokens agree
+SHAPE = Grammar(
+    "json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}'
+)
+
+
+class Knowing(Drafter):
+    """Knows what plain decoding answers, and lies about some of it, in turns: a wrong token first and the right one
+    beside it, a right beginning that goes wrong, the whole truth."""
+
+    name = "knowing"
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
+
+    def __init__(self, ctx: DraftContext) -> None:
+        self._vocab = ctx.runner.decoder.config.vocab_size
+
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: DraftRequest) -> Draft:
+        answer = self.answers.get(tuple(ask.tokens[: ask.context.num_prompt]), [])
+        at, draft = len(ask.tokens) - ask.context.num_prompt, Draft()
+        node, room = ROOT, min(ask.nodes, 10)
+        for depth, token in enumerate(answer[at : at + 4]):
+            kind = (at + depth) % 4
+            wrong = (token + 1 + kind) % self._vocab
+            if kind in (1, 2) and len(draft) + 2 < room:  # a lie, and what would follow it
+                lie = draft.add(wrong, node, 0.95, self.name)  # surer than the truth, so that it is laid out first
+                draft.add(token, lie, 0.95, self.name)
+            if kind == 3 and depth:  # the truth ends here
+                break
+            if len(draft) >= room:
+                break
+            node = draft.add(token, node, 0.7, self.name)
+        if len(draft) < room and node != ROOT:
+            draft.add((draft.tokens[node] + 7) % self._vocab, node, 0.5, self.name)
+        return draft
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts with their plain answers, each computed alone."""
+
+    prompts: list[list[int]]
+    plain: list[Completion]
+    params: SamplingParams  # without speculation
+    noise: float  # of the logarithm of a token's probability
+
+
+def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Asked:
+    params = replace(params, speculate="off", logprobs=0)
+    llm.clear_cache()
+    plain = [llm.generate(ids, params)[0] for ids in prompts]
+    return Asked(prompts, plain, params, _noise(llm, plain))
+
+
+def _noise(llm: LLM, plain: list[Completion]) -> float:
+    """How much ways of computing disagree about the probability of a token, at the ends of a few answers."""
+    worst = 0.0
+    for answer in plain[:PROBED]:
+        ids, beside = [*answer.prompt_ids, *answer.token_ids[:-1]], [p.prompt_ids for p in plain if p is not answer]
+        for at in (len(answer.prompt_ids), len(ids)):
+            token = answer.token_ids[at - len(answer.prompt_ids)]
+            rows = logits_in_all_ways(llm, ids[:at], beside)
+            found = [float(torch.log_softmax(row, -1)[token]) for row in rows.values()]
+            worst = max(worst, max(found) - min(found))
+    return worst
+
+
+def choose_prompts(llm: LLM, count: int, limit: int) -> list[list[int]]:
+    """Shipped prompts of every kind in turn, in the model's own format, cut to `limit` tokens."""
+    kinds: dict[str, list[str]] = {}
+    for prompt in data.read_prompts():
+        kinds.setdefault(prompt.kind, []).append(prompt.text)
+    rounds = max(map(len, kinds.values()))
+    texts = [texts[i] for i in range(rounds) for texts in kinds.values() if i < len(texts)]
+    chat = llm.tokenizer.has_chat_template
+    chosen = []
+    for i in range(count):
+        text = texts[i % len(texts)] if i < len(texts) else f"{i}. {texts[i % len(texts)]}"
+        ids = llm.encode([{"role": "user", "content": text}]) if chat else llm.encode(text)
+        chosen.append(ids if len(ids) <= limit else [*ids[: limit // 2], *ids[len(ids) - limit + limit // 2 :]])
+    return chosen
+
+
+def check_greedy(
+    llm: LLM, prompts: list[list[int]], tokens: int, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Finding]:
+    say("greedy: plain answers, one by one")
+    asked = ask_plain(llm, prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    batch = f"batch of {len(prompts)}"
+    yield _run(llm, asked, "off", f"plain, {batch}", together=True, say=say)
+    yield _run(llm, asked, "auto", "auto, one by one", together=False, say=say)
+    yield _run(llm, asked, "auto", f"auto, {batch}", together=True, say=say)
+    for name in usable(llm):
+        if name != "grammar":
+            yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, say=say)
+    yield from _knowing(llm, asked, batch, say)
+    say("greedy: plain answers within a grammar")
+    shaped = ask_plain(
+        llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=SHAPE, ignore_eos=False)
+    )
+    yield _run(
+        llm, shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", together=True, pays=True, say=say
+    )
+
+
+def usable(llm: LLM) -> list[str]:
+    ctx = llm.engine.speculator.ctx
+    return [name for name, kind in registered().items() if kind.problem(ctx) is None]
+
+
+def _knowing(llm: LLM, asked: Asked, batch: str, say: Callable[[str], None]) -> Iterator[Finding]:
+    Knowing.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
+    with available(Knowing):
+        try:
+            for together, how in ((False, "one by one"), (True, batch)):
+                name = f"right and wrong guesses, {how}"
+                yield _run(llm, asked, Knowing.name, name, together, pays=True, say=say)
+        finally:
+            forget(llm.engine, Knowing.name)
+
+
+def _run(
+    llm: LLM, asked: Asked, drafter: str, name: str, together: bool, say: Callable[[str], None], pays: bool = False
+) -> Finding:
+    say(f"greedy: {name}")
+    params = replace(asked.params, speculate=Speculation(drafter, nodes=NODES) if pays else drafter)
+    llm.clear_cache()
+    with ExitStack() as stack:
+        if pays:
+            stack.enter_context(everything_pays(llm.engine))
+        prompts: list[Prompt] = [*asked.prompts]
+        answers = llm.generate(prompts, params) if together else [llm.generate(p, params)[0] for p in prompts]
+    return _finding(llm, asked, name, answers, drafter)
+
+
+def _finding(llm: LLM, asked: Asked, name: str, answers: list[Completion], drafter: str) -> Finding:
+    found: list[Difference] = []
+    usage, drift = Usage(), 0.0
+    for number, (plain, answer) in enumerate(zip(asked.plain, answers, strict=True)):
+        usage.add(answer.usage)
+        drift = max(drift, _drift(plain, answer))
+        difference = compare(llm, number, asked.prompts, plain.token_ids, answer.token_ids, asked.params)
+        if difference is not None:
+            found.append(difference)
+    detail = summary(len(answers), found)
+    drifted = drift > DRIFT * asked.noise
+    detail += f"; probabilities of equal tokens {'DRIFT' if drifted else 'differ'} by up to {drift:.1g}"
+    detail += f" (logarithm; noise {asked.noise:.1g}, allowed {DRIFT:g} times)" if drift else ""
+    if drafter != "off":
+        detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
+    figures: dict[str, Any] = {"drafted": usage.drafted, "accepted": usage.accepted, "answers": len(answers)}
+    figures |= {"drift": drift, "noise": asked.noise, "drift_factor": DRIFT}
+    passed = all(d.tie for d in found) and not drifted
+    checked = drafter == "off" or usage.drafted > 0
+    return Finding("greedy", name, passed, detail, checked, {**figures, "differences": [d.record() for d in found]})
+
+
+def _drift(plain: Completion, other: Completion) -> float:
+    """Largest difference in the logarithm of a token's probability, as far as both answers agree. A wrong entry of the
+    cache shows here long before it changes a token."""
+    pairs = zip(plain.choices[0].logprobs, other.choices[0].logprobs, strict=False)
+    same = itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs)
+    return max((abs(a.logprob - b.logprob) for a, b in same), default=0.0)

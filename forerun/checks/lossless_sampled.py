@@ -1,0 +1,217 @@
+"""Sampled part of `forerun check lossless`, on the real model at a temperature above zero.
+
+Under `match` the same seed must give the same tokens. Other verifiers are lossless in distribution: the first tokens of
+many answers are compared with the model's own law, which `score` gives exactly. A test that fails is repeated with
+twice the samples and other seeds, and only fails if the repetition does: probability alone would once in a million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from forerun.checks.lossless_common import Finding, available, everything_pays, forget
+from forerun.checks.lossless_noise import Difference, compare, summary
+from forerun.checks.lossless_stats import Cells, Fit, Tokens, cells, detectable, fit
+from forerun.core import ROOT, Draft, Usage
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters import Drafter, DraftRequest, registered
+from forerun.decode.sampling import distribution
+from forerun.decode.target import DRAFTING, SeededRng
+from forerun.decode.verifiers import LOSSLESS
+from forerun.engine.sequence import Event, Request
+from forerun.errors import ForerunError
+from forerun.llm import LLM
+from forerun.params import SamplingParams, Speculation
+
+LENGTH = 3  # tokens of an answer whose law is compared: the first is never drafted, the others are
+LOOKED_INTO = 12  # beginnings whose next token is looked at one by one
+SIGNIFICANCE, POWER = 0.001, 0.95
+NODES = 6
+WITH_MODELS = "rejection"  # the rule for drafters with a model: it shows a wrong claim about a draw most directly
+MATCHED = 48  # seeds whose answers are compared token by token
+MATCHED_TOKENS = 12
+
+
+class Sketch(Drafter):
+    """Draws trees from a rough version of the model's own law, for verifiers that want drafts drawn at random, where
+    there is no draft model. Not free: drafters that are free are not asked to draw."""
+
+    name = "sketch"
+    free = False
+    draws = True
+    laws: ClassVar[dict[Tokens, Tensor]] = {}
+
+    def __init__(self, ctx: DraftContext) -> None: ...
+
+    def time_round(self, tokens: int, context: int) -> float:
+        return 1e-4
+
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(ask) for ask in asks]
+
+    def _propose(self, ask: DraftRequest) -> Draft:
+        answer, draft = tuple(ask.tokens[ask.context.num_prompt :]), Draft()
+        level, width = [ROOT], 2
+        for _ in range(min(ask.depth, 2)):
+            below: list[int] = []
+            for node in level:
+                if len(draft) + width <= ask.nodes:
+                    below += self._draw(ask, draft, answer, node, width)
+            level, width = below, 1
+        return draft
+
+    def _draw(self, ask: DraftRequest, draft: Draft, answer: Tokens, node: int, width: int) -> list[int]:
+        path = tuple(draft.tokens[i] for i in draft.path(node))
+        q = rough(self.laws.get((*answer, *path), self.laws[()]))
+        draft.proposals[node] = q
+        rng = SeededRng(ask.context.seed, len(ask.tokens), DRAFTING + ((node + 2) << 40))
+        rest, kids = q.double(), []
+        for _ in range(min(width, int((q > 0).sum()))):
+            token = rng.pick(rest)
+            kids.append(draft.add(token, node, float(q[token]), self.name))
+            rest = rest.clone()
+            rest[token] = 0.0
+        return kids
+
+
+def rough(probs: Tensor) -> Tensor:
+    """A law that is like another but wrong: flatter, and with its likeliest tokens in another order."""
+    flat = probs.float() ** 0.7
+    top = flat.topk(min(4, flat.numel()))
+    flat[top.indices] = top.values.roll(1)
+    return flat / flat.sum()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is sampled: a prompt with the exact law of its answers."""
+
+    prompt: list[int]
+    params: SamplingParams
+    law: Cells
+    samples: int
+
+
+def check_sampled(
+    llm: LLM,
+    prompts: list[list[int]],
+    temperature: float,
+    samples: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[Finding]:
+    params = SamplingParams(temperature=temperature, max_tokens=MATCHED_TOKENS, ignore_eos=True, speculate="off")
+    yield from _same_seeds(llm, prompts, params, say)
+    say("sampled: the model's own law")
+    prompt = prompts[0]
+    law = cells(lambda beginning: _probs(llm, prompt, params, beginning), LENGTH, LOOKED_INTO, samples)
+    case = Sampling(prompt, replace(params, max_tokens=LENGTH + NODES), law, samples)
+    Sketch.laws = law.looked_into
+    with available(Sketch), everything_pays(llm.engine):
+        try:
+            rules = [name for name, make in LOSSLESS.items() if make().draws]
+            pairs = [(Sketch.name, rule) for rule in rules]
+            pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != Sketch.name]
+            for drafter, rule in pairs:
+                say(f"sampled: {drafter} with {rule}, {samples} answers")
+                yield _fitted(llm, case, drafter, rule)
+        finally:
+            forget(llm.engine, Sketch.name)
+
+
+def _paid(llm: LLM) -> list[str]:
+    """Drafters that run a model, and can here."""
+    ctx = llm.engine.speculator.ctx
+    return [name for name, kind in registered().items() if not kind.free and kind.problem(ctx) is None]
+
+
+def _probs(llm: LLM, prompt: list[int], params: SamplingParams, beginning: Tokens) -> Tensor:
+    logits = llm.engine.score([*prompt, *beginning])[-1:].float()
+    return distribution(logits, [params])[0].cpu()
+
+
+def _fitted(llm: LLM, case: Sampling, drafter: str, verifier: str) -> Finding:
+    params = replace(case.params, speculate=Speculation(drafter, nodes=NODES, verify=verifier))
+    usage = Usage()
+    first = fit(case.law, sample(llm, case.prompt, params, range(1, case.samples + 1), LENGTH, usage))
+    seen = detectable(first.samples, first.cells, SIGNIFICANCE, POWER)
+    detail = f"{first.samples} answers in {first.cells} cells, p = {first.p_value:.2g}"
+    again: Fit | None = None
+    if first.p_value < SIGNIFICANCE:
+        seeds = range(case.samples + 1, 3 * case.samples + 1)
+        again = fit(case.law, sample(llm, case.prompt, params, seeds, LENGTH, usage))
+        detail += f"; again with {again.samples}: p = {again.p_value:.2g}"
+    passed = again is None or again.p_value >= SIGNIFICANCE
+    detail += f"; a distance of {seen:.3f} would show with probability {POWER:g} at significance {SIGNIFICANCE:g}"
+    detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
+    found = {"first": asdict(first), "again": asdict(again) if again else None, "detectable_distance": seen}
+    found |= {"significance": SIGNIFICANCE, "power": POWER, "drafted": usage.drafted, "accepted": usage.accepted}
+    return Finding("sampled", f"{drafter}, {verifier}", passed, detail, usage.drafted > 0, found)
+
+
+def _same_seeds(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, say: Callable[[str], None]
+) -> Iterator[Finding]:
+    """Under `match`: each drafter that a user gets, all prompts in turn, a seed each."""
+    seeds = range(1, MATCHED + 1)
+    jobs = [(prompts[i % len(prompts)], replace(params, seed=seed)) for i, seed in enumerate(seeds)]
+    say("sampled: plain answers")
+    plain = answers(llm, jobs)
+    for drafter in ["auto", *_paid(llm)]:
+        say(f"sampled: {drafter}, the same seeds")
+        llm.clear_cache()
+        spec = Speculation(drafter, nodes=NODES)
+        usage, found = Usage(), list[Difference]()
+        with everything_pays(llm.engine):
+            mine = answers(llm, [(ids, replace(p, speculate=spec)) for ids, p in jobs], usage=usage)
+        for i, (a, b) in enumerate(zip(plain, mine, strict=True)):
+            difference = compare(llm, i % len(prompts), prompts, a, b, params, seed=seeds[i])
+            if difference is not None:
+                found.append(difference)
+        detail = f"the same {len(seeds)} seeds: {summary(len(plain), found)}"
+        detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
+        figures = {"drafted": usage.drafted, "accepted": usage.accepted, "differences": [d.record() for d in found]}
+        yield Finding("sampled", f"{drafter}, match", all(d.tie for d in found), detail, usage.drafted > 0, figures)
+
+
+def sample(
+    llm: LLM, prompt: list[int], params: SamplingParams, seeds: range, length: int, usage: Usage
+) -> list[Tokens]:
+    """The first tokens of one answer for each seed; answers are given up as soon as they have them."""
+    llm.clear_cache()
+    answers(llm, [(prompt, replace(params, max_tokens=1, speculate="off"))])  # so that all others share its pages
+    jobs = [(prompt, replace(params, seed=seed)) for seed in seeds]
+    return [tuple(answer[:length]) for answer in answers(llm, jobs, length, usage)]
+
+
+def answers(
+    llm: LLM, jobs: list[tuple[list[int], SamplingParams]], length: int | None = None, usage: Usage | None = None
+) -> list[list[int]]:
+    """Run requests together on the engine itself: the public API waits for whole answers."""
+    engine = llm.engine
+    found: list[list[int]] = [[] for _ in jobs]
+    failed: list[Exception] = []
+
+    def sink(index: int, event: Event) -> None:
+        found[index] += event.token_ids
+        if event.error is not None:
+            failed.append(event.error)
+        if event.usage is not None and usage is not None:
+            usage.add(event.usage)
+        if event.finish_reason is None and length is not None and len(found[index]) >= length:
+            engine.cancel(event.request_id)
+
+    for index, (ids, params) in enumerate(jobs):
+        engine.submit(Request(ids, params, sink=lambda event, index=index: sink(index, event)))  # type: ignore[misc]
+    try:
+        while not engine.idle:
+            if not engine.step() and not engine.idle:
+                raise ForerunError("the engine has requests but nothing to run", "report this")
+    finally:
+        engine.end_all()
+    if failed:
+        raise failed[0] if isinstance(failed[0], ForerunError) else ForerunError(str(failed[0]), "see the log")
+    return found

@@ -1,0 +1,184 @@
+"""What a forward costs: seconds against its tokens, its sequences and their context.
+
+A curve starts from a few timed forwards and is corrected by every step that follows. Knows no model and no drafter; it
+only ever sees numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+NOISE = 0.05  # share by which a quiet machine's steps vary
+LARGEST_SURPRISE = 0.3  # of one observation, in log seconds: more is the operating system's doing
+FASTEST, SLOWEST = 0.25, 0.02  # share of a surprise that a size believes at once: when new, when well known
+COMMON = 0.05  # share that all sizes believe: another program, a warmer processor
+REFRESH = 16  # observations between two rebuilds of the table
+LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
+
+DEEPEST = 16  # rounds a paid drafter is planned for
+LOOK_AHEAD = 3  # rounds that the next one may need to pay
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the forwards that are timed at the start
+CONTEXTS = (32, 512)
+
+
+class CostCurve:
+    """Seconds of one forward. Sizes in between are interpolated, larger ones follow the last slope."""
+
+    def __init__(
+        self, points: dict[int, float], per_context: float = 0.0, per_context_token: float = 0.0, base_context: int = 0
+    ) -> None:
+        """`points`: tokens -> seconds of one sequence at `base_context`; the others: seconds per entry of context."""
+        if not points or any(size < 1 or not 0.0 < s < math.inf for size, s in points.items()):
+            raise ValueError(f"a cost curve needs positive sizes and seconds, got {points!r:.200}")
+        self.per_context, self.per_context_token = per_context, per_context_token
+        self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
+        self._sizes = sorted(points)
+        timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
+        # Noise only ever adds time, so a size that took longer than a larger one is the one that is wrong.
+        for i in range(len(timed) - 2, -1, -1):
+            timed[i] = min(timed[i], timed[i + 1])
+        floor = 0.1 * min(points.values())
+        self._logs = [math.log(max(seconds, floor)) for seconds in timed]
+        self._timed = dict(zip(self._sizes, self._logs, strict=True))
+        self._visits = {size: 2 for size in self._sizes}
+        self._common = 0.0  # log of the factor between now and when the points were timed
+        self._spread = NOISE
+        self._pending = 0
+        self.version = 0  # changes whenever `seconds` may
+        self._table: list[float] = []  # seconds by tokens, without context
+        self._slope = 0.0
+        self._build()
+
+    @classmethod
+    def measure(
+        cls, time_forward: Callable[[int, int], float], sizes: Sequence[int], contexts: Sequence[int]
+    ) -> CostCurve:
+        """Time every size at the first context, and two sizes at each further one."""
+        sizes = sorted(set(sizes))
+        base = contexts[0]
+        points = {size: time_forward(size, base) for size in sizes}
+        small, large = sizes[0], sizes[len(sizes) // 2]
+        slopes: dict[int, list[float]] = {small: [], large: []}
+        for context in contexts[1:]:
+            if context > base:
+                for size, found in slopes.items():
+                    found.append(max(0.0, time_forward(size, context) - points[size]) / (context - base))
+        if not slopes[small]:
+            return cls(points)
+        at_small, at_large = (min(slopes[size]) for size in (small, large))  # noise only adds
+        by_token = max(0.0, at_large - at_small) / (large - small) if large > small else 0.0
+        return cls(points, max(0.0, at_small - small * by_token), by_token, base)
+
+    @classmethod
+    def within(cls, time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
+        """`measure` at a few sizes and contexts of at most `limit` tokens in all."""
+        sizes = [size for size in SIZES if size <= max(1, limit // 4)]
+        contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
+        return cls.measure(time_forward, sizes, contexts)
+
+    def seconds(self, tokens: int, sequences: int = 1, context: int = 0) -> float:
+        """Of a forward with so many tokens in all, of so many sequences with `context` entries each (on average)."""
+        table = self._table
+        base = table[tokens] if tokens < len(table) else self._beyond(tokens)
+        return base + context * (sequences * self.per_context + tokens * self.per_context_token)
+
+    def row(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
+        """`seconds` of every number of tokens from `first` to `last`."""
+        around, each = context * sequences * self.per_context, context * self.per_context_token
+        return [s + around + tokens * each for tokens, s in enumerate(self._bare(first, last), first)]
+
+    def side_by_side(self, last: int, context: int = 0) -> list[float]:
+        """`seconds` of 0 to `last` sequences with one token each; none take no time."""
+        each = context * (self.per_context + self.per_context_token)
+        return [0.0, *[s + n * each for n, s in enumerate(self._bare(1, last), 1)]]
+
+    def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
+        """Correct the curve by a step that held nothing but these tokens."""
+        if tokens < 1 or not 0.0 < seconds < math.inf:
+            return
+        around = context * (sequences * self.per_context + tokens * self.per_context_token)
+        expected = math.exp(self._log_at(tokens) + self._common) + around
+        surprise = math.log(seconds / expected)
+        # What counts is the middle of the observations, not their mean: surprises are cut to about their usual size.
+        limit = min(LARGEST_SURPRISE, 2.0 * self._spread)
+        cut = max(-limit, min(limit, surprise))
+        self._spread += 0.05 * (max(NOISE, min(LARGEST_SURPRISE, abs(surprise))) - self._spread)
+        place = bisect_left(self._sizes, tokens)
+        if place == len(self._sizes) or self._sizes[place] != tokens:
+            if tokens >= LARGEST_TABLE:
+                return
+            self._logs.insert(place, self._log_at(tokens))
+            self._sizes.insert(place, tokens)
+        visits = self._visits[tokens] = self._visits.get(tokens, 0) + 1
+        self._common += COMMON * cut
+        self._logs[place] += max(SLOWEST, FASTEST / visits) * cut
+        self._pending += 1
+        if self._pending >= REFRESH:
+            self._build()
+
+    def calm(self, share: float) -> None:
+        """Return by so much to what was timed first, where nothing is run any more that could correct the curve."""
+        self._pending += 1
+        if self._pending < REFRESH:
+            return
+        share *= REFRESH
+        self._common -= share * self._common
+        for i, size in enumerate(self._sizes):
+            if size in self._timed:
+                self._logs[i] += share * (self._timed[size] - self._logs[i])
+        self._build()
+
+    def points(self) -> dict[int, float]:
+        """Seconds at every size that was timed or met, without context."""
+        return {size: self.seconds(size) for size in self._sizes}
+
+    def _log_at(self, tokens: int) -> float:
+        """Log seconds, before the common factor: straight lines in seconds between sizes."""
+        sizes, logs = self._sizes, self._logs
+        i = bisect_left(sizes, tokens)
+        if i < len(sizes) and sizes[i] == tokens:
+            return logs[i]
+        if i == 0 or len(sizes) == 1:  # below the smallest, or nothing to draw a line through
+            return logs[0]
+        if i == len(sizes):
+            return math.log(self._beyond(tokens)) - self._common
+        low, high = math.exp(logs[i - 1]), math.exp(logs[i])
+        share = (tokens - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return math.log(low + share * (high - low))
+
+    def _beyond(self, tokens: int) -> float:
+        return self._table[-1] + self._slope * (tokens - len(self._table) + 1)
+
+    def _bare(self, first: int, last: int) -> list[float]:
+        """Seconds of `first` to `last` tokens, without context."""
+        table, slope = self._table, self._slope
+        found = table[first : last + 1]
+        if last >= len(table):
+            top, end = table[-1], len(table) - 1
+            found += [top + slope * (tokens - end) for tokens in range(max(first, end + 1), last + 1)]
+        return found
+
+    def _build(self) -> None:
+        """Seconds of every size up to the largest, never falling: what falls is pooled with its neighbours."""
+        self._pending = 0
+        self.version += 1
+        values: list[tuple[float, float, int]] = []  # log seconds, weight, how many sizes
+        for size, value in zip(self._sizes, self._logs, strict=True):
+            weight, count = float(self._visits[size]), 1
+            while values and values[-1][0] > value:
+                before, heavy, many = values.pop()
+                value = (value * weight + before * heavy) / (weight + heavy)
+                weight, count = weight + heavy, count + many
+            values.append((value, weight, count))
+        pooled = [math.exp(value + self._common) for value, _, count in values for _ in range(count)]
+        sizes = self._sizes
+        table = [pooled[0]] * (sizes[0] + 1)
+        for i in range(1, len(sizes)):
+            step = (pooled[i] - pooled[i - 1]) / (sizes[i] - sizes[i - 1])
+            table.extend(pooled[i - 1] + step * n for n in range(1, sizes[i] - sizes[i - 1] + 1))
+        self._table = table
+        # The slope goes on from a wide stretch: two neighbouring sizes may lie on one step of a ragged pass.
+        half = sizes[-1] // 2
+        self._slope = (table[-1] - table[half]) / (sizes[-1] - half)

@@ -1,0 +1,128 @@
+"""Which drafted tokens to verify: those that make the tokens per second of the whole batch largest.
+
+Chances are taken as given, and so is what a forward costs. Knows no drafter and no history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.core import ROOT, Draft
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.tree import side_branches
+
+
+@dataclass(slots=True)
+class Selection:
+    """The nodes of each draft that are verified, and what that promises."""
+
+    nodes: list[list[int]]
+    paths: list[list[float]]  # of every node, chosen or not: the probability that it and all above it are accepted
+    gains: list[float]  # tokens that each sequence can expect
+    seconds: float  # of the target
+
+    @property
+    def size(self) -> int:
+        """Tokens of the forward that verifies them."""
+        return len(self.nodes) + sum(map(len, self.nodes))
+
+    def reach(self, draft: Draft, i: int) -> list[float]:
+        """The probability that the chosen nodes of each depth, together, hold the right token of sequence `i`."""
+        if not self.nodes[i]:
+            return []
+        depths = draft.depths()
+        reach = [0.0] * max(depths)
+        for node in self.nodes[i]:
+            reach[depths[node] - 1] += self.paths[i][node]
+        return reach
+
+
+def select(
+    target: CostCurve,
+    drafts: list[Draft],
+    probs: list[list[float]],
+    limits: list[int],
+    context: int,
+    spent_s: float,
+    owed: list[int],
+) -> Selection:
+    """`spent_s` was spent on drafting; `owed` are sequences that this step must not slow down."""
+    sequences = len(drafts)
+    paths = [_paths(draft, prob) for draft, prob in zip(drafts, probs, strict=True)]
+    found = Selection([[] for _ in drafts], paths, [1.0] * sequences, 0.0)
+    flat: list[float] = []  # paths of all nodes that can be left out
+    owners: list[int] = []
+    sides: list[bool] = []  # whether a node begins a side branch, which attention runs apart
+    firsts = [0] * sequences  # where a sequence's nodes begin in `flat`
+    for i, draft in enumerate(drafts):
+        firsts[i] = len(flat)
+        if draft.proposals:  # dropping what was drawn because of what was drawn would bias the answer
+            found.nodes[i] = list(range(len(draft)))
+            found.gains[i] += sum(paths[i])
+        else:
+            flat += paths[i]
+            owners += [i] * len(paths[i])
+            sides += side_branches(draft)
+    size = found.size
+    if not flat:
+        found.seconds = target.seconds(size, sequences, context)
+        return found
+    seconds = target.row(size, size + len(flat), sequences, context)
+    plain_s = target.seconds(sequences, sequences, context) if owed else 0.0
+    branch_s = target.per_branch if any(sides) else 0.0
+    extra = [branch_s if side else 0.0 for side in sides]
+    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, spent_s, plain_s, owed)
+    for place in taken:
+        i = owners[place]
+        found.gains[i] += flat[place]
+        found.nodes[i].append(place - firsts[i])
+    for picked in found.nodes:
+        picked.sort()
+    return found
+
+
+def _best_nodes(
+    flat: list[float],
+    owners: list[int],
+    extra: list[float],
+    gains: list[float],
+    limits: list[int],
+    seconds: list[float],
+    spent_s: float,
+    plain_s: float,
+    owed: list[int],
+) -> tuple[list[int], float]:
+    """Places of the nodes to verify, and the target's seconds with them: `seconds[n]` with n nodes, and `extra`."""
+    tokens, best, best_s = sum(gains), 0, seconds[0]
+    best_rate = tokens / (best_s + spent_s)
+    most = tokens + sum(flat)
+    waiting = {i: gains[i] for i in owed}
+    taken: list[int] = []
+    room, extra_s = list(limits), 0.0
+    # Parents come first: their paths are no less likely, and equals keep their order.
+    for place in sorted(range(len(flat)), key=flat.__getitem__, reverse=True):
+        i = owners[place]
+        if room[i] <= 0:
+            continue
+        room[i] -= 1
+        taken.append(place)
+        path = flat[place]
+        tokens += path
+        extra_s += extra[place]
+        step_s = seconds[len(taken)] + extra_s
+        taken_s = step_s + spent_s
+        if i in waiting:
+            waiting[i] += path
+        if tokens > best_rate * taken_s and (not waiting or step_s <= plain_s * min(waiting.values())):
+            best_rate, best, best_s = tokens / taken_s, len(taken), step_s
+        elif most <= best_rate * taken_s:
+            break  # not even all the others could make up for what they cost
+    return taken[:best], best_s
+
+
+def _paths(draft: Draft, probs: list[float]) -> list[float]:
+    """The probability that a node and all above it are accepted."""
+    paths: list[float] = []
+    for parent, prob in zip(draft.parents, probs, strict=True):
+        paths.append(prob if parent == ROOT else paths[parent] * prob)
+    return paths

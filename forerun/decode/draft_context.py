@@ -1,0 +1,53 @@
+"""What an engine offers its drafters: the target as a runner, an optional draft model, the page pool, the tokenizers.
+
+Only a bundle: it runs nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forerun.cache.pool import PagePool, Plane
+from forerun.models.decoder import Decoder
+from forerun.models.execution.runner import Runner
+from forerun.text.tokenizer import Tokenizer
+
+
+@dataclass
+class DraftModel:
+    """A second model that is cheaper to run than the target."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    same_tokens: bool  # whether its token ids mean the same as the target's
+    source: str = "draft"
+
+
+@dataclass
+class DraftContext:
+    pool: PagePool
+    runner: Runner  # runs the target on the pool
+    tokenizer: Tokenizer | None
+    max_context: int
+    draft: DraftModel | None = None
+    draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
+    draft_plane: Plane | None = None
+    make_room: Callable[[int], bool] | None = None  # frees pages that are merely remembered, until so many are free
+
+    @classmethod
+    def build(
+        cls, pool: PagePool, runner: Runner, tokenizer: Tokenizer | None, max_context: int, draft: DraftModel | None
+    ) -> DraftContext:
+        """Gives the draft model, if there is one, its plane of the pool."""
+        if draft is None:
+            return cls(pool, runner, tokenizer, max_context)
+        plane = pool.add_plane(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
+        context = min(max_context, draft.decoder.config.max_context)
+        return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv), plane)
+
+    def warm_up(self) -> None:
+        """Let both models compile what their first forwards would."""
+        self.runner.warm_up()
+        if self.draft_runner is not None:
+            self.draft_runner.warm_up()

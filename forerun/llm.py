@@ -1,0 +1,294 @@
+"""The public face: `LLM` turns prompts and messages into answers.
+
+It opens a model, sizes the pool, and translates between text and the engine's tokens. How answers are computed is the
+engine's business; who steps it, the driver's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from forerun.cache.outline import Outline, outline
+from forerun.cache.tiers import TierConfig, Tiers
+from forerun.core import SamplingParams
+from forerun.decode.draft_context import DraftModel
+from forerun.engine.config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Event
+from forerun.engine.sizing import checked_pool_tokens, default_pool_tokens
+from forerun.engine.stats import Stats
+from forerun.errors import BadRequest
+from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_prompts
+from forerun.models.build import build_decoder, choose_device
+from forerun.models.fetch.store import resolve
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.load import open_checkpoint
+from forerun.outputs import Choice, Completion, collect
+from forerun.prefill.open_profile import open_profile, prefilling
+from forerun.prefill.profile import Profile
+from forerun.runtime.driver import Driver
+
+if TYPE_CHECKING:
+    from forerun.cache.pool import PagePool
+    from forerun.sharing.session import Session
+    from forerun.sharing.session_book import SessionBook
+    from forerun.sharing.tree import RolloutTree
+
+__all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class LLM:
+    """A model ready to answer.
+
+        with LLM("smollm2-135m-instruct") as llm:
+            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
+
+    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
+    bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
+    of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool. `profile`: a
+    file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the default model
+    has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for
+    pages that the pool has no room for. `batch_invariant`: with int8 weights on a CPU a token is the same bits alone,
+    in any batch and as a guess; False lets sequences that share a long prefix attend over it in one call: branches of
+    one prompt are much faster, and equal to rounding. With other weights, and on CUDA, it changes nothing.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint = DEFAULT_MODEL,
+        *,
+        draft: str | Path | Checkpoint | None = None,
+        profile: str | Path | Profile | None = None,
+        weights: str = "auto",
+        device: str = "auto",
+        pool_tokens: int | None = None,
+        max_batch: int = 64,
+        chunk_tokens: int | None = None,
+        max_context: int | None = None,
+        prefix_cache: bool = True,
+        batch_invariant: bool = True,
+        disk: str | Path | None = None,
+        disk_bytes: int = TierConfig.disk_bytes,
+        host_bytes: int = 0,
+        threads: int | None = None,
+        quiet: bool = False,
+    ) -> None:
+        where = choose_device(device)
+        tiers = TierConfig(host_bytes, disk, disk_bytes)
+        if tiers.any and not prefix_cache:
+            raise BadRequest("tiers keep what the prefix cache knows, and prefix_cache is off", "leave one of them out")
+        for name, value in (("threads", threads), ("pool_tokens", pool_tokens), ("chunk_tokens", chunk_tokens)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                hint = f"leave {name} out to have it chosen"
+                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
+        if not isinstance(batch_invariant, bool):
+            raise BadRequest(f"batch_invariant is {batch_invariant!r:.80}, it must be True or False", "leave it out")
+        if where.type == "cpu":
+            torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+        checkpoint = _opened(model)
+        context = _context(max_context, checkpoint.config.max_context)
+        self.tokenizer = checkpoint.tokenizer()
+        self.decoder, self.precision = build_decoder(
+            checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
+        )
+        self.config, self.model = self.decoder.config, checkpoint.source
+        guesser = None if draft is None else _opened(draft)
+        drafting = None if guesser is None else self._open_draft(guesser, where, weights, context, quiet)
+        self.profile = open_profile(profile, checkpoint, guesser)
+        decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
+        config = EngineConfig(
+            max_context=context,
+            pool_tokens=checked_pool_tokens(pool_tokens, decoders) or default_pool_tokens(decoders, context),
+            max_batch=max_batch,
+            chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
+            prefix_cache=prefix_cache,
+        )
+        prefiller = prefilling(self.profile)
+        self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
+        loose = self.precision.name == "int8" and not batch_invariant
+        keep = self._tiers(tiers, loose) if tiers.any else None
+        self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
+        self._driver = Driver(self.engine)
+        self._sessions: SessionBook | None = None
+
+    def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
+        """`loose`: bits depend on the batch they came from; nobody who was promised others may read them."""
+        identity = f"{self.fingerprint} {self.precision.name}" + (" loose" if loose else "")
+        return lambda pool: Tiers(pool, config, identity)
+
+    def _open_draft(
+        self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
+    ) -> DraftModel:
+        tokenizer = checkpoint.tokenizer()
+        limit = min(context, checkpoint.config.max_context)
+        decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, guesses=True)
+        if decoder.weight_bytes > self.decoder.weight_bytes:
+            raise BadRequest(
+                f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "
+                f"{self.model} {self.decoder.weight_bytes / 1e6:,.0f} MB",
+                "a draft must be cheaper than its target: swap them, or leave draft out",
+            )
+        return DraftModel(decoder, tokenizer, self.tokenizer.same_tokens(tokenizer), checkpoint.source)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Continue each prompt (text or token ids); one `Completion` per prompt, in order."""
+        return self._complete([self.encode(p) for p in as_prompts(prompts)], params)
+
+    def chat(self, messages: Messages | list[Messages], params: SamplingParams | None = None) -> list[Completion]:
+        """Answer each conversation; one `Completion` per conversation, in order."""
+        return self._complete([self.encode(m) for m in as_conversations(messages)], params)
+
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
+        """Events of one answer as they come; leaving the loop cancels the request."""
+        return self._driver.stream(self.encode(prompt), self._checked(params))
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """`generate` of one prompt for asyncio; run several at once and they share batches."""
+        return await self._acomplete(self.encode(prompt), self._checked(params))
+
+    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+        """`chat` of one conversation for asyncio."""
+        return await self._acomplete(self.encode(messages), self._checked(params))
+
+    def astream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+        """`stream` for asyncio."""
+        return self._driver.astream(self.encode(prompt), self._checked(params))
+
+    def encode(self, prompt: Prompt | Messages) -> list[int]:
+        """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
+        if isinstance(prompt, str):
+            if not prompt:  # a model that starts every text with a BOS token would answer that token
+                raise BadRequest("the prompt is empty", "give at least one character of text")
+            return self.tokenizer.encode(prompt, add_special=True)
+        if not isinstance(prompt, (list, tuple)):
+            raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", KINDS)
+        if prompt and isinstance(prompt[0], dict):
+            return self.tokenizer.apply_chat_template(prompt)
+        if list(map(type, prompt)).count(int) < len(prompt):  # bool is an int to Python, but no token id
+            token = next(token for token in prompt if type(token) is not int)
+            raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
+        params = self._checked(params)
+        runs = self._driver.run([(ids, params) for ids in prompts])
+        return [collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
+
+    async def _acomplete(self, ids: list[int], params: SamplingParams) -> Completion:
+        return collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(
+                f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)"
+            )
+        self._driver.prepare(params)
+        return params
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session(self, name: str, ttl: float | None = None, create: bool = True) -> Session:
+        """The session of that name: the open one, one that the disk tier kept from an earlier process, or else a new
+        one. Its K/V stays in the pool for `ttl` seconds after each turn. `create`: False: an unknown name is an error.
+        """
+        return self.sessions.open(name, ttl, create)
+
+    @property
+    def sessions(self) -> SessionBook:
+        """All sessions by name, those on disk too."""
+        if self._sessions is None:
+            from forerun.sharing.session_book import SessionBook
+
+            self._sessions = SessionBook(self, self._driver)
+        return self._sessions
+
+    def workers(self, prompt: Prompt | Messages, n: int, **more: Any) -> Iterator[Event]:
+        """Workers who see what the others write as they write it; `Event.index` says whose words an event brings."""
+        from forerun.sharing.workers import workers
+
+        return workers(self, prompt, n, **more)
+
+    def rollout(self, prompt: Prompt | Messages, width: int, depth: int, token_budget: int, **more: Any) -> RolloutTree:
+        """A tree of answers that share whatever they have in common; `more` as in `RolloutConfig`."""
+        from forerun.sharing.rollout import rollout
+
+        return rollout(self, prompt, width, depth, token_budget, **more)
+
+    def stats(self) -> Stats:
+        """How prompt tokens were served and what answers cost so far, in total and by session."""
+        tiers = self.engine.tiers
+        return self._driver.visit(lambda engine: engine.stats.snapshot(tiers.figures() if tiers is not None else None))
+
+    def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> Outline:
+        """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
+        ids = [] if prompt is None else self.encode(prompt)
+        return self._driver.visit(lambda engine: outline(engine.tree, ids, most))
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by part: weights, KV pool, and the whole process."""
+        return {
+            "weights": self.decoder.weight_bytes,
+            "kv_pool": self.engine.pool.nbytes,
+            "resident": psutil.Process().memory_info().rss,
+        }
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
+        self._checked(params)
+
+    def speculation(self) -> dict[str, Any]:
+        """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
+        return self.engine.speculator.figures()
+
+    def upgrade(self) -> None:
+        """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens
+        by itself while nobody asks anything."""
+        self._driver.upgrade()
+
+    def clear_cache(self) -> None:
+        """Forget all cached prefixes in memory; the disk tier keeps its files."""
+        self._driver.clear_cache()
+
+    def close(self) -> None:
+        """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
+        self._driver.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _opened(model: str | Path | Checkpoint) -> Checkpoint:
+    if isinstance(model, (str, Path)):
+        return open_checkpoint(resolve(str(model)))
+    if not hasattr(model, "tokenizer"):
+        raise BadRequest(
+            f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
+        )
+    return model
+
+
+def _context(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if not isinstance(asked, int) or not 2 <= asked <= limit:
+        raise BadRequest(f"max_context is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
+    return asked

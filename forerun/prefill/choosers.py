@@ -1,0 +1,172 @@
+"""Which tokens of a prompt the target recomputes: choosers give every token a score, `select` takes the best.
+
+A score says how much the end of the prompt looks at a token, or stands for that. Knows no budget, no depth and no
+source: scores that a source measures while it reads come in through its own `scores`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from forerun.errors import BadRequest
+from forerun.models.execution.runner import Runner, Span
+from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.copy_matching import echoes, largest
+from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.sources.base import Source
+from forerun.prefill.state import Job
+
+
+class Scorer(Protocol):
+    """Scores from elsewhere, such as a draft of another tokenizer; made by whoever has it."""
+
+    def scores(self, job: Job) -> np.ndarray:
+        """[len(job.tokens)] how much the tail looks at each token."""
+
+    def cost(self, tokens: int) -> float:
+        """Work of scoring a prompt of so many tokens, in tokens of the target's own prefill."""
+
+
+@dataclass
+class Case:
+    """What a chooser may use for one prompt."""
+
+    job: Job
+    source: Source
+    runner: Runner
+    scorers: dict[str, Scorer]
+
+
+Chooser = Callable[[Case], "np.ndarray | None"]  # scores [len(job.tokens)], or None where there are none
+
+
+def by_source(case: Case) -> np.ndarray | None:
+    """What the source measured on its way: draft attention, attention of lower layers, deviation of copied K/V."""
+    return case.source.scores(case.job)
+
+
+def by_tail(case: Case) -> np.ndarray:
+    """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
+    repeated = echoes(case.job.ids, case.job.end)  # first: a device still reads the prompt meanwhile
+    return tail_attention(case.runner, case.job, case.source.base) + repeated
+
+
+def by_scorer(case: Case) -> np.ndarray | None:
+    scorer = case.scorers.get("cross")
+    return None if scorer is None else scorer.scores(case.job)
+
+
+def by_start(case: Case) -> np.ndarray:
+    """First tokens first: of each span that was copied from elsewhere, else of the prompt."""
+    copied = case.source.scores(case.job) if case.source.name == "chunk" else None
+    return -np.arange(len(case.job.tokens), dtype=np.float64) if copied is None else copied
+
+
+def at_random(case: Case) -> np.ndarray:
+    """The baseline: the same for every prompt of a length."""
+    return np.random.default_rng(len(case.job.tokens)).random(len(case.job.tokens))
+
+
+CHOOSERS: dict[str, Chooser] = {
+    "draft": by_source,
+    "lower": by_source,
+    "deviation": by_source,
+    "tail": by_tail,
+    "cross": by_scorer,
+    "start": by_start,
+    "random": at_random,
+}
+OFFERED_BY = {"draft": ("draft", "drop"), "lower": ("self",), "deviation": ("chunk",)}  # others go with any source
+
+
+def chooser_for(asked: str, source: str) -> str:
+    """`auto`: the target's own tail knows best what it will look at; it needs K/V of all tokens, which dropping them
+    does not give."""
+    return asked if asked != "auto" else "draft" if source == "drop" else "tail"
+
+
+def chooser_problem(name: str, source: str, scorers: dict[str, Scorer]) -> BadRequest | None:
+    """Why a chooser cannot be had with a source, if that is so."""
+    if name not in CHOOSERS:
+        return BadRequest(f"the chooser of prefill is {name!r}", f"use one of auto, {', '.join(CHOOSERS)}")
+    if name == "cross" and name not in scorers:
+        return BadRequest(
+            "the chooser 'cross' needs a draft model of another tokenizer, and none is open",
+            "open the model with such a draft, or use chooser=auto",
+        )
+    if source not in OFFERED_BY.get(name, (source,)):
+        offered = " or ".join(OFFERED_BY[name])
+        return BadRequest(f"the chooser {name!r} goes with the source {offered}, not {source}", "use chooser=auto")
+    return None
+
+
+def select(scores: np.ndarray, candidates: np.ndarray, count: int, window: int = 1) -> np.ndarray:
+    """The `count` candidates with the best scores, in their order, which is by position; of equals the first ones.
+
+    `window`: scores are first averaged over so many neighbours, so that whole passages are taken.
+    """
+    count = min(count, len(candidates))
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
+    first, last = candidates[0], candidates[-1]
+    mine = smooth(scores, window)
+    mine = mine[first : last + 1] if last - first == len(candidates) - 1 else mine[candidates]
+    return candidates[largest(mine, count)].astype(np.int64)
+
+
+def smooth(scores: np.ndarray, window: int) -> np.ndarray:
+    """Means over a centred window; at the ends, over what there is of it."""
+    if window <= 1:
+        return scores
+    sums = np.concatenate(([0.0], np.cumsum(scores, dtype=np.float64)))
+    at = np.arange(len(scores))
+    lo, hi = np.maximum(at - (window - 1) // 2, 0), np.minimum(at + window // 2 + 1, len(scores))
+    return (sums[hi] - sums[lo]) / (hi - lo)
+
+
+def tail_rows(job: Job, base: int, want: int = 0) -> Rows:
+    """The tail through all layers, or from `base` on where the source has run it through those below; `want`: of so
+    many of its last tokens logits."""
+    entries, x = np.arange(job.end, len(job.tokens)), None
+    if job.x is not None and job.x.shape[0] == len(job.tokens) - job.first:
+        x = job.x[job.end - job.first :]
+    wanted, depths = range(max(0, len(entries) - want), len(entries)), np.full(len(entries), job.layers)
+    return Rows(job.ids[job.end :], entries, job.pages, depths, wanted, x=x, first=0 if x is None else base)
+
+
+def tail_attention(runner: Runner, job: Job, base: int) -> np.ndarray:
+    """[len(job.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and the
+    layers they run.
+
+    The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
+    has the pass and the sums ready does both at once, in all layers.
+    """
+    seen = runner.tail_attention(Span(job.ids[job.end :].tolist(), job.end, job.pages, ()))
+    if seen is not None:
+        return seen
+    tail_attention = TailAttention(runner, job.pages, job.end, len(job.tokens))
+
+    def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
+        if q is not None:
+            tail_attention.see(layer, q, job.end)
+
+    RaggedDepthPass(runner).run(tail_rows(job, base), watch)
+    return tail_attention.reduce()
+
+
+def warm_up(runner: Runner, tail: int) -> None:
+    """Let a device compile and capture what the first prompt's tail would wait for; needs pages for that tail."""
+    pool = runner.pool
+    if runner.graphs is None or pool.pages_for(tail) > pool.free:
+        return
+    pages = array("i", pool.allocate(pool.pages_for(tail)))
+    try:
+        runner.tail_attention(Span([0] * tail, 0, pages, ()))
+    finally:
+        pool.release(pages)

@@ -1,0 +1,68 @@
+"""From a profile's file to what drafts prompts: which profile goes with the models that were opened.
+
+The default model's profile comes with the package, found by the fingerprint of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from forerun.decode.draft_context import DraftContext
+from forerun.errors import BadRequest
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.prefill.maps import Maps
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import Profile
+
+CHUNK_SHARE = 0.15  # of the tokens of texts met before that are recomputed where nothing was measured
+
+
+def open_profile(
+    given: str | Path | Profile | None, target: Checkpoint, source: Checkpoint | None = None
+) -> Profile | None:
+    """What was given, if it was made for these models; else the one that comes with the target, if there is one."""
+    if given is None:
+        path = packaged(target)
+        return None if path is None else Profile.load(path)
+    if not isinstance(given, (str, Path, Profile)):
+        raise BadRequest(f"a profile cannot be a {type(given).__name__}: {given!r:.80}", "give the path of a profile")
+    profile = given if isinstance(given, Profile) else Profile.load(Path(given))
+    profile.check(fingerprint(target), None if source is None else fingerprint(source))
+    return profile
+
+
+def packaged(target: Checkpoint) -> Path | None:
+    """The profile that comes with the package for this model."""
+    folder = Path(str(resources.files("forerun") / "data" / "profiles"))
+    if not folder.is_dir():
+        return None
+    path = folder / f"{fingerprint(target)}.safetensors"
+    return path if path.is_file() else None
+
+
+def unfitted() -> Profile:
+    """What stands in for a profile where there is none. Texts met before need no maps, so they can be reused; nothing
+    was measured, so nothing is promised about quality, and no checkpoint can fail."""
+    none = torch.zeros(1, 1)
+    maps = Maps((0,), 1, none, none, none, none, none, none)
+    return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_SHARE)
+
+
+def prefilling(profile: Profile | None) -> Callable[[DraftContext], Prefiller]:
+    """What an engine makes its prefiller with."""
+
+    def make(ctx: DraftContext) -> Prefiller:
+        if profile is None:
+            return Prefiller(ctx, unfitted())
+        if ctx.draft is None or ctx.draft.same_tokens:
+            return Prefiller(ctx, profile)
+        from forerun.prefill.cross_scores import CrossScores
+
+        return Prefiller(ctx, profile, scorers={"cross": CrossScores(ctx)})
+
+    return make

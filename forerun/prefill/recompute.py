@@ -1,0 +1,101 @@
+"""The target recomputes chosen tokens of a drafted prompt, and a first look that does so before all is read.
+
+Knows a job and what its rows cost; not how they were chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import numpy as np
+
+from forerun.models.decoder import Watch
+from forerun.models.execution.runner import Runner
+from forerun.models.transfer import send
+from forerun.prefill.checks import Checker, Scores
+from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.plan import Checkpoint, Costs, Policy
+from forerun.prefill.state import Job
+
+
+class Repair:
+    def __init__(self, runner: Runner, policy: Policy) -> None:
+        self._runner, self._policy, self._ragged_pass = runner, policy, RaggedDepthPass(runner)
+
+    @property
+    def most(self) -> int:
+        """Entries to run in one go, with room for the tail; 0: any number."""
+        return max(0, self._runner.max_recompute_rows - self._policy.tail)
+
+    def run(self, job: Job, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False) -> int:
+        """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
+        ones have become. After the `last` ones of a round the tail may run in the same pass."""
+        start, layers = time.perf_counter(), costs.start(entries)
+        entries = entries[: int(np.argmax(layers != layers[0])) or None]
+        if layers[0] or not self._at_once(job, entries, checker, last and len(entries) == len(layers)):
+            self._step_by_step(job, entries, int(layers[0]), checker)
+        job.depths[entries] = job.layers
+        job.report.token_layers += costs.token_layers(entries)
+        job.report.repair_s += time.perf_counter() - start
+        return len(entries)
+
+    def _at_once(self, job: Job, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
+        """One pass that a device does by itself; False where it cannot."""
+        tail = np.arange(job.end, len(job.tokens)) if last else np.zeros(0, dtype=np.int64)
+        running = np.concatenate((entries, tail))
+        rows = Rows(job.ids[running], running, job.pages, np.full(len(running), job.layers))
+        recompute = self._ragged_pass.at_once(
+            rows, np.zeros(0, np.int64) if checker is None else checker.among(entries)
+        )
+        if recompute is None:
+            return False
+        if checker is not None:
+            checker.saw(recompute)
+        if last:
+            job.filled, job.logits = len(job.tokens) - 1, recompute.logits.clone()
+        return True
+
+    def _step_by_step(self, job: Job, entries: np.ndarray, first: int, checker: Checker | None) -> None:
+        """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
+        x, job.filled, job.logits = None, job.end, None
+        if first:
+            assert job.x is not None
+            x = job.x.index_select(0, send(entries - job.first, job.x.device))
+        rows = Rows(job.ids[entries], entries, job.pages, np.full(len(entries), job.layers), x=x, first=first)
+        watch: Watch | None = None if checker is None else checker.watch(entries)
+        self._ragged_pass.run(rows, watch)
+
+    def warm_up(self, base: int) -> None:
+        """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have
+        it. Needs a few free pages."""
+        policy, pool = self._policy, self._runner.pool
+        entries = np.arange(policy.first + policy.spans * policy.span + policy.tail)
+        if not self._runner.max_recompute_rows or pool.pages_for(len(entries)) > pool.free:
+            return
+        self._runner.prepare_recompute()
+        pages = array("i", pool.allocate(pool.pages_for(len(entries))))
+        starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
+        try:
+            checker = Checker(
+                self._runner, pages, [Checkpoint(s, policy.span, 0, 0) for s in starts], base, policy.first
+            )
+            rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
+            recompute = self._ragged_pass.at_once(rows, checker.among(entries))
+            if recompute is not None:
+                checker.saw(recompute)
+                checker.scores()
+            self._runner.warmed_up()
+        finally:
+            pool.release(pages)
+
+    def first_look(self, job: Job, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
+        """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
+        size, end = self._policy.span, min(job.read, job.end)
+        span = Checkpoint(end - size, size, job.first, end)
+        sinks = np.arange(job.first, min(self._policy.first, job.end))  # what every token looks at must be right
+        checker = Checker(self._runner, job.pages, [span], base, min(self._policy.first, job.end))
+        entries = todo = np.union1d(sinks, span.entries)
+        while len(todo):
+            todo = todo[self.run(job, costs, todo, checker) :]
+        return checker.scores(), entries

@@ -1,0 +1,165 @@
+"""Several answers to one prompt, and the best of them: by a score, or by what most of them say.
+
+All answers branch from one prefill and run together; each is looked at as soon as it ends, while others run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.engine.sequence import FinishReason
+from forerun.errors import BadRequest
+from forerun.llm import LLM, Messages, Prompt
+from forerun.sharing.growth import Branch, all_of, checked_score, grow, run_sync
+from forerun.sharing.rollout_config import SAMPLING
+
+MOST = 256
+
+
+@dataclass
+class Candidate:
+    """One answer. `error`: what the caller's function raised about it; then it has neither score nor vote."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+    usage: Usage
+    score: float | None = None
+    vote: Hashable = None
+    error: Exception | None = None
+
+    @property
+    def logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(frozen=True)
+class Best:
+    """All candidates of `best_of_n`, best first; those without a score come last."""
+
+    candidates: list[Candidate]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What most answers said. Ties go to the answers that the model thought likelier, per token, on the whole."""
+
+    answer: Hashable
+    share: float  # of the candidates that said something
+    counts: dict[Hashable, int]
+    candidates: list[Candidate]
+
+
+def best_of_n(
+    llm: LLM,
+    prompt: Prompt | Messages,
+    n: int,
+    score: Callable[[Candidate], float],
+    params: SamplingParams = SAMPLING,
+    seed: int = 0,
+) -> Best:
+    """n answers from one prefill, best score first. `score` is called in a thread, one answer at a time, while others
+    run; an answer it fails on carries the error. Raises only where it failed on all."""
+    if not callable(score):
+        raise BadRequest(f"score is {score!r:.80}", "give a function from a candidate to a number")
+
+    def judge(candidate: Candidate) -> None:
+        candidate.score = checked_score(score, candidate, "a candidate")
+
+    found = _judged(llm, prompt, n, params, seed, judge)
+    return Best(sorted(found, key=lambda c: -float("inf") if c.score is None else c.score, reverse=True))
+
+
+def self_consistency(
+    llm: LLM,
+    prompt: Prompt | Messages,
+    n: int,
+    extract: Callable[[str], Hashable],
+    params: SamplingParams = SAMPLING,
+    seed: int = 0,
+) -> Vote:
+    """n answers from one prefill, and what most of them say. `extract` finds the final answer in a text; None: there is
+    none, and no vote."""
+    if not callable(extract):
+        raise BadRequest(f"extract is {extract!r:.80}", "give a function from a text to its final answer")
+
+    def judge(candidate: Candidate) -> None:
+        try:
+            candidate.vote = extract(candidate.text)
+            hash(candidate.vote)
+        except Exception as error:
+            candidate.vote = None
+            raise BadRequest(
+                f"extract raised {type(error).__name__} on a candidate: {error}",
+                "return something that can be counted (text, a number), or None where there is no answer",
+            ) from error
+
+    found = _judged(llm, prompt, n, params, seed, judge)
+    counts = Counter(c.vote for c in found if c.vote is not None)
+    if not counts:
+        return Vote(None, 0.0, {}, found)
+    sure: dict[Hashable, float] = {}
+    for candidate in found:
+        mean = candidate.logprob / max(1, len(candidate.logprobs))
+        sure[candidate.vote] = max(sure.get(candidate.vote, -float("inf")), mean)
+    answer = max(counts, key=lambda vote: (counts[vote], sure[vote]))
+    return Vote(answer, counts[answer] / counts.total(), dict(counts), found)
+
+
+def sample(
+    llm: LLM, prompt: Prompt | Messages, n: int, params: SamplingParams = SAMPLING, seed: int = 0
+) -> list[Candidate]:
+    """n answers from one prefill, in the order they were started."""
+    return _judged(llm, prompt, n, params, seed, lambda candidate: None)
+
+
+def _judged(
+    llm: LLM,
+    prompt: Prompt | Messages,
+    n: int,
+    params: SamplingParams,
+    seed: int,
+    judge: Callable[[Candidate], Any],
+) -> list[Candidate]:
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST:
+        raise BadRequest(f"n is {n!r}, allowed is 1 to {MOST}", "choose a whole number in that range")
+    if params.n != 1:
+        raise BadRequest(f"params has n={params.n}, beside {n} candidates", "leave n out of params")
+    ids = llm.encode(prompt)
+    llm.engine.check(ids, params)
+    found = run_sync(_run(llm, ids, n, params, seed, judge))
+    if all(candidate.error is not None for candidate in found):
+        assert found[0].error is not None
+        raise found[0].error
+    return found
+
+
+async def _run(
+    llm: LLM, ids: list[int], n: int, params: SamplingParams, seed: int, judge: Callable[[Candidate], Any]
+) -> list[Candidate]:
+    loop, logprobs = asyncio.get_running_loop(), params.logprobs or 0
+
+    async def one(index: int) -> Candidate:
+        own = random.Random(f"{seed}/{index}").getrandbits(63)
+        b = await grow(llm, Branch(ids, replace(params, logprobs=logprobs, seed=own)))
+        candidate = Candidate(b.text, b.token_ids, b.logprobs, b.finish_reason, b.usage)
+        try:
+            await loop.run_in_executor(thread, judge, candidate)
+        except BadRequest as error:
+            candidate.error = error
+        return candidate
+
+    with ThreadPoolExecutor(1, "forerun-score") as thread:
+        return await all_of(one(index) for index in range(n))

@@ -1,0 +1,76 @@
+"""A rollout tree beside independent sampling with the same budget: distinct trajectories per 1,000 computed tokens.
+
+Independent sampling is counted twice: as it runs here, where all answers share the prompt's prefill, and as it would be
+where every answer computes the prompt again. The tree is to be held against the first, which is the harder one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from forerun.llm import LLM, Messages, Prompt
+from forerun.recipes.diversity import count_distinct, mean_pairwise_distance
+from forerun.sharing.growth import run_sync
+from forerun.sharing.rollout_config import RolloutConfig
+from forerun.sharing.rounds import Rollout
+from forerun.sharing.tree import RolloutTree, Trajectory
+
+Key = Callable[[Trajectory], Hashable]
+FIRST_TOKENS = 128  # of each answer that distances are taken over
+MOST_COMPARED = 24  # answers that distances are taken over: pairs grow with the square
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one way of sampling gave for its tokens."""
+
+    trajectories: int  # complete ones
+    distinct: int
+    tokens: int  # computed; a stem that was cached before counts all the same
+    distance: float  # mean pairwise edit distance
+
+    @property
+    def per_thousand(self) -> float:
+        """Distinct trajectories per 1,000 computed tokens."""
+        return 1000.0 * self.distinct / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    tree: Sampled
+    independent: Sampled  # the prompt is computed once
+    unshared: Sampled  # the same answers, each with a prefill of its own
+
+    @property
+    def gain(self) -> float:
+        """How many times the distinct trajectories of independent sampling, which shares the prompt too."""
+        return self.tree.per_thousand / self.independent.per_thousand if self.independent.distinct else float("inf")
+
+    @property
+    def gain_unshared(self) -> float:
+        return self.tree.per_thousand / self.unshared.per_thousand if self.unshared.distinct else float("inf")
+
+
+def independent(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig) -> RolloutTree:
+    """Answers that only share the stem, as many as the budget holds."""
+    many = config.token_budget  # more than there can be: the budget is what ends it
+    plain = replace(config, width=many, depth=1, score=None, prune_below=None, min_distance=0.0)
+    return run_sync(Rollout(llm, llm.encode(prompt), plain).run())
+
+
+def compare(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig, key: Key | None = None) -> Comparison:
+    """Both ways with the same budget and the same sampling. `key`: what makes two trajectories the same; without one,
+    equal tokens."""
+    grown = run_sync(Rollout(llm, llm.encode(prompt), config).run())
+    plain = independent(llm, prompt, config)
+    shared = sampled(plain, key)
+    every = shared.tokens + sum(node.cost.shared for node in plain.nodes if node is not plain.root)
+    return Comparison(sampled(grown, key), shared, replace(shared, tokens=every))
+
+
+def sampled(tree: RolloutTree, key: Key | None = None) -> Sampled:
+    found = tree.trajectories()
+    keys: list[Hashable] = [tuple(t.token_ids) if key is None else key(t) for t in found]
+    distance = mean_pairwise_distance([t.token_ids for t in found[:MOST_COMPARED]], FIRST_TOKENS)
+    return Sampled(len(found), count_distinct(keys), tree.cost.computed + tree.root.cost.shared, distance)

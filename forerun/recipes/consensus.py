@@ -1,0 +1,140 @@
+"""Equilibrium ranking of candidate answers: where the model as generator and the model as discriminator agree.
+
+The Consensus Game (Jacob et al., 2023): the generator is told "correct" or "incorrect" and picks a candidate, the
+discriminator sees the candidate and says which of the two it was; both win where they agree. Both start from the
+model's own probabilities and play no-regret updates that are held near the start (KL). Candidates that both find
+plausible come out on top. Nothing is sampled and nothing is trained: the model only scores given texts, and the
+question, which all of them share, is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.errors import BadRequest
+from forerun.llm import LLM, Messages, Prompt
+from forerun.sharing.scoring import Scored, score_each
+
+CORRECT, INCORRECT = 0, 1
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How the two players are asked, each text following the question."""
+
+    generate_correct: str = "\nCorrect answer:"
+    generate_incorrect: str = "\nIncorrect answer:"
+    propose: str = "\nProposed answer:"
+    judge: str = "\nIs the proposed answer correct or incorrect? It is"
+    say_correct: str = " correct"
+    say_incorrect: str = " incorrect"
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, str) or not value:
+                raise BadRequest(f"wording: {name} is {value!r}, it must be text", "leave it out for the usual words")
+
+
+@dataclass(frozen=True)
+class Equilibrium:
+    """Policies of both players: generator [2, n] over candidates, discriminator [n, 2] over correct and incorrect."""
+
+    generator: np.ndarray
+    discriminator: np.ndarray
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Candidates, best first, by the equilibrium's generator; beside it the discriminator's word, and both before the
+    game, in the order of the candidates given."""
+
+    order: list[int]
+    candidates: list[str]
+    equilibrium: Equilibrium
+    start: Equilibrium
+    cached_tokens: int
+    computed_tokens: int
+
+    @property
+    def best(self) -> str:
+        return self.candidates[self.order[0]]
+
+
+def play(start: Equilibrium, steps: int = 5000, rate: float = 0.1, stay: float = 0.1) -> Equilibrium:
+    """`steps` rounds of both players. `rate`: how fast they follow what the other has played on average; `stay`: how
+    strongly they are held to where they started (the KL term)."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise BadRequest(f"steps is {steps!r}, it must be a whole number of at least 1", "leave it out")
+    for name, value in (("rate", rate), ("stay", stay)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise BadRequest(f"{name} is {value!r}, it must be above 0", "leave it out for 0.1")
+    log_g, log_d = np.log(start.generator), np.log(start.discriminator)  # [2, n], [n, 2]
+    generator, discriminator = start.generator, start.discriminator
+    heard_d, heard_g = np.zeros_like(generator), np.zeros_like(discriminator)
+    for t in range(1, steps + 1):
+        heard_d, heard_g = heard_d + discriminator.T, heard_g + generator.T
+        weight = 1.0 / (rate * t) + stay
+        generator = softmax((heard_d / (2 * t) + stay * log_g) / weight)
+        discriminator = softmax((heard_g / (2 * t) + stay * log_d) / weight)
+    return Equilibrium(generator, discriminator)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Over the last axis; nothing gets a plain zero, whose logarithm nobody could use."""
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    probs = np.maximum(e / e.sum(-1, keepdims=True), 1e-12)
+    return np.asarray(probs / probs.sum(-1, keepdims=True))
+
+
+def initial(generate: np.ndarray, judge: np.ndarray) -> Equilibrium:
+    """Policies from log-probabilities: `generate` [2, n] of each candidate when told correct and incorrect, `judge`
+    [n, 2] of both words after each candidate. Each is taken against the other role first, so that a candidate that is
+    likely whatever was asked, and a word that follows any candidate, count for little."""
+    relative_g = generate - np.logaddexp(generate[CORRECT], generate[INCORRECT])[None]  # [2, n]
+    relative_d = judge - np.logaddexp.reduce(judge, axis=0)[None]  # [n, 2]
+    return Equilibrium(softmax(relative_g), softmax(relative_d))
+
+
+def equilibrium_ranking(
+    llm: LLM,
+    question: Prompt | Messages,
+    candidates: Sequence[str],
+    *,
+    wording: Wording | None = None,
+    steps: int = 5000,
+    rate: float = 0.1,
+    stay: float = 0.1,
+) -> Ranking:
+    """Rank candidate answers by where generator and discriminator agree. One prefill of the question serves all."""
+    if len(candidates) < 2 or len(set(candidates)) < len(candidates):
+        raise BadRequest(
+            f"{len(candidates)} candidates, {len(set(candidates))} of them distinct",
+            "a ranking needs at least two, each given once",
+        )
+    for candidate in candidates:
+        if not isinstance(candidate, str) or not candidate.strip():
+            raise BadRequest(f"a candidate is text, got {candidate!r:.80}", "leave empty ones out")
+    words, stem = wording or Wording(), llm.encode(question)
+    scored = _score(llm, stem, [" " + candidate.strip() for candidate in candidates], words)
+    generate = np.array([part.means for part in scored[:2]])  # [2, n]
+    judge = np.array([part.totals for part in scored[2:]])  # [n, 2]
+    start = initial(generate, judge)
+    end = play(start, steps, rate, stay)
+    order = sorted(range(len(candidates)), key=lambda i: -end.generator[CORRECT, i])
+    cached, computed = (sum(getattr(part, name) for part in scored) for name in ("cached_tokens", "computed_tokens"))
+    return Ranking(order, list(candidates), end, start, cached, computed)
+
+
+def _score(llm: LLM, stem: list[int], candidates: list[str], words: Wording) -> list[Scored]:
+    """Candidates after both generator prompts, then the two words after each candidate."""
+    encode = llm.tokenizer.encode
+    answers = [encode(candidate) for candidate in candidates]
+    asked = [[*stem, *encode(text)] for text in (words.generate_correct, words.generate_incorrect)]
+    proposed = [*stem, *encode(words.propose)]
+    verdicts = [encode(words.say_correct), encode(words.say_incorrect)]
+    generator = [(prefix, answers) for prefix in asked]
+    discriminator = [([*proposed, *answer, *encode(words.judge)], verdicts) for answer in answers]
+    return score_each(llm, [*generator, *discriminator])

@@ -1,0 +1,142 @@
+"""What both ways of using tools have in common: their limits, what they spend, and how the model is asked.
+
+Knows an `LLM` only as something that encodes and answers conversations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forerun.errors import BadRequest
+from forerun.params import Grammar, SamplingParams
+from forerun.recipes.planning.calls import Tool
+from forerun.recipes.planning.template import MOST_STEPS, PlanError
+
+if TYPE_CHECKING:
+    from forerun.llm import Completion
+
+Messages = list[dict[str, Any]]
+
+
+class Answers(Protocol):
+    """The part of `LLM` that is used here."""
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> list[Completion]: ...
+
+    def encode(self, prompt: Messages) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far one task may go; unknown or senseless values are refused."""
+
+    max_calls: int = 8
+    tries: int = 3  # plans asked for before giving up
+    parallel: int = 8  # calls at once
+    plan_tokens: int = 256  # of one plan, or of one turn of the interleaved loop
+    answer_tokens: int = 256
+    result_chars: int = 2000  # of a tool's result that reach the model
+    timeout_s: float | None = None  # for one call
+    token_budget: int | None = None  # prompts and answers of all requests of a task together
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "tries", "parallel", "plan_tokens", "answer_tokens", "result_chars", "token_budget"):
+            value = getattr(self, name)
+            if name == "token_budget" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
+        if self.max_calls > MOST_STEPS:
+            raise BadRequest(f"max_calls is {self.max_calls}, the limit is {MOST_STEPS}", "split the task")
+        seconds = self.timeout_s
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+            raise BadRequest(f"timeout_s is {seconds!r}, it must be a number above 0", "leave it out for no limit")
+
+
+@dataclass
+class PlanUsage:
+    """What a task has cost: requests, tokens, and seconds of the model, of tools, and on the clock."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those read from cache
+    completion_tokens: int = 0
+    model_s: float = 0.0
+    tools_s: float = 0.0  # the clock's time while calls ran, however many at once
+    total_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens the model really ran."""
+        return self.tokens - self.cached_tokens
+
+
+@dataclass
+class Asker:
+    """Asks the model for one task and keeps the books."""
+
+    llm: Answers
+    params: SamplingParams
+    limits: Limits
+    usage: PlanUsage = field(default_factory=PlanUsage)
+    _start: float = field(default_factory=time.perf_counter)
+
+    def ask(self, messages: Messages, max_tokens: int, grammar: Grammar | None = None) -> str:
+        """One answer, within what is left of the budget."""
+        budget = self.limits.token_budget
+        if budget is not None:
+            needed = self.usage.tokens + len(self.llm.encode(messages))
+            if needed >= budget:
+                raise PlanError(
+                    f"the next request would bring the task to {needed:,} tokens before its answer, the budget is "
+                    f"{budget:,}",
+                    "raise token_budget, or shorten the task and its results",
+                    self.close(),
+                )
+            max_tokens = min(max_tokens, budget - needed)
+        start = time.perf_counter()
+        found = self.llm.chat(messages, replace(self.params, max_tokens=max_tokens, grammar=grammar, n=1))[0]
+        self.usage.model_s += time.perf_counter() - start
+        self.usage.requests += 1
+        self.usage.prompt_tokens += found.usage.prompt_tokens
+        self.usage.cached_tokens += found.usage.cached_tokens
+        self.usage.completion_tokens += found.usage.completion_tokens
+        return found.text.strip()
+
+    def close(self) -> PlanUsage:
+        self.usage.total_s = time.perf_counter() - self._start
+        return self.usage
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(temperature=...)")
+    if params.grammar is not None or params.n != 1:
+        raise BadRequest(
+            "plans bring their own grammar and take one answer", "leave grammar and n out of the parameters"
+        )
+    return params
+
+
+def check_task(task: str) -> None:
+    if not isinstance(task, str) or not task.strip():
+        raise BadRequest(f"a task is text, got {task!r:.80}", "say what is to be found out")
+
+
+def described(tools: Mapping[str, Tool]) -> str:
+    """A line for each tool: its name and the first line of its documentation."""
+    lines = []
+    for name, tool in tools.items():
+        about = (inspect.getdoc(tool) or "").partition("\n")[0]
+        lines.append(f"{name}[input]: {about}" if about else f"{name}[input]")
+    return "\n".join(lines)

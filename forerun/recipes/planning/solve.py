@@ -1,0 +1,140 @@
+"""Plan first, then tools: the plan is written once with placeholders for results, calls run side by side, and the
+prompt grows once, by all results together (ReWOO; with `answer="template"` Chain-of-Abstraction).
+
+The second request begins with the first one's prompt and plan, so it reads both from the prefix tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.errors import BadRequest
+from forerun.params import SamplingParams
+from forerun.recipes.planning.asking import (
+    Answers,
+    Asker,
+    Limits,
+    Messages,
+    PlanUsage,
+    check_task,
+    checked_params,
+    described,
+)
+from forerun.recipes.planning.calls import Call, Tool, check_tools, run_plan
+from forerun.recipes.planning.examples import Example, as_plans, results_text
+from forerun.recipes.planning.template import Plan, PlanError, fill, parse, plan_grammar
+
+_SYSTEM = """You plan before you act. Write which tools to call, one call a line, before any result is known:
+#E1 = <tool>[<input>]
+#E2 = <tool>[<input, where #E1 stands for the result of the first call>]
+Use as few calls as the task needs. The tools:
+{tools}"""
+_TEMPLATE = "\nThe last line is the answer, with #E1, #E2, ... where results belong:\nAnswer: <text with #E1>"
+
+
+@dataclass
+class PlanResult:
+    """A task's answer and how it came about."""
+
+    plan: Plan
+    calls: list[Call]
+    answer: str
+    usage: PlanUsage
+    tries: int = 1  # plans that were asked for; 0: it was given
+
+    @property
+    def latency_s(self) -> float:
+        return self.usage.total_s
+
+    @property
+    def results(self) -> dict[str, str]:
+        return {call.name: call.result for call in self.calls}
+
+
+def solve(
+    llm: Answers,
+    task: str,
+    tools: Mapping[str, Tool],
+    *,
+    plan: Plan | str | None = None,
+    examples: Sequence[Example] = (),
+    answer: Literal["generate", "template"] = "generate",
+    constrain: bool = True,
+    params: SamplingParams | None = None,
+    limits: Limits | None = None,
+) -> PlanResult:
+    """Answer a task with tools: functions from text to text (coroutine functions, too).
+
+    `plan`: one of your own, instead of the model's. `examples`: tasks solved before, for the model to see.
+    `answer`: "generate" has the model write it from the results; "template" fills results into the plan's own last line
+    and asks nothing more. `constrain`: a grammar lets the model write nothing but plans that can be carried out;
+    without it, a plan that cannot be is sent back with the reason, up to `limits.tries` times.
+    """
+    check_task(task)
+    check_tools(tools)
+    if answer not in ("generate", "template"):
+        raise BadRequest(f"answer is {answer!r}", "use generate or template")
+    limits = limits or Limits()
+    asker = Asker(llm, checked_params(params), limits)
+    fills = answer == "template"
+    messages: Messages = [
+        {"role": "system", "content": _SYSTEM.format(tools=described(tools)) + (_TEMPLATE if fills else "")},
+        *as_plans(examples),
+        {"role": "user", "content": task},
+    ]
+    if plan is None:
+        made, tries = _planned(asker, messages, tools, fills, constrain)
+    else:
+        made, tries = _given(plan, tools, fills, limits), 0
+        messages.append({"role": "assistant", "content": made.text})
+    start = time.perf_counter()
+    calls = run_plan(
+        made, tools, parallel=limits.parallel, timeout_s=limits.timeout_s, result_chars=limits.result_chars
+    )
+    asker.usage.tools_s = time.perf_counter() - start
+    if fills:
+        text = fill(made.answer, {call.name: call.result for call in calls})
+    else:
+        results = results_text({call.name: call.result for call in calls})
+        asked = [*messages, {"role": "user", "content": results}]
+        text = asker.ask(asked, limits.answer_tokens)
+    return PlanResult(made, calls, text, asker.close(), tries)
+
+
+def _planned(
+    asker: Asker, messages: Messages, tools: Mapping[str, Tool], fills: bool, constrain: bool
+) -> tuple[Plan, int]:
+    """A plan that can be carried out; the conversation ends with it afterwards."""
+    limits = asker.limits
+    grammar = plan_grammar(tools, limits.max_calls, answer=fills) if constrain else None
+    asked, problem = messages, PlanError("no plan")
+    for number in range(1, limits.tries + 1):
+        text = asker.ask(asked, limits.plan_tokens, grammar)
+        try:
+            plan = parse(text)
+            _check(plan, tools, fills, limits)
+        except PlanError as error:
+            problem = error
+            complaint = f"This plan cannot be carried out: {error}. {error.hint}. Write the whole plan again."
+            asked = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": complaint}]
+            continue
+        messages[:] = [*asked, {"role": "assistant", "content": text}]
+        return plan, number
+    raise PlanError(f"no valid plan in {limits.tries} tries; the last one: {problem}", problem.hint, asker.close())
+
+
+def _given(plan: Plan | str, tools: Mapping[str, Tool], fills: bool, limits: Limits) -> Plan:
+    if not isinstance(plan, (Plan, str)):
+        raise BadRequest(f"a plan is text or a Plan, got {plan!r:.80}", "write lines such as #E1 = Tool[argument]")
+    made = parse(plan) if isinstance(plan, str) else plan
+    _check(made, tools, fills, limits)
+    return made
+
+
+def _check(plan: Plan, tools: Mapping[str, Tool], fills: bool, limits: Limits) -> None:
+    plan.check(tools, limits.max_calls)
+    if fills and not plan.answer:
+        raise PlanError("the plan has no answer line", "end it with a line such as Answer: text with #E1")

@@ -1,0 +1,111 @@
+"""Runs a study: every measure, case and condition that has no record yet, then tables, plots and failures.
+
+Knows the order of things and where they are written; what is measured is each measure's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import BadRequest
+from forerun_research.studies.plots import draw
+from forerun_research.studies.prefill_agreement import Agreement, Copy
+from forerun_research.studies.prefill_answers import Identical, Rag, Summarization
+from forerun_research.studies.prefill_chunks import Chunks
+from forerun_research.studies.prefill_code import Edits, HumanEvalLong
+from forerun_research.studies.prefill_compounding import Compounding
+from forerun_research.studies.prefill_failures import failures
+from forerun_research.studies.prefill_layers import Layers
+from forerun_research.studies.prefill_measure import Found, Measure, Row
+from forerun_research.studies.prefill_needle import Needle
+from forerun_research.studies.prefill_signals import Signals
+from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.results import Results
+from forerun_research.studies.study import Study, Variant, options
+
+MEASURES: dict[str, type[Measure]] = {
+    kind.name: kind
+    for kind in (
+        *(Agreement, Copy, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
+        *(Signals, Layers, Chunks, Compounding),
+    )
+}
+_ASKED = 200  # characters of a prompt's end that a record keeps
+Say = Callable[[str], None]
+
+
+def measures(study: Study) -> list[Measure]:
+    """The study's measures with their options checked, before any model is opened."""
+    found = []
+    for name, given in study.measures:
+        if name not in MEASURES:
+            raise BadRequest(f"no measure is called {name!r}", f"known are {', '.join(MEASURES)}")
+        found.append(options(MEASURES[name], given, name))
+    return found
+
+
+def run(study: Study, out: Path, say: Say = lambda text: None) -> dict[str, Any]:
+    """All that is missing, then the report; what was measured before is not measured again."""
+    asked = measures(study)
+    results = Results(out, study)
+    for variant in study.variants:
+        with Subject(study, variant) as subject:
+            for measure in asked:
+                _measure(study, variant, subject, measure, results, say)
+    return report(study, out)
+
+
+def _measure(study: Study, variant: Variant, subject: Subject, measure: Measure, results: Results, say: Say) -> None:
+    settings = study.settings_of(variant)
+    conditions = measure.conditions(settings, subject.layers)
+    done = results.of(variant.name, measure.name)
+    cases = measure.cases(subject)
+    for number, case in enumerate(cases, 1):
+        wanted = [name for name in conditions if case.id not in done.get(name, {})]
+        if not wanted:
+            continue
+        asked = subject.tokenizer.decode(case.ids[-_ASKED:])[-_ASKED:]
+        for condition, record in measure.run(subject, case, settings, wanted, done):
+            results.add(variant.name, measure.name, condition, case.id, record | {"asked": asked})
+            label = " ".join(part for part in (variant.name, measure.name) if part)
+            say(f"{label}: {number} of {len(cases)}, {condition}")
+
+
+def known(rows: list[Row]) -> list[Row]:
+    """None in place of what is not a number: JSON has no word for it."""
+    return [
+        {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+        for row in rows
+    ]
+
+
+def report(study: Study, out: Path) -> dict[str, Any]:
+    """Tables of what was measured so far: returned, written as JSON, and drawn."""
+    results = Results(out, study)
+    tables: list[dict[str, Any]] = []
+    broken: list[Row] = []
+    for variant in study.variants:
+        for measure in measures(study):
+            found: Found = results.of(variant.name, measure.name)
+            if not any(found.values()):
+                continue
+            tables.append({"variant": variant.name, "measure": measure.name, "rows": known(measure.summary(found))})
+            broken += [{"variant": variant.name, **row} for row in failures(measure.name, found)]
+            for number, figure in enumerate(measure.figures(found)):
+                parts = [variant.name, measure.name, str(number) if number else ""]
+                draw(figure, out / f"{'-'.join(part.replace(' ', '_') for part in parts if part)}.png")
+    whole: dict[str, Any] = {
+        "study": study.title,
+        "model": study.model,
+        "variants": [asdict(v) for v in study.variants],
+    }
+    whole |= {"tables": tables, "failures": len(broken)}
+    (out / "report.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    with (out / "failures.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in broken)
+    return whole | {"broken": broken}

@@ -1,0 +1,150 @@
+"""Choosers and selection, and the tail's attention against the obvious way to compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.models.execution.runner import Span
+from forerun.prefill.choosers import (
+    CHOOSERS,
+    Case,
+    chooser_for,
+    chooser_problem,
+    select,
+    smooth,
+    tail_attention,
+    warm_up,
+)
+from forerun.prefill.state import Job
+from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_workshop, own_pages, slots
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.sampled_from([1, 2, 3, 13]))
+def test_selection_takes_the_best_in_order(values: list[int], count: int, window: int):
+    scores = np.array(values, dtype=np.float64)
+    candidates = np.arange(len(values))[len(values) // 3 :]
+    taken = select(scores, candidates, count, window)
+    assert len(taken) == min(count, len(candidates)) and (np.diff(taken) > 0).all()
+    assert set(taken) <= set(candidates.tolist())
+    smoothed, left = smooth(scores, window), np.setdiff1d(candidates, taken)
+    if len(taken) and len(left):
+        assert smoothed[taken].min() >= smoothed[left].max() - 1e-9
+
+
+def test_of_equals_the_first_are_taken():
+    assert select(np.ones(9), np.array([2, 4, 5, 8]), 2).tolist() == [2, 4]
+
+
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.0, -3.0, np.nan]), min_size=1, max_size=60), st.integers(0, 70))
+def test_selection_is_that_of_a_stable_sort(values: list[float], count: int):
+    scores, candidates = np.array(values), np.arange(len(values))
+    assert select(scores, candidates, count).tolist() == sorted(np.argsort(-scores, kind="stable")[:count].tolist())
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(1, 15))
+def test_smoothing_is_a_centred_mean(values: list[float], window: int):
+    slow = [
+        np.mean([values[j] for j in range(i - (window - 1) // 2, i + window // 2 + 1) if 0 <= j < len(values)])
+        for i in range(len(values))
+    ]
+    assert smooth(np.array(values), window) == pytest.approx(slow, abs=1e-9)
+
+
+def test_smoothing_takes_passages():
+    scores = np.zeros(40)
+    scores[5], scores[20:25] = 1.2, 1.0
+    assert select(scores, np.arange(40), 3).tolist() == [5, 20, 21]
+    assert select(scores, np.arange(40), 3, window=5).tolist() == [21, 22, 23]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: Callable[[str], Path]):
+    ctx = make_workshop(tiny_folder(family))
+    runner, config = ctx.runner, ctx.runner.decoder.config
+    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, config.num_layers)
+    queries = {}
+
+    def watch(layer: int, x: torch.Tensor, q: torch.Tensor | None, a: torch.Tensor | None) -> None:
+        if q is not None:
+            queries[layer] = q.clone()
+
+    runner.forward([Span(IDS, 0, job.pages, ())], watch=watch)
+    expected, layers = np.zeros(len(IDS)), config.num_layers - 1
+    for layer in range(layers):
+        keys = runner.kv[layer][0][slots(job.pages, np.arange(len(IDS)))]
+        window = config.window(layer) or len(IDS)
+        for t in range(END, len(IDS)):
+            low = max(0, t + 1 - window)
+            for head in range(config.num_heads):
+                shared = keys[low : t + 1, head * config.num_kv_heads // config.num_heads]
+                weights = torch.softmax(shared @ queries[layer][t, head] * config.scale, 0)
+                expected[low : t + 1] += weights.numpy() / config.num_heads / (len(IDS) - END) / layers
+    assert tail_attention(runner, job, 1) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_device_that_has_the_tail_ready_is_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    ctx = make_workshop(tiny_folder("llama"))
+    runner, asked = ctx.runner, []
+    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, runner.decoder.config.num_layers)
+    weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
+
+    def tail_attention(span: Span) -> np.ndarray:
+        asked.append((span.ids, span.first, span.pages, list(span.want)))
+        return weights
+
+    monkeypatch.setattr(runner, "tail_attention", tail_attention)
+    assert tail_attention(runner, job, 1) is weights
+    assert asked == [(IDS[END:], END, job.pages, [])]
+
+
+def test_warming_up_borrows_pages_where_a_device_captures(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    ctx = make_workshop(tiny_folder("llama"))
+    runner, pool, asked = ctx.runner, ctx.pool, []
+    free = pool.free
+
+    def tail_attention(span: Span) -> None:
+        asked.append((len(span.ids), span.first, len(span.pages), free - pool.free))
+
+    monkeypatch.setattr(runner, "tail_attention", tail_attention)
+    warm_up(runner, 12)
+    assert asked == []  # nothing to capture on a CPU
+    monkeypatch.setattr(runner, "graphs", object())
+    warm_up(runner, 12)
+    warm_up(runner, free * pool.page_size + 1)  # no room: the first prompt waits instead
+    assert asked == [(12, 0, 2, 2)] and pool.free == free
+
+
+def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path]):
+    ctx = make_workshop(tiny_folder("llama"))
+    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, 4)
+    source = Fake(ctx)
+    case = Case(job, source, ctx.runner, {})
+    first, draft = CHOOSERS["start"](case), CHOOSERS["draft"](case)
+    assert first is not None and draft is not None
+    assert select(first, np.arange(16, END), 5).tolist() == [16, 17, 18, 19, 20]
+    assert (draft == source.scores(job)).all()
+    one, other = CHOOSERS["random"](case), CHOOSERS["random"](case)
+    assert one is not None and other is not None and (one == other).all() and len(set(one)) == len(IDS)
+    source.name = "chunk"  # knows where its spans start
+    spans = CHOOSERS["start"](case)
+    assert spans is not None and (spans == source.scores(job)).all()
+    assert CHOOSERS["cross"](case) is None
+
+
+def test_auto_is_the_tail_wherever_all_tokens_have_kv():
+    asked = {source: chooser_for("auto", source) for source in ("draft", "drop", "self", "chunk")}
+    assert asked == {"draft": "tail", "drop": "draft", "self": "tail", "chunk": "tail"}
+    assert chooser_for("random", "draft") == "random" and chooser_for("draft", "draft") == "draft"
+    assert all(chooser_problem(name, source, {}) is None for source, name in asked.items())
+    assert chooser_problem("draft", "self", {}) is not None

@@ -1,0 +1,92 @@
+"""Places that the end of a prompt repeats."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.prefill.copy_matching import AFTER, GOES_ON, LONG, LONGEST, MOST, RARE, WORDS, echoes
+
+TEXT = list(range(1000, 4000))  # no token twice
+
+
+def test_the_place_that_ends_the_prompt_goes_on() -> None:
+    marks = echoes([*TEXT, 1, 2, 3, *TEXT[500:516]], len(TEXT))
+    goes_on = np.arange(516, 516 + GOES_ON)
+    assert marks[goes_on].min() > marks[np.setdiff1d(np.arange(len(TEXT)), goes_on)].max()
+    assert (marks[len(TEXT) :] == 0).all()
+
+
+def test_a_quote_marks_itself_and_what_follows() -> None:
+    marks = echoes([*TEXT, *TEXT[700:705], 9, 9], len(TEXT))
+    assert set(np.flatnonzero(marks)) == set(range(700, 704 + AFTER))
+
+
+def test_fewer_words_are_no_quote() -> None:
+    assert not echoes([*TEXT, *TEXT[700 : 700 + WORDS - 1], 9, 9, 9], len(TEXT)).any()
+
+
+@pytest.mark.parametrize("times", [RARE, RARE + 1])
+def test_what_is_everywhere_points_nowhere(times: int) -> None:
+    text = [token for i in range(times) for token in (*TEXT[100 * i : 100 * i + 100], 1, 2, 3)]
+    assert bool(echoes([*text, 1, 2, 3, 9], len(text)).any()) == (times <= RARE)
+
+
+def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
+    text = [*TEXT[:900], 5, 6, 7, 8, 9, *TEXT[900:1800], 6, 7, 8, 9, *TEXT[1800:]]
+    longer = echoes([*text, 1, 5, 6, 7, 8, 9], len(text))
+    assert longer.argmax() == 905
+    text = [*TEXT[:900], 6, 7, 8, 9, *TEXT[900:1800], 6, 7, 8, 9, *TEXT[1800:]]
+    assert echoes([*text, 1, 6, 7, 8, 9], len(text)).argmax() == 900 + 4 + 900 + 4
+
+
+@given(st.lists(st.integers(0, 3), min_size=10, max_size=300), st.integers(3, 40))
+def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) -> None:
+    end = max(WORDS, len(tokens) - tail)
+    grams = [tuple(tokens[i : i + WORDS]) for i in range(len(tokens) - WORDS + 1)]
+    text, asked = grams[: end - WORDS + 1], set(grams[end - WORDS + 1 :])
+    found = [i for i, gram in enumerate(text) if gram in asked and text.count(gram) <= RARE]
+    expected = np.zeros(len(tokens))
+    for i in found:
+        expected[i : min(i + WORDS - 1 + AFTER, end)] += 1
+    best = max(((_shared(tokens, at), at) for at in range(end)), default=(0, 0))
+    if best[0] >= LONG:
+        expected[best[1] + 1 : min(best[1] + 1 + GOES_ON, end)] += len(tokens)
+    kept = np.argsort(-expected, kind="stable")[: max(1, int(MOST * end))]
+    marked = np.zeros(len(tokens))
+    marked[kept] = expected[kept]
+    assert (echoes(tokens, end) == marked).all()
+
+
+def _shared(tokens: list[int], at: int) -> int:
+    """Tokens up to `at` that are the prompt's last ones."""
+    length = 0
+    while length <= min(at, LONGEST - 1) and tokens[at - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def test_no_more_than_a_share_is_marked() -> None:
+    quotes = [token for i in range(0, 3000, 60) for token in TEXT[i : i + 4]]
+    marks = echoes([*TEXT, *quotes, *TEXT[40:60]], len(TEXT))
+    assert 0 < np.count_nonzero(marks) <= MOST * len(TEXT)
+    assert marks[60 : 60 + GOES_ON].all()  # the strongest are kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end"), [([], 0), ([1], 1), ([1, 2, 3, 4], 1), ([1, 2, 3, 4, 5], 5), ([1] * 40, 30)]
+)
+def test_short_prompts(tokens: list[int], end: int) -> None:
+    assert echoes(tokens, end).shape == (len(tokens),)
+
+
+def test_a_long_prompt_takes_milliseconds() -> None:
+    draw = np.random.default_rng(0)
+    for tokens in (draw.integers(0, 50, 32_000).tolist(), [7] * 32_000):
+        start = time.perf_counter()
+        echoes(tokens, 32_000 - 64)
+        assert time.perf_counter() - start < 0.5

@@ -1,0 +1,189 @@
+"""Passes that a device does by itself, with a stand-in for it: the same K/V, checks and answers as step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.core import HostBatch
+from forerun.decode.draft_context import DraftContext
+from forerun.engine.engine import Engine
+from forerun.models.execution.planes import RecomputePass
+from forerun.models.execution.runner import Runner, Span
+from forerun.prefill.checks import Checker
+from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.state import Job, Phase
+from tests.engine.common import Answer, finish, leaked
+from tests.engine.test_speculative_prefill import prompt
+from tests.prefill.fakes import (
+    BY_SOURCE,
+    END,
+    IDS,
+    POLICY,
+    STRICT,
+    Fake,
+    apart,
+    drive,
+    exact_kv,
+    make_prefiller,
+    own_pages,
+    start,
+    stored,
+)
+from tests.prefill.test_engine_prefill import DRAFTED
+from tests.prefill.test_engine_prefill import make as make  # noqa: PLC0414 (a fixture)
+
+LAST = len(IDS) - 1
+BAD = (16 + 3 * (END - 16) // 4, END)  # what fails its checks and is recomputed in further rounds
+
+
+@pytest.fixture
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Runners recompute, 150 rows at most; what they were given: (rows, picks) of each pass."""
+    passes: list[tuple[int, int]] = []
+
+    @torch.inference_mode()
+    def recompute(runner: Runner, batch: HostBatch, picks: np.ndarray) -> RecomputePass:
+        passes.append((len(batch.tokens), len(picks)))
+        decoder, last = runner.decoder, len(runner.kv) - 1
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
+            if q is not None:
+                kept.append((x[picks], q[picks]))
+
+        sent = batch.to(decoder.device)
+        decoder.attention.plan(sent)
+        x = decoder.run_layers(decoder.embed(sent.tokens), sent, runner.kv, range(last), watch=watch)
+        logits = decoder.logits(decoder.run_layers(x, sent, runner.kv, range(last, last + 1))[-1:])
+        return RecomputePass(torch.stack([x for x, _ in kept]), torch.stack([q for _, q in kept]), logits)
+
+    monkeypatch.setattr(Runner, "max_recompute_rows", 150)
+    monkeypatch.setattr(Runner, "recompute", recompute)
+    yield passes
+
+
+def last_logits(ctx: DraftContext, job: Job) -> Tensor:
+    """What the engine does in the end: all that is not filled yet."""
+    rest = job.tokens[job.filled :]
+    return ctx.runner.forward([Span(rest, job.filled, job.pages, (len(rest) - 1,))]).logits.clone()
+
+
+def test_a_climb_leaves_what_steps_leave(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    entries, layers = np.array([0, 3, 4, 90, 150, 151, 180]), ctx.runner.decoder.config.num_layers
+    pages, seen = own_pages(ctx), []
+    ctx.runner.forward([Span(IDS, 0, pages, ())])
+    rows = Rows(np.array(IDS)[entries][::-1], entries, pages, np.full(7, layers))  # other tokens than lie there
+    RaggedDepthPass(ctx.runner).run(rows, lambda i, x, q, a: seen.append((x, q)))
+    by_steps = stored(ctx, pages, 0, len(IDS))
+    ctx.runner.forward([Span(IDS, 0, pages, ())])
+    recompute = RaggedDepthPass(ctx.runner).at_once(rows, np.array([1, 5]))
+    assert recompute is not None and recomputed == [(7, 2)]
+    for mine, theirs in zip(stored(ctx, pages, 0, len(IDS)), by_steps, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine, theirs, strict=True))
+    for layer in range(layers - 1):
+        assert torch.allclose(recompute.x[layer], seen[layer][0][[1, 5]], atol=1e-6)
+        assert torch.allclose(recompute.q[layer], seen[layer][1][[1, 5]], atol=1e-6)
+
+
+def test_only_rows_that_go_all_the_way_climb(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    stairs, pages, none = RaggedDepthPass(ctx.runner), own_pages(ctx), np.zeros(0, dtype=np.int64)
+    ids, entries, layers = np.array(IDS[:4]), np.arange(4), ctx.runner.decoder.config.num_layers
+    x = torch.zeros(4, ctx.runner.decoder.config.hidden_size)
+    assert stairs.at_once(Rows(ids, entries, pages, np.array([layers] * 3 + [2])), none) is None
+    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), want=[3]), none) is None
+    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), x=x, first=1), none) is None
+    assert stairs.at_once(Rows(ids[:0], entries[:0], pages, np.zeros(0)), none) is None
+    assert not recomputed
+
+
+def test_checks_see_the_same(ctx: DraftContext, recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+    reports = []
+    for most in (150, 0):
+        monkeypatch.setattr(Runner, "max_recompute_rows", most)
+        prefiller = make_prefiller(ctx, Fake(ctx, (40, 120), 0.2), share=0.2)
+        if most:
+            recomputed.clear()  # of the warm-up
+        reports.append(drive(prefiller, start(prefiller, ctx, BY_SOURCE)).report)
+    assert len(recomputed) == 1 and recomputed[0][1] == POLICY.spans * POLICY.span
+    ours, theirs = reports
+    assert ours.scores.keys() == theirs.scores.keys() == {"key", "value", "attention", "hidden"}
+    for signal, values in ours.scores.items():
+        assert values == pytest.approx(theirs.scores[signal], abs=1e-4)
+    assert [s["passed"] for s in ours.spans] == [s["passed"] for s in theirs.spans]
+    assert (ours.cost, ours.token_layers, ours.recomputed) == (theirs.cost, theirs.token_layers, theirs.recomputed)
+
+
+def test_the_tail_runs_with_the_last_rows(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    prefiller = make_prefiller(ctx, Fake(ctx, (30, 60), 0.1), share=0.3)
+    recomputed.clear()  # of the warm-up
+    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert job.phase is Phase.DONE and job.filled == LAST and len(recomputed) == 1
+    check_tail(ctx, job)
+
+
+def check_tail(ctx: DraftContext, job: Job) -> None:
+    """What is known of it, and what its last token gives, is what running it over the K/V as it is now gives."""
+    known, mine, tail = job.logits, last_logits(ctx, job), job.tokens[job.end :]
+    theirs = ctx.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits
+    assert known is not None and apart(mine, theirs) < 1e-5 and apart(known, theirs) < 1e-5
+
+
+def test_the_tail_runs_again_after_a_round_that_failed(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)
+    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert job.phase is Phase.DONE and job.report.rounds > 1 and job.filled == LAST
+    check_tail(ctx, job)
+
+
+def test_more_rows_than_climb_at_once_go_one_after_the_other(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    prefiller = make_prefiller(ctx, Fake(ctx, (0, len(IDS)), price=0.0), share=1.0)
+    recomputed.clear()  # of the warm-up
+    prefiller.policy = replace(POLICY, spans=0)
+    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    room = 150 - POLICY.tail
+    assert [rows for rows, _ in recomputed] == [room, END - room + POLICY.tail]
+    assert apart(last_logits(ctx, job), exact_kv(ctx)[1]) < 1e-4
+
+
+def test_a_round_that_cannot_climb_leaves_the_tail_to_the_engine(
+    ctx: DraftContext, recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+):
+    prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)
+    job = start(prefiller, ctx, BY_SOURCE)
+    while job.report.rounds < 2:
+        prefiller.advance(job, 1)
+    assert job.filled == LAST
+    monkeypatch.setattr(Runner, "recompute", lambda *_: None)
+    drive(prefiller, job)
+    assert job.phase is Phase.DONE and job.filled == END and job.logits is None
+
+
+def test_warming_up_gives_its_pages_back(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    free, seen = ctx.pool.free, []
+    scores = Checker.scores
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checker, "scores", lambda checker, kl=None: seen.append(scores(checker, kl)))
+        make_prefiller(ctx, Fake(ctx))
+    assert len(recomputed) == len(seen) == 1 and ctx.pool.free == free
+
+
+@pytest.mark.parametrize("prefill", ["speculative", "provisional"])
+def test_answers_are_those_of_step_by_step(
+    prefill: str, make: Callable[..., Engine], recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+):
+    answers = []
+    for most in (150, 0):
+        monkeypatch.setattr(Runner, "max_recompute_rows", most)
+        engine = make("draft")
+        recomputed.clear()
+        given = [Answer(engine, prompt(i, 150 + 30 * i), replace(DRAFTED, prefill=prefill)) for i in range(3)]
+        finish(engine)
+        assert (most > 0) == bool(recomputed) and leaked(engine) == 0
+        answers.append([a.tokens() for a in given])
+    assert answers[0] == answers[1]

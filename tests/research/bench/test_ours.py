@@ -1,0 +1,56 @@
+"""Forerun as a side: answers of the speculate bench start from nothing, whatever was answered before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forerun.core import SamplingParams
+from forerun_research.bench.ours import ForerunSide
+from forerun_research.bench.sides import SideSpec
+
+IDS = list(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def side(tiny_folder: Callable[[str], Path]) -> Iterator[ForerunSide]:
+    model = str(tiny_folder("llama"))
+    side = ForerunSide(SideSpec("forerun", model, "float32", "cpu", context=512, batch=2, draft=model))
+    yield side
+    side.llm.close()
+
+
+def test_an_answer_knows_nothing_of_the_one_before(side: ForerunSide) -> None:
+    """At temperature 1 a random model says nothing twice: only a memory of the whole answer could guess it."""
+    params = SamplingParams(max_tokens=100, temperature=1.0, seed=5, ignore_eos=True, speculate="suffix")
+    first = side.answer(IDS, params)
+    again = [side.answer(IDS, params) for _ in range(2)]
+    assert all(sample["token_ids"] == first["token_ids"] for sample in again)
+    assert all(sample["accepted"] <= 20 and sample["cached_tokens"] == 0 for sample in again)
+    side.together([IDS, IDS[:20]], params)
+    assert side.answer(IDS, params)["accepted"] <= 20
+
+
+def test_samples_say_what_became_of_drafts(side: ForerunSide) -> None:
+    plain = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculate="off"))
+    drafted = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculate="model"))
+    assert drafted["token_ids"] == plain["token_ids"] and plain["drafted"] == 0
+    assert drafted["accepted"] == sum(drafted["lengths"]) == drafted["drafters"].get("model", {}).get("accepted", 0)
+    assert drafted["steps"] + drafted["accepted"] >= 30 and plain["steps"] == 30
+    assert drafted["decode_s"] == pytest.approx(drafted["total_s"] - drafted["ttft_s"])
+
+
+def test_the_second_turn_reuses_the_first(side: ForerunSide) -> None:
+    messages = [{"role": "user", "content": "Count the ships that pass and write each name in a long grey book."}]
+    found = [
+        side.conversation(messages, "Again.", SamplingParams(max_tokens=8, speculate=name)) for name in ("off", "auto")
+    ]
+    assert found[0] == found[1] and found[0]["cached_tokens"] >= 16
+
+
+def test_bounds_and_figures_come_from_the_engine(side: ForerunSide) -> None:
+    assert side.bound([], None) == 1.0
+    assert side.bound([1.0] * 4, None) >= side.bound([1.0] * 4, "model") >= 1.0
+    assert side.speculation()["drafters"]

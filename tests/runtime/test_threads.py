@@ -1,0 +1,18 @@
+"""Work in a thread that ends with it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from forerun.runtime.threads import apart
+
+
+def test_results_and_errors_come_back_and_the_thread_is_gone() -> None:
+    names = []
+    assert apart(lambda: names.append(threading.current_thread().name) or 3) == 3
+    assert names == ["forerun-apart"]
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 // 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "forerun-apart"]
