@@ -97,11 +97,11 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
     job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, runner.decoder.config.num_layers)
     weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
 
-    def tail_attention(span: Span) -> np.ndarray:
+    def on_device(span: Span) -> np.ndarray:
         asked.append((span.ids, span.first, span.pages, list(span.want)))
         return weights
 
-    monkeypatch.setattr(runner, "tail_attention", tail_attention)
+    monkeypatch.setattr(runner, "tail_attention", on_device)
     assert tail_attention(runner, job, 1) is weights
     assert asked == [(IDS[END:], END, job.pages, [])]
 
@@ -113,10 +113,10 @@ def test_warming_up_borrows_pages_where_a_device_captures(
     runner, pool, asked = ctx.runner, ctx.pool, []
     free = pool.free
 
-    def tail_attention(span: Span) -> None:
+    def on_device(span: Span) -> None:
         asked.append((len(span.ids), span.first, len(span.pages), free - pool.free))
 
-    monkeypatch.setattr(runner, "tail_attention", tail_attention)
+    monkeypatch.setattr(runner, "tail_attention", on_device)
     warm_up(runner, 12)
     assert asked == []  # nothing to capture on a CPU
     monkeypatch.setattr(runner, "graphs", object())

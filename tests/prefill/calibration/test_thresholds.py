@@ -174,7 +174,7 @@ def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
         seen.append(rows)
         return _recompute(pair, exact, drafted, rows, places)
 
-    monkeypatch.setattr(limiting, "_climb", watched)
+    monkeypatch.setattr(limiting, "_recompute", watched)
     look(pair, maps, window, 64, 0.1)
     assert len(chosen) == round(0.1 * end) and torch.equal(seen[0], wanted)
 
