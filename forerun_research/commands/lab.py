@@ -12,7 +12,7 @@ from rich.table import Table
 
 from forerun.commands import options as opt
 
-app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files; see those under forerun_research/studies/.")
+app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files; see forerun_research/studies.")
 
 File = Annotated[Path, typer.Argument(help="The study: a YAML file.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results; default: lab-results/NAME.")]
@@ -22,7 +22,7 @@ SHOWN = 12  # failures that are printed; all are written
 
 @app.callback()
 def group() -> None:
-    """Run studies written as YAML files; see those under forerun_research/studies/."""
+    """Run studies written as YAML files; see forerun_research/studies."""
 
 
 @app.command()

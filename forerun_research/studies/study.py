@@ -116,9 +116,13 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Study:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}", "give a YAML file such as those under forerun_research/studies/") from None
+        raise BadRequest(
+            f"cannot read {path}: {error}", "give a YAML file such as those in forerun_research/studies"
+        ) from None
     except yaml.YAMLError as error:
-        raise BadRequest(f"{path} is not YAML: {error}", "compare it with the files under forerun_research/studies/") from None
+        raise BadRequest(
+            f"{path} is not YAML: {error}", "compare it with the files in forerun_research/studies"
+        ) from None
     values = _mapping(content, str(path)) | {k: v for k, v in (overrides or {}).items() if v is not None}
     return read(values, path.stem, str(path))
 
@@ -127,7 +131,7 @@ def read(values: dict[str, Any], title: str, where: str) -> Study:
     _refuse_unknown(values, _KEYS, where)
     for key in ("model", "measures"):
         if not values.get(key):
-            raise BadRequest(f"{where} says no `{key}`", "compare it with the files under forerun_research/studies/")
+            raise BadRequest(f"{where} says no `{key}`", "compare it with the files in forerun_research/studies")
     settings = tuple(Setting.read(s, f"{where}: settings") for s in values.get("settings") or ())
     _unique([s.name for s in settings], f"{where}: settings")
     same = {key: values[key] for key in _OPENING if values.get(key) is not None}
@@ -211,7 +215,7 @@ def options(kind: Any, given: Mapping[str, Any], where: str) -> Any:
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{where}: {error}", "compare it with the files under forerun_research/studies/") from None
+        raise BadRequest(f"{where}: {error}", "compare it with the files in forerun_research/studies") from None
 
 
 def _unique(names: list[str], where: str) -> None:

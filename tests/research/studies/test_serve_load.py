@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-
 
 from forerun_research.scripts import serve_load
 from forerun_research.scripts.serve_clients import Answer, ask_once, dechunked, outcomes
