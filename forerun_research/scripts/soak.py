@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forerun import LLM, SamplingParams  # noqa: E402
 from forerun.errors import BadRequest  # noqa: E402
+from forerun.inputs import Prompt  # noqa: E402
 
 BATCH = 10  # requests of one call; every tenth call is a stream that is left early
 SHARED = [list(range(3 + 7 * k, 3 + 7 * k + 48)) for k in range(8)]  # beginnings that requests have in common
@@ -81,6 +82,7 @@ def ask(llm: LLM, rng: random.Random, counts: dict[str, int], leave: bool) -> No
     """One call with BATCH requests: all answered, all refused because of one bad prompt, or streams left early."""
     vocab = llm.config.vocab_size
     prompts = [prompt(rng, vocab) for _ in range(BATCH)]
+    batch: list[Prompt] = [*prompts]  # the same lists
     if leave:
         for ids in prompts:
             stream = llm.stream(ids, params(rng))
@@ -91,7 +93,7 @@ def ask(llm: LLM, rng: random.Random, counts: dict[str, int], leave: bool) -> No
     if rng.random() < 0.02:
         prompts[rng.randrange(BATCH)].append(vocab)  # not a token
     try:
-        answers = llm.generate([*prompts], params(rng))
+        answers = llm.generate(batch, params(rng))
     except BadRequest:
         counts["refused"] += BATCH
         return
