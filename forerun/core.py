@@ -38,28 +38,28 @@ class TokenBatch:
     """Any tokens of any sequences, flattened: one forward runs them all.
 
     A token has a rotary position, a slot its K/V is written to, and a rule for what it sees. Slots are numbers in the
-    page pool (page * page_size + offset); entry e of a sequence lies in slot tables[row, e // page_size] * page_size +
-    e % page_size. Token t sees entry e of its own sequence when `e < seen[t]`, or, in a draft tree, when
-    `tree[t, e - tree_start[row]]` says so. Tokens of one sequence are contiguous, sequences in row order.
+    page pool (page * page_size + offset); entry e of a sequence lies in slot block_tables[row, e // page_size] *
+    page_size + e % page_size. Token t sees entry e of its own sequence when `e < kv_lens[t]`, or, in a draft tree, when
+    `tree[t, e - tree_start[row]]` is set. Tokens of one sequence are contiguous, sequences in row order.
     """
 
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, rotary positions
-    slots: torch.Tensor  # [T] int64, where each token's K/V goes
-    seen: torch.Tensor  # [T] int32, entries of its sequence that a token sees, itself included
-    tables: torch.Tensor  # [S, P] int32, page ids of each sequence, padded with 0
-    starts: list[int]  # [S + 1] first token of each sequence, then T
-    contexts: list[int]  # [S] entries of each sequence that any token here may see
+    slot_mapping: torch.Tensor  # [T] int64, where each token's K/V goes
+    kv_lens: torch.Tensor  # [T] int32, entries of its sequence that a token sees, itself included
+    block_tables: torch.Tensor  # [S, P] int32, page ids of each sequence, padded with 0
+    cu_seqlens: list[int]  # [S + 1] first token of each sequence, then T
+    seq_lens: list[int]  # [S] entries of each sequence that any token here may see
     page_size: int
-    want: torch.Tensor  # [N] int64, tokens whose logits are wanted
+    logits_indices: torch.Tensor  # [N] int64, tokens whose logits are wanted
     tree: torch.Tensor | None = None  # [T, W] bool
     tree_start: list[int] | None = None  # [S] entry that column 0 of `tree` stands for
     run_start: int | None = None  # first slot, where the slots of all tokens are known to follow each other
     host: HostBatch | None = None  # what it was made from, for planning without waiting for the device
 
     def __post_init__(self) -> None:
-        assert self.starts[-1] == self.tokens.numel() == self.positions.numel() == self.slots.numel()
-        assert len(self.contexts) == len(self.starts) - 1 == self.tables.shape[0]
+        assert self.cu_seqlens[-1] == self.tokens.numel() == self.positions.numel() == self.slot_mapping.numel()
+        assert len(self.seq_lens) == len(self.cu_seqlens) - 1 == self.block_tables.shape[0]
         assert (self.tree is None) == (self.tree_start is None)
 
     @property
@@ -68,7 +68,7 @@ class TokenBatch:
 
     @property
     def num_seqs(self) -> int:
-        return len(self.contexts)
+        return len(self.seq_lens)
 
 
 @dataclass
@@ -77,38 +77,38 @@ class HostBatch:
 
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    slots: np.ndarray  # [T] int64
-    seen: np.ndarray  # [T] int32
-    starts: list[int]  # [S + 1]
-    contexts: list[int]  # [S]
+    slot_mapping: np.ndarray  # [T] int64
+    kv_lens: np.ndarray  # [T] int32
+    cu_seqlens: list[int]  # [S + 1]
+    seq_lens: list[int]  # [S]
     pages: list[np.ndarray]  # [S] page ids of each sequence
     page_size: int
-    want: list[int]  # [N]
-    bits: list[int] | None = None  # [T] bit j: the token sees entry tree_start + j, beside those before `seen`
+    logits_indices: list[int]  # [N]
+    bits: list[int] | None = None  # [T] bit j: the token sees entry tree_start + j, beside those before `kv_lens`
     tree_start: list[int] | None = None  # [S]
 
     def to(self, device: torch.device) -> TokenBatch:
         """Copies that do not wait for what the device still does; on a CPU its tensors are the arrays themselves."""
-        tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
+        block_tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
         for row, pages in enumerate(self.pages):
-            tables[row, : len(pages)] = pages
-        together = bool((np.diff(self.slots) == 1).all())
-        arrays = (self.tokens, self.positions, self.slots, self.seen, tables, np.array(self.want, dtype=np.int64))
+            block_tables[row, : len(pages)] = pages
+        together = bool((np.diff(self.slot_mapping) == 1).all())
+        wanted = np.array(self.logits_indices, dtype=np.int64)
+        arrays = (self.tokens, self.positions, self.slot_mapping, self.kv_lens, block_tables, wanted)
         sent = send_together(arrays, device) if device.type == "cuda" else [send(array, device) for array in arrays]
-        tokens, positions, slots, seen, table, want = sent
         return TokenBatch(
-            tokens=tokens,
-            positions=positions,
-            slots=slots,
-            seen=seen,
-            tables=table,
-            starts=self.starts,
-            contexts=self.contexts,
+            tokens=sent[0],
+            positions=sent[1],
+            slot_mapping=sent[2],
+            kv_lens=sent[3],
+            block_tables=sent[4],
+            cu_seqlens=self.cu_seqlens,
+            seq_lens=self.seq_lens,
             page_size=self.page_size,
-            want=want,
+            logits_indices=sent[5],
             tree=None if self.bits is None else _unpack(self.bits).to(device, non_blocking=True),
             tree_start=self.tree_start,
-            run_start=int(self.slots[0]) if together else None,
+            run_start=int(self.slot_mapping[0]) if together else None,
             host=self,
         )
 

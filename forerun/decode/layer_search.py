@@ -194,18 +194,18 @@ class _ExactBefore(AttentionBackend):
         slots: list[int] = []
         owner: list[int] = []
         entry: list[int] = []
-        for s, (pages, context) in enumerate(zip(batch.pages, batch.contexts, strict=True)):
+        for s, (pages, context) in enumerate(zip(batch.pages, batch.seq_lens, strict=True)):
             slots += [int(pages[e // size]) * size + e % size for e in range(context)]
             owner += [s] * context
             entry += range(context)
-        rows = [s for s in range(len(batch.contexts)) for _ in range(batch.starts[s], batch.starts[s + 1])]
+        rows = [s for s in range(len(batch.seq_lens)) for _ in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])]
         self._slots = torch.tensor(slots, device=self.device)  # [C] of everything there is
-        self._behind = torch.from_numpy(batch.seen).long()[:, None] - 1 - torch.tensor(entry)  # [T, C] entries back
+        self._behind = torch.from_numpy(batch.kv_lens).long()[:, None] - 1 - torch.tensor(entry)  # [T, C] entries back
         self._behind[torch.tensor(rows)[:, None] != torch.tensor(owner)] = 0
         self._behind = self._behind.to(self.device)
 
     def plan(self, batch: TokenBatch) -> None:
-        self._rows = batch.slots
+        self._rows = batch.slot_mapping
         self._inner.plan(batch)
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:

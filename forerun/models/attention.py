@@ -118,7 +118,7 @@ class SdpaAttention(AttentionBackend):
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
-        self._slots: slice | Tensor = batch.slots
+        self._slots: slice | Tensor = batch.slot_mapping
         if batch.run_start is not None:
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
         self._windows = {self.config.window(i) for i in range(self.config.num_layers)}
@@ -128,7 +128,7 @@ class SdpaAttention(AttentionBackend):
         grouped: set[int] = set()
         order = list(range(batch.num_seqs))
         if self.share_prefix and batch.num_seqs > 1:
-            order = prefix_order(batch.tables.cpu().numpy())
+            order = prefix_order(batch.block_tables.cpu().numpy())
             if not self.same_bits and self.device.type == "cpu":
                 group = self.config.num_heads // self.config.num_kv_heads
                 self._groups, grouped = plan_groups(batch, self._windows, group)
@@ -141,18 +141,18 @@ class SdpaAttention(AttentionBackend):
             link(tile.keys for tile in self._singles + self._tiles)
 
     def _sequence(self, batch: TokenBatch, s: int) -> list[_Tile]:
-        lo, hi = batch.starts[s], batch.starts[s + 1]
+        lo, hi = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
         if batch.tree is not None and batch.tree_start is not None and bool(batch.tree[lo:hi].any()):
             start = batch.tree_start[s]
             return [self._tile(batch, s, run, start, path) for run, path in _paths(batch.tree, lo, hi)]
         tiles = [slice(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
-        return [self._tile(batch, s, tokens, int(batch.seen[tokens].max()), []) for tokens in tiles]
+        return [self._tile(batch, s, tokens, int(batch.kv_lens[tokens].max()), []) for tokens in tiles]
 
     def _tile(self, batch: TokenBatch, s: int, tokens: slice, start: int, path: list[int]) -> _Tile:
         """Tokens that see entries before `start`, and then more and more of the entries on `path` behind it."""
         context = start + len(path)
         keys, count = block_keys(context, self.same_bits), tokens.stop - tokens.start
-        seen = batch.seen[tokens].to(torch.int64)
+        seen = batch.kv_lens[tokens].to(torch.int64)
         if path:
             assert batch.tree is not None
             seen = seen + batch.tree[tokens].sum(-1)
@@ -161,7 +161,7 @@ class SdpaAttention(AttentionBackend):
         masks = (self._single_masks.get(sees) if sees else None) or self._masks(seen, keys, apart)
         if sees:
             self._single_masks[sees] = masks
-        runs = _key_slots(batch.tables[s], start, path, keys, batch.page_size)
+        runs = _key_slots(batch.block_tables[s], start, path, keys, batch.page_size)
         return _Tile(tokens, Keys(runs, keys, context), masks, apart)
 
     def _masks(self, seen: Tensor, keys: int, apart: bool) -> dict[int | None, Tensor]:

@@ -54,7 +54,7 @@ class Taps:
 
 @dataclass
 class Output:
-    logits: Tensor  # [N, V] float32, for batch.want
+    logits: Tensor  # [N, V] float32, for batch.logits_indices
     greedy: Tensor | None = None  # [N] the likeliest tokens, on the host, where the forward found them on its way
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, hidden]
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [T, Hkv, D] each
@@ -88,10 +88,10 @@ class Decoder:
         self.attention.plan(batch)
         if blocks is not None:
             x = self.run_blocks(self.embed(batch.tokens), kv, blocks)
-            output.logits = self.logits(x.index_select(0, batch.want))
+            output.logits = self.logits(x.index_select(0, batch.logits_indices))
             return output
         x = self.run_layers(self.embed(batch.tokens), batch, kv, range(self.config.num_layers), taps, output, watch)
-        output.logits = self.logits(x.index_select(0, batch.want))
+        output.logits = self.logits(x.index_select(0, batch.logits_indices))
         return output
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Decoder:
                 output.hidden[i] = self.hidden(x)
             x = self._mlp(self._attend(x, i, kv[i], watch), i)
             if taps and output and i in taps.kv:
-                output.kv[i] = (kv[i][0][batch.slots], kv[i][1][batch.slots])
+                output.kv[i] = (kv[i][0][batch.slot_mapping], kv[i][1][batch.slot_mapping])
         if taps and output and layers.stop in taps.hidden:
             output.hidden[layers.stop] = self.hidden(x)
         if watch is not None and layers.stop == self.config.num_layers:

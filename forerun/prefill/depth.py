@@ -77,7 +77,7 @@ class Rows:
     entries: np.ndarray  # [R] int64, each larger than the one before
     pages: array[int]
     depths: np.ndarray  # [R]
-    want: Sequence[int] = ()  # rows whose logits are wanted; they have full depth
+    logits_indices: Sequence[int] = ()  # rows whose logits are wanted; they have full depth
     x: Tensor | None = None  # [R, hidden] inputs of layer `first` in the decoder's basis; None: embeddings, layer 0
     first: int = 0
     positions: np.ndarray | None = None  # [R] rotary positions, where they are not the entries
@@ -99,7 +99,7 @@ class Rows:
         if keep == layer + 1:
             whole |= self.depths >= keep
         if layer + 1 == layers:
-            whole[list(self.want)] = True
+            whole[list(self.logits_indices)] = True
         return whole
 
 
@@ -107,7 +107,7 @@ class Rows:
 class RecomputeOutput:
     """What a pass gives beside the K/V that it wrote."""
 
-    logits: Tensor  # [N, V] float32, for rows.want
+    logits: Tensor  # [N, V] float32, for rows.logits_indices
     x: Tensor | None = None  # [K, hidden] inputs of layer `keep`, in the decoder's basis
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [K] the rows that reached it
     token_layers: int = 0  # (row, layer) pairs that ran whole
@@ -151,8 +151,8 @@ class RaggedDepthPass:
             i = end
         if keep is not None and result.x is None:
             result.x, result.kept = x, alive
-        if len(rows.want):
-            at = send(np.searchsorted(alive, np.asarray(rows.want)), decoder.device)
+        if len(rows.logits_indices):
+            at = send(np.searchsorted(alive, np.asarray(rows.logits_indices)), decoder.device)
             result.logits = decoder.logits(x.index_select(0, at))
         return result
 
@@ -160,7 +160,7 @@ class RaggedDepthPass:
     def at_once(self, rows: Rows, picks: np.ndarray) -> RecomputePass | None:
         """Rows of full depth through all layers, as a device does it that needs the host only to begin: what the picks
         among them met, until the next such pass. None where no device does, or where not all go all the way."""
-        if not 0 < len(rows.ids) <= self._runner.max_recompute_rows or rows.first or len(rows.want):
+        if not 0 < len(rows.ids) <= self._runner.max_recompute_rows or rows.first or len(rows.logits_indices):
             return None
         if not (rows.depths == self._layers).all():
             return None
@@ -179,7 +179,7 @@ class RaggedDepthPass:
     def _check(self, rows: Rows, keep: int | None) -> None:
         depths = rows.depths
         assert not len(depths) or (depths.min() >= 0 and depths.max() <= self._layers), "depths beyond the layers"
-        assert all(depths[r] == self._layers for r in rows.want), "logits need full depth"
+        assert all(depths[r] == self._layers for r in rows.logits_indices), "logits need full depth"
         assert 0 <= rows.first < self._layers
         assert keep is None or rows.first <= keep <= self._layers
 
@@ -223,13 +223,13 @@ class _Plan:
         return HostBatch(
             tokens=rows.ids[own],
             positions=rows.positions[own],
-            slots=self._slots[own],
-            seen=seen,
-            starts=[0, len(index)],
-            contexts=[context],
+            slot_mapping=self._slots[own],
+            kv_lens=seen,
+            cu_seqlens=[0, len(index)],
+            seq_lens=[context],
             pages=[self._pages[: -(-context // size)]],
             page_size=size,
-            want=[],
+            logits_indices=[],
         )
 
 

@@ -204,7 +204,7 @@ class Workers:
                 span = Span(ids[at : at + chunk], at, pages, ())
                 at = span.entries.stop
                 if at == len(ids) and bare:
-                    span.want = (len(span.ids) - 1,)
+                    span.logits_indices = (len(span.ids) - 1,)
                 output = self._engine.runner.forward([span])
                 if at == len(ids) and self._engine.scheduler.tree is not None:
                     new = self._engine.scheduler.tree.insert(ids, pages)

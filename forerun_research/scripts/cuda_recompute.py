@@ -44,13 +44,13 @@ def check(runner: Runner, ids: np.ndarray, pages: array[int], count: int) -> tup
     """How far K/V, picked rows and logits are from those of the layer by layer pass."""
     draw, layers, stairs = np.random.default_rng(count), len(runner.kv), RaggedDepthPass(runner)
     entries = np.sort(draw.choice(TOKENS, count, replace=False))
-    rows = Rows(ids[entries][::-1], entries, pages, np.full(count, layers), want=[count - 1])
+    rows = Rows(ids[entries][::-1], entries, pages, np.full(count, layers), logits_indices=[count - 1])
     seen: list[tuple[Tensor, Tensor | None]] = []
     filled_caches(runner, ids, pages)
     logits = stairs.run(rows, lambda i, x, q, a: seen.append((x, q))).logits
     steps = [cache.clone() for layer in runner.kv for cache in layer]
     caches, picks = filled_caches(runner, ids, pages), np.array([0, 3, count - 2])
-    rows.want = ()
+    rows.logits_indices = ()
     recompute = stairs.at_once(rows, picks)
     assert recompute is not None, f"{count} rows do not recompute"
     kv = max(apart(mine, theirs) for mine, theirs in zip(caches, steps, strict=True))

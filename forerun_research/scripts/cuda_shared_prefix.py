@@ -65,21 +65,21 @@ class Case:
         own = [-(-entries // PAGE) for _, entries, _ in sequences]
         order = torch.randperm(sum(stems) + sum(own)).tolist()
         stem_pages = [[order.pop() for _ in range(pages)] for pages in stems]
-        tables = [stem_pages[stem] + [order.pop() for _ in range(n)]
+        block_tables = [stem_pages[stem] + [order.pop() for _ in range(n)]
                   for (stem, _, _), n in zip(sequences, own, strict=True)]  # fmt: skip
-        contexts = [stems[stem] * PAGE + entries for stem, entries, _ in sequences]
+        seq_lens = [stems[stem] * PAGE + entries for stem, entries, _ in sequences]
         counts = [count for _, _, count in sequences]
-        starts = [0, *itertools.accumulate(counts)]
-        seen = [e for context, n in zip(contexts, counts, strict=True) for e in range(context - n + 1, context + 1)]
-        none = np.zeros(starts[-1], dtype=np.int64)
+        cu_seqlens = [0, *itertools.accumulate(counts)]
+        kv_lens = [e for context, n in zip(seq_lens, counts, strict=True) for e in range(context - n + 1, context + 1)]
+        none = np.zeros(cu_seqlens[-1], dtype=np.int64)
         self.config, self.scale = config, config.head_dim**-0.5
-        self.host = HostBatch(none, none, none, np.array(seen, dtype=np.int32), starts, contexts,
-                              [np.array(t, dtype=np.int32) for t in tables], PAGE, [])  # fmt: skip
+        self.host = HostBatch(none, none, none, np.array(kv_lens, dtype=np.int32), cu_seqlens, seq_lens,
+                              [np.array(t, dtype=np.int32) for t in block_tables], PAGE, [])  # fmt: skip
         self.batch = self.host.to(DEVICE)
         shape = ((sum(stems) + sum(own)) * PAGE, config.num_kv_heads, config.head_dim)
         self.kv = [tuple(torch.randn(2, *shape, device=DEVICE, dtype=torch.bfloat16)) for _ in range(layers)]
-        self.q = 2 * torch.randn(starts[-1], config.num_heads, config.head_dim, device=DEVICE, dtype=torch.bfloat16)
-        self.plan = plan_queries(starts, max(contexts), DEVICE)
+        self.q = 2 * torch.randn(cu_seqlens[-1], config.num_heads, config.head_dim, device=DEVICE, dtype=torch.bfloat16)
+        self.plan = plan_queries(cu_seqlens, max(seq_lens), DEVICE)
         groups = prefixes.plan_shared(self.host, config, 1)
         assert groups is not None
         self.groups, self.shared = groups, SharedPlan.send(groups, DEVICE)
@@ -87,20 +87,20 @@ class Case:
     def run(self, share: bool) -> torch.Tensor:
         b = self.batch
         for k, v in self.kv:
-            out = paged_attention(self.q, k, v, b.tables, b.seen, self.plan, self.scale, page_size=PAGE,
+            out = paged_attention(self.q, k, v, b.block_tables, b.kv_lens, self.plan, self.scale, page_size=PAGE,
                                   shared=self.shared if share else None)  # fmt: skip
         return out
 
     def reference(self) -> torch.Tensor:
         out = torch.empty_like(self.q, dtype=torch.float64)
         group = self.config.num_heads // self.config.num_kv_heads
-        for s, context in enumerate(self.host.contexts):
+        for s, context in enumerate(self.host.seq_lens):
             entry = torch.arange(context, device=DEVICE)
-            slots = self.batch.tables[s].long()[entry // PAGE] * PAGE + entry % PAGE
+            slots = self.batch.block_tables[s].long()[entry // PAGE] * PAGE + entry % PAGE
             k, v = (c[slots].double().repeat_interleave(group, 1) for c in self.kv[0])
-            rows = slice(self.host.starts[s], self.host.starts[s + 1])
+            rows = slice(self.host.cu_seqlens[s], self.host.cu_seqlens[s + 1])
             score = torch.einsum("thd,ehd->hte", self.q[rows].double(), k) * self.scale
-            score = score.masked_fill(entry >= self.batch.seen[rows, None], -torch.inf)
+            score = score.masked_fill(entry >= self.batch.kv_lens[rows, None], -torch.inf)
             out[rows] = torch.einsum("hte,ehd->thd", score.softmax(-1), v)
         return out
 

@@ -102,7 +102,7 @@ def check(shape: str, report: dict) -> None:
             output = graphs.run(batch)
         assert output is not None and output.greedy is not None
         error = relative(output.logits, want)
-        slots = torch.from_numpy(batch.slots).to(DEVICE)
+        slots = torch.from_numpy(batch.slot_mapping).to(DEVICE)
         cache = max(relative(a[slots], b[slots]) for pair, other in zip(runner.kv, kept, strict=True)
                     for a, b in zip(pair, other, strict=True))  # fmt: skip
         right = torch.equal(output.greedy.cuda(), output.logits.argmax(-1))
@@ -111,7 +111,7 @@ def check(shape: str, report: dict) -> None:
         for i in {0, len(work) - 1} if stack else set():  # a sequence's first token alone, through the smaller launch
             one = Span(work[i].ids[:1], work[i].first, work[i].pages, range(1))
             alone = graphs.run(runner.batch([one]))
-            same = same and alone is not None and torch.equal(alone.logits[0], together[batch.starts[i]])
+            same = same and alone is not None and torch.equal(alone.logits[0], together[batch.cu_seqlens[i]])
         ok = error < 2e-2 and cache < 2e-2 and right and same
         report.setdefault("check", []).append({"shape": shape, "sequences": sequences, "error": error, "ok": ok})
         print(f"{'ok   ' if ok else 'WRONG'} {shape} {len(work)} seqs, {rows} rows, {'stack' if stack else 'graph'}, "
@@ -138,7 +138,7 @@ def chain(shape: str, report: dict) -> None:
             now.copy_(then)
         step = work
         for d in range(depth):
-            output = runner.forward([replace(span, want=[len(span.ids) - 1]) for span in step])
+            output = runner.forward([replace(span, logits_indices=[len(span.ids) - 1]) for span in step])
             assert output.greedy is not None
             sure = output.logits.softmax(-1).amax(-1).tolist()
             tokens = output.greedy.tolist()

@@ -106,13 +106,13 @@ def test_a_draft_tree_gives_each_branch_its_own_continuation(tiny_folder: Callab
     batch = TokenBatch(
         tokens=batch.tokens,
         positions=torch.tensor([20, 21, 20, 21]),
-        slots=batch.slots,
-        seen=torch.full((4,), 20, dtype=torch.int32),
-        tables=batch.tables,
-        starts=batch.starts,
-        contexts=batch.contexts,
+        slot_mapping=batch.slot_mapping,
+        kv_lens=torch.full((4,), 20, dtype=torch.int32),
+        block_tables=batch.block_tables,
+        cu_seqlens=batch.cu_seqlens,
+        seq_lens=batch.seq_lens,
         page_size=batch.page_size,
-        want=batch.want,
+        logits_indices=batch.logits_indices,
         tree=tree,
         tree_start=[20],
     )
@@ -132,13 +132,13 @@ def test_recomputing_some_tokens_in_place_changes_nothing(tiny_folder: Callable[
     part = TokenBatch(
         tokens=batch.tokens[some],
         positions=batch.positions[some],
-        slots=batch.slots[some],
-        seen=batch.seen[some],
-        tables=batch.tables,
-        starts=[0, len(chosen)],
-        contexts=[len(IDS)],
+        slot_mapping=batch.slot_mapping[some],
+        kv_lens=batch.kv_lens[some],
+        block_tables=batch.block_tables,
+        cu_seqlens=[0, len(chosen)],
+        seq_lens=[len(IDS)],
         page_size=batch.page_size,
-        want=torch.arange(len(chosen)),
+        logits_indices=torch.arange(len(chosen)),
     )
     assert relative(runner.decoder.forward(part, runner.pool.kv).logits, full[chosen]) < 1e-5
 

@@ -57,7 +57,7 @@ def test_a_batch_in_one_copy_is_the_same_batch(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("forerun.core.send_together", lambda arrays, device: send_together(arrays, CPU))
     packed = host.to(Device())  # type: ignore[arg-type]
-    for name in ("tokens", "positions", "slots", "seen", "tables", "want"):
+    for name in ("tokens", "positions", "slot_mapping", "kv_lens", "block_tables", "logits_indices"):
         one, other = getattr(plain, name), getattr(packed, name)
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    assert packed.tables.tolist() == [[3, 1], [2, 0]] and packed.run_start is None
+    assert packed.block_tables.tolist() == [[3, 1], [2, 0]] and packed.run_start is None

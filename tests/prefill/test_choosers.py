@@ -98,7 +98,7 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
     weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
 
     def on_device(span: Span) -> np.ndarray:
-        asked.append((span.ids, span.first, span.pages, list(span.want)))
+        asked.append((span.ids, span.first, span.pages, list(span.logits_indices)))
         return weights
 
     monkeypatch.setattr(runner, "tail_attention", on_device)

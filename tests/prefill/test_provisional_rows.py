@@ -104,7 +104,7 @@ def test_words_are_judged_after_the_prompt_in_forwards_of_few_rows(make: Make, m
     assert [len(e.token_ids) for e in events[:3]] == [1, ROWS, ROWS]  # the prompt's own word, then all that stand
     assert [e.confirmed for e in events[:3]] == [1, ROWS, ROWS] and max(len(e.token_ids) for e in events) == ROWS
     drafts = [span for spans in ran.spans for span in spans if span.parents]
-    assert drafts and all(len(span.ids) <= ROWS and len(span.want) == len(span.ids) for span in drafts)
+    assert drafts and all(len(span.ids) <= ROWS and len(span.logits_indices) == len(span.ids) for span in drafts)
     assert answer.last.usage.with_first == 0  # type: ignore[union-attr]
 
 

@@ -96,7 +96,7 @@ def test_only_rows_that_go_all_the_way_climb(ctx: DraftContext, recomputed: list
     ids, entries, layers = np.array(IDS[:4]), np.arange(4), ctx.runner.decoder.config.num_layers
     x = torch.zeros(4, ctx.runner.decoder.config.hidden_size)
     assert stairs.at_once(Rows(ids, entries, pages, np.array([layers] * 3 + [2])), none) is None
-    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), want=[3]), none) is None
+    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), logits_indices=[3]), none) is None
     assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), x=x, first=1), none) is None
     assert stairs.at_once(Rows(ids[:0], entries[:0], pages, np.zeros(0)), none) is None
     assert not recomputed

@@ -180,7 +180,7 @@ class ModelDrafter(Drafter):
             span = self._unseen(g.ask)
             g.entries = [] if g.ask.at_random else self._take_offer(g)
             span.ids = [*span.ids, *(g.draft.tokens[n] for n in g.entries)]
-            span.want = range(span.want[0], len(span.ids))
+            span.logits_indices = range(span.logits_indices[0], len(span.ids))
             span.tree_first, span.parents = len(g.ask.tokens), g.parents([])
             spans.append(span)
         logits = self._runner.forward(spans).logits

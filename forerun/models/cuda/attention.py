@@ -30,7 +30,7 @@ class PagedAttention(AttentionBackend):
         if self.share_prefix and batch.host is not None:
             groups = plan_shared(batch.host, self.config, LAUNCHES)
             shared = None if groups is None else SharedPlan.send(groups, self.device)
-        self.use(batch, plan_queries(batch.starts, max(batch.contexts), self.device), first, shared)
+        self.use(batch, plan_queries(batch.cu_seqlens, max(batch.seq_lens), self.device), first, shared)
         self._fresh = self._fresh_slots(batch)
 
     def use(
@@ -48,7 +48,7 @@ class PagedAttention(AttentionBackend):
         """The slots of a lone prompt that is prefilled from its first token on contiguous pages."""
         if (
             batch.num_seqs != 1
-            or batch.contexts[0] != batch.num_tokens
+            or batch.seq_lens[0] != batch.num_tokens
             or batch.num_tokens <= FEW
             or batch.tree is not None
         ):
@@ -61,7 +61,7 @@ class PagedAttention(AttentionBackend):
         q = torch.empty(qkv.shape[0], c.num_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
         table = self.ropes[c.layer_rope(layer)].table
         q_norm, k_norm = (norms[0][0], norms[1][0]) if norms else (None, None)
-        return rope_and_store(qkv, table, batch.positions, batch.slots, *kv, q, q_norm, k_norm, c.norm_eps)
+        return rope_and_store(qkv, table, batch.positions, batch.slot_mapping, *kv, q, q_norm, k_norm, c.norm_eps)
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         batch, window = self._batch, self.config.window(layer)
@@ -71,8 +71,8 @@ class PagedAttention(AttentionBackend):
             q,
             kv[0],
             kv[1],
-            batch.tables,
-            batch.seen,
+            batch.block_tables,
+            batch.kv_lens,
             self._queries,
             self.config.scale,
             page_size=batch.page_size,

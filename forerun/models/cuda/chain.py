@@ -52,19 +52,19 @@ class ChainRunner:
         blindly. Pages must reach to where the last guess but one goes; a sequence whose pages end before that (or the
         model's context) gets worthless guesses from there on.
         """
-        starts = batch.starts
+        cu_seqlens = batch.cu_seqlens
         if batch.bits is not None or not 1 <= depth <= MAX_STEPS or len(least) > MAX_STEPS:
             raise ValueError(f"chains follow plain sequences and have 1 to {MAX_STEPS} tokens, not {depth}")
-        if any(a == b for a, b in zip(starts, starts[1:], strict=False)):
+        if any(a == b for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)):
             raise ValueError("a sequence without tokens has no chain")
         self.stack.run(batch, None, depth, least)
         torch.cuda.current_stream().synchronize()
-        return self._read(starts, depth)
+        return self._read(cu_seqlens, depth)
 
-    def _read(self, starts: list[int], depth: int) -> Chains:
+    def _read(self, cu_seqlens: list[int], depth: int) -> Chains:
         greedy, probs = self.stack.greedy.numpy(), self.stack.probs.numpy()
         depth = next((step for step in range(1, depth) if greedy[step, 0] < 0), depth)
-        last = [end - 1 for end in starts[1:]]  # of the first step; then a sequence has one row
+        last = [end - 1 for end in cu_seqlens[1:]]  # of the first step; then a sequence has one row
         seqs = len(last)
         tokens = [greedy[0, last].tolist(), *greedy[1:depth, :seqs].tolist()]  # [depth][S]
         sure = [probs[0, last].tolist(), *probs[1:depth, :seqs].tolist()]

@@ -119,7 +119,7 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:  # [T, 2 * 
 
 @triton.jit
 def _rope_and_store(
-    qkv, cos_sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv_stride,
+    qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _rope_and_store(
     q_cells = q_out + (t * Q_HEADS + head)[:, None] * D + half[None, :]
     tl.store(q_cells, new_low.to(dtype), mask=is_q[:, None] & half_ok[None, :])
     tl.store(q_cells + D // 2, new_high.to(dtype), mask=is_q[:, None] & half_ok[None, :])
-    slot = tl.load(slots + t).to(tl.int64)
+    slot = tl.load(slot_mapping + t).to(tl.int64)
     dtype = k_cache.dtype.element_ty
     k_ok = (is_k & (slot >= 0))[:, None] & half_ok[None, :]
     k_cells = k_cache + (slot * KV_HEADS + head - Q_HEADS)[:, None] * D + half[None, :]
@@ -175,7 +175,7 @@ def rope_and_store(
     qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
     cos_sin: torch.Tensor,  # [max_positions, D] float32: cosines, then sines
     positions: torch.Tensor,  # [T]
-    slots: torch.Tensor,  # [T]; negative: the token's K/V is not kept
+    slot_mapping: torch.Tensor,  # [T]; negative: the token's K/V is not kept
     k_cache: torch.Tensor,  # [num_slots, Hkv, D]
     v_cache: torch.Tensor,  # [num_slots, Hkv, D]
     q_out: torch.Tensor,  # [T, Hq, D]
@@ -194,7 +194,7 @@ def rope_and_store(
         grid = (tokens, cdiv(q_heads + 2 * kv_heads, HEADS_AT_ONCE))
         launch(
             _rope_and_store, grid,
-            qkv, cos_sin, positions, slots, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv.stride(0),
+            qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_out, q_norm, k_norm, eps, qkv.stride(0),
             Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, HALF=next_power_of_2(dim // 2), AT_ONCE=HEADS_AT_ONCE,
             **options(2),
         )  # fmt: skip

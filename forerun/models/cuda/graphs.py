@@ -65,7 +65,7 @@ class _Graph:
         inputs, self.head = buffers.inputs, 6 * rows + 2 * seqs + 1
         parts = inputs[2 * rows : 6 * rows].view(4, rows)
         self.masks = inputs[: 2 * rows].view(torch.int64)
-        self.tree_start, starts = inputs[6 * rows : 6 * rows + seqs], inputs[6 * rows + seqs : self.head]
+        self.tree_start, cu_seqlens = inputs[6 * rows : 6 * rows + seqs], inputs[6 * rows + seqs : self.head]
         self.shared, self.groups_at = None, self.head
         if bucket.shared:
             self.head += _shared_size(decoder.config, seqs, rows)
@@ -73,15 +73,16 @@ class _Graph:
         self.batch = TokenBatch(
             tokens=parts[0],
             positions=parts[1],
-            slots=parts[2],
-            seen=parts[3],
-            tables=inputs[self.head : self.head + pages * seqs].view(pages, seqs).T,  # the pages in use come first
-            starts=[0] * seqs + [rows],
-            contexts=[pages * buffers.page_size] * seqs,
+            slot_mapping=parts[2],
+            kv_lens=parts[3],
+            # the pages in use come first
+            block_tables=inputs[self.head : self.head + pages * seqs].view(pages, seqs).T,
+            cu_seqlens=[0] * seqs + [rows],
+            seq_lens=[pages * buffers.page_size] * seqs,
             page_size=buffers.page_size,
-            want=torch.arange(rows, device=decoder.device),
+            logits_indices=torch.arange(rows, device=decoder.device),
         )
-        self.plan = QueryPlan(starts, starts[:-1], rows, bucket.few, 0, pages * buffers.page_size)
+        self.plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, bucket.few, 0, pages * buffers.page_size)
         self._fill_idle()
         inputs.copy_(buffers.staging)
         self.graph, _ = record(lambda: self._forward(decoder, kv), buffers.pool)
@@ -118,11 +119,11 @@ class _Graph:
             host[6 * rows : 6 * rows + len(batch.tree_start)] = batch.tree_start
         host[2 * rows : 2 * rows + count] = batch.tokens
         host[3 * rows : 3 * rows + count] = batch.positions
-        host[4 * rows : 4 * rows + count] = batch.slots
-        host[5 * rows : 5 * rows + count] = batch.seen
-        starts = host[6 * rows + seqs : self.groups_at]
-        starts[: len(batch.starts)] = batch.starts
-        starts[len(batch.starts) :] = batch.starts[-1]  # empty sequences
+        host[4 * rows : 4 * rows + count] = batch.slot_mapping
+        host[5 * rows : 5 * rows + count] = batch.kv_lens
+        cu_seqlens = host[6 * rows + seqs : self.groups_at]
+        cu_seqlens[: len(batch.cu_seqlens)] = batch.cu_seqlens
+        cu_seqlens[len(batch.cu_seqlens) :] = batch.cu_seqlens[-1]  # empty sequences
         if groups is not None:
             groups.lay(host[self.groups_at : self.head], seqs, rows)
         used = self.head + lay_pages(batch, host[self.head :], seqs, self.buffers.max_pages) * seqs
@@ -180,12 +181,12 @@ class GraphRunner:
             graph.replay(batch, groups)
             logits, greedy = graph.buffers.logits, graph.buffers.greedy
         torch.cuda.current_stream().synchronize()
-        return self._output(batch.want, logits, greedy)
+        return self._output(batch.logits_indices, logits, greedy)
 
     def tail_attention(self, batch: HostBatch) -> np.ndarray | None:
         """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads
         and all layers but the last. Leaves their K/V as `run` does; None for batches that the graph does not fit."""
-        count, entries = len(batch.tokens), batch.contexts[0]
+        count, entries = len(batch.tokens), batch.seq_lens[0]
         fits = 0 < count <= MAX_ROWS and len(batch.pages) == 1 and entries <= self.max_pages * self.page_size
         if not fits or batch.bits is not None or len(self.kv) < 2:
             return None
@@ -195,7 +196,7 @@ class GraphRunner:
             self._query_graph = _QueryGraph(self.decoder, self.kv, Bucket(MAX_ROWS, 1, MAX_ROWS, False), self._room())
         graph = self._query_graph
         graph.replay(batch)
-        weights = self._tail_attention.weights(graph.queries, graph.batch.tables[0], entries - count, count)
+        weights = self._tail_attention.weights(graph.queries, graph.batch.block_tables[0], entries - count, count)
         return weights.cpu().numpy()  # waits for the device, as the next batch is laid out in the same memory
 
     @cached_property

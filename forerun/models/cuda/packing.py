@@ -42,7 +42,7 @@ class Bucket:
         rows, seqs, tree = len(batch.tokens), len(batch.pages), batch.bits is not None
         if rows > MAX_ROWS:
             return None
-        few = max(end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False))
+        few = max(end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
         if few == 1:
             return cls(_up(rows, DECODING), _up(rows, DECODING), 1, tree, shared)
         if seqs == 1:
@@ -53,13 +53,13 @@ class Bucket:
 
 def layout(rows: int) -> np.dtype:
     """`Batch` in stack_base.cu for so many rows: the same fields in the same order, aligned as C aligns them."""
-    per_row = ("tokens", "positions", "slots", "seen", "room")
+    per_row = ("tokens", "positions", "slot_mapping", "kv_lens", "room")
     return np.dtype(
         [
             *((name, np.int32) for name in ("rows", "seqs", "page_stride", "steps")),
             ("bits", np.uint64, (rows,)),
             *((name, np.int32, (rows,)) for name in per_row),
-            ("starts", np.int32, (rows + 1,)),
+            ("cu_seqlens", np.int32, (rows + 1,)),
             ("least", np.float32, (MAX_STEPS,)),
         ],
         align=True,
@@ -67,13 +67,13 @@ def layout(rows: int) -> np.dtype:
 
 
 def masks_of(batch: HostBatch) -> tuple[bool, list[int] | None]:
-    """(whether 64 bits are enough, what each token sees from entry `seen` of its sequence on; None: nothing)."""
+    """(whether 64 bits are enough, what each token sees from entry `kv_lens` of its sequence on; None: nothing)."""
     if batch.bits is None or batch.tree_start is None:
         return True, None
     masks: list[int] = []
     for s, start in enumerate(batch.tree_start):
-        for t in range(batch.starts[s], batch.starts[s + 1]):
-            bits, ahead = batch.bits[t], start - int(batch.seen[t])
+        for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]):
+            bits, ahead = batch.bits[t], start - int(batch.kv_lens[t])
             masks.append(bits << ahead if ahead >= 0 else bits >> -ahead)
     return all(mask < 1 << MASK_BITS for mask in masks), masks
 
@@ -116,9 +116,9 @@ class Packed:
         field["bits"][:count] = 0 if masks is None else np.array(masks, dtype=np.uint64)
         field["tokens"][:count] = batch.tokens
         field["positions"][:count] = batch.positions
-        field["slots"][:count] = batch.slots
-        field["seen"][:count] = batch.seen
-        field["starts"][: seqs + 1] = batch.starts
+        field["slot_mapping"][:count] = batch.slot_mapping
+        field["kv_lens"][:count] = batch.kv_lens
+        field["cu_seqlens"][: seqs + 1] = batch.cu_seqlens
         widest = lay_pages(batch, self._tables, seqs, -(-self.max_context // self.page_size))
         if steps > 1:
             room = [min(len(pages) * self.page_size, self.max_context) for pages in batch.pages]

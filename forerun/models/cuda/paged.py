@@ -48,19 +48,19 @@ class QueryPlan:
     max_context: int  # no token sees an entry at or past this
 
 
-def plan_queries(starts: Sequence[int], max_context: int, device: torch.device | str) -> QueryPlan:
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+def plan_queries(cu_seqlens: Sequence[int], max_context: int, device: torch.device | str) -> QueryPlan:
+    counts = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
     few = max((count for count in counts if count <= FEW), default=0)
     many = max((count for count in counts if count > FEW), default=0)
     cut = [count if count <= FEW else 0 for count in counts]
     cells = [0, *itertools.accumulate(cut)]
-    both = torch.tensor([*starts, *cells], dtype=torch.int32).to(device, non_blocking=True)
-    return QueryPlan(both[: len(starts)], both[len(starts) : -1], cells[-1], few, many, max_context)
+    both = torch.tensor([*cu_seqlens, *cells], dtype=torch.int32).to(device, non_blocking=True)
+    return QueryPlan(both[: len(cu_seqlens)], both[len(cu_seqlens) : -1], cells[-1], few, many, max_context)
 
 
 @triton.jit(do_not_specialize=["table_stride", "page_stride", "tree_width", "lanes", "least"])
 def _attend(
-    q, k_cache, v_cache, tables, cu_q, cells_at, seen, tree, tree_start, shared, out, part, part_ml, scale,
+    q, k_cache, v_cache, block_tables, cu_q, cells_at, kv_lens, tree, tree_start, shared, out, part, part_ml, scale,
     table_stride, page_stride, tree_width, lanes, least,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
@@ -87,7 +87,7 @@ def _attend(
     d_ok = d < D
     q_cells = (token * (GROUP * KV_HEADS) + head)[:, None] * D + d[None, :]
     q_tile = tl.load(q + q_cells, mask=real[:, None] & d_ok[None, :], other=0.0)  # [ROWS, DP]
-    limit = tl.load(seen + token, mask=real, other=0)
+    limit = tl.load(kv_lens + token, mask=real, other=0)
     high = tl.max(limit, axis=0)  # entries that any row of the tile may see end here
     place = limit - 1  # a token's own place: how many entries it would see without a window, less one
     first = 0
@@ -122,7 +122,7 @@ def _attend(
     for block in range(block_first, block_end, LANES):
         entry = block * KEYS + tl.arange(0, KEYS)
         there = (entry >= low) & (entry < high)
-        page = tl.load(tables + s * table_stride + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
+        page = tl.load(block_tables + s * table_stride + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
         cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
         cell_ok = there[:, None] & d_ok[None, :]
         k_tile = tl.load(k_cache + cells, mask=cell_ok, other=0.0)  # [KEYS, DP]
@@ -160,8 +160,8 @@ def paged_attention(
     q: torch.Tensor,  # [T, Hq, D]
     k_cache: torch.Tensor,  # [num_slots, Hkv, D]
     v_cache: torch.Tensor,  # [num_slots, Hkv, D]
-    tables: torch.Tensor,  # [S, P] int32, any strides
-    seen: torch.Tensor,  # [T] int32
+    block_tables: torch.Tensor,  # [S, P] int32, any strides
+    kv_lens: torch.Tensor,  # [T] int32
     plan: QueryPlan,
     scale: float,
     *,
@@ -174,10 +174,10 @@ def paged_attention(
     few_shape: Shape = FEW_SHAPE,
     many_shape: Shape | None = None,  # None: what the plan's numbers suggest
 ) -> torch.Tensor:  # [T, Hq, D]
-    """Token t sees entry e of its sequence when e < seen[t], or when its tree row says so.
+    """Token t sees entry e of its sequence when e < kv_lens[t], or when its tree row has it.
 
-    Under a window, of the entries below seen[t] only those above place - window are seen, where a token's place is the
-    number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
+    Under a window, of the entries below kv_lens[t] only those above place - window are seen, where a token's place is
+    the number of entries it would see without a window, less one (its depth in the tree counts). Every entry below the
     furthest that is seen must have been written. A token that sees nothing gets zeros. All that varies between replays
     of a graph is read on the device. `shared` blocks are read once for a group, but where there is a window, which
     leaves little of them in sight. Only a lone sequence's many new tokens may have lanes.
@@ -197,15 +197,15 @@ def paged_attention(
         parts = _parts((plan.num_cells if few else count) * heads * launched, q) if lanes > 1 else None
         groups = shared if few and not window else None
         if groups is not None and parts is not None:
-            attend_shared(q, (k_cache, v_cache), tables, groups, parts, scale * LOG2_E, page_size, lanes, launched,
-                          shape.warps)  # fmt: skip
+            attend_shared(q, (k_cache, v_cache), block_tables, groups, parts, scale * LOG2_E, page_size, lanes,
+                          launched, shape.warps)  # fmt: skip
         grid = (cdiv(count * (heads // kv_heads), shape.rows), kv_heads * launched, seqs)
         by_tile = not few and lanes > 1  # all programs of the tiles that see most start first
         launch(
             _attend, (grid[1], grid[0], seqs) if by_tile else grid,
-            q, k_cache, v_cache, tables, plan.cu_q, plan.cells, seen, tree, tree_start,
+            q, k_cache, v_cache, block_tables, plan.cu_q, plan.cells, kv_lens, tree, tree_start,
             groups.blocks if groups is not None else None, out, *(parts or (None, None)), scale * LOG2_E,
-            tables.stride(0), tables.stride(1), width, launched, 1 if few else least,
+            block_tables.stride(0), block_tables.stride(1), width, launched, 1 if few else least,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
             ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0,
             WIDTH=next_power_of_2(width) if width else 0, MOST=FEW if few else 1 << 30, TILES_AT=int(by_tile),

@@ -52,15 +52,15 @@ def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | N
     key_bytes = 4 * config.kv_size  # K and V, two bytes a number
     if all(config.window(layer) for layer in range(config.num_layers)):
         return None
-    if len(batch.pages) < 2 or sum(batch.contexts) * key_bytes < least:
+    if len(batch.pages) < 2 or sum(batch.seq_lens) * key_bytes < least:
         return None
-    counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
+    counts = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
     firsts = Counter(int(pages[0]) for pages in batch.pages)
     usable = [
-        int(batch.seen[start : start + count].min()) // batch.page_size
+        int(batch.kv_lens[start : start + count].min()) // batch.page_size
         if 0 < count <= FEW and firsts[int(pages[0])] > 1
         else 0
-        for start, count, pages in zip(batch.starts, counts, batch.pages, strict=False)
+        for start, count, pages in zip(batch.cu_seqlens, counts, batch.pages, strict=False)
     ]
     rows = [row for row, pages in enumerate(usable) if pages * batch.page_size >= LEAST]
     if len(rows) < 2:
@@ -70,12 +70,12 @@ def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | N
         tables[at, : usable[row]] = batch.pages[row][: usable[row]]
     found = find_groups(tables, [usable[row] for row in rows], -(-LEAST // batch.page_size))
     groups = [(sorted(rows[at] for at in part), pages * batch.page_size // KEYS) for part, pages in found]
-    return _lay_out(groups, batch.starts, counts, config.num_heads // config.num_kv_heads, key_bytes, least)
+    return _lay_out(groups, batch.cu_seqlens, counts, config.num_heads // config.num_kv_heads, key_bytes, least)
 
 
 def _lay_out(
     groups: list[tuple[list[int], int]],
-    starts: list[int],
+    cu_seqlens: list[int],
     counts: list[int],
     heads_per_kv: int,
     key_bytes: int,
@@ -88,7 +88,7 @@ def _lay_out(
     spared = 0
     for rows, shared in groups:
         first = len(members)
-        members += [(starts[row] + i, int(cells[row]) + i) for row in rows for i in range(counts[row])]
+        members += [(cu_seqlens[row] + i, int(cells[row]) + i) for row in rows for i in range(counts[row])]
         size = len(members) - first
         cuts = range(0, size * heads_per_kv, ROWS * TILES)
         tiles += [(first, size, cut, rows[0], shared) for cut in cuts]

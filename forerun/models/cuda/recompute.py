@@ -56,7 +56,7 @@ class RecomputeRunner:
         """None for batches that no recording fits. What it returns is overwritten by the next pass."""
         count = len(batch.tokens)
         fits = FEW < count <= self.most and len(batch.pages) == 1 and batch.bits is None and len(self._kv) > 1
-        if not fits or len(picks) > PICKS or batch.contexts[0] > self._max_pages * self._page_size:
+        if not fits or len(picks) > PICKS or batch.seq_lens[0] > self._max_pages * self._page_size:
             return None
         rows = next(size for size in SIZES if size >= count)
         if rows not in self._recordings:
@@ -80,7 +80,7 @@ class RecomputeRunner:
         host, count = self._host, len(batch.tokens)
         parts = host[: 4 * rows].reshape(4, rows)
         parts[:, count:] = _IDLE
-        parts[:, :count] = batch.tokens, batch.positions, batch.slots, batch.seen
+        parts[:, :count] = batch.tokens, batch.positions, batch.slot_mapping, batch.kv_lens
         host[4 * rows : 4 * rows + BOUNDS] = 0, count, count - 1, 0
         tail = 4 * rows + BOUNDS + PICKS
         host[tail - PICKS : tail] = 0
@@ -102,9 +102,9 @@ class RecomputeRunner:
         single_plan = QueryPlan(single[:2], single[2:], 1, 1, 0, context)
 
         def use(parts: Tensor, plan: QueryPlan) -> TokenBatch:
-            tokens, positions, slots, seen = parts
+            tokens, positions, slot_mapping, kv_lens = parts
             where, count = (pages[None], [0, parts.shape[1]], [context], self._page_size), single[:0]
-            batch = TokenBatch(tokens, positions, slots, seen, *where, count)
+            batch = TokenBatch(tokens, positions, slot_mapping, kv_lens, *where, count)
             attention.use(batch, plan)
             return batch
 
@@ -129,4 +129,4 @@ class RecomputeRunner:
         return _Recording(*record(run, self._pool))
 
 
-_IDLE = np.array([[0], [0], [-1], [0]], dtype=np.int32)  # token, position, slot, seen of a row without a token
+_IDLE = np.array([[0], [0], [-1], [0]], dtype=np.int32)  # token, position, slot, entries seen by a row without a token

@@ -76,7 +76,7 @@ def _leave(part, part_ml, cell, d, real, best, total, acc, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "page_stride", "lanes"])
 def _attend_shared(
-    q, k_cache, v_cache, tables, tiles, members, part, part_ml, scale, table_stride, page_stride, lanes,
+    q, k_cache, v_cache, block_tables, tiles, members, part, part_ml, scale, table_stride, page_stride, lanes,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _attend_shared(
         return
     first = tl.load(tile)
     size = tl.load(tile + 1)
-    table = tables + tl.load(tile + 3) * table_stride
+    table = block_tables + tl.load(tile + 3) * table_stride
     d = tl.arange(0, DP)
     pair = tl.load(tile + 2) + tl.arange(0, ROWS)
     real_a, query_a, cell_a = _place(members, first, size, pair, kv_head, lane, lanes, GROUP, KV_HEADS)
@@ -123,7 +123,7 @@ def _attend_shared(
 def attend_shared(
     q: torch.Tensor,  # [T, Hq, D]
     kv: tuple[torch.Tensor, torch.Tensor],  # [num_slots, Hkv, D] each
-    tables: torch.Tensor,  # [S, P] int32, any strides
+    block_tables: torch.Tensor,  # [S, P] int32, any strides
     plan: SharedPlan,
     parts: tuple[torch.Tensor, torch.Tensor],  # partial softmaxes [cells * Hq * lanes, D] and [.., 2], float32
     scale_log2: float,
@@ -136,7 +136,7 @@ def attend_shared(
     kv_heads = kv[0].shape[1]
     launch(
         _attend_shared, (plan.tiles.shape[0], kv_heads * launched),
-        q, *kv, tables, plan.tiles, plan.members, *parts, scale_log2, tables.stride(0), tables.stride(1), launched,
+        q, *kv, block_tables, plan.tiles, plan.members, *parts, scale_log2, *block_tables.stride(), launched,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
         ROWS=ROWS, KEYS=KEYS, LANES=lanes, FIELDS=FIELDS, **options(warps, STAGES),
     )  # fmt: skip

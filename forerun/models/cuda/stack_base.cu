@@ -162,12 +162,12 @@ struct Best {
 // of sequence s at b * page_stride + s.
 struct Batch {
     int rows, seqs, page_stride, steps;
-    u64 bits[TOKENS];      // bit j: the row sees entry seen + j, beside those before `seen`
+    u64 bits[TOKENS];      // bit j: the row sees entry kv_lens + j, beside those before `kv_lens`
     int tokens[TOKENS], positions[TOKENS];
-    int slots[TOKENS];     // where K/V goes; negative: nowhere
-    int seen[TOKENS];
+    int slot_mapping[TOKENS];     // where K/V goes; negative: nowhere
+    int kv_lens[TOKENS];
     int room[TOKENS];      // entries of each sequence that have a page, and a position that the model knows
-    int starts[TOKENS + 1];
+    int cu_seqlens[TOKENS + 1];
     float least[STEPS];    // a step follows only where a sequence's guesses so far are all right with this probability
 };
 static_assert(sizeof(Batch) == BATCH_BYTES, "the host lays it out otherwise");

@@ -44,10 +44,10 @@ __device__ __forceinline__ void find_sequences(const Params& p, Sequences& q) {
     const Batch& b = *p.batch;
     int t = threadIdx.x;
     if (t < b.rows) {
-        q.token[t] = b.tokens[t], q.position[t] = b.positions[t], q.slot[t] = b.slots[t];
-        q.limit[t] = b.seen[t], q.bits[t] = b.bits[t];
+        q.token[t] = b.tokens[t], q.position[t] = b.positions[t], q.slot[t] = b.slot_mapping[t];
+        q.limit[t] = b.kv_lens[t], q.bits[t] = b.bits[t];
     }
-    if (t <= b.seqs) q.start[t] = b.starts[t];
+    if (t <= b.seqs) q.start[t] = b.cu_seqlens[t];
     if (t == 0) q.rows = b.rows, q.count = b.seqs, q.page_stride = b.page_stride;
     meet();
     cut_sequences(q);

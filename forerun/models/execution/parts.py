@@ -46,7 +46,7 @@ def join(spans: Sequence[Span], parts: list[list[int]], outputs: list[Output]) -
     places: dict[int, range] = {}  # rows of each span in the outputs, one after the other
     end = 0
     for number in itertools.chain(*parts):
-        places[number] = range(end, end + len(spans[number].want))
+        places[number] = range(end, end + len(spans[number].logits_indices))
         end = places[number].stop
     order = [row for number in range(len(spans)) for row in places[number]]
     logits, greedy = torch.cat([output.logits for output in outputs]), None

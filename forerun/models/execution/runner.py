@@ -43,7 +43,7 @@ class Span:
     ids: list[int]
     first: int
     pages: array[int]
-    want: Seq[int]  # which of the ids need logits
+    logits_indices: Seq[int]  # which of the ids need logits
     tree_first: int = 0
     parents: list[int] = field(default_factory=list)
     known: Tensor | None = None  # [1, V] logits of its only token, which has run: nothing is left to do
@@ -186,13 +186,13 @@ class Runner:
         batch = HostBatch(
             tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
             positions=np.array([p for span in spans for p in span.positions()], dtype=np.int64),
-            slots=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
-            seen=np.array(seen, dtype=np.int32),
-            starts=starts,
-            contexts=[span.first + len(span.ids) for span in spans],
+            slot_mapping=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
+            kv_lens=np.array(seen, dtype=np.int32),
+            cu_seqlens=starts,
+            seq_lens=[span.first + len(span.ids) for span in spans],
             pages=[np.array(span.pages, dtype=np.int32) for span in spans],
             page_size=self.pool.page_size,
-            want=[start + w for start, span in zip(starts, spans, strict=False) for w in span.want],
+            logits_indices=[start + w for start, span in zip(starts, spans, strict=False) for w in span.logits_indices],
         )
         if any(span.branches for span in spans):
             self._add_trees(batch, spans)
@@ -200,13 +200,13 @@ class Runner:
 
     @staticmethod
     def _add_trees(batch: HostBatch, spans: list[Span]) -> None:
-        """Say by bits what the nodes of branching trees see; all other tokens go on by `seen` alone."""
+        """Set bits for what the nodes of branching trees see; all other tokens go by `kv_lens` alone."""
         batch.bits = [b for span in spans for b in (span.ancestors() if span.branches else [0] * len(span.ids))]
         batch.tree_start = [span.tree_first if span.branches else 0 for span in spans]
-        for start, span in zip(batch.starts, spans, strict=False):
+        for start, span in zip(batch.cu_seqlens, spans, strict=False):
             if span.branches:
                 own = slice(start, start + len(span.ids))
-                batch.seen[own] = np.minimum(batch.seen[own], span.tree_first)
+                batch.kv_lens[own] = np.minimum(batch.kv_lens[own], span.tree_first)
 
     def warm_up(self) -> None:
         """Compile what a device compiles at the first forward of a kind, so that no request waits for it."""

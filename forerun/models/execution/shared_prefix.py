@@ -161,12 +161,12 @@ def plan_groups(
     batch: TokenBatch, windows: Iterable[int | None], heads_per_kv: int
 ) -> tuple[list[PrefixGroup], set[int]]:
     """The groups of a batch, and the sequences that are in one. Sequences with trees or many new tokens are in none."""
-    size, tables = batch.page_size, batch.tables.numpy()
+    size, tables = batch.page_size, batch.block_tables.numpy()
     usable = []
-    for lo, hi in zip(batch.starts, batch.starts[1:], strict=False):
+    for lo, hi in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
         tree = batch.tree is not None and bool(batch.tree[lo:hi].any())
         few = 0 < hi - lo <= FEW and not tree
-        usable.append((int(batch.seen[lo:hi].min()) - 1) // size if few else 0)  # each keeps one entry of its own
+        usable.append((int(batch.kv_lens[lo:hi].min()) - 1) // size if few else 0)  # each keeps one entry of its own
     found = find_groups(tables, usable, -(-LEAST // size))
     groups = [_plan_group(batch, rows, pages * size, windows, heads_per_kv) for rows, pages in found]
     return groups, {row for rows, _ in found for row in rows}
@@ -177,25 +177,25 @@ def _plan_group(
 ) -> PrefixGroup:
     buckets: dict[tuple[int, int], list[int]] = {}  # by new tokens and keys, so that no short rest is padded to a long
     for row in rows:
-        rest = batch.contexts[row] - shared
+        rest = batch.seq_lens[row] - shared
         keys = STEP << max(0, (-(-rest // STEP) - 1).bit_length())
-        buckets.setdefault((batch.starts[row + 1] - batch.starts[row], keys), []).append(row)
+        buckets.setdefault((batch.cu_seqlens[row + 1] - batch.cu_seqlens[row], keys), []).append(row)
     tokens: list[int] = []
     rests = []
     for (count, _), members in buckets.items():
-        keys = -(-max(batch.contexts[row] - shared for row in members) // STEP) * STEP
-        own = [batch.starts[row] + i for row in members for i in range(count)]
-        seen = batch.seen[own].view(len(members), count)
+        keys = -(-max(batch.seq_lens[row] - shared for row in members) // STEP) * STEP
+        own = [batch.cu_seqlens[row] + i for row in members for i in range(count)]
+        seen = batch.kv_lens[own].view(len(members), count)
         masks = {
             window: additive_mask(seen, shared, keys, window).repeat_interleave(heads_per_kv, 1)[:, None]
             for window in windows
         }
-        behind = _entry_slots(batch.tables[members], shared, keys, batch.page_size).view(-1)
+        behind = _entry_slots(batch.block_tables[members], shared, keys, batch.page_size).view(-1)
         rests.append(_Rests(slice(len(tokens), len(tokens) + len(own)), behind, keys, masks))
         tokens += own
     slots = _shared_slots(batch, rows[0], shared)
     group = PrefixGroup(torch.tensor(tokens), slots, {}, {}, rests)
-    seen = batch.seen[tokens]
+    seen = batch.kv_lens[tokens]
     for window in windows:
         if window is None or window >= int(seen.max()):
             group.masks[window] = None
@@ -206,7 +206,7 @@ def _plan_group(
 
 
 def _shared_slots(batch: TokenBatch, row: int, shared: int) -> slice | Tensor:
-    slots = _entry_slots(batch.tables[row], 0, shared, batch.page_size)
+    slots = _entry_slots(batch.block_tables[row], 0, shared, batch.page_size)
     first = int(slots[0])
     return slice(first, first + shared) if bool((slots.diff() == 1).all()) else slots
 

@@ -10,22 +10,22 @@ from forerun.models.cuda.packing import MAX_ROWS, Bucket, Packed, lay_pages, lay
 CPU = torch.device("cpu")
 
 
-def batch(counts, contexts=None, bits=None, tree_start=None, page_size=16):
-    """Sequences of `counts` new tokens at the end of `contexts` entries; causal unless bits are given."""
-    contexts = contexts or [100 + count for count in counts]
-    starts = [0, *np.cumsum(counts).tolist()]
-    entries = [e for count, context in zip(counts, contexts, strict=True) for e in range(context - count, context)]
-    pages = [np.arange(-(-context // page_size), dtype=np.int32) + 100 * s for s, context in enumerate(contexts)]
+def batch(counts, seq_lens=None, bits=None, tree_start=None, page_size=16):
+    """Sequences of `counts` new tokens at the end of `seq_lens` entries; causal unless bits are given."""
+    seq_lens = seq_lens or [100 + count for count in counts]
+    cu_seqlens = [0, *np.cumsum(counts).tolist()]
+    entries = [e for count, context in zip(counts, seq_lens, strict=True) for e in range(context - count, context)]
+    pages = [np.arange(-(-context // page_size), dtype=np.int32) + 100 * s for s, context in enumerate(seq_lens)]
     return HostBatch(
-        tokens=np.arange(starts[-1]) + 7,
+        tokens=np.arange(cu_seqlens[-1]) + 7,
         positions=np.array(entries),
-        slots=np.array(entries) + 1000,
-        seen=np.array(entries, dtype=np.int32) + 1,
-        starts=starts,
-        contexts=contexts,
+        slot_mapping=np.array(entries) + 1000,
+        kv_lens=np.array(entries, dtype=np.int32) + 1,
+        cu_seqlens=cu_seqlens,
+        seq_lens=seq_lens,
         pages=pages,
         page_size=page_size,
-        want=list(range(starts[-1])),
+        logits_indices=list(range(cu_seqlens[-1])),
         bits=bits,
         tree_start=tree_start,
     )
@@ -37,7 +37,7 @@ def test_layout_is_that_of_the_c_struct(rows):
     assert kind.fields is not None
     offsets = {name: entry[1] for name, entry in kind.fields.items()}
     assert (offsets["rows"], offsets["steps"], offsets["bits"]) == (0, 12, 16)
-    assert offsets["tokens"] == 16 + 8 * rows and offsets["starts"] == 16 + 28 * rows
+    assert offsets["tokens"] == 16 + 8 * rows and offsets["cu_seqlens"] == 16 + 28 * rows
     assert kind.itemsize == 88 + 32 * rows  # a multiple of 8, as C rounds it up
 
 
@@ -51,9 +51,9 @@ def test_fill_lays_pages_out_page_by_page():
     assert [int(field[name][0]) for name in ("rows", "seqs", "page_stride", "steps")] == [4, 2, 2, 4]
     assert field["bits"][:4].tolist() == [0, 0, 1 << 63, 5]
     assert field["tokens"][:4].tolist() == [7, 8, 9, 10]
-    assert field["starts"][:3].tolist() == [0, 3, 4]
+    assert field["cu_seqlens"][:3].tolist() == [0, 3, 4]
     assert field["room"][:2].tolist() == [48, 32]
-    assert field["seen"][:4].tolist() == [38, 39, 40, 20]
+    assert field["kv_lens"][:4].tolist() == [38, 39, 40, 20]
     assert field["least"].tolist() == [0.0] * 16
     packed.fill(given, None, 4, [0.5, 0.25])
     assert field["least"].tolist() == [0.5, 0.25] + [0.0] * 14
@@ -68,15 +68,15 @@ def test_fill_leaves_nothing_of_the_batch_before():
 
 
 def test_pages_past_the_context_are_left_out():
-    given, tables = batch([1, 1], [40, 100]), np.zeros(12, dtype=np.int32)
-    assert lay_pages(given, tables, 3, 4) == 4
-    assert tables.reshape(4, 3).tolist() == [[0, 100, 0], [1, 101, 0], [2, 102, 0], [0, 103, 0]]
-    assert lay_pages(batch([1], [100]), tables, 1, 4) == 4 and tables[:4].tolist() == [0, 1, 2, 3]
+    given, block_tables = batch([1, 1], [40, 100]), np.zeros(12, dtype=np.int32)
+    assert lay_pages(given, block_tables, 3, 4) == 4
+    assert block_tables.reshape(4, 3).tolist() == [[0, 100, 0], [1, 101, 0], [2, 102, 0], [0, 103, 0]]
+    assert lay_pages(batch([1], [100]), block_tables, 1, 4) == 4 and block_tables[:4].tolist() == [0, 1, 2, 3]
 
 
 def test_masks_count_from_what_a_token_sees():
     given = batch([3, 2], bits=[0, 0b1, 0b11, 0, 0], tree_start=[101, 0])
-    given.seen[:3] = [101, 101, 99]
+    given.kv_lens[:3] = [101, 101, 99]
     enough, masks = masks_of(given)
     assert enough and masks == [0, 0b1, 0b1100, 0, 0]
     assert masks_of(batch([2])) == (True, None)
@@ -84,7 +84,7 @@ def test_masks_count_from_what_a_token_sees():
 
 def test_masks_of_large_trees_are_refused():
     given = batch([2], bits=[0, 1 << 64], tree_start=[101])
-    given.seen[:] = 101
+    given.kv_lens[:] = 101
     assert not masks_of(given)[0]
     given.bits = [0, 1 << 63]
     assert masks_of(given) == (True, [0, 1 << 63])

@@ -15,35 +15,35 @@ class Case:
     """Sequences of given (context, new tokens) on shuffled pages; unwritten slots hold NaN, which must not be read."""
 
     def __init__(self, sequences, heads=6, kv_heads=2, dim=32, tree_width=0):
-        self.contexts = [context for context, _ in sequences]
-        self.starts = [0]
+        self.seq_lens = [context for context, _ in sequences]
+        self.cu_seqlens = [0]
         for _, count in sequences:
-            self.starts.append(self.starts[-1] + count)
-        pages = [-(-context // PAGE) for context in self.contexts]
+            self.cu_seqlens.append(self.cu_seqlens[-1] + count)
+        pages = [-(-context // PAGE) for context in self.seq_lens]
         order = torch.randperm(sum(pages) + 3)
         self.k = torch.full(((sum(pages) + 3) * PAGE, kv_heads, dim), float("nan"), device=DEVICE)
         self.v = self.k.clone()
-        self.tables = torch.zeros(len(sequences), max(pages), dtype=torch.int32, device=DEVICE)
+        self.block_tables = torch.zeros(len(sequences), max(pages), dtype=torch.int32, device=DEVICE)
         self.slots: list[torch.Tensor] = []
-        seen: list[int] = []
+        kv_lens: list[int] = []
         used = 0
         for row, (context, count) in enumerate(sequences):
             own = order[used : used + pages[row]].to(DEVICE)
             used += pages[row]
-            self.tables[row, : len(own)] = own
+            self.block_tables[row, : len(own)] = own
             slots = (own[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()[:context]
             self.k[slots], self.v[slots] = torch.randn(2, context, kv_heads, dim, device=DEVICE)
             self.slots.append(slots)
             base = context - count
-            seen += [base] * count if tree_width else range(base + 1, context + 1)
-        self.seen = torch.tensor(seen, dtype=torch.int32, device=DEVICE)
-        self.q = torch.randn(self.starts[-1], heads, dim, device=DEVICE)
+            kv_lens += [base] * count if tree_width else range(base + 1, context + 1)
+        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(self.cu_seqlens[-1], heads, dim, device=DEVICE)
         self.tree: torch.Tensor | None = None
         self.tree_start: torch.Tensor | None = None
         if tree_width:  # each token sees itself and a random earlier node's ancestors
             self.tree_start = torch.tensor([c - n for c, n in sequences], dtype=torch.int32, device=DEVICE)
-            self.tree = torch.zeros(self.starts[-1], tree_width, dtype=torch.bool, device=DEVICE)
-            for start, end in zip(self.starts, self.starts[1:], strict=False):
+            self.tree = torch.zeros(self.cu_seqlens[-1], tree_width, dtype=torch.bool, device=DEVICE)
+            for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False):
                 for node in range(end - start):
                     if node:
                         self.tree[start + node] = self.tree[start + int(torch.randint(node, ()))]
@@ -51,17 +51,17 @@ class Case:
 
     def scatter(self):
         """New tokens at any positions instead of the last ones, as in the repair of a prompt."""
-        for start, end, context in zip(self.starts, self.starts[1:], self.contexts, strict=False):
+        for start, end, context in zip(self.cu_seqlens, self.cu_seqlens[1:], self.seq_lens, strict=False):
             places = torch.randperm(context)[: end - start].sort().values
-            self.seen[start:end] = (places + 1).to(self.seen)
+            self.kv_lens[start:end] = (places + 1).to(self.kv_lens)
         return self
 
-    def run(self, window=None, q=None, starts=None, max_context=None, plan=None, **shapes):
-        plan = plan or plan_queries(starts or self.starts, max_context or max(self.contexts), DEVICE)
+    def run(self, window=None, q=None, cu_seqlens=None, max_context=None, plan=None, **shapes):
+        plan = plan or plan_queries(cu_seqlens or self.cu_seqlens, max_context or max(self.seq_lens), DEVICE)
         q = self.q if q is None else q
         out = torch.full_like(q, float("nan"))
         return paged_attention(
-            q, self.k, self.v, self.tables, self.seen, plan, 0.3, window=window, tree=self.tree,
+            q, self.k, self.v, self.block_tables, self.kv_lens, plan, 0.3, window=window, tree=self.tree,
             tree_start=self.tree_start, out=out, **(shapes or SMALL),
         )  # fmt: skip
 
@@ -70,9 +70,9 @@ class Case:
         group = self.q.shape[1] // self.k.shape[1]
         for row, slots in enumerate(self.slots):
             k, v = (cache[slots].double().repeat_interleave(group, 1) for cache in (self.k, self.v))
-            for t in range(self.starts[row], self.starts[row + 1]):
+            for t in range(self.cu_seqlens[row], self.cu_seqlens[row + 1]):
                 entry = torch.arange(len(slots), device=DEVICE)
-                visible = entry < self.seen[t]
+                visible = entry < self.kv_lens[t]
                 kin = torch.zeros_like(visible)
                 if self.tree is not None and self.tree_start is not None:
                     first = int(self.tree_start[row])
@@ -125,11 +125,11 @@ def test_more_blocks_than_lanes_and_default_tiles():
 def test_a_token_is_the_same_bits_alone_and_in_a_batch(window):
     case = Case([(200, 1), (150, 12), (61, 1)])
     together = case.run(window)
-    for row, (start, end) in enumerate(zip(case.starts, case.starts[1:], strict=False)):
+    for row, (start, end) in enumerate(zip(case.cu_seqlens, case.cu_seqlens[1:], strict=False)):
         for t in {start, end - 1}:
             alone = Case([(1, 1)])
-            alone.k, alone.v, alone.tables = case.k, case.v, case.tables[row : row + 1]
-            alone.seen, alone.q, alone.contexts = case.seen[t : t + 1], case.q[t : t + 1], [int(case.seen[t])]
+            alone.k, alone.v, alone.block_tables = case.k, case.v, case.block_tables[row : row + 1]
+            alone.kv_lens, alone.q, alone.seq_lens = case.kv_lens[t : t + 1], case.q[t : t + 1], [int(case.kv_lens[t])]
             assert torch.equal(alone.run(window)[0], together[t])
 
 
@@ -141,22 +141,22 @@ def test_a_larger_grid_changes_nothing():
 def test_tables_may_be_stored_page_by_page():
     case = Case([(130, 1), (40, 3)])
     want = case.run()
-    case.tables = case.tables.T.contiguous().T
-    assert case.tables.stride(1) == 2 and torch.equal(case.run(), want)
+    case.block_tables = case.block_tables.T.contiguous().T
+    assert case.block_tables.stride(1) == 2 and torch.equal(case.run(), want)
 
 
 def test_padding_rows_and_sequences_are_left_alone():
     case = Case([(20, 2), (30, 1)])
     q = torch.cat([case.q, torch.zeros_like(case.q[:2])])
-    case.tables = torch.cat([case.tables, torch.zeros_like(case.tables)])
-    got = case.run(q=q, starts=[0, 2, 3, 3, 3])
-    assert torch.equal(got[:3], case.run(starts=[0, 2, 3, 3, 3], q=case.q))
+    case.block_tables = torch.cat([case.block_tables, torch.zeros_like(case.block_tables)])
+    got = case.run(q=q, cu_seqlens=[0, 2, 3, 3, 3])
+    assert torch.equal(got[:3], case.run(cu_seqlens=[0, 2, 3, 3, 3], q=case.q))
     assert got[3:].isnan().all()
 
 
 def test_a_token_that_sees_nothing_gets_zeros():
     case = Case([(20, 2)])
-    case.seen[0] = 0
+    case.kv_lens[0] = 0
     assert case.run()[0].eq(0).all()
 
 
@@ -164,7 +164,7 @@ def test_a_token_that_sees_nothing_gets_zeros():
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_many_tokens_of_one_sequence_are_cut_into_lanes(lanes, window):
     case = Case([(300, FEW + 9)]).scatter()
-    case.seen[:3] = 0  # in a tile with others that see something
+    case.kv_lens[:3] = 0  # in a tile with others that see something
     check(case, window, many_shape=Shape(32, 16, 4, 2, lanes))
     assert case.run(window, many_shape=Shape(32, 16, 4, 2, lanes))[:3].eq(0).all()
 
@@ -173,7 +173,7 @@ def test_many_tokens_of_one_sequence_are_cut_into_lanes(lanes, window):
 def test_lanes_without_a_block_and_head_shapes(heads, kv_heads, dim):
     case = Case([(70, 68)], heads, kv_heads, dim).scatter()
     check(case, many_shape=Shape(64, 16, 4, 2, 8))  # five blocks: three lanes have none
-    case.seen[:] = 0
+    case.kv_lens[:] = 0
     assert case.run(many_shape=Shape(64, 16, 4, 2, 8)).eq(0).all()
 
 
@@ -185,8 +185,8 @@ def test_lanes_with_a_draft_tree():
 def test_a_static_plan_holds_fewer_rows(count):
     case = Case([(150, count)]).scatter()
     rows = 80
-    starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
-    plan = QueryPlan(starts, starts[:-1], rows, 0, rows, 4096)  # no few: any number of rows runs as many do
+    cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
+    plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, 0, rows, 4096)  # no few: any number of rows runs as many do
     q = torch.cat([case.q, torch.full((rows - count, *case.q.shape[1:]), float("nan"), device=DEVICE)])
     got = case.run(q=q, plan=plan, many_shape=Shape(32, 16, 4, 2, 4))
     assert got[count:].isnan().all()  # left as they were
@@ -195,9 +195,10 @@ def test_a_static_plan_holds_fewer_rows(count):
 
 def test_a_static_plan_with_both_regimes_leaves_few_rows_to_theirs():
     case = Case([(150, 5)])
-    starts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     both = case.run(
-        plan=QueryPlan(starts, starts[:-1], FEW, FEW, 80, 4096), **SMALL | {"many_shape": Shape(32, 16, 4, 2, 4)}
+        plan=QueryPlan(cu_seqlens, cu_seqlens[:-1], FEW, FEW, 80, 4096),
+        **SMALL | {"many_shape": Shape(32, 16, 4, 2, 4)},
     )
     assert torch.equal(both, case.run())
 

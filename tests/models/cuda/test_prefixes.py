@@ -19,14 +19,14 @@ def config(window: int | None = None, window_layers: tuple[bool, ...] = ()) -> M
 
 def make_batch(rows: list[tuple[list[int], int, int]]) -> HostBatch:
     """Sequences of (pages, context, new tokens)."""
-    starts, seen = [0], []
+    cu_seqlens, kv_lens = [0], []
     for _, context, count in rows:
-        starts.append(starts[-1] + count)
-        seen += range(context - count + 1, context + 1)
-    none = np.zeros(starts[-1], dtype=np.int64)
+        cu_seqlens.append(cu_seqlens[-1] + count)
+        kv_lens += range(context - count + 1, context + 1)
+    none = np.zeros(cu_seqlens[-1], dtype=np.int64)
     return HostBatch(
-        none, none, none, np.array(seen, dtype=np.int32), starts, [context for _, context, _ in rows],
-        [np.array(pages, dtype=np.int32) for pages, _, _ in rows], PAGE, list(range(starts[-1])),
+        none, none, none, np.array(kv_lens, dtype=np.int32), cu_seqlens, [context for _, context, _ in rows],
+        [np.array(pages, dtype=np.int32) for pages, _, _ in rows], PAGE, list(range(cu_seqlens[-1])),
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_windows_have_no_use_for_it():
 
 def test_no_token_shares_what_it_does_not_see():
     batch = make_batch([branch(FIRST, 5, 1, 300), branch(FIRST, 9, 3, 310)])
-    batch.seen[1:] = 300  # nodes of a tree that hangs in the middle
+    batch.kv_lens[1:] = 300  # nodes of a tree that hangs in the middle
     found = plan_shared(batch, config(), 1)
     assert found is not None and found.blocks.tolist() == [4, 4]
 

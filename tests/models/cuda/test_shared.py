@@ -23,30 +23,31 @@ class Case:
         order = torch.randperm(POOL).tolist()
         stem_pages = [[order.pop() for _ in range(stem)] for stem in stems]
         self.k, self.v = torch.randn(2, POOL * PAGE, kv_heads, dim, device=DEVICE)
-        starts, seen, pages, contexts = [0], [], [], []
+        cu_seqlens, kv_lens, pages, seq_lens = [0], [], [], []
         for stem, own, count in sequences:
             table = stem_pages[stem] + [order.pop() for _ in range(-(-own // PAGE))]
             pages.append(np.array(table, dtype=np.int32))
-            contexts.append(stems[stem] * PAGE + own)
-            starts.append(starts[-1] + count)
-            base = contexts[-1] - count
-            seen += [base] * count if tree else range(base + 1, contexts[-1] + 1)
-        self.k[torch.tensor(order).repeat_interleave(PAGE) * PAGE] = torch.nan  # pages of nobody
-        none = np.zeros(starts[-1], dtype=np.int64)
-        self.batch = HostBatch(none, none, none, np.array(seen, dtype=np.int32), starts, contexts, pages, PAGE, [])
-        self.q = torch.randn(starts[-1], heads, dim, device=DEVICE)
+            seq_lens.append(stems[stem] * PAGE + own)
+            cu_seqlens.append(cu_seqlens[-1] + count)
+            base = seq_lens[-1] - count
+            kv_lens += [base] * count if tree else range(base + 1, seq_lens[-1] + 1)
+        self.k[torch.tensor(order).repeat_interleave(PAGE) * PAGE] = torch.nan  # free pages
+        none = np.zeros(cu_seqlens[-1], dtype=np.int64)
+        seen = np.array(kv_lens, dtype=np.int32)
+        self.batch = HostBatch(none, none, none, seen, cu_seqlens, seq_lens, pages, PAGE, [])
+        self.q = torch.randn(cu_seqlens[-1], heads, dim, device=DEVICE)
         if tree:  # each token sees the tree's first and itself
             self.batch.bits = [1 | 1 << i for _, _, count in sequences for i in range(count)]
             self.batch.tree_start = [
-                context - count for context, (_, _, count) in zip(contexts, sequences, strict=True)
+                context - count for context, (_, _, count) in zip(seq_lens, sequences, strict=True)
             ]
         self.tokens = self.batch.to(DEVICE)
 
     def run(self, shared=None, plan: QueryPlan | None = None):
         tree_start = self.tokens.tree_start
         return paged_attention(
-            self.q, self.k, self.v, self.tokens.tables, self.tokens.seen,
-            plan or plan_queries(self.batch.starts, max(self.batch.contexts), DEVICE), 0.3, tree=self.tokens.tree,
+            self.q, self.k, self.v, self.tokens.block_tables, self.tokens.kv_lens,
+            plan or plan_queries(self.batch.cu_seqlens, max(self.batch.seq_lens), DEVICE), 0.3, tree=self.tokens.tree,
             tree_start=None if tree_start is None else torch.tensor(tree_start, dtype=torch.int32, device=DEVICE),
             out=torch.full_like(self.q, torch.nan), shared=shared,
         )  # fmt: skip
@@ -89,9 +90,9 @@ def test_room_for_more_groups_is_left_alone():
     found = plan_shared(case.batch, case.config, 1)
     memory = torch.zeros(seqs + 2 * rows + FIELDS * most_tiles(rows, 3), dtype=torch.int32)
     found.lay(memory.numpy(), seqs, rows)
-    starts = torch.tensor([0, 1, 4, 4, 4], dtype=torch.int32, device=DEVICE)
-    plan = QueryPlan(starts, starts[:-1], rows, 4, 0, 1024)
-    case.tokens.tables = torch.cat([case.tokens.tables, torch.zeros_like(case.tokens.tables)])
+    cu_seqlens = torch.tensor([0, 1, 4, 4, 4], dtype=torch.int32, device=DEVICE)
+    plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, 4, 0, 1024)
+    case.tokens.block_tables = torch.cat([case.tokens.block_tables, torch.zeros_like(case.tokens.block_tables)])
     assert torch.equal(case.run(SharedPlan.of(memory.to(DEVICE), seqs, rows), plan), case.run(plan=plan))
 
 

@@ -113,7 +113,7 @@ if HOPPER:
         got = runner.graphs.run(batch)
         assert (got.logits - want).norm() / want.norm() < 2e-2
         assert torch.equal(got.greedy.to(DEVICE), got.logits.argmax(-1))
-        slots = torch.from_numpy(batch.slots).to(DEVICE)
+        slots = torch.from_numpy(batch.slot_mapping).to(DEVICE)
         for ours, theirs in zip(itertools.chain(*runner.kv), itertools.chain(*kept), strict=True):
             assert (ours[slots] - theirs[slots]).float().norm() / theirs[slots].float().norm() < 2e-2
         if len(batch.tokens) > 32:
@@ -121,14 +121,14 @@ if HOPPER:
         together = got.logits.clone()
         for i in {0, len(work) - 1}:
             first = Span(work[i].ids[:1], work[i].first, work[i].pages, range(1))
-            assert torch.equal(runner.graphs.run(runner.batch([first])).logits[0], together[batch.starts[i]])
+            assert torch.equal(runner.graphs.run(runner.batch([first])).logits[0], together[batch.cu_seqlens[i]])
 
     def test_a_straight_tree_is_the_same_bits_as_a_chain(runner):
         work = spans([(70, 6, False)])
         batch = runner.batch(work)
         chain = runner.graphs.run(batch).logits.clone()
         batch.tree_start, batch.bits = [71], [0, *((1 << node) - 1 for node in range(1, 6))]
-        batch.seen[:] = 71
+        batch.kv_lens[:] = 71
         assert torch.equal(runner.graphs.run(batch).logits, chain)
 
     def test_wider_trees_and_more_rows_are_left_to_others(runner):
@@ -152,7 +152,7 @@ if HOPPER:
             now.copy_(then)
         step = work
         for depth in range(5):
-            output = runner.forward([replace(span, want=[len(span.ids) - 1]) for span in step])
+            output = runner.forward([replace(span, logits_indices=[len(span.ids) - 1]) for span in step])
             tokens = output.greedy.tolist()
             assert tokens == [row[depth] for row in got.tokens]
             probs = output.logits.softmax(-1).amax(-1).tolist()
@@ -167,7 +167,7 @@ if HOPPER:
         chains = ChainRunner(runner.decoder, runner.kv, 2048, 16)
         first = chains.run(runner.batch([work]), 1)
         assert chains.run(runner.batch([work]), 4).tokens[0][:1] == first.tokens[0]
-        slots = runner.batch([work]).slots
+        slots = runner.batch([work]).slot_mapping
         for now, then in zip(itertools.chain(*runner.kv), itertools.chain(*kept), strict=True):
             then[slots] = now[slots]
         assert same_caches(runner.kv, kept)

@@ -37,15 +37,16 @@ def config(window: int | None) -> ModelConfig:
 
 
 def make_batch(rows: list[Row]) -> TokenBatch:
-    starts, seen = [0], []
-    tables = torch.zeros(len(rows), max(len(pages) for pages, _, _ in rows), dtype=torch.int32)
+    cu_seqlens, kv_lens = [0], []
+    block_tables = torch.zeros(len(rows), max(len(pages) for pages, _, _ in rows), dtype=torch.int32)
     for row, (pages, context, count) in enumerate(rows):
-        tables[row, : len(pages)] = torch.tensor(pages)
-        starts.append(starts[-1] + count)
-        seen += range(context - count + 1, context + 1)
-    zeros = torch.zeros(starts[-1], dtype=torch.int64)
-    contexts = [context for _, context, _ in rows]
-    return TokenBatch(zeros, zeros, zeros, torch.tensor(seen, dtype=torch.int32), tables, starts, contexts, SIZE, zeros)
+        block_tables[row, : len(pages)] = torch.tensor(pages)
+        cu_seqlens.append(cu_seqlens[-1] + count)
+        kv_lens += range(context - count + 1, context + 1)
+    zeros = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
+    seq_lens = [context for _, context, _ in rows]
+    seen = torch.tensor(kv_lens, dtype=torch.int32)
+    return TokenBatch(zeros, zeros, zeros, seen, block_tables, cu_seqlens, seq_lens, SIZE, zeros)
 
 
 class Case:
@@ -65,12 +66,12 @@ class Case:
     def reference(self) -> torch.Tensor:
         """A softmax in double precision per token, over what it sees."""
         out = torch.zeros(2, self.batch.num_tokens, HEADS, DIM, dtype=torch.float64)
-        for s, (lo, hi) in enumerate(zip(self.batch.starts, self.batch.starts[1:], strict=False)):
+        for s, (lo, hi) in enumerate(zip(self.batch.cu_seqlens, self.batch.cu_seqlens[1:], strict=False)):
             for layer in range(2):
                 for t in range(lo, hi):
-                    seen, window = int(self.batch.seen[t]), self.config.window(layer)
+                    seen, window = int(self.batch.kv_lens[t]), self.config.window(layer)
                     entry = torch.arange(max(0, seen - window) if window else 0, seen)
-                    slots = self.batch.tables[s][entry // SIZE] * SIZE + entry % SIZE
+                    slots = self.batch.block_tables[s][entry // SIZE] * SIZE + entry % SIZE
                     k, v = (c[slots].repeat_interleave(HEADS // KV_HEADS, 1).double() for c in self.kv)
                     weights = torch.einsum("hd,khd->hk", self.q[t].double() * self.config.scale, k).softmax(-1)
                     out[layer, t] = torch.einsum("hk,khd->hd", weights, v)
@@ -153,22 +154,22 @@ def test_random_trees_of_sequences(stems: list[int], leaves: list[tuple[int, int
 
 
 def test_groups_save_the_most_reads():
-    tables = np.zeros((6, 40), dtype=np.int32)
-    tables[:, :4] = 1  # all share four pages
-    tables[[0, 2, 4], 4:30] = 2  # three share thirty
-    tables[[1, 3], 4:20] = 3  # two share twenty
-    tables[5, 4:] = 4
-    tables[:, 35] = range(6)
-    assert sorted(find_groups(tables, [40] * 6, 4)) == [([0, 2, 4], 35), ([1, 3], 35)]
-    assert sorted(find_groups(tables, [40, 10, 40, 40, 40, 40], 4)) == [([0, 2, 4], 35), ([1, 3], 10)]
-    [(rows, pages)] = find_groups(tables, [4] * 6, 4)
+    block_tables = np.zeros((6, 40), dtype=np.int32)
+    block_tables[:, :4] = 1  # all share four pages
+    block_tables[[0, 2, 4], 4:30] = 2  # three share thirty
+    block_tables[[1, 3], 4:20] = 3  # two share twenty
+    block_tables[5, 4:] = 4
+    block_tables[:, 35] = range(6)
+    assert sorted(find_groups(block_tables, [40] * 6, 4)) == [([0, 2, 4], 35), ([1, 3], 35)]
+    assert sorted(find_groups(block_tables, [40, 10, 40, 40, 40, 40], 4)) == [([0, 2, 4], 35), ([1, 3], 10)]
+    [(rows, pages)] = find_groups(block_tables, [4] * 6, 4)
     assert sorted(rows) == [0, 1, 2, 3, 4, 5] and pages == 4
-    assert find_groups(tables, [3] * 6, 4) == []
+    assert find_groups(block_tables, [3] * 6, 4) == []
 
 
 def test_a_long_chain_of_nested_prefixes_is_searched():
-    tables = np.arange(1200, dtype=np.int32)[None].repeat(1200, 0)
-    found = find_groups(tables, list(range(1200)), 16)
+    block_tables = np.arange(1200, dtype=np.int32)[None].repeat(1200, 0)
+    found = find_groups(block_tables, list(range(1200)), 16)
     rows = [row for group, _ in found for row in group]
     assert len(rows) == len(set(rows)) > 500
     assert all(pages <= min(group) for group, pages in found)

@@ -49,7 +49,7 @@ def test_keys_and_values_are_those_of_the_engine(family: str, tiny_folder: Calla
     decoder, _ = build_decoder(checkpoint, CPU, "float32", 256, quiet=True)
     runner = Runner(decoder, PagePool(decoder.config, 16, 8, decoder.dtype, CPU), 256)
     ids = IDS[0].tolist()
-    runner.forward([Span(ids, 0, array("i", range(5)), want=())])
+    runner.forward([Span(ids, 0, array("i", range(5)), logits_indices=())])
     trace = dense(tiny_folder(family)).trace(IDS[:1])
     config = decoder.config
     for i, (k, v) in enumerate(trace.kv):

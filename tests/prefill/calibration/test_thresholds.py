@@ -193,7 +193,7 @@ def test_signals_are_those_of_the_engines_checks(
     decoder, _ = build_decoder(open_checkpoint(models[0]), torch.device("cpu"), "float32", 512, quiet=True)
     runner = Runner(decoder, PagePool(decoder.config, 64, 16, decoder.dtype, torch.device("cpu")), 512)
     ids, pages = tokens[0].numpy(), array("i", range(30))
-    runner.forward([Span(ids.tolist(), 0, pages, want=())])  # exact for all, then drafts over it
+    runner.forward([Span(ids.tolist(), 0, pages, logits_indices=())])  # exact for all, then drafts over it
     entries = torch.arange(END)
     parts = drafted[0].unflatten(-1, (pair.mapped, 2, -1, decoder.config.head_dim))  # [T, mapped, 2, Hkv, D]
     for i in range(base, decoder.config.num_layers):
