@@ -31,7 +31,7 @@ from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.load import open_checkpoint
 from forerun.outputs import Choice, Completion, collect
-from forerun.prefill.open_profile import open_profile, prefilling
+from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.runtime.driver import Driver
 
@@ -112,7 +112,7 @@ class LLM:
             chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
             prefix_cache=prefix_cache,
         )
-        prefiller = prefilling(self.profile)
+        prefiller = prefiller_factory(self.profile)
         self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
         loose = self.precision.name == "int8" and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None

@@ -85,12 +85,12 @@ def calibrate(
 
     from forerun.models.build import choose_device
     from forerun.prefill.calibration.run import calibrate as run
-    from forerun.prefill.calibration.setup import Settings
-    from forerun.prefill.calibration.text import Recipe
+    from forerun.prefill.calibration.setup import FitSettings
+    from forerun.prefill.calibration.text import WindowSettings
 
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = Settings(
+    settings = FitSettings(
         base=base,
         rank=rank,
         taps=taps,
@@ -100,7 +100,7 @@ def calibrate(
         distill=not no_distill,
         quality=quality,
     )
-    recipe = Recipe(prompt=window, tokens=tokens, seed=seed)
+    recipe = WindowSettings(prompt=window, tokens=tokens, seed=seed)
     try:
         profile = run(target, draft, [*text, *(more or ())], out, settings, recipe, choose_device(device))
     except KeyboardInterrupt:

@@ -17,13 +17,13 @@ from torch import Tensor
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.copy_matching import echoes, largest
+from forerun.prefill.copy_matching import copy_scores, top_mask
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job
 
 
-class Scorer(Protocol):
+class TokenScorer(Protocol):
     """Scores from elsewhere, such as a draft of another tokenizer; made by whoever has it."""
 
     def scores(self, job: Job) -> np.ndarray:
@@ -34,41 +34,41 @@ class Scorer(Protocol):
 
 
 @dataclass
-class Case:
+class ChooserInput:
     """What a chooser may use for one prompt."""
 
     job: Job
-    source: Source
+    source: KVSource
     runner: Runner
-    scorers: dict[str, Scorer]
+    scorers: dict[str, TokenScorer]
 
 
-Chooser = Callable[[Case], "np.ndarray | None"]  # scores [len(job.tokens)], or None where there are none
+Chooser = Callable[[ChooserInput], "np.ndarray | None"]  # scores [len(job.tokens)], or None where there are none
 
 
-def by_source(case: Case) -> np.ndarray | None:
+def by_source(case: ChooserInput) -> np.ndarray | None:
     """What the source measured on its way: draft attention, attention of lower layers, deviation of copied K/V."""
     return case.source.scores(case.job)
 
 
-def by_tail(case: Case) -> np.ndarray:
+def by_tail(case: ChooserInput) -> np.ndarray:
     """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
-    repeated = echoes(case.job.ids, case.job.end)  # first: a device still reads the prompt meanwhile
+    repeated = copy_scores(case.job.ids, case.job.end)  # first: a device still reads the prompt meanwhile
     return tail_attention(case.runner, case.job, case.source.base) + repeated
 
 
-def by_scorer(case: Case) -> np.ndarray | None:
+def by_scorer(case: ChooserInput) -> np.ndarray | None:
     scorer = case.scorers.get("cross")
     return None if scorer is None else scorer.scores(case.job)
 
 
-def by_start(case: Case) -> np.ndarray:
+def by_start(case: ChooserInput) -> np.ndarray:
     """First tokens first: of each span that was copied from elsewhere, else of the prompt."""
     copied = case.source.scores(case.job) if case.source.name == "chunk" else None
     return -np.arange(len(case.job.tokens), dtype=np.float64) if copied is None else copied
 
 
-def at_random(case: Case) -> np.ndarray:
+def at_random(case: ChooserInput) -> np.ndarray:
     """The baseline: the same for every prompt of a length."""
     return np.random.default_rng(len(case.job.tokens)).random(len(case.job.tokens))
 
@@ -91,7 +91,7 @@ def chooser_for(asked: str, source: str) -> str:
     return asked if asked != "auto" else "draft" if source == "drop" else "tail"
 
 
-def chooser_problem(name: str, source: str, scorers: dict[str, Scorer]) -> BadRequest | None:
+def chooser_problem(name: str, source: str, scorers: dict[str, TokenScorer]) -> BadRequest | None:
     """Why a chooser cannot be had with a source, if that is so."""
     if name not in CHOOSERS:
         return BadRequest(f"the chooser of prefill is {name!r}", f"use one of auto, {', '.join(CHOOSERS)}")
@@ -117,7 +117,7 @@ def select(scores: np.ndarray, candidates: np.ndarray, count: int, window: int =
     first, last = candidates[0], candidates[-1]
     mine = smooth(scores, window)
     mine = mine[first : last + 1] if last - first == len(candidates) - 1 else mine[candidates]
-    return candidates[largest(mine, count)].astype(np.int64)
+    return candidates[top_mask(mine, count)].astype(np.int64)
 
 
 def smooth(scores: np.ndarray, window: int) -> np.ndarray:

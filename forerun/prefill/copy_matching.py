@@ -21,7 +21,7 @@ TRIED = 512  # such places, the latest ones
 MOST = 0.1  # share of the prompt that may be marked
 
 
-def echoes(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
+def copy_scores(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
     """[len(tokens)] how strongly each entry before `end` is pointed at by the entries from there on; most are 0."""
     ids = np.asarray(tokens, dtype=np.int64)
     marks = np.zeros(len(ids))
@@ -73,7 +73,7 @@ def _last(ids: np.ndarray, end: int) -> int | None:
     return int(found[-1]) if length >= LONG else None
 
 
-def largest(values: np.ndarray, count: int) -> np.ndarray:
+def top_mask(values: np.ndarray, count: int) -> np.ndarray:
     """[len(values)] which are the `count` largest, of equals the first ones; what is no number comes last."""
     taken = np.zeros(len(values), dtype=bool)
     if count <= 0 or count >= len(values):
@@ -90,4 +90,4 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 
 def _strongest(marks: np.ndarray, count: int) -> np.ndarray:
     """At most `count` of them, of equals the first ones."""
-    return marks if np.count_nonzero(marks) <= count else np.where(largest(marks, count), marks, 0.0)
+    return marks if np.count_nonzero(marks) <= count else np.where(top_mask(marks, count), marks, 0.0)

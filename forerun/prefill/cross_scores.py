@@ -19,7 +19,7 @@ from forerun.decode.drafters.retoken import counterpart
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.sources.writing import macs
+from forerun.prefill.sources.kv_writer import macs
 from forerun.prefill.state import Job
 from forerun.text.tokenizer import Tokenizer
 

@@ -45,7 +45,7 @@ def packaged(target: Checkpoint) -> Path | None:
     return path if path.is_file() else None
 
 
-def unfitted() -> Profile:
+def chunk_only_profile() -> Profile:
     """What stands in for a profile where there is none. Texts met before need no maps, so they can be reused; nothing
     was measured, so nothing is promised about quality, and no checkpoint can fail."""
     none = torch.zeros(1, 1)
@@ -53,12 +53,12 @@ def unfitted() -> Profile:
     return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_SHARE)
 
 
-def prefilling(profile: Profile | None) -> Callable[[DraftContext], Prefiller]:
+def prefiller_factory(profile: Profile | None) -> Callable[[DraftContext], Prefiller]:
     """What an engine makes its prefiller with."""
 
     def make(ctx: DraftContext) -> Prefiller:
         if profile is None:
-            return Prefiller(ctx, unfitted())
+            return Prefiller(ctx, chunk_only_profile())
         if ctx.draft is None or ctx.draft.same_tokens:
             return Prefiller(ctx, profile)
         from forerun.prefill.cross_scores import CrossScores

@@ -15,7 +15,7 @@ from forerun.models.config import ModelConfig
 from forerun.prefill.choosers import select
 from forerun.prefill.depth import DepthMap
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job, Phase
 
 
@@ -79,7 +79,7 @@ class Plan:
 class Costs:
     """Work in tokens of the target's prefill, for one prompt."""
 
-    def __init__(self, job: Job, source: Source, config: ModelConfig) -> None:
+    def __init__(self, job: Job, source: KVSource, config: ModelConfig) -> None:
         self._job, self._base = job, source.base
         self.exact = float(max(1, len(job.tokens) - job.first))
         self.tail = float(len(job.tokens) - job.end)
@@ -129,7 +129,7 @@ def plan(
     job: Job,
     scores: np.ndarray | None,
     profile: Profile,
-    source: Source,
+    source: KVSource,
     costs: Costs,
     policy: Policy,
     spent: float = 0.0,
@@ -155,7 +155,7 @@ def plan(
     return Plan(todo, len(chosen), checkpoints, cost)
 
 
-def foresee(job: Job, profile: Profile, source: Source, costs: Costs, policy: Policy, spent: float = 0.0) -> str:
+def foresee(job: Job, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0) -> str:
     """Why exact prefill would be taken instead, before anything is read; empty: it would not. What `plan` says without
     scores; of a prompt whose entries are all alike that is known without looking at them."""
     begun = job.x is not None and job.x.shape[0] > 0
@@ -173,7 +173,7 @@ def foresee(job: Job, profile: Profile, source: Source, costs: Costs, policy: Po
     return _too_dear(work / costs.exact)
 
 
-def required(job: Job, source: Source, policy: Policy) -> np.ndarray:
+def required(job: Job, source: KVSource, policy: Policy) -> np.ndarray:
     """Entries that are recomputed whatever the scores: the first ones, and those that the source could not draft."""
     first = np.arange(job.first, min(policy.first, job.end), dtype=np.int64)
     return np.union1d(first, source.missing(job)).astype(np.int64) if isinstance(source, Gapped) else first

@@ -21,7 +21,15 @@ from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, check_thresholds, divergence, wipe
-from forerun.prefill.choosers import CHOOSERS, Case, Scorer, chooser_for, chooser_problem, tail_rows, warm_up
+from forerun.prefill.choosers import (
+    CHOOSERS,
+    ChooserInput,
+    TokenScorer,
+    chooser_for,
+    chooser_problem,
+    tail_rows,
+    warm_up,
+)
 from forerun.prefill.depth import RaggedDepthPass
 from forerun.prefill.plan import (
     Checkpoint,
@@ -41,7 +49,7 @@ from forerun.prefill.plan import (
 from forerun.prefill.profile import Profile
 from forerun.prefill.progress import Way
 from forerun.prefill.recompute import Repair
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job, Phase
 
 JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
@@ -55,8 +63,8 @@ class Prefiller:
         ctx: DraftContext,
         profile: Profile | None,
         policy: Policy | None = None,
-        make: Callable[[str, DraftContext, Profile | None], Source] = sources.make,
-        scorers: dict[str, Scorer] | None = None,
+        make: Callable[[str, DraftContext, Profile | None], KVSource] = sources.make,
+        scorers: dict[str, TokenScorer] | None = None,
     ) -> None:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
         self._make, self._scorers = make, scorers or {}
@@ -65,7 +73,7 @@ class Prefiller:
             RaggedDepthPass(ctx.runner),
             Repair(ctx.runner, self.policy),
         )
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, KVSource] = {}
         self._progress: dict[int, Way] = {}
         if profile is not None:  # without one nothing is drafted
             warm_up(ctx.runner, self.policy.tail)
@@ -94,7 +102,7 @@ class Prefiller:
             f"give a budget of at least {math.ceil(100 * least) / 100}, or none",
         )
 
-    def _least_cost(self, settings: Prefill, source: Source, num_tokens: int) -> float:
+    def _least_cost(self, settings: Prefill, source: KVSource, num_tokens: int) -> float:
         """Of a new prompt, as a share of exact prefill's."""
         assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
@@ -115,7 +123,7 @@ class Prefiller:
     def _profile_key(self) -> str:
         return "" if self.profile is None else self.profile.key  # reads all of its maps
 
-    def source(self, settings: Prefill) -> Source:
+    def source(self, settings: Prefill) -> KVSource:
         """Made when it is first asked for; raises where it cannot be."""
         if self.profile is None or (self.profile.kind == "chunk" and settings.source != "chunk"):
             raise BadProfile(
@@ -219,7 +227,7 @@ class Prefiller:
 
     def _plan(self, job: Job, run: Way) -> None:
         start = time.perf_counter()
-        scores = CHOOSERS[run.chooser](Case(job, run.source, self._runner, self._scorers))
+        scores = CHOOSERS[run.chooser](ChooserInput(job, run.source, self._runner, self._scorers))
         run.spent += run.reading(job, self._scorers)  # all is read: what is left is the scoring
         job.report.token_layers += int(run.costs.tail) * job.layers if run.chooser == "tail" else 0
         job.report.read_s += time.perf_counter() - start

@@ -26,7 +26,7 @@ _CALIBRATE = "make one: forerun calibrate --target ... --out PROFILE"
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """Quality on held-out text at one share of recomputed tokens."""
 
     share: float  # of tokens that the target runs through all layers, beside the first ones and the tail
@@ -44,7 +44,7 @@ class Profile:
     maps: Maps
     source_cost: float  # reading a token, in tokens of the target's prefill, without the maps
     share: float  # of tokens recomputed where a request does not say
-    curve: list[Point] = field(default_factory=list)
+    curve: list[CurvePoint] = field(default_factory=list)
     thresholds: dict[str, list[float]] = field(default_factory=dict)  # signal -> worst value that passes, per layer
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
 
@@ -102,7 +102,7 @@ class Profile:
             maps = Maps(tuple(about["taps"]), about["base"], **tensors, own=about["own"])
             profile = cls(
                 maps=maps,
-                curve=[Point(**p) for p in about["curve"]],
+                curve=[CurvePoint(**p) for p in about["curve"]],
                 **{f: about[f] for f in ("kind", "target", "source", "names", "source_cost", "share")},
                 **{f: about[f] for f in ("thresholds", "facts")},
             )

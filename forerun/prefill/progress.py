@@ -9,15 +9,15 @@ import numpy as np
 from torch import Tensor
 
 from forerun.prefill.checks import Checker
-from forerun.prefill.choosers import Scorer
+from forerun.prefill.choosers import TokenScorer
 from forerun.prefill.plan import Checkpoint, Costs
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job
 
 
 @dataclass
 class Way:
-    source: Source
+    source: KVSource
     chooser: str
     costs: Costs
     spent: float = 0.0  # work, in tokens of the target's prefill
@@ -27,7 +27,7 @@ class Way:
     logits: Tensor | None = None  # [tokens, V] of the tail after the round before
     glanced: bool = False  # whether a first look was taken
 
-    def reading(self, job: Job, scorers: Mapping[str, Scorer]) -> float:
+    def reading(self, job: Job, scorers: Mapping[str, TokenScorer]) -> float:
         """Work until all is read and scored."""
         scoring = self.costs.tail if self.chooser == "tail" else 0.0
         if self.chooser in scorers:

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.errors import BadRequest
 from forerun.prefill.choosers import select
-from forerun.prefill.sources.drop import FIRST, DropRun, drop
+from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, drop_tokens
 from forerun_research.studies.prefill_score import Held, Scorer, prefiller_of, read_all
 from forerun_research.studies.study import Setting
 
@@ -30,7 +30,7 @@ DROP = "drop"
 class Dropped:
     """A prompt of which only the kept tokens were run; `logits` and `greedy` go on from there, once."""
 
-    run: DropRun
+    run: TokenDropRun
     first: Tensor  # [V] logits of the answer's first token
     report: PrefillReport
     seconds: float
@@ -67,8 +67,8 @@ def dropping(scorer: Scorer, ids: list[int], setting: Setting, room: int) -> Ite
     start = time.perf_counter()
     scores, tail, cost = _scores(scorer, ids, setting)
     candidates = np.arange(FIRST, len(ids) - tail)
-    kept = drop(ids, select(scores, candidates, round(setting.share * len(candidates))), tail)
-    with DropRun(engine.runner, kept, room) as run:
+    kept = drop_tokens(ids, select(scores, candidates, round(setting.share * len(candidates))), tail)
+    with TokenDropRun(engine.runner, kept, room) as run:
         first = run.prefill().clone()
         seconds = time.perf_counter() - start
         layers = engine.decoder.config.num_layers

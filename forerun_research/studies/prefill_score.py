@@ -24,7 +24,7 @@ from forerun.errors import BadProfile, BadRequest, OutOfPages
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job, Phase
 from forerun_research.studies.study import Setting
 
@@ -154,7 +154,7 @@ def prefiller_of(engine: Engine) -> Prefiller:
     return prefiller
 
 
-def read_all(source: Source, job: Job, chunk: int) -> None:
+def read_all(source: KVSource, job: Job, chunk: int) -> None:
     """Let the source read the whole prompt; nothing is planned or repaired."""
     if job.phase is Phase.EXACT:
         raise BadRequest(f"this prompt is never drafted: {job.report.fell_back}", "use longer prompts")

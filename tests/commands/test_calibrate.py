@@ -77,11 +77,11 @@ def test_ctrl_c_tells_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stop(self: resume.Keeper, values: object) -> None:
+    def stop(self: resume.CalibrationState, values: object) -> None:
         self.save({})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(resume.Keeper, "tick", stop)
+    monkeypatch.setattr(resume.CalibrationState, "tick", stop)
     assert run("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK, "--steps", 2) == 130
     assert "the same command goes on from" in capsys.readouterr().err
     assert (tmp_path / "a.state").exists()

@@ -22,7 +22,7 @@ from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def answer(ctx: DraftContext, job: Job) -> Tensor:
     return ctx.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits.clone()
 
 
-class Fake(Source):
+class Fake(KVSource):
     """`bad`: the share of noise in the K/V of entries within these bounds; everything else is the target's own."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Fake(Source):
         return np.random.default_rng(3).random(len(job.tokens))
 
 
-def make_prefiller(ctx: DraftContext, source: Source, profile: Profile | None = None, **about: Any) -> Prefiller:
+def make_prefiller(ctx: DraftContext, source: KVSource, profile: Profile | None = None, **about: Any) -> Prefiller:
     policy = about.pop("policy", POLICY)
     return Prefiller(ctx, profile or make_profile(**about), policy, lambda *_: source)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forerun.models.execution.runner import Span
 from forerun.prefill.choosers import (
     CHOOSERS,
-    Case,
+    ChooserInput,
     chooser_for,
     chooser_problem,
     select,
@@ -129,7 +129,7 @@ def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path
     ctx = make_workshop(tiny_folder("llama"))
     job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, 4)
     source = Fake(ctx)
-    case = Case(job, source, ctx.runner, {})
+    case = ChooserInput(job, source, ctx.runner, {})
     first, draft = CHOOSERS["start"](case), CHOOSERS["draft"](case)
     assert first is not None and draft is not None
     assert select(first, np.arange(16, END), 5).tolist() == [16, 17, 18, 19, 20]

@@ -9,39 +9,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.prefill.copy_matching import AFTER, GOES_ON, LONG, LONGEST, MOST, RARE, WORDS, echoes
+from forerun.prefill.copy_matching import AFTER, GOES_ON, LONG, LONGEST, MOST, RARE, WORDS, copy_scores
 
 TEXT = list(range(1000, 4000))  # no token twice
 
 
 def test_the_place_that_ends_the_prompt_goes_on() -> None:
-    marks = echoes([*TEXT, 1, 2, 3, *TEXT[500:516]], len(TEXT))
+    marks = copy_scores([*TEXT, 1, 2, 3, *TEXT[500:516]], len(TEXT))
     goes_on = np.arange(516, 516 + GOES_ON)
     assert marks[goes_on].min() > marks[np.setdiff1d(np.arange(len(TEXT)), goes_on)].max()
     assert (marks[len(TEXT) :] == 0).all()
 
 
 def test_a_quote_marks_itself_and_what_follows() -> None:
-    marks = echoes([*TEXT, *TEXT[700:705], 9, 9], len(TEXT))
+    marks = copy_scores([*TEXT, *TEXT[700:705], 9, 9], len(TEXT))
     assert set(np.flatnonzero(marks)) == set(range(700, 704 + AFTER))
 
 
 def test_fewer_words_are_no_quote() -> None:
-    assert not echoes([*TEXT, *TEXT[700 : 700 + WORDS - 1], 9, 9, 9], len(TEXT)).any()
+    assert not copy_scores([*TEXT, *TEXT[700 : 700 + WORDS - 1], 9, 9, 9], len(TEXT)).any()
 
 
 @pytest.mark.parametrize("times", [RARE, RARE + 1])
 def test_what_is_everywhere_points_nowhere(times: int) -> None:
     text = [token for i in range(times) for token in (*TEXT[100 * i : 100 * i + 100], 1, 2, 3)]
-    assert bool(echoes([*text, 1, 2, 3, 9], len(text)).any()) == (times <= RARE)
+    assert bool(copy_scores([*text, 1, 2, 3, 9], len(text)).any()) == (times <= RARE)
 
 
 def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
     text = [*TEXT[:900], 5, 6, 7, 8, 9, *TEXT[900:1800], 6, 7, 8, 9, *TEXT[1800:]]
-    longer = echoes([*text, 1, 5, 6, 7, 8, 9], len(text))
+    longer = copy_scores([*text, 1, 5, 6, 7, 8, 9], len(text))
     assert longer.argmax() == 905
     text = [*TEXT[:900], 6, 7, 8, 9, *TEXT[900:1800], 6, 7, 8, 9, *TEXT[1800:]]
-    assert echoes([*text, 1, 6, 7, 8, 9], len(text)).argmax() == 900 + 4 + 900 + 4
+    assert copy_scores([*text, 1, 6, 7, 8, 9], len(text)).argmax() == 900 + 4 + 900 + 4
 
 
 @given(st.lists(st.integers(0, 3), min_size=10, max_size=300), st.integers(3, 40))
@@ -59,7 +59,7 @@ def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) 
     kept = np.argsort(-expected, kind="stable")[: max(1, int(MOST * end))]
     marked = np.zeros(len(tokens))
     marked[kept] = expected[kept]
-    assert (echoes(tokens, end) == marked).all()
+    assert (copy_scores(tokens, end) == marked).all()
 
 
 def _shared(tokens: list[int], at: int) -> int:
@@ -72,7 +72,7 @@ def _shared(tokens: list[int], at: int) -> int:
 
 def test_no_more_than_a_share_is_marked() -> None:
     quotes = [token for i in range(0, 3000, 60) for token in TEXT[i : i + 4]]
-    marks = echoes([*TEXT, *quotes, *TEXT[40:60]], len(TEXT))
+    marks = copy_scores([*TEXT, *quotes, *TEXT[40:60]], len(TEXT))
     assert 0 < np.count_nonzero(marks) <= MOST * len(TEXT)
     assert marks[60 : 60 + GOES_ON].all()  # the strongest are kept
 
@@ -81,12 +81,12 @@ def test_no_more_than_a_share_is_marked() -> None:
     ("tokens", "end"), [([], 0), ([1], 1), ([1, 2, 3, 4], 1), ([1, 2, 3, 4, 5], 5), ([1] * 40, 30)]
 )
 def test_short_prompts(tokens: list[int], end: int) -> None:
-    assert echoes(tokens, end).shape == (len(tokens),)
+    assert copy_scores(tokens, end).shape == (len(tokens),)
 
 
 def test_a_long_prompt_takes_milliseconds() -> None:
     draw = np.random.default_rng(0)
     for tokens in (draw.integers(0, 50, 32_000).tolist(), [7] * 32_000):
         start = time.perf_counter()
-        echoes(tokens, 32_000 - 64)
+        copy_scores(tokens, 32_000 - 64)
         assert time.perf_counter() - start < 0.5

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
 from forerun.prefill.plan import Costs, Plan, Policy, deepen, foresee, least_work, place, plan, too_short
-from forerun.prefill.profile import Point
-from forerun.prefill.sources.base import Source
+from forerun.prefill.profile import CurvePoint
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job
 from tests.prefill.fakes import make_profile
 
@@ -24,7 +24,7 @@ LAYERS = CONFIG.num_layers
 NONE = np.zeros(0, dtype=np.int64)
 
 
-class Cheap(Source):
+class Cheap(KVSource):
     name, base = "draft", 1
 
     def read(self, job: Job, count: int) -> None:
@@ -46,7 +46,9 @@ def make_job(tokens: int = 1000, first: int = 0, settings: Prefill | None = None
     return Job(1, [7] * tokens, array("i"), first, end, settings or Prefill("speculative"), LAYERS)
 
 
-def planned(job: Job, share: float = 0.1, source: Source | None = None, policy: Policy | None = None, **about) -> Plan:
+def planned(
+    job: Job, share: float = 0.1, source: KVSource | None = None, policy: Policy | None = None, **about
+) -> Plan:
     source, policy = source or Cheap(), policy or Policy()
     scores = np.random.default_rng(1).random(len(job.tokens))
     costs = Costs(job, source, CONFIG)
@@ -115,7 +117,7 @@ def test_expected_cost_counts_everything():
 @given(st.floats(0.35, 1.0), st.integers(600, 3000))
 def test_a_budget_limits_the_choice(budget: float, tokens: int):
     job = make_job(tokens, settings=Prefill("speculative", budget=budget))
-    made = planned(job, curve=[Point(0.0, 0.2, 0.9, 0.1), Point(0.2, 0.3, 0.95, 0.05)])
+    made = planned(job, curve=[CurvePoint(0.0, 0.2, 0.9, 0.1), CurvePoint(0.2, 0.3, 0.95, 0.05)])
     costs = Costs(job, Cheap(), CONFIG)
     least = 0.2 * tokens + least_work(job, np.arange(16), costs, Policy())
     if budget * tokens < least:
@@ -134,7 +136,7 @@ def test_a_budget_limits_the_choice(budget: float, tokens: int):
     st.booleans(),
 )
 def test_what_is_foreseen_is_what_a_plan_without_scores_says(
-    tokens: int, first: int, share: float, budget: float | None, policy: Policy, source: Source, known: bool
+    tokens: int, first: int, share: float, budget: float | None, policy: Policy, source: KVSource, known: bool
 ):
     job = make_job(max(tokens, 500), first, Prefill("speculative", budget=budget), policy)
     job.depths[first : first + 200 * known] = LAYERS
@@ -149,7 +151,7 @@ def test_a_budget_without_a_curve_is_used_up():
 
 
 def test_what_cannot_be_had_is_exact_prefill():
-    curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
+    curve = [CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)]
     best = planned(make_job(settings=Prefill("speculative", quality=0.99)), curve=curve)
     assert "0.99" in best.exact and "0.950" in best.exact
     assert planned(make_job(settings=Prefill("speculative", quality=0.95)), curve=curve).chosen == 184

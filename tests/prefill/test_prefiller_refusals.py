@@ -11,7 +11,7 @@ from forerun.models.execution.runner import Span
 from forerun.params import Prefill
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.profile import Point
+from forerun.prefill.profile import CurvePoint
 from forerun.prefill.state import Job, Phase
 from tests.prefill.fakes import (
     END,
@@ -49,7 +49,7 @@ def test_drafting_that_costs_more_than_it_saves_is_not_begun(ctx: DraftContext):
 
 
 def test_a_quality_beyond_the_curve_is_exact_prefill(ctx: DraftContext):
-    curve = [Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)]
+    curve = [CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)]
     prefiller = make_prefiller(ctx, Fake(ctx), curve=curve)
     settings = Prefill("speculative", quality=0.99)
     assert prefiller.problem(settings, len(IDS)) is None
@@ -89,7 +89,7 @@ def test_open_with_a_problem_is_exact_prefill_with_the_reason(ctx: DraftContext)
 
 
 def test_keys_differ_by_what_is_planned(ctx: DraftContext):
-    prefiller = make_prefiller(ctx, Fake(ctx), curve=[Point(0.0, 0.3, 0.9, 0.1), Point(0.2, 0.5, 0.95, 0.05)])
+    prefiller = make_prefiller(ctx, Fake(ctx), curve=[CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)])
     asked = [
         Prefill("speculative"),
         Prefill("speculative", budget=0.5),

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from forerun.errors import BadProfile
 from forerun.prefill.maps import Maps
-from forerun.prefill.profile import Point, Profile, checksum
+from forerun.prefill.profile import CurvePoint, Profile, checksum
 from tests.prefill.test_maps import made
 
-CURVE = [Point(0.0, 0.3, 0.9, 0.12), Point(0.1, 0.4, 0.95, 0.05), Point(0.2, 0.5, 0.98, 0.02)]
+CURVE = [CurvePoint(0.0, 0.3, 0.9, 0.12), CurvePoint(0.1, 0.4, 0.95, 0.05), CurvePoint(0.2, 0.5, 0.98, 0.02)]
 
 
 def profile(kind: str = "draft", maps: Maps | None = None) -> Profile:

@@ -106,7 +106,7 @@ class Pointer:
 
 
 @register
-class CopyDrafter(Drafter):
+class Copy(Drafter):
     name = "copy"
 
     def __init__(self, ctx: DraftContext) -> None:

@@ -118,7 +118,7 @@ class NgramIndex:
 
 
 @register
-class LookupDrafter(Drafter):
+class Lookup(Drafter):
     name = "lookup"
 
     def __init__(self, ctx: DraftContext) -> None:

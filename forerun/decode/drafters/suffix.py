@@ -172,7 +172,7 @@ class _Sequence:
 
 
 @register
-class SuffixDrafter(Drafter):
+class Suffix(Drafter):
     name = "suffix"
     remembers = True
 

@@ -17,9 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.decode.sampling import Rng
-from forerun.decode.verifiers.base import TargetView
-from forerun.decode.verifiers.pair import SiblingPair
+from forerun.decode.target import Rng, TargetView
+from forerun.decode.verifiers.pair import Pair
 
 RARE = 1e-4  # tokens drafted less often than this are not sorted
 
@@ -35,7 +34,7 @@ class Residual:
         self._left: Tensor | None = None  # [V], sums to _mass
         self._mass = self._drawable = 1.0
         self._believed = True
-        self._pair: SiblingPair | None = None
+        self._pair: Pair | None = None
 
     @property
     def left(self) -> Tensor:
@@ -61,7 +60,7 @@ class Residual:
         if not self._believed:
             return [(0, 0.0), (1, 0.0)]
         assert self._proposal is not None
-        self._pair = SiblingPair(wanted, self._proposal, self.rare)
+        self._pair = Pair(wanted, self._proposal, self.rare)
         return self._pair.shares(tokens)
 
     def reject(self, tokens: list[int]) -> float:

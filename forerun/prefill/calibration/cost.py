@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.models.config import ModelConfig
-from forerun.prefill.calibration.pair import FIRST, TAIL
+from forerun.prefill.calibration.model_pair import FIRST, TAIL
 from forerun.prefill.maps import Maps
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from forerun.prefill.calibration.cost import whole_cost
-from forerun.prefill.calibration.evaluate import Scored, compare, tail_gaze
-from forerun.prefill.calibration.pair import TAIL, Pair, choose, with_ends
+from forerun.prefill.calibration.evaluate import DraftQuality, compare, tail_attention_over_draft
+from forerun.prefill.calibration.model_pair import TAIL, ModelPair, choose, with_ends
 from forerun.prefill.maps import Maps
-from forerun.prefill.profile import Point
+from forerun.prefill.profile import CurvePoint
 from forerun.runtime.progress import track
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -23,7 +23,7 @@ Kinds = dict[str, list[dict[str, float]]]  # kind of window -> per share its agr
 
 
 def measure(
-    pair: Pair,
+    pair: ModelPair,
     maps: Maps,
     windows: Tensor,
     kinds: Sequence[str],
@@ -32,7 +32,7 @@ def measure(
     batch: int,
     tick: Callable[[], None],
     quiet: bool,
-) -> tuple[list[Point], Kinds]:
+) -> tuple[list[CurvePoint], Kinds]:
     """The curve over windows of plain text, and the figures of every kind of window. `tick` is called in between."""
     same: dict[float, list[Tensor]] = {share: [] for share in SHARES}
     kl: dict[float, list[Tensor]] = {share: [] for share in SHARES}
@@ -51,24 +51,24 @@ def measure(
     plain = found.get(PLAIN) or next(iter(found.values()))
     prompt = windows.shape[1] - ahead
     costs = [whole_cost(pair.target.config, maps, reading, pair.alone, share, prompt) for share in SHARES]
-    return [Point(p["share"], c, p["top1"], p["kl"]) for p, c in zip(plain, costs, strict=True)], found
+    return [CurvePoint(p["share"], c, p["top1"], p["kl"]) for p, c in zip(plain, costs, strict=True)], found
 
 
 @torch.no_grad()
-def _scored(pair: Pair, maps: Maps, tokens: Tensor, ahead: int) -> Iterator[tuple[float, Scored]]:
+def _scored(pair: ModelPair, maps: Maps, tokens: Tensor, ahead: int) -> Iterator[tuple[float, DraftQuality]]:
     """As `evaluate.score`, for all shares after one exact pass."""
     stop = tokens.shape[1]
     end = stop - ahead - TAIL
     exact = pair.target.trace(tokens, keep_kv=False)
     features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    tail_attention = tail_gaze(pair, exact, drafted, end)
+    tail_attention = tail_attention_over_draft(pair, exact, drafted, end)
     for share in SHARES:
         x = pair.recompute(exact, drafted, with_ends(choose(tail_attention, end, share), end, stop))
         yield share, compare(pair, exact.hidden[-1][:, -ahead - 1 : -1], x[:, -ahead - 1 : -1], tokens[:, -ahead:])
 
 
-def best_share(curve: Sequence[Point], quality: float) -> tuple[float, bool]:
+def best_share(curve: Sequence[CurvePoint], quality: float) -> tuple[float, bool]:
     """The smallest share that reaches the quality at a sensible cost; else the best of those up to ENOUGH, since more
     would cost every prompt and still not hold what was asked. Whether it reaches."""
     sensible = [p for p in curve if p.cost <= MOST_COST] or [min(curve, key=lambda p: p.cost)]

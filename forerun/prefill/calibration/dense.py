@@ -27,11 +27,11 @@ UNSEEN = -30_000.0  # added to the score of what a row does not see
 SOUND = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Shown (layer, rotated queries [B, Hq, R, D], rotated keys [B, Hkv, T, D], positions of the queries [R] or [B, R])
-See = Callable[[int, Tensor, Tensor, Tensor], None]
+AttentionHook = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 @dataclass
-class Trace:
+class LayerActivations:
     """What a pass left: inputs of every layer and the last one's output, K before rotation and V of every layer."""
 
     hidden: list[Tensor]  # [B, T, hidden] each
@@ -58,10 +58,12 @@ class DenseModel:
     # -- whole passes --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def trace(self, tokens: Tensor, layers: int | None = None, see: See | None = None, keep_kv: bool = True) -> Trace:
+    def trace(
+        self, tokens: Tensor, layers: int | None = None, see: AttentionHook | None = None, keep_kv: bool = True
+    ) -> LayerActivations:
         """Run windows [B, T] through the first `layers` layers; `see` is shown queries and keys as they come."""
         x = self.start(tokens)
-        found = Trace([x], [])
+        found = LayerActivations([x], [])
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         for i in range(self.config.num_layers if layers is None else layers):
             q, k, v = self.project(x, i)

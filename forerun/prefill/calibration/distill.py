@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.pair import TAIL, Pair, TailAttention, choose, with_ends
+from forerun.prefill.calibration.model_pair import TAIL, DenseTailAttention, ModelPair, choose, with_ends
 from forerun.prefill.maps import Maps
 
 
@@ -35,7 +35,7 @@ class Schedule:
 class Distiller:
     """Holds the maps in float32 and one optimizer; `step` learns from some windows."""
 
-    def __init__(self, pair: Pair, maps: Maps, schedule: Schedule) -> None:
+    def __init__(self, pair: ModelPair, maps: Maps, schedule: Schedule) -> None:
         self.pair, self.schedule, self.done = pair, schedule, 0
         self._spread = maps.up.float().norm(dim=1, keepdim=True).clamp_min(1e-6)  # [outputs, 1]
         self.parts = {name: t.float().clone() for name, t in maps.tensors().items()}
@@ -85,7 +85,7 @@ class Distiller:
         end = stop - ahead - TAIL
         with torch.no_grad():
             # the tail's exact attention stands in for the one over drafted K/V
-            tail_attention = TailAttention(slice(end, end + TAIL), pair.target.config.scale)
+            tail_attention = DenseTailAttention(slice(end, end + TAIL), pair.target.config.scale)
             exact = pair.target.trace(tokens, see=tail_attention, keep_kv=False)
             features, _ = pair.read(tokens, slice(0, 0), exact)
             wanted = exact.hidden[-1][:, end + TAIL - 1 : stop - 1]
@@ -97,7 +97,7 @@ class Distiller:
         return divergence(pair, wanted, x)
 
 
-def divergence(pair: Pair, exact: Tensor, drafted: Tensor) -> Tensor:
+def divergence(pair: ModelPair, exact: Tensor, drafted: Tensor) -> Tensor:
     """Mean KL between next-token distributions at hidden states [B, N, hidden], some rows at a time."""
     total = torch.zeros((), device=exact.device)
     pieces = list(zip(exact.flatten(0, 1).split(512), drafted.flatten(0, 1).split(512), strict=True))

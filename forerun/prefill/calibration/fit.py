@@ -16,11 +16,11 @@ from torch import Tensor
 
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.evaluate import score
-from forerun.prefill.calibration.pair import FIRST, Pair
-from forerun.prefill.calibration.resume import Keeper
+from forerun.prefill.calibration.model_pair import FIRST, ModelPair
+from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.ridge import Ridge
-from forerun.prefill.calibration.setup import MOST_RANK, Settings
-from forerun.prefill.calibration.text import Recipe, Windows
+from forerun.prefill.calibration.setup import MOST_RANK, FitSettings
+from forerun.prefill.calibration.text import Windows, WindowSettings
 from forerun.prefill.maps import Maps
 from forerun.runtime.progress import track
 
@@ -31,7 +31,12 @@ JUDGED_SHARE = 0.1  # of tokens recomputed meanwhile
 
 
 def fit(
-    pair: Pair, windows: Windows, settings: Settings, recipe: Recipe, keeper: Keeper, quiet: bool
+    pair: ModelPair,
+    windows: Windows,
+    settings: FitSettings,
+    recipe: WindowSettings,
+    keeper: CalibrationState,
+    quiet: bool,
 ) -> tuple[Maps, dict[str, Any]]:
     """Maps, and how they came about."""
     if "maps" not in keeper.values:
@@ -43,7 +48,7 @@ def fit(
     return Distillation(pair, maps, windows, settings, recipe, keeper).run(quiet)
 
 
-def _ridge(pair: Pair, rows: Tensor, settings: Settings, keeper: Keeper, quiet: bool) -> Maps:
+def _ridge(pair: ModelPair, rows: Tensor, settings: FitSettings, keeper: CalibrationState, quiet: bool) -> Maps:
     """Sums over all windows, then one solution."""
     device, config = pair.target.device, pair.target.config
     ridge = Ridge(pair.inputs, pair.width, device)
@@ -65,7 +70,7 @@ def _sums(ridge: Ridge, windows: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _examples(pair: Pair, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _examples(pair: ModelPair, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Features and outputs [N, ..] of all tokens but the first of each window: those are always recomputed, and their
     K and V are like nobody else's."""
     exact = pair.target.trace(tokens)
@@ -78,7 +83,13 @@ class Distillation:
     """Steps, with a look at held-out text now and then: more of them can be worse, so the best maps are kept."""
 
     def __init__(
-        self, pair: Pair, maps: Maps, windows: Windows, settings: Settings, recipe: Recipe, keeper: Keeper
+        self,
+        pair: ModelPair,
+        maps: Maps,
+        windows: Windows,
+        settings: FitSettings,
+        recipe: WindowSettings,
+        keeper: CalibrationState,
     ) -> None:
         self._pair, self._ridge, self._settings, self._keeper = pair, maps, settings, keeper
         # From the end: the curve is measured from the start, and what was selected on a window flatters itself there
@@ -143,5 +154,5 @@ class Distillation:
         return {**maps, **figures, "distill": self._distiller.state()}
 
 
-def _restored(pair: Pair, tensors: dict[str, Tensor]) -> Maps:
+def _restored(pair: ModelPair, tensors: dict[str, Tensor]) -> Maps:
     return Maps(pair.taps, pair.base, **tensors, own=pair.own).to(pair.target.device, torch.float32)

@@ -25,7 +25,7 @@ SHARE = 0.05  # of the time that saving may take
 VERSION = 2  # of what is kept: sums of older ones have another width
 
 
-class Keeper:
+class CalibrationState:
     """`job` says what is being done: a state of another job is refused. `values` is where an earlier run got to."""
 
     def __init__(self, out: Path, job: dict[str, Any]) -> None:

@@ -18,10 +18,10 @@ from forerun.errors import BadRequest
 from forerun.prefill.calibration.cost import reading_cost
 from forerun.prefill.calibration.curve import best_share, measure
 from forerun.prefill.calibration.fit import JUDGED, fit
-from forerun.prefill.calibration.pair import Pair
-from forerun.prefill.calibration.resume import Keeper
-from forerun.prefill.calibration.setup import Settings, Subject, check_window, check_writable, open_subject
-from forerun.prefill.calibration.text import Recipe, Windows, read_windows
+from forerun.prefill.calibration.model_pair import ModelPair
+from forerun.prefill.calibration.resume import CalibrationState
+from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
+from forerun.prefill.calibration.text import Windows, WindowSettings, read_windows
 from forerun.prefill.calibration.thresholds import thresholds
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
@@ -34,17 +34,17 @@ def calibrate(
     draft: str | None,
     texts: Sequence[Path],
     out: Path,
-    settings: Settings,
-    recipe: Recipe,
+    settings: FitSettings,
+    recipe: WindowSettings,
     device: torch.device,
     quiet: bool = False,
 ) -> Profile:
     """Fit, judge and save a profile. After Ctrl-C the same call goes on where it was."""
     check_window(recipe.prompt, recipe.continuation)
     check_writable(out)
-    subject = open_subject(target, draft, settings, recipe.length)
+    subject = open_models(target, draft, settings, recipe.length)
     windows = read_windows(texts, subject.target.tokenizer(), recipe, quiet)
-    keeper = Keeper(out, _job(subject, windows, settings, recipe))
+    keeper = CalibrationState(out, _job(subject, windows, settings, recipe))
     with _within_memory(settings, recipe):
         pair = subject.build(device, quiet)
         with keeper.listening():
@@ -61,7 +61,7 @@ def calibrate(
     return profile
 
 
-def _job(subject: Subject, windows: Windows, settings: Settings, recipe: Recipe) -> dict[str, Any]:
+def _job(subject: CalibrationModels, windows: Windows, settings: FitSettings, recipe: WindowSettings) -> dict[str, Any]:
     """Everything that decides the result: a state is good for nothing else. How many windows go at a time is left
     out: it decides next to nothing, and whoever ran out of memory must change it."""
     digest = hashlib.sha256(windows.train.numpy().tobytes() + windows.held.numpy().tobytes())
@@ -71,13 +71,13 @@ def _job(subject: Subject, windows: Windows, settings: Settings, recipe: Recipe)
 
 
 def _judged(
-    subject: Subject,
-    pair: Pair,
+    subject: CalibrationModels,
+    pair: ModelPair,
     maps: Maps,
     windows: Windows,
-    settings: Settings,
-    recipe: Recipe,
-    keeper: Keeper,
+    settings: FitSettings,
+    recipe: WindowSettings,
+    keeper: CalibrationState,
     quiet: bool,
 ) -> Profile:
     """A profile with its curve, default share and thresholds, all from held-out text."""
@@ -108,7 +108,7 @@ def _judged(
 
 
 @contextmanager
-def _within_memory(settings: Settings, recipe: Recipe) -> Iterator[None]:
+def _within_memory(settings: FitSettings, recipe: WindowSettings) -> Iterator[None]:
     """Out of memory is an error with a way out, wherever it happens."""
     try:
         yield
@@ -120,7 +120,7 @@ def _within_memory(settings: Settings, recipe: Recipe) -> Iterator[None]:
         raise _too_large(settings, recipe) from error
 
 
-def _too_large(settings: Settings, recipe: Recipe) -> BadRequest:
+def _too_large(settings: FitSettings, recipe: WindowSettings) -> BadRequest:
     return BadRequest(
         f"memory ended with {settings.batch} windows of {recipe.length:,} tokens at a time and maps of rank "
         f"{settings.rank or 'as wide as the target'}",

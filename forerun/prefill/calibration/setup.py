@@ -19,7 +19,7 @@ from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.cost import model_macs
 from forerun.prefill.calibration.dense import DenseModel
-from forerun.prefill.calibration.pair import FIRST, TAIL, Pair
+from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair
 
 MOST_INPUTS = 16_384  # of the maps: their Gram matrix is that wide, in float64 while it is solved
 
@@ -28,7 +28,7 @@ READ = 0.6  # of a draft's layers
 
 
 @dataclass(frozen=True)
-class Settings:
+class FitSettings:
     """How maps are fitted. None: what suits the models."""
 
     base: int | None = None  # layers of the target that every token runs
@@ -51,7 +51,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CalibrationModels:
     """The models of a calibration. `source` is None where the target drafts for itself."""
 
     target: Checkpoint
@@ -64,15 +64,15 @@ class Subject:
     def kind(self) -> str:
         return "self" if self.source is None else "draft"
 
-    def build(self, device: torch.device, quiet: bool) -> Pair:
+    def build(self, device: torch.device, quiet: bool) -> ModelPair:
         """Both models as plain networks: bf16 on a GPU, float32 elsewhere."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target = DenseModel.from_checkpoint(self.target, device, dtype, quiet)
         source = DenseModel.from_checkpoint(self.source, device, dtype, quiet) if self.source else target
-        return Pair(target, source, self.taps, self.base)
+        return ModelPair(target, source, self.taps, self.base)
 
 
-def open_subject(target: str, draft: str | None, settings: Settings, window: int) -> Subject:
+def open_models(target: str, draft: str | None, settings: FitSettings, window: int) -> CalibrationModels:
     """Open the models and check that they fit together and to windows of so many tokens."""
     opened = open_checkpoint(resolve(target))
     source = open_checkpoint(resolve(draft)) if draft is not None else None
@@ -89,7 +89,7 @@ def open_subject(target: str, draft: str | None, settings: Settings, window: int
     own = 0 if source is None else opened.config.hidden_size
     taps = _taps(opened.config if source is None else source.config, settings.taps, None if own else base, own)
     marks = fingerprint(opened)
-    return Subject(opened, source, taps, base, (marks, fingerprint(source) if source is not None else marks))
+    return CalibrationModels(opened, source, taps, base, (marks, fingerprint(source) if source is not None else marks))
 
 
 def check_window(prompt: int, continuation: int) -> None:

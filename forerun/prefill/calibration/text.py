@@ -25,7 +25,7 @@ LEAST_TRAIN, LEAST_HELD = 4, 2  # windows; with fewer no figure means anything
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WindowSettings:
     """How windows are cut, and which shares of them are made to copy and to recall."""
 
     prompt: int = 2048
@@ -57,7 +57,7 @@ class Windows:
     files: int
 
 
-def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, recipe: Recipe, quiet: bool = False) -> Windows:
+def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, recipe: WindowSettings, quiet: bool = False) -> Windows:
     """Windows of files and folders; the same text and recipe give the same windows."""
     files = find_files(paths)
     rng = random.Random(recipe.seed)
@@ -82,7 +82,7 @@ def _tensor(rows: list[list[int]]) -> Tensor:
     return torch.from_numpy(np.array(rows, dtype=np.int32))
 
 
-def _too_short(files: int, train: int, held: int, recipe: Recipe) -> BadRequest:
+def _too_short(files: int, train: int, held: int, recipe: WindowSettings) -> BadRequest:
     return BadRequest(
         f"the text is too short: {files} {'file makes' if files == 1 else 'files make'} {train} windows of "
         f"{recipe.length:,} tokens to learn from and {held} of other text to judge by; at least {LEAST_TRAIN} and "

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.dense import Trace
-from forerun.prefill.calibration.evaluate import compare, tail_gaze
-from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
+from forerun.prefill.calibration.dense import LayerActivations
+from forerun.prefill.calibration.evaluate import compare, tail_attention_over_draft
+from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair, choose, with_ends
 from forerun.prefill.checks import COSINES, SIGNALS, Scores
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
@@ -41,7 +41,7 @@ class Seen:
 
 
 def thresholds(
-    pair: Pair,
+    pair: ModelPair,
     maps: Maps,
     windows: Tensor,
     ahead: int,
@@ -97,14 +97,14 @@ def harmless(kl: Tensor, agreement: Tensor, quality: float) -> Tensor:
 
 
 @torch.no_grad()
-def look(pair: Pair, maps: Maps, tokens: Tensor, ahead: int, share: float) -> Seen:
+def look(pair: ModelPair, maps: Maps, tokens: Tensor, ahead: int, share: float) -> Seen:
     """A window [1, T] that ends with `ahead` continuation tokens."""
     stop = tokens.shape[1]
     end = stop - ahead - TAIL
     exact = pair.target.trace(tokens, keep_kv=False)
     features, _ = pair.read(tokens, slice(0, 0), exact)
     drafted = maps(features.to(maps.down.dtype)).to(pair.target.dtype)
-    tail_attention = tail_gaze(pair, exact, drafted, end)
+    tail_attention = tail_attention_over_draft(pair, exact, drafted, end)
     chosen = choose(tail_attention, end, share)[0]
     places = checkpoints(end, chosen)
     rows = with_ends(torch.cat((chosen, places)).unique()[None], end, stop)
@@ -130,7 +130,7 @@ def checkpoints(end: int, chosen: Tensor) -> Tensor:
 
 
 def _recompute(
-    pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor
+    pair: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, places: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As `Pair.recompute`, comparing what the rows at `places` compute with what was drafted for them."""
     target, config = pair.target, pair.target.config
@@ -158,7 +158,7 @@ def _rows(x: Tensor, at: Tensor) -> Tensor:
 
 
 def _signals(
-    pair: Pair, i: int, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], guess: Tensor, at: Tensor, places: Tensor
+    pair: ModelPair, i: int, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], guess: Tensor, at: Tensor, places: Tensor
 ) -> dict[str, Tensor]:
     """Signals of one layer, [B, spans] each: `guess` [B, C, 2, kv] was drafted for the rows `at`."""
     q, k, v = qkv
@@ -172,7 +172,7 @@ def _signals(
 
 
 def _cosines(
-    pair: Pair, i: int, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], guess: Tensor, at: Tensor, places: Tensor
+    pair: ModelPair, i: int, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], guess: Tensor, at: Tensor, places: Tensor
 ) -> dict[str, Tensor]:
     """[B, C] each: attention of the rows `at` over the first entries and the checkpoints, computed and drafted."""
     target, config = pair.target, pair.target.config
@@ -198,7 +198,7 @@ def _cosines(
     }
 
 
-def _added(pair: Pair, i: int, out: Tensor) -> Tensor:
+def _added(pair: ModelPair, i: int, out: Tensor) -> Tensor:
     """What an attention output adds to the stream."""
     weights, config = pair.target.weights, pair.target.config
     h = F.linear(out, weights[f"layers.{i}.o"])

@@ -5,27 +5,27 @@ from __future__ import annotations
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 
 SOURCES = ("draft", "self", "chunk")  # that requests may name; `drop` is a baseline for studies
 
 
-def make(name: str, ctx: DraftContext, profile: Profile | None) -> Source:
+def make(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:
     """The source of this name; raises where the profile or the models it needs are missing or do not fit."""
     if name == "draft":
         from forerun.prefill.sources.draft import DraftSource
 
         return DraftSource(ctx, profile)
     if name == "self":
-        from forerun.prefill.sources.lower import LowerSource
+        from forerun.prefill.sources.self_draft import SelfDraftSource
 
-        return LowerSource(ctx, profile)
+        return SelfDraftSource(ctx, profile)
     if name == "chunk":
         from forerun.prefill.sources.chunk import ChunkSource
 
         return ChunkSource(ctx)
     if name == "drop":
-        from forerun.prefill.sources.drop import DropSource
+        from forerun.prefill.sources.token_drop import TokenDropSource
 
-        return DropSource(ctx, profile)
+        return TokenDropSource(ctx, profile)
     raise BadRequest(f"the source of prefill is {name!r}", f"use one of auto, {', '.join(SOURCES)}")

@@ -14,7 +14,7 @@ from forerun.errors import BadRequest
 from forerun.prefill.state import Job
 
 
-class Source(ABC):
+class KVSource(ABC):
     name: str
     base: int  # depth that the target itself gives to every token: layers below it are exact as far as their input is
     start: float = 1.0  # of the shortest prompt worth drafting: less where reading costs next to nothing

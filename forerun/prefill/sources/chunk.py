@@ -18,8 +18,8 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.rope import rotate
 from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.texts import Match, Texts
+from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources.chunk_index import ChunkIndex, ChunkMatch
 from forerun.prefill.state import Job
 
 COPY = 0.005  # copying an entry, in tokens of the target's prefill
@@ -30,14 +30,14 @@ HEAD = 8  # first entries of every span that are recomputed whatever the chooser
 class _Reuse:
     """What of one prompt is copied from where."""
 
-    matches: list[Match]
+    matches: list[ChunkMatch]
     pages: list[int]  # referenced until the prompt is done
     first: int  # entries before it need nothing
     apart: np.ndarray  # [2, end] distance of the copied K and V of layer 1 from the target's own
     size: np.ndarray  # [2, end] norms of the latter
 
 
-class ChunkSource(Source):
+class ChunkSource(KVSource):
     """The first tokens of every span are recomputed, and what a chooser says: by default what the question looks at.
     Choosers of its own: `start` (more of each span's beginning) and `deviation` (CacheBlend's: the target runs its
     layer 0 over everything, and what its K/V of layer 1 differs most in is recomputed)."""
@@ -50,7 +50,7 @@ class ChunkSource(Source):
         self._runner, self._pool = ctx.runner, ctx.pool
         self._decoder = ctx.runner.decoder
         self._ragged_pass = RaggedDepthPass(ctx.runner)
-        self.texts = Texts(ctx.pool, ctx.pool.num_pages // 2 if most_pages is None else most_pages)
+        self.texts = ChunkIndex(ctx.pool, ctx.pool.num_pages // 2 if most_pages is None else most_pages)
 
     # -- what was met before -------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class ChunkSource(Source):
     def _slots(self, job: Job, lo: int, hi: int) -> Tensor:
         return torch.from_numpy(slots_of(job.pages, lo, hi, self._pool.page_size)).to(self._decoder.device)
 
-    def _copy(self, job: Job, match: Match, lo: int, hi: int) -> None:
+    def _copy(self, job: Job, match: ChunkMatch, lo: int, hi: int) -> None:
         """Entries lo .. hi of a match, all layers above the first."""
         if lo >= hi:
             return

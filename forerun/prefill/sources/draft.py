@@ -21,8 +21,8 @@ from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
+from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
 from forerun.prefill.state import Job
 
 
@@ -34,12 +34,12 @@ class _Reading:
     kept: list[Tensor] = field(default_factory=list)  # what came out of the highest layer that was run, chunk by chunk
 
 
-class DraftSource(Source):
+class DraftSource(KVSource):
     name = "draft"
     coarse = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        profile = needed(profile, self.name)
+        profile = require_profile(profile, self.name)
         if ctx.draft is None or ctx.draft_runner is None or ctx.draft_plane is None:
             raise BadRequest(
                 "the source 'draft' needs a draft model",
@@ -51,7 +51,7 @@ class DraftSource(Source):
                 "use a draft of the same family, or source=self",
             )
         self._pool, self._plane, self._runner = ctx.pool, ctx.draft_plane, ctx.draft_runner
-        self._writer = Writer(ctx.runner, ctx.draft.decoder, profile.maps, self.coarse)
+        self._writer = KVWriter(ctx.runner, ctx.draft.decoder, profile.maps, self.coarse)
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
@@ -77,10 +77,10 @@ class DraftSource(Source):
         """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
         need = max(job.first, job.known)
         job.read = min(self._filled(job), need, job.end)
-        job.state = _Reading(job.read, need, gaze_of(job, "draft", self._runner))
+        job.state = _Reading(job.read, need, tail_attention_for(job, "draft", self._runner))
 
     def read(self, job: Job, count: int) -> None:
-        piece = Piece(job, count, job.state.need, self._taps, job.state.tail_attention)
+        piece = ReadChunk(job, count, job.state.need, self._taps, job.state.tail_attention)
         if piece.lo < piece.hi:
             self._run(job, piece.lo, piece.hi, piece.watch)
             self._mark(job, piece.lo, piece.hi)
@@ -108,7 +108,7 @@ class DraftSource(Source):
         job.state = None
 
     def scores(self, job: Job) -> np.ndarray | None:
-        return seen_by(job.state.tail_attention) if job.state is not None else None
+        return reduced_scores(job.state.tail_attention) if job.state is not None else None
 
     # -- what the draft's plane holds ----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.dense import DenseModel
-from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_pair, write_text
 
@@ -31,14 +31,14 @@ def tokenizer(models: tuple[Path, Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def pair(models: tuple[Path, Path]) -> Pair:
+def pair(models: tuple[Path, Path]) -> ModelPair:
     target, draft = (
         DenseModel.from_checkpoint(open_checkpoint(path), torch.device("cpu"), torch.float32) for path in models
     )
-    return Pair(target, draft, taps=(0, 1, 2), base=1)
+    return ModelPair(target, draft, taps=(0, 1, 2), base=1)
 
 
 @pytest.fixture(scope="session")
-def alone(pair: Pair) -> Pair:
+def alone(pair: ModelPair) -> ModelPair:
     """The target drafting for itself."""
-    return Pair(pair.target, pair.target, taps=(0, 1, 2), base=2)
+    return ModelPair(pair.target, pair.target, taps=(0, 1, 2), base=2)

@@ -9,14 +9,14 @@ from forerun.prefill.calibration.cost import layer_macs, model_macs, reading_cos
 from forerun.prefill.calibration.curve import SHARES, best_share, measure
 from forerun.prefill.calibration.evaluate import score
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
-from forerun.prefill.profile import Point
+from forerun.prefill.profile import CurvePoint
 
 
-def points(*figures: tuple[float, float, float]) -> list[Point]:
-    return [Point(share, cost, top1, 0.0) for share, cost, top1 in figures]
+def points(*figures: tuple[float, float, float]) -> list[CurvePoint]:
+    return [CurvePoint(share, cost, top1, 0.0) for share, cost, top1 in figures]
 
 
 def test_the_default_is_the_smallest_share_that_is_good_enough() -> None:
@@ -37,7 +37,7 @@ def test_out_of_reach_a_default_stays_modest() -> None:
     assert best_share(curve, 0.955) == (0.3, True)  # what is within reach is paid for
 
 
-def test_costs(pair: Pair) -> None:
+def test_costs(pair: ModelPair) -> None:
     target, draft = pair.target.config, pair.source.config
     by_hand = sum(w.numel() for n, w in pair.target.weights.items() if n.startswith("layers.0.") and w.ndim == 2)
     assert layer_macs(target) == by_hand and model_macs(target) == 4 * by_hand
@@ -50,7 +50,7 @@ def test_costs(pair: Pair) -> None:
     assert whole_cost(target, maps, 0.0, False, 1.0, 800) == pytest.approx(1.0 + small)  # no token counts twice
 
 
-def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: Pair) -> None:
+def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: ModelPair) -> None:
     tokens = torch.randint(3, 512, (5, 480), generator=torch.Generator().manual_seed(0))
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.prefill.calibration.dense import See, Trace
+from forerun.prefill.calibration.dense import AttentionHook, LayerActivations
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import TAIL, Pair, TailAttention, choose, with_ends
+from forerun.prefill.calibration.model_pair import TAIL, DenseTailAttention, ModelPair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 
 TOKENS = torch.randint(3, 512, (4, 320), generator=torch.Generator().manual_seed(0))
 
 
-def ridge_maps(pair: Pair) -> Maps:
+def ridge_maps(pair: ModelPair) -> Maps:
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, TOKENS))
     return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
@@ -36,7 +36,7 @@ def loss(distiller: Distiller) -> float:
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_maps_get_better_and_the_models_stay(which: str, request: pytest.FixtureRequest) -> None:
-    pair: Pair = request.getfixturevalue(which)
+    pair: ModelPair = request.getfixturevalue(which)
     before = {name: w.clone() for name, w in pair.target.weights.items()}
     maps = ridge_maps(pair)
     distiller = Distiller(pair, maps, Schedule(steps=12, rate=2e-2, ahead=32))
@@ -55,31 +55,33 @@ def test_maps_get_better_and_the_models_stay(which: str, request: pytest.Fixture
 def test_the_targets_tail_says_what_is_recomputed(
     which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair: Pair = request.getfixturevalue(which)
+    pair: ModelPair = request.getfixturevalue(which)
     end = 320 - 32 - TAIL
-    tail_attention = TailAttention(slice(end, end + TAIL), pair.target.config.scale)
+    tail_attention = DenseTailAttention(slice(end, end + TAIL), pair.target.config.scale)
     pair.target.trace(TOKENS, see=tail_attention)
     wanted = with_ends(choose(tail_attention.mean(TOKENS), end, 0.2), end, 320)
     seen: list[Tensor] = []
-    recompute = Pair.recompute
+    recompute = ModelPair.recompute
 
-    def watched(self: Pair, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
+    def watched(
+        self: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, see: AttentionHook | None = None
+    ) -> Tensor:
         seen.append(rows)
         return recompute(self, exact, drafted, rows, see)
 
-    monkeypatch.setattr(Pair, "recompute", watched)
+    monkeypatch.setattr(ModelPair, "recompute", watched)
     Distiller(pair, ridge_maps(pair), Schedule(steps=1, ahead=32, shares=(0.2,))).loss(TOKENS)
     (rows,) = seen
     assert torch.equal(rows, wanted)
 
 
-def test_before_the_first_step_the_maps_are_those_given(pair: Pair) -> None:
+def test_before_the_first_step_the_maps_are_those_given(pair: ModelPair) -> None:
     maps = ridge_maps(pair)
     for name, tensor in Distiller(pair, maps, Schedule(4)).result().tensors().items():
         torch.testing.assert_close(tensor, maps.tensors()[name], atol=1e-6, rtol=1e-5)
 
 
-def test_a_state_goes_on_as_if_nothing_had_been(pair: Pair) -> None:
+def test_a_state_goes_on_as_if_nothing_had_been(pair: ModelPair) -> None:
     maps, schedule = ridge_maps(pair), Schedule(steps=6, ahead=32)
     straight = Distiller(pair, maps, schedule)
     for _ in range(6):

@@ -10,13 +10,13 @@ import torch
 
 from forerun.prefill.calibration import fit as fitting
 from forerun.prefill.calibration.fit import Distillation, _examples, fit
-from forerun.prefill.calibration.pair import FIRST, Pair
-from forerun.prefill.calibration.resume import Keeper
-from forerun.prefill.calibration.setup import Settings
-from forerun.prefill.calibration.text import Recipe, Windows
+from forerun.prefill.calibration.model_pair import FIRST, ModelPair
+from forerun.prefill.calibration.resume import CalibrationState
+from forerun.prefill.calibration.setup import FitSettings
+from forerun.prefill.calibration.text import Windows, WindowSettings
 from forerun.prefill.maps import unit
 
-RECIPE = Recipe(prompt=300, continuation=16)
+RECIPE = WindowSettings(prompt=300, continuation=16)
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,11 @@ def windows() -> Windows:
     return Windows(tokens[:7], tokens[7:], ["plain"] * 3, 1)
 
 
-def settings(**values: Any) -> Settings:
-    return Settings(**({"rank": 12, "batch": 2, "steps": 4} | values))
+def settings(**values: Any) -> FitSettings:
+    return FitSettings(**({"rank": 12, "batch": 2, "steps": 4} | values))
 
 
-class Stopping(Keeper):
+class Stopping(CalibrationState):
     """Stops after so many pieces of work."""
 
     def __init__(self, out: Path, pieces: int) -> None:
@@ -44,8 +44,8 @@ class Stopping(Keeper):
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    pair: Pair = request.getfixturevalue(which)
-    straight, facts = fit(pair, windows, settings(), RECIPE, Keeper(tmp_path / "a", {}), True)
+    pair: ModelPair = request.getfixturevalue(which)
+    straight, facts = fit(pair, windows, settings(), RECIPE, CalibrationState(tmp_path / "a", {}), True)
     stops = 0
     for _ in range(20):
         keeper = Stopping(tmp_path / "b", 3)
@@ -61,17 +61,17 @@ def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, reque
         torch.testing.assert_close(tensor, straight.tensors()[name], atol=1e-4, rtol=1e-3)
 
 
-def test_a_smaller_batch_may_go_on(pair: Pair, windows: Windows, tmp_path: Path) -> None:
+def test_a_smaller_batch_may_go_on(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(pair, windows, settings(distill=False, batch=3), RECIPE, Stopping(tmp_path / "a", 1), True)
-    maps, _ = fit(pair, windows, settings(distill=False, batch=1), RECIPE, Keeper(tmp_path / "a", {}), True)
-    whole, facts = fit(pair, windows, settings(distill=False), RECIPE, Keeper(tmp_path / "b", {}), True)
+    maps, _ = fit(pair, windows, settings(distill=False, batch=1), RECIPE, CalibrationState(tmp_path / "a", {}), True)
+    whole, facts = fit(pair, windows, settings(distill=False), RECIPE, CalibrationState(tmp_path / "b", {}), True)
     assert facts == {"steps": 0}
     x = torch.randn(5, 160)
     torch.testing.assert_close(maps(x), whole(x), atol=1e-2, rtol=1e-2)
 
 
-def test_examples_leave_out_the_first_tokens(pair: Pair, windows: Windows) -> None:
+def test_examples_leave_out_the_first_tokens(pair: ModelPair, windows: Windows) -> None:
     tokens = windows.train[:2].long()
     features, outputs = _examples(pair, tokens)
     assert features.shape == (2 * (316 - FIRST), 160) and outputs.shape == (2 * (316 - FIRST), pair.width)
@@ -82,22 +82,22 @@ def test_examples_leave_out_the_first_tokens(pair: Pair, windows: Windows) -> No
     torch.testing.assert_close(outputs[-1, -kv:], exact.kv[3][1][1, -1])  # V of the last
 
 
-def test_more_rank_than_there_is(pair: Pair, windows: Windows, tmp_path: Path) -> None:
-    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), RECIPE, Keeper(tmp_path / "a", {}), True)
+def test_more_rank_than_there_is(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
+    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), RECIPE, CalibrationState(tmp_path / "a", {}), True)
     assert maps.rank == 160 and maps.own
 
 
 @pytest.mark.parametrize(("most", "rank"), [(1536, 64), (40, 40)])
 def test_the_rank_is_the_targets_width(
-    pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, rank: int
+    pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, rank: int
 ) -> None:
     monkeypatch.setattr(fitting, "MOST_RANK", most)
-    maps, _ = fit(pair, windows, settings(rank=None, distill=False), RECIPE, Keeper(tmp_path / "a", {}), True)
+    maps, _ = fit(pair, windows, settings(rank=None, distill=False), RECIPE, CalibrationState(tmp_path / "a", {}), True)
     assert maps.rank == rank
 
 
 def test_the_best_maps_are_kept_not_the_last(
-    pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = iter([0.5, 0.4, 0.2, 0.3, 0.9])
     seen = []
@@ -107,14 +107,14 @@ def test_the_best_maps_are_kept_not_the_last(
         return next(figures)
 
     monkeypatch.setattr(Distillation, "_judge", judge)
-    maps, facts = fit(pair, windows, settings(), RECIPE, Keeper(tmp_path / "a", {}), True)
+    maps, facts = fit(pair, windows, settings(), RECIPE, CalibrationState(tmp_path / "a", {}), True)
     assert facts == {"steps": 4, "ridge_kl": 0.5, "distilled_kl": 0.2}
     assert torch.equal(maps.up, seen[2]["up"]) and not torch.equal(maps.up, seen[4]["up"])
 
 
-def test_time_becomes_steps(pair: Pair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_becomes_steps(pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 5))  # five seconds between two looks
     monkeypatch.setattr(fitting.time, "monotonic", lambda: float(next(clock)))
-    keeper = Keeper(tmp_path / "a", {})
+    keeper = CalibrationState(tmp_path / "a", {})
     _, facts = fit(pair, windows, settings(steps=None, minutes=0.5), RECIPE, keeper, True)
     assert facts["steps"] == 6

@@ -12,17 +12,17 @@ import torch
 
 from forerun.errors import BadRequest
 from forerun.prefill.calibration import resume
-from forerun.prefill.calibration.resume import Keeper
+from forerun.prefill.calibration.resume import CalibrationState
 
 JOB = {"rank": 8, "taps": [0, 1], "target": "abc"}
 
 
 def test_a_state_comes_back(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper = CalibrationState(tmp_path / "a.profile", JOB)
     assert keeper.values == {} and not keeper.path.exists()
     keeper._start -= 100.0
     keeper.save({"sums": torch.arange(3), "done": 2})
-    again = Keeper(tmp_path / "a.profile", dict(JOB))
+    again = CalibrationState(tmp_path / "a.profile", dict(JOB))
     assert torch.equal(again.values["sums"], torch.arange(3)) and again.values["done"] == 2
     assert again.seconds >= 100.0  # those of earlier runs count
     again.remove()
@@ -30,28 +30,28 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_saving_waits_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper = CalibrationState(tmp_path / "a.profile", JOB)
     keeper.tick(lambda: {"n": 1})
     assert not keeper.path.exists()
     monkeypatch.setattr(resume, "EVERY_S", 0.0)
     keeper.tick(lambda: {"n": 2})
-    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 2}
+    assert CalibrationState(tmp_path / "a.profile", JOB).values == {"n": 2}
     keeper._took = 1e9  # a state so large that saving it would be most of the work
     keeper.tick(lambda: {"n": 3})
-    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 2}
+    assert CalibrationState(tmp_path / "a.profile", JOB).values == {"n": 2}
 
 
 def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    Keeper(tmp_path / "a.profile", JOB).save({})
+    CalibrationState(tmp_path / "a.profile", JOB).save({})
     with pytest.raises(BadRequest) as error:
-        Keeper(tmp_path / "a.profile", JOB | {"rank": 16})
+        CalibrationState(tmp_path / "a.profile", JOB | {"rank": 16})
     assert "rank was 8, is 16" in str(error.value) and "taps" not in str(error.value)
     assert "same arguments" in error.value.hint and "a.profile.state" in error.value.hint
 
 
 @pytest.mark.parametrize("room", [0, 5_000, 50_000])
 def test_a_full_disk(tmp_path: Path, room: int) -> None:
-    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper = CalibrationState(tmp_path / "a.profile", JOB)
     keeper.save({"n": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -61,7 +61,7 @@ def test_a_full_disk(tmp_path: Path, room: int) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "--out" in error.value.hint
-    assert Keeper(tmp_path / "a.profile", JOB).values == {"n": 1}  # the last whole one
+    assert CalibrationState(tmp_path / "a.profile", JOB).values == {"n": 1}  # the last whole one
     assert [p.name for p in tmp_path.iterdir()] == ["a.profile.state"]
 
 
@@ -69,32 +69,32 @@ def test_a_full_disk(tmp_path: Path, room: int) -> None:
 def test_a_damaged_state(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.profile.state").write_bytes(data)
     with pytest.raises(BadRequest, match="not the state of a calibration") as error:
-        Keeper(tmp_path / "a.profile", JOB)
+        CalibrationState(tmp_path / "a.profile", JOB)
     assert "delete" in error.value.hint
 
 
 def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Keeper(tmp_path / "a.profile", JOB).save({})
+    CalibrationState(tmp_path / "a.profile", JOB).save({})
     monkeypatch.setattr(resume, "VERSION", 3)
     with pytest.raises(BadRequest, match="version 2, this is 3"):
-        Keeper(tmp_path / "a.profile", JOB)
+        CalibrationState(tmp_path / "a.profile", JOB)
 
 
 def test_ctrl_c_waits_until_the_state_is_whole(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
-    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper = CalibrationState(tmp_path / "a.profile", JOB)
     done = 0
     with pytest.raises(KeyboardInterrupt), keeper.listening():
         for done in range(5):
             if done == 2:
                 os.kill(os.getpid(), signal.SIGINT)
             keeper.tick(lambda: {"done": done})  # noqa: B023
-    assert done == 2 and Keeper(tmp_path / "a.profile", JOB).values == {"done": 2}
+    assert done == 2 and CalibrationState(tmp_path / "a.profile", JOB).values == {"done": 2}
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path / "a.profile", JOB)
+    keeper = CalibrationState(tmp_path / "a.profile", JOB)
     with pytest.raises(KeyboardInterrupt), keeper.listening():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,18 +15,18 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration import run
 from forerun.prefill.calibration.curve import SHARES
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.run import calibrate
-from forerun.prefill.calibration.setup import Settings
-from forerun.prefill.calibration.text import Recipe, read_windows
+from forerun.prefill.calibration.setup import FitSettings
+from forerun.prefill.calibration.text import WindowSettings, read_windows
 from forerun.prefill.checks import SIGNALS, check_thresholds
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
 CPU = torch.device("cpu")
-RECIPE = Recipe(prompt=300, continuation=16, tokens=8000)
-SETTINGS = Settings(rank=64, steps=3)
+RECIPE = WindowSettings(prompt=300, continuation=16, tokens=8000)
+SETTINGS = FitSettings(rank=64, steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
     assert [p.name for p in made.parent.iterdir()] == ["pair.profile"]  # the state is gone
 
 
-def test_drafts_are_closer_after_fitting(made: Path, pair: Pair, models: tuple[Path, Path], text: Path) -> None:
+def test_drafts_are_closer_after_fitting(made: Path, pair: ModelPair, models: tuple[Path, Path], text: Path) -> None:
     held = read_windows([text], open_checkpoint(models[0]).tokenizer(), RECIPE).held.long()
     features, outputs = _examples(pair, held)
 
@@ -65,7 +65,7 @@ def test_drafts_are_closer_after_fitting(made: Path, pair: Pair, models: tuple[P
 
 
 def test_the_target_alone(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
-    settings = Settings(base=2, rank=24, distill=False, quality=0.5)
+    settings = FitSettings(base=2, rank=24, distill=False, quality=0.5)
     profile = calibrate(str(models[0]), None, [text], tmp_path / "a", settings, RECIPE, CPU, quiet=True)
     assert profile.kind == "self" and profile.maps.base == 2 and profile.source_cost == 0.5
     assert profile.facts["steps"] == 0 and profile.source == profile.target
@@ -79,7 +79,7 @@ def test_ctrl_c_and_again(
     out = tmp_path / "pair.profile"
     ticks = 0
 
-    class Stopped(run.Keeper):
+    class Stopped(run.CalibrationState):
         def tick(self, values: Any) -> None:
             nonlocal ticks
             ticks += 1
@@ -87,7 +87,7 @@ def test_ctrl_c_and_again(
             super().tick(values)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run, "Keeper", Stopped)
+        patch.setattr(run, "CalibrationState", Stopped)
         calibrate(target, draft, [text], out, SETTINGS, RECIPE, CPU, quiet=True)
     assert [p.name for p in tmp_path.iterdir()] == ["pair.profile.state"]
     with pytest.raises(BadRequest, match="state of another calibration: rank was 64, is 8"):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from forerun.errors import BadRequest
-from forerun.prefill.calibration.text import LEAST_HELD, LEAST_TRAIN, Recipe, read_windows
+from forerun.prefill.calibration.text import LEAST_HELD, LEAST_TRAIN, WindowSettings, read_windows
 from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_text
 
-PLAIN = Recipe(prompt=96, continuation=32, echo=0.0, recall=0.0, tokens=10_000)
+PLAIN = WindowSettings(prompt=96, continuation=32, echo=0.0, recall=0.0, tokens=10_000)
 
 
 def test_windows_are_text_from_a_documents_start(text: Path, tokenizer: Tokenizer) -> None:
@@ -38,10 +38,10 @@ def test_no_text_is_on_both_sides(text: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_the_seed_decides(text: Path, tokenizer: Tokenizer) -> None:
-    recipe = Recipe(prompt=96, continuation=32, tokens=5000)
+    recipe = WindowSettings(prompt=96, continuation=32, tokens=5000)
     one, same = (read_windows([text], tokenizer, recipe) for _ in range(2))
     assert torch.equal(one.train, same.train) and torch.equal(one.held, same.held) and one.kinds == same.kinds
-    other = read_windows([text], tokenizer, Recipe(prompt=96, continuation=32, tokens=5000, seed=1))
+    other = read_windows([text], tokenizer, WindowSettings(prompt=96, continuation=32, tokens=5000, seed=1))
     assert not torch.equal(one.train, other.train)
 
 
@@ -70,4 +70,4 @@ def test_too_little_says_how_much_is_needed(tmp_path: Path, tokenizer: Tokenizer
 )
 def test_impossible_recipes(wrong: dict[str, float]) -> None:
     with pytest.raises(BadRequest, match="calibration"):
-        Recipe(**wrong)  # type: ignore[arg-type]
+        WindowSettings(**wrong)  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration import thresholds as limiting
-from forerun.prefill.calibration.dense import Trace
-from forerun.prefill.calibration.evaluate import tail_gaze
+from forerun.prefill.calibration.dense import LayerActivations
+from forerun.prefill.calibration.evaluate import tail_attention_over_draft
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, choose, with_ends
+from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.thresholds import (
     HARMLESS,
@@ -44,19 +44,21 @@ def tokens() -> Tensor:
     return torch.randint(3, 512, (2, 480), generator=torch.Generator().manual_seed(0))
 
 
-def true_kv(pair: Pair, exact: Trace) -> Tensor:
+def true_kv(pair: ModelPair, exact: LayerActivations) -> Tensor:
     """What perfect maps would say."""
     return torch.cat([part for kv in exact.kv[pair.base :] for part in kv], -1)
 
 
-def recomputed(pair: Pair, tokens: Tensor, drafted: Tensor, exact: Trace) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def recomputed(
+    pair: ModelPair, tokens: Tensor, drafted: Tensor, exact: LayerActivations
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     places = checkpoints(END, NONE)
     few = torch.cat((choose(torch.zeros(2, 1, END), END, 0.0), places.expand(2, -1)), 1)
     rows = with_ends(few, END, tokens.shape[1])
     return rows, *_recompute(pair, exact, drafted, rows, places)
 
 
-def test_perfect_drafts_look_perfect(pair: Pair, tokens: Tensor) -> None:
+def test_perfect_drafts_look_perfect(pair: ModelPair, tokens: Tensor) -> None:
     exact = pair.target.trace(tokens)
     rows, x, values = recomputed(pair, tokens, true_kv(pair, exact), exact)
     wanted = exact.hidden[-1].gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
@@ -68,7 +70,7 @@ def test_perfect_drafts_look_perfect(pair: Pair, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_an_error_of_known_size_in_one_layer(pair: Pair, tokens: Tensor, part: int) -> None:
+def test_an_error_of_known_size_in_one_layer(pair: ModelPair, tokens: Tensor, part: int) -> None:
     exact = pair.target.trace(tokens)
     drafted = true_kv(pair, exact)
     kv = pair.target.config.kv_size
@@ -134,7 +136,7 @@ def test_limits_of_what_is_no_number_end() -> None:
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.FixtureRequest) -> None:
-    pair: Pair = request.getfixturevalue(which)
+    pair: ModelPair = request.getfixturevalue(which)
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
     maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
@@ -160,17 +162,19 @@ def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.Fi
 def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
     which: str, tokens: Tensor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair: Pair = request.getfixturevalue(which)
+    pair: ModelPair = request.getfixturevalue(which)
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
     maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
     window, end = tokens[:1], tokens.shape[1] - 64 - TAIL
     exact = pair.target.trace(window)
-    chosen = choose(tail_gaze(pair, exact, maps(pair.read(window, slice(0, 0), exact)[0]), end), end, 0.1)[0]
+    chosen = choose(
+        tail_attention_over_draft(pair, exact, maps(pair.read(window, slice(0, 0), exact)[0]), end), end, 0.1
+    )[0]
     wanted = with_ends(torch.cat((chosen, checkpoints(end, chosen))).unique()[None], end, tokens.shape[1])
     seen: list[Tensor] = []
 
-    def watched(pair: Pair, exact: Trace, drafted: Tensor, rows: Tensor, places: Tensor) -> Any:
+    def watched(pair: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, places: Tensor) -> Any:
         seen.append(rows)
         return _recompute(pair, exact, drafted, rows, places)
 
@@ -181,10 +185,10 @@ def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
 
 @pytest.mark.parametrize("base", [1, 2])
 def test_signals_are_those_of_the_engines_checks(
-    pair: Pair, models: tuple[Path, Path], tokens: Tensor, base: int
+    pair: ModelPair, models: tuple[Path, Path], tokens: Tensor, base: int
 ) -> None:
     """Limits found here are applied there: the same K/V must look the same to both."""
-    pair = Pair(pair.target, pair.source, pair.taps, base)
+    pair = ModelPair(pair.target, pair.source, pair.taps, base)
     exact = pair.target.trace(tokens)
     noise = torch.randn(2, 480, pair.width, generator=torch.Generator().manual_seed(1))
     drafted = true_kv(pair, exact) + 0.3 * noise

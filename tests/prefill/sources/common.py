@@ -22,7 +22,7 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
+from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import Job
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def make_job(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "ta
     return job
 
 
-def read_all(source: Source, job: Job, chunk: int) -> None:
+def read_all(source: KVSource, job: Job, chunk: int) -> None:
     source.open(job)
     while job.read < len(job.tokens):
         source.read(job, chunk)

@@ -20,7 +20,7 @@ from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.depth import Rows
-from forerun.prefill.sources import writing
+from forerun.prefill.sources import kv_writer
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
 from tests.prefill.sources.common import (
@@ -238,7 +238,7 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
     folder = tiny_folder("llama")
     ctx = workshop_of(folder)
     source = source_of(ctx, folder)
-    monkeypatch.setattr(writing, "TailAttention", never)
+    monkeypatch.setattr(kv_writer, "TailAttention", never)
     for chooser in ("tail", "cross", "start", "random"):
         job = make_job(chooser=chooser)
         read_all(source, job, 20)

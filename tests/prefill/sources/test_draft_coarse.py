@@ -16,9 +16,9 @@ from forerun.models import decoder as decoders
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Span
 from forerun.prefill.maps import FastMaps
-from forerun.prefill.sources import draft, writing
+from forerun.prefill.sources import draft, kv_writer
 from forerun.prefill.sources.draft import DraftSource
-from forerun.prefill.sources.lower import LowerSource
+from forerun.prefill.sources.self_draft import SelfDraftSource
 from tests.prefill.sources.common import IDS, PAGES, make_job, make_maps, make_profile, make_workshop, read_all, stored
 
 LEAST = 20
@@ -100,11 +100,11 @@ def test_its_maps_may_be_coarse_too(
             asked.append(coarse)
             super().__init__(maps, precision, bases, device, coarse)
 
-    monkeypatch.setattr(writing, "FastMaps", Noted)
+    monkeypatch.setattr(kv_writer, "FastMaps", Noted)
     folder = tiny_folder("qwen2")
     source_of(ctx, folder, 3)
     source_of(ctx, folder, 4)
-    LowerSource(ctx, make_profile("self", make_maps(folder, 1, (0, 1))))
+    SelfDraftSource(ctx, make_profile("self", make_maps(folder, 1, (0, 1))))
     monkeypatch.setattr(DraftSource, "coarse", False)
     source_of(ctx, folder, 3)
     assert asked == [True, True, False, False]

@@ -14,10 +14,10 @@ from forerun.errors import BadProfile
 from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import rotate
 from forerun.prefill.calibration.dense import DenseModel
-from forerun.prefill.calibration.pair import Pair
+from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources import writing
+from forerun.prefill.sources import kv_writer
 from forerun.prefill.sources.draft import DraftSource
 from tests.prefill.calibration.common import write_pair
 from tests.prefill.sources.common import (
@@ -47,9 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def pair(models: tuple[Path, Path]) -> Pair:
+def pair(models: tuple[Path, Path]) -> ModelPair:
     target, draft = (DenseModel.from_checkpoint(open_checkpoint(path), CPU, torch.float32) for path in models)
-    return Pair(target, draft, TAPS, BASE)
+    return ModelPair(target, draft, TAPS, BASE)
 
 
 def workshop_of(models: tuple[Path, Path], weights: str) -> DraftContext:
@@ -65,7 +65,7 @@ def forget():
     _made.clear()
 
 
-def random_maps(pair: Pair, own: bool = True) -> Maps:
+def random_maps(pair: ModelPair, own: bool = True) -> Maps:
     draw = torch.Generator().manual_seed(11)
     inputs = len(TAPS) * DRAFT + own * TARGET
 
@@ -76,7 +76,7 @@ def random_maps(pair: Pair, own: bool = True) -> Maps:
     return Maps(TAPS, BASE, *tensors, own=own)
 
 
-def dense_kv(pair: Pair, maps: Maps, ctx: DraftContext) -> list[tuple[Tensor, Tensor]]:
+def dense_kv(pair: ModelPair, maps: Maps, ctx: DraftContext) -> list[tuple[Tensor, Tensor]]:
     """What the maps say of calibration's features, K turned to its place: [T, Hkv, D] of each mapped layer."""
     c, tokens = pair.target.config, torch.tensor([IDS])
     features, _ = pair.read(tokens, slice(0, 0), pair.target.trace(tokens))
@@ -97,7 +97,7 @@ def worst(ctx: DraftContext, wanted: list[tuple[Tensor, Tensor]]) -> float:
 )
 def test_the_engine_writes_what_calibration_meant(
     models: tuple[Path, Path],
-    pair: Pair,
+    pair: ModelPair,
     monkeypatch: pytest.MonkeyPatch,
     first: int,
     known: int,
@@ -106,7 +106,7 @@ def test_the_engine_writes_what_calibration_meant(
 ):
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     exact, wanted = exact_kv(ctx), dense_kv(pair, maps, ctx)
-    monkeypatch.setattr(writing, "BLOCK", block)
+    monkeypatch.setattr(kv_writer, "BLOCK", block)
     put_prefix(ctx, first)
     job, need = make_job(first, known), max(first, known)
     read_all(DraftSource(ctx, make_profile("draft", maps)), job, chunk)
@@ -119,7 +119,7 @@ def test_the_engine_writes_what_calibration_meant(
             assert (a[END:] == EMPTY).all()
 
 
-def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, monkeypatch: pytest.MonkeyPatch):
     """Eight-bit decoders keep their streams in a basis of their own; the embedding comes in the target's."""
     ctx, maps = workshop_of(models, "int8"), random_maps(pair)
     assert ctx.draft is not None
@@ -134,12 +134,12 @@ def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: Pair, monke
         source = DraftSource(ctx, profile)
         with monkeypatch.context() as patch:
             patch.setattr(forgotten, "basis", None)
-            source._writer = writing.Writer(ctx.runner, draft, maps)
+            source._writer = kv_writer.KVWriter(ctx.runner, draft, maps)
         read_all(source, make_job(), 20)
         assert worst(ctx, wanted) > 0.3
 
 
-def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair: Pair):
+def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair: ModelPair):
     """The same numbers with the embedding's columns cut off, or set to zero, say the same."""
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     zero = maps.holding({"down": maps.down.clone()})
@@ -154,7 +154,7 @@ def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair
     assert apart(found[2], found[1]) > 0.1
 
 
-def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Pair, tmp_path: Path):
+def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: ModelPair, tmp_path: Path):
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     make_profile("draft", maps).save(tmp_path / "a.profile")
     wanted = dense_kv(pair, maps, ctx)
@@ -163,7 +163,7 @@ def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Pa
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: Pair, own: bool):
+def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: ModelPair, own: bool):
     """The columns of the embedding are missing, or nobody says what they are."""
     ctx, maps = workshop_of(models, "float32"), replace(random_maps(pair, own=not own), own=own)
     have, need = (96, 160) if own else (160, 96)
@@ -171,8 +171,8 @@ def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: Pair
         DraftSource(ctx, make_profile("draft", maps))
 
 
-def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair: Pair):
+def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair: ModelPair):
     ctx = workshop_of(models, "float32")
     one, other = (DraftSource(ctx, make_profile("draft", random_maps(pair, own))) for own in (True, False))
-    extra = RANK * TARGET / writing.macs(ctx.runner.decoder)
+    extra = RANK * TARGET / kv_writer.macs(ctx.runner.decoder)
     assert one.cost(100) - other.cost(100) == pytest.approx(100 * extra)

@@ -22,7 +22,7 @@ _BASE = 0x9E3779B97F4A7C15
 
 
 @dataclass(eq=False)
-class Text:
+class IndexedText:
     """Tokens at entries `first`, `first + 1`, ... of some earlier prompt, whole pages of them."""
 
     tokens: np.ndarray  # [n] int64
@@ -32,7 +32,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Match:
+class ChunkMatch:
     """Entries start .. start + count of a prompt are entries old .. of an earlier one."""
 
     start: int
@@ -41,14 +41,14 @@ class Match:
     slots: np.ndarray  # [count] where their K/V lies
 
 
-class Texts:
+class ChunkIndex:
     """At most `most` pages, each referenced once; the text that was not used for longest goes first."""
 
     def __init__(self, pool: PagePool, most: int) -> None:
         self.pool, self.most = pool, most
         self.num_pages = 0
-        self._texts: dict[Text, None] = {}  # least recently used first
-        self._places: dict[int, list[tuple[Text, int]]] = {}  # window's hash -> text, offset; newest last
+        self._texts: dict[IndexedText, None] = {}  # least recently used first
+        self._places: dict[int, list[tuple[IndexedText, int]]] = {}  # window's hash -> text, offset; newest last
         self._held: set[int] = set()
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Texts:
             return
         self.release(self.num_pages + len(own) - self.most)
         first = known * size
-        text = Text(np.array(tokens[first : first + len(own) * size], dtype=np.int64), first, own, [])
+        text = IndexedText(np.array(tokens[first : first + len(own) * size], dtype=np.int64), first, own, [])
         text.keys = _hashes(text.tokens)[::STRIDE].tolist()
         for n, key in enumerate(text.keys):
             places = self._places.setdefault(key, [])
@@ -82,7 +82,7 @@ class Texts:
             self._cut(text, keep)
         return given
 
-    def _cut(self, text: Text, keep: int) -> None:
+    def _cut(self, text: IndexedText, keep: int) -> None:
         size = self.pool.page_size
         gone, text.pages = text.pages[keep:], text.pages[:keep]
         text.tokens = text.tokens[: keep * size]
@@ -100,14 +100,14 @@ class Texts:
         if not keep:
             del self._texts[text]
 
-    def find(self, tokens: Sequence[int], start: int, end: int) -> list[Match]:
+    def find(self, tokens: Sequence[int], start: int, end: int) -> list[ChunkMatch]:
         """Spans of tokens[start:end] that were met before, in order; of several the longest."""
         new = np.array(tokens[:end], dtype=np.int64)
         keys = _hashes(new).tolist()
-        found: list[Match] = []
+        found: list[ChunkMatch] = []
         at = covered = start
         while at < len(keys):
-            best: tuple[int, int, Text | None, int] = (0, 0, None, 0)  # count, start, text, offset in it
+            best: tuple[int, int, IndexedText | None, int] = (0, 0, None, 0)  # count, start, text, offset in it
             for text, offset in self._places.get(keys[at], ()):
                 back, count = _extend(new, at, covered, text, offset)
                 best = max(best, (count, at - back, text, offset - back), key=lambda b: b[0])
@@ -115,12 +115,12 @@ class Texts:
             if chosen is None or count < LEAST:
                 at += 1
                 continue
-            found.append(Match(first, count, chosen.first + offset, self._slots(chosen, offset, count)))
+            found.append(ChunkMatch(first, count, chosen.first + offset, self._slots(chosen, offset, count)))
             self._texts[chosen] = self._texts.pop(chosen)
             at = covered = first + count
         return found
 
-    def _slots(self, text: Text, offset: int, count: int) -> np.ndarray:
+    def _slots(self, text: IndexedText, offset: int, count: int) -> np.ndarray:
         size, entries = self.pool.page_size, np.arange(offset, offset + count)
         return np.array(text.pages, dtype=np.int64)[entries // size] * size + entries % size
 
@@ -134,7 +134,7 @@ def _hashes(tokens: np.ndarray) -> np.ndarray:
     return values
 
 
-def _extend(new: np.ndarray, at: int, least: int, text: Text, offset: int) -> tuple[int, int]:
+def _extend(new: np.ndarray, at: int, least: int, text: IndexedText, offset: int) -> tuple[int, int]:
     """(tokens before `at` that are the same too, tokens of the whole span); a hash may lie, then the span is empty."""
     old, sinks = text.tokens, max(0, SINKS - text.first)
     forward = _common(new[at:], old[offset:])

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.prefill.calibration.dense import Trace
-from forerun.prefill.calibration.evaluate import score, tail_gaze
-from forerun.prefill.calibration.pair import FIRST, TAIL, Pair, TailAttention, choose, with_ends
+from forerun.prefill.calibration.dense import LayerActivations
+from forerun.prefill.calibration.evaluate import score, tail_attention_over_draft
+from forerun.prefill.calibration.model_pair import FIRST, TAIL, DenseTailAttention, ModelPair, choose, with_ends
 from forerun.prefill.maps import Maps, unit
 
 TOKENS = torch.randint(3, 512, (2, 200), generator=torch.Generator().manual_seed(0))
 END = 100
 
 
-def true_kv(pair: Pair, exact: Trace) -> Tensor:
+def true_kv(pair: ModelPair, exact: LayerActivations) -> Tensor:
     return torch.cat([part for kv in exact.kv[pair.base :] for part in kv], -1)
 
 
@@ -25,21 +25,21 @@ def at_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_over_true_kv_rows_are_exact(which: str, request: pytest.FixtureRequest) -> None:
-    pair: Pair = request.getfixturevalue(which)
+    pair: ModelPair = request.getfixturevalue(which)
     exact = pair.target.trace(TOKENS)
     rows = with_ends(torch.tensor([[50, 33], [20, 90]]), END, 200)
     x = pair.recompute(exact, true_kv(pair, exact), rows)
     torch.testing.assert_close(x, at_rows(exact.hidden[-1], rows), atol=1e-4, rtol=1e-4)
 
 
-def test_with_every_row_the_drafts_do_not_count(pair: Pair) -> None:
+def test_with_every_row_the_drafts_do_not_count(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
     everyone = torch.arange(200).expand(2, -1)
     x = pair.recompute(exact, torch.randn(2, 200, pair.width), everyone)
     torch.testing.assert_close(x, exact.hidden[-1], atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_sees_drafts_of_those_before_it_only(pair: Pair) -> None:
+def test_a_row_sees_drafts_of_those_before_it_only(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
     drafted = true_kv(pair, exact)
     rows = torch.tensor([[10, 60, 150], [10, 60, 150]])
@@ -50,7 +50,7 @@ def test_a_row_sees_drafts_of_those_before_it_only(pair: Pair) -> None:
     assert (after[:, 2] - before[:, 2]).abs().max() > 1e-3
 
 
-def test_drafts_get_gradients(pair: Pair) -> None:
+def test_drafts_get_gradients(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
     drafted = true_kv(pair, exact).requires_grad_()
     rows = with_ends(torch.tensor([[50], [20]]), END, 200)
@@ -60,7 +60,7 @@ def test_drafts_get_gradients(pair: Pair) -> None:
     assert used[:, 70].all() and not used[0, 50] and not used[:, :FIRST].any() and not used[:, END:].any()
 
 
-def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None:
+def test_features_are_hidden_states_at_the_taps(pair: ModelPair, alone: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
     features, tail_attention = pair.read(TOKENS, slice(END, 164), exact)
     hidden = pair.source.trace(TOKENS).hidden
@@ -73,9 +73,9 @@ def test_features_are_hidden_states_at_the_taps(pair: Pair, alone: Pair) -> None
     assert not alone.own and alone.inputs == 3 * 64 == features.shape[-1]
 
 
-def test_a_gaze_is_attention(pair: Pair) -> None:
+def test_a_gaze_is_attention(pair: ModelPair) -> None:
     model = pair.source
-    tail_attention = TailAttention(slice(90, 95), model.config.scale)
+    tail_attention = DenseTailAttention(slice(90, 95), model.config.scale)
     model.trace(TOKENS, layers=1, see=tail_attention)
     q, k, _ = model.project(model.start(TOKENS), 0)
     positions = torch.arange(200)
@@ -86,16 +86,16 @@ def test_a_gaze_is_attention(pair: Pair) -> None:
     torch.testing.assert_close(tail_attention.mean(TOKENS), scores.softmax(-1).mean(1)[:, 90:95], atol=1e-5, rtol=1e-4)
 
 
-def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: Pair) -> None:
+def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
-    wanted = TailAttention(slice(END, END + TAIL), pair.target.config.scale)
+    wanted = DenseTailAttention(slice(END, END + TAIL), pair.target.config.scale)
 
     def mapped_layers(layer: int, q: Tensor, k: Tensor, positions: Tensor) -> None:
         if layer >= pair.base:
             wanted(layer, q, k, positions)
 
     pair.target.trace(TOKENS, see=mapped_layers)
-    given = tail_gaze(pair, exact, true_kv(pair, exact), END)
+    given = tail_attention_over_draft(pair, exact, true_kv(pair, exact), END)
     torch.testing.assert_close(given, wanted.mean(TOKENS), atol=1e-5, rtol=1e-3)
 
 
@@ -112,7 +112,7 @@ def test_choosing() -> None:
     assert choose(tail_attention, 100, 0.0).shape == (2, 0)
 
 
-def test_scores_of_perfect_and_of_useless_maps(alone: Pair) -> None:
+def test_scores_of_perfect_and_of_useless_maps(alone: ModelPair) -> None:
     """K and V of layer `base` are a linear function of its input: maps can be perfect for that layer alone."""
     exact = alone.target.trace(TOKENS)
     useless = Maps(
@@ -125,7 +125,7 @@ def test_scores_of_perfect_and_of_useless_maps(alone: Pair) -> None:
         up=torch.zeros(alone.width, 4),
         up_bias=torch.zeros(alone.width),
     )
-    reader = Pair(alone.target, alone.target, (2,), 2)
+    reader = ModelPair(alone.target, alone.target, (2,), 2)
     blind = score(reader, useless, TOKENS, 20, 0.0)
     assert blind.kl.shape == (2, 20) and blind.divergence > 0 and not blind.same.all()
     half, most = (score(reader, useless, TOKENS, 20, share, by_tail=True).divergence for share in (0.5, 0.8))

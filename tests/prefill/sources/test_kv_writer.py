@@ -13,7 +13,7 @@ import torch
 from forerun.decode.draft_context import DraftContext
 from forerun.models.attention import AttentionBackend
 from forerun.prefill.maps import Maps
-from forerun.prefill.sources import writing
+from forerun.prefill.sources import kv_writer
 from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_job, make_workshop, stored
 
 Folder = Callable[[str], Path]
@@ -49,10 +49,10 @@ def test_all_layers_are_written_as_one_is(
     write_plainly(ctx, maps, hidden, first, end)
     expected = stored(ctx.runner)
     clear(ctx.pool)
-    monkeypatch.setattr(writing, "BLOCK", block)
-    writer, job = writing.Writer(ctx.runner, ctx.runner.decoder, maps), make_job(layers=7)
+    monkeypatch.setattr(kv_writer, "BLOCK", block)
+    writer, job = kv_writer.KVWriter(ctx.runner, ctx.runner.decoder, maps), make_job(layers=7)
     if together:
-        writer._together = writing._groups(on_gpu(ctx), 2)
+        writer._together = kv_writer._groups(on_gpu(ctx), 2)
     writer.write(job, [hidden], first, end)
     for i, (mine, plain) in enumerate(zip(stored(ctx.runner), expected, strict=True)):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, plain, strict=True)), f"layer {i}"
@@ -65,6 +65,6 @@ def on_gpu(ctx: DraftContext) -> Any:
 
 def test_layers_of_equal_angles_are_rotated_together(tiny_folder: Folder):
     gemma, llama = make_workshop(tiny_folder("gemma3")), make_workshop(tiny_folder("llama"))
-    assert writing._groups(on_gpu(gemma), 2) == [range(2, 5), range(5, 6), range(6, 7)]
-    assert writing._groups(on_gpu(llama), 1) == [range(1, 4)]
-    assert writing._groups(llama.runner.decoder, 1) == [range(1, 2), range(2, 3), range(3, 4)]
+    assert kv_writer._groups(on_gpu(gemma), 2) == [range(2, 5), range(5, 6), range(6, 7)]
+    assert kv_writer._groups(on_gpu(llama), 1) == [range(1, 4)]
+    assert kv_writer._groups(llama.runner.decoder, 1) == [range(1, 2), range(2, 3), range(3, 4)]

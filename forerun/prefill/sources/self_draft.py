@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun.decode.draft_context import DraftContext
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import Source
-from forerun.prefill.sources.writing import Piece, Writer, gaze_of, needed, seen_by
+from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
 from forerun.prefill.state import Job
 
 
@@ -25,13 +25,13 @@ class _Reading:
     tail_attention: TailAttention | None  # where the chooser asks for it
 
 
-class LowerSource(Source):
+class SelfDraftSource(KVSource):
     name = "self"
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        profile = needed(profile, self.name)
+        profile = require_profile(profile, self.name)
         self._runner = ctx.runner
-        self._writer = Writer(ctx.runner, ctx.runner.decoder, profile.maps)
+        self._writer = KVWriter(ctx.runner, ctx.runner.decoder, profile.maps)
         self.base = profile.maps.base
         self._cost = self.base / ctx.runner.decoder.config.num_layers + self._writer.cost
 
@@ -43,12 +43,12 @@ class LowerSource(Source):
         decoder = self._runner.decoder
         rows = len(job.tokens) - job.first
         x = torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        job.state = _Reading(x, gaze_of(job, "lower", self._runner))
+        job.state = _Reading(x, tail_attention_for(job, "lower", self._runner))
         job.read, job.x = job.first, x[:0]
 
     def read(self, job: Job, count: int) -> None:
         state: _Reading = job.state
-        piece = Piece(job, count, job.known, self._writer.taps, state.tail_attention)
+        piece = ReadChunk(job, count, job.known, self._writer.taps, state.tail_attention)
         lo, first, end = piece.lo, piece.first, piece.end
         if lo < piece.hi:
             kept = self._writer.stairs.run(self._writer.rows(job, lo, piece.hi), piece.watch, keep=self.base).x
@@ -65,4 +65,4 @@ class LowerSource(Source):
 
     def scores(self, job: Job) -> np.ndarray | None:
         """By the lower layers only, which choose worse than a whole model does."""
-        return seen_by(job.state.tail_attention) if job.state is not None else None
+        return reduced_scores(job.state.tail_attention) if job.state is not None else None

@@ -18,7 +18,7 @@ from forerun.models.execution.runner import Runner
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.choosers import chooser_for
-from forerun.prefill.sources.drop import FIRST, DropRun, DropSource, drop
+from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, TokenDropSource, drop_tokens
 from forerun.prefill.state import Job, Phase
 from tests import tiny
 from tests.prefill.fakes import make_prefiller
@@ -40,24 +40,24 @@ def workshop_of(target: Path, draft: Path | None = None, same_tokens: bool = Tru
 
 
 def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
-    kept = drop(list(range(100, 150)), [20, 7, 7, 48], tail=3)
+    kept = drop_tokens(list(range(100, 150)), [20, 7, 7, 48], tail=3)
     assert kept.positions.tolist() == [*range(FIRST), 7, 20, 47, 48, 49]
     assert kept.ids == [100 + p for p in kept.positions] and kept.shift == 50 - 9
-    assert len(drop([1, 2], [], tail=10)) == 2
+    assert len(drop_tokens([1, 2], [], tail=10)) == 2
     with pytest.raises(ValueError, match="least is 1"):
-        drop([1, 2, 3], [], tail=0)
+        drop_tokens([1, 2, 3], [], tail=0)
     for chosen in ([3], [-1]):
         with pytest.raises(ValueError, match="the prompt has 3"):
-            drop([1, 2, 3], chosen, tail=1)
+            drop_tokens([1, 2, 3], chosen, tail=1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path], monkeypatch):
-    monkeypatch.setattr("forerun.prefill.sources.drop.CHUNK", 32)
+    monkeypatch.setattr("forerun.prefill.sources.token_drop.CHUNK", 32)
     ctx = workshop_of(tiny_folder(family))
     prompt, answer = words(1, 90), words(2, 12)
     exact = ctx.runner.score([*prompt, *answer], 64)
-    with DropRun(ctx.runner, drop(prompt, range(90), 16), room=12) as run:
+    with TokenDropRun(ctx.runner, drop_tokens(prompt, range(90), 16), room=12) as run:
         torch.testing.assert_close(run.prefill(), exact[89], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer), exact[90:], atol=2e-4, rtol=1e-3)
     assert ctx.pool.used == 0
@@ -71,7 +71,7 @@ def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Call
     folder = tiny_folder(family)
     ctx = workshop_of(folder)
     prompt, answer = words(1, 80), words(2, 8)
-    kept = drop(prompt, [9, 30, 31, 32, 55], tail=16)
+    kept = drop_tokens(prompt, [9, 30, 31, 32, 55], tail=16)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
     ids = torch.tensor([[*prompt, *answer]])
     seen = torch.zeros(1, 88, dtype=torch.long)
@@ -79,7 +79,7 @@ def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Call
     seen[0, 80:] = 1
     with torch.inference_mode():
         truth = model(ids, attention_mask=seen, position_ids=torch.arange(88)[None]).logits[0]
-    with DropRun(ctx.runner, kept, room=8) as run:
+    with TokenDropRun(ctx.runner, kept, room=8) as run:
         torch.testing.assert_close(run.prefill(), truth[79], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer[:5]), truth[80:85], atol=2e-4, rtol=1e-3)
         torch.testing.assert_close(run.score(answer[5:]), truth[85:], atol=2e-4, rtol=1e-3)
@@ -92,24 +92,24 @@ def test_greedy_goes_on_from_what_was_kept(tiny_folder: Callable[[str], Path]):
     for _ in range(6):
         tokens.append(int(ctx.runner.score(tokens, 128)[-1].argmax()))
         expected.append(tokens[-1])
-    with DropRun(ctx.runner, drop(prompt, range(60), 1), room=6) as run:
+    with TokenDropRun(ctx.runner, drop_tokens(prompt, range(60), 1), room=6) as run:
         assert run.greedy(run.prefill(), 6) == expected
     stop = expected[2]
-    with DropRun(ctx.runner, drop(prompt, range(60), 1), room=6) as run:
+    with TokenDropRun(ctx.runner, drop_tokens(prompt, range(60), 1), room=6) as run:
         assert run.greedy(run.prefill(), 6, stop=[stop]) == expected[: expected.index(stop) + 1]
 
 
 def test_too_many_tokens_for_the_pool(tiny_folder: Callable[[str], Path]):
     ctx = workshop_of(tiny_folder("llama"))
     with pytest.raises(OutOfPages, match="128 are free"):
-        DropRun(ctx.runner, drop(words(1, 2000), range(2000), 1), room=1)
+        TokenDropRun(ctx.runner, drop_tokens(words(1, 2000), range(2000), 1), room=1)
     assert ctx.pool.used == 0
 
 
 def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path]):
     """The target as its own draft: what is kept by its attention leaves less to miss than what it never looks at."""
     ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    source = DropSource(ctx, None)
+    source = TokenDropSource(ctx, None)
     assert source.cost(100) == pytest.approx(100.0) and source.longest == 512
     prompt = words(1, 200)
     job = Job(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
@@ -125,7 +125,7 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
     exact = ctx.runner.score(prompt, 256)[-1].log_softmax(-1)
     losses = []
     for chosen in (order[:90], order[94:]):
-        with DropRun(ctx.runner, drop(prompt, chosen, 16), room=0) as run:
+        with TokenDropRun(ctx.runner, drop_tokens(prompt, chosen, 16), room=0) as run:
             losses.append(float((exact.exp() * (exact - run.prefill().log_softmax(-1))).sum()))
     assert losses[0] < losses[1]
     source.finish(job)
@@ -134,15 +134,15 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path]):
     with pytest.raises(BadRequest, match="needs a draft model"):
-        DropSource(workshop_of(tiny_folder("llama")), None)
+        TokenDropSource(workshop_of(tiny_folder("llama")), None)
     with pytest.raises(BadRequest, match="not the target's"):
-        DropSource(workshop_of(tiny_folder("llama"), tiny_folder("qwen2"), same_tokens=False), None)
+        TokenDropSource(workshop_of(tiny_folder("llama"), tiny_folder("qwen2"), same_tokens=False), None)
 
 
 def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
     """Nothing would be where the others lie: it must not look drafted."""
     ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    prefiller = make_prefiller(ctx, DropSource(ctx, None))
+    prefiller = make_prefiller(ctx, TokenDropSource(ctx, None))
     problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
     assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
     pages = array("i", ctx.pool.allocate(25))

@@ -24,7 +24,7 @@ BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps st
 _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
 
 
-def needed(profile: Profile | None, kind: str) -> Profile:
+def require_profile(profile: Profile | None, kind: str) -> Profile:
     """The profile, if it is one for this source."""
     if profile is None:
         raise BadProfile(
@@ -48,18 +48,18 @@ def precision_of(decoder: Decoder) -> Precision:
     return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
 
 
-def gaze_of(job: Job, chooser: str, runner: Runner) -> TailAttention | None:
+def tail_attention_for(job: Job, chooser: str, runner: Runner) -> TailAttention | None:
     """What sums up the tail's attention while it is read, if that is what tokens are chosen by."""
     if job.report.chooser != chooser:
         return None
     return TailAttention(runner, job.pages, job.end, len(job.tokens))
 
 
-def seen_by(tail_attention: TailAttention | None) -> np.ndarray | None:
+def reduced_scores(tail_attention: TailAttention | None) -> np.ndarray | None:
     return tail_attention.reduce() if tail_attention is not None and tail_attention.complete else None
 
 
-class Piece:
+class ReadChunk:
     """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Piece:
             self._tail_attention.see(layer, q[self.tail - self.lo :], self.tail)
 
 
-class Writer:
+class KVWriter:
     """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `coarse`: of
     many rows in float8, where the device can."""
 

@@ -11,7 +11,7 @@ import torch
 
 from forerun.cache.pool import PagePool
 from forerun.models.formats.load import open_checkpoint
-from forerun.prefill.sources.texts import LEAST, SINKS, Texts
+from forerun.prefill.sources.chunk_index import LEAST, SINKS, ChunkIndex
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Book:
     def __init__(self, tiny_folder: Callable[[str], Path], most: int = 100) -> None:
         config = open_checkpoint(tiny_folder("llama")).config
         self.pool = PagePool(config, 200, 8, torch.float32, CPU)
-        self.texts = Texts(self.pool, most)
+        self.texts = ChunkIndex(self.pool, most)
 
     def add(self, tokens: list[int], shared: list[int] | None = None) -> list[int]:
         """Remembered, then finished: only the texts hold it."""
@@ -106,7 +106,7 @@ def test_the_least_recently_used_goes_first_from_its_end(tiny_folder: Callable[[
 
 
 def test_a_lying_hash_finds_nothing(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forerun.prefill.sources.texts._BASE", 0)
+    monkeypatch.setattr("forerun.prefill.sources.chunk_index._BASE", 0)
     book = Book(tiny_folder)
     book.add([*words(1, 100), *[8] * 20])
     text = [*words(2, 50), *[8] * 100]

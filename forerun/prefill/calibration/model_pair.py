@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.dense import DenseModel, See, Trace
+from forerun.prefill.calibration.dense import AttentionHook, DenseModel, LayerActivations
 from forerun.prefill.maps import unit
 
 TAIL = 64  # the last tokens of a prompt, which the target always runs
@@ -20,7 +20,7 @@ FIRST = 16  # the first ones, which it always runs too
 
 
 @dataclass
-class Pair:
+class ModelPair:
     """`source` is the target itself where nothing else drafts."""
 
     target: DenseModel
@@ -52,12 +52,12 @@ class Pair:
         """Of the maps' output: K and V of every mapped layer."""
         return self.mapped * 2 * self.target.config.kv_size
 
-    def read(self, tokens: Tensor, tail: slice, exact: Trace) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: Tensor, tail: slice, exact: LayerActivations) -> tuple[Tensor, Tensor]:
         """Features [B, T, inputs], and how much each query of the tail looks at each token [B, tail, T].
 
         `exact` is the target's own trace; a source that is the target reads its lower layers from there.
         """
-        tail_attention = TailAttention(tail, self.source.config.scale)
+        tail_attention = DenseTailAttention(tail, self.source.config.scale)
         if self.alone:
             return torch.cat([unit(exact.hidden[t]) for t in self.taps], -1), tail_attention.mean(tokens)
         layers = max(self.taps)
@@ -65,7 +65,9 @@ class Pair:
         seen = [unit(trace.hidden[t]) for t in self.taps]
         return torch.cat([*seen, unit(exact.hidden[0])], -1), tail_attention.mean(tokens)
 
-    def recompute(self, exact: Trace, drafted: Tensor, rows: Tensor, see: See | None = None) -> Tensor:
+    def recompute(
+        self, exact: LayerActivations, drafted: Tensor, rows: Tensor, see: AttentionHook | None = None
+    ) -> Tensor:
         """Hidden states [B, R, hidden] at the end of the rows' way up, where everything else has drafted K/V.
 
         `drafted` [B, T, width] from the maps, `rows` [B, R] positions in order; layers below `base` are exact for all.
@@ -87,7 +89,7 @@ class Pair:
         return x
 
 
-class TailAttention:
+class DenseTailAttention:
     """Attention of some queries over all entries, summed over heads and layers."""
 
     def __init__(self, queries: slice, scale: float) -> None:

@@ -1,8 +1,9 @@
 """Token dropping, as published (SpecPrefill): the tokens that nobody chose are absent. The baseline to beat.
 
 Kept tokens lie side by side in the pages but keep their rotary positions, so to the model there are gaps in the prompt.
-`drop` says what is kept, `DropSource` has a draft model say what the prompt's end looks at, and `DropRun` prefills what
-is kept on pages of its own and goes on from there, for measuring. None knows how many tokens are worth keeping.
+`drop_tokens` says what is kept, `TokenDropSource` has a draft model say what the prompt's end looks at, and
+`TokenDropRun` prefills what is kept on pages of its own and goes on from there, for measuring. None knows how many
+tokens are worth keeping.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forerun.models.execution.runner import Runner
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.draft import DraftSource
-from forerun.prefill.sources.writing import macs
+from forerun.prefill.sources.kv_writer import macs
 from forerun.prefill.state import Job
 
 FIRST = 4  # tokens that attention rests on wherever it finds nothing else
@@ -28,7 +29,7 @@ CHUNK = 512  # tokens of a forward
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTokens:
     """What is left of a prompt: entry i holds the token of position positions[i]."""
 
     ids: list[int]
@@ -50,7 +51,7 @@ class Kept:
         return self.length - len(self.ids)
 
 
-def drop(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail: int) -> Kept:
+def drop_tokens(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail: int) -> KeptTokens:
     """The chosen tokens, the first few and the last `tail`, in their order."""
     if tail < 1:
         raise ValueError(f"the tail is {tail}, the least is 1: the last token gives the answer's first")
@@ -63,12 +64,12 @@ def drop(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail: int) -
     keep[:FIRST] = True
     keep[max(0, count - tail) :] = True
     positions = np.flatnonzero(keep)
-    return Kept([tokens[p] for p in positions.tolist()], positions, count)
+    return KeptTokens([tokens[p] for p in positions.tolist()], positions, count)
 
 
-class DropSource(DraftSource):
+class TokenDropSource(DraftSource):
     """Only reads and scores: there is no K/V for what is not kept, so a prompt can run packed or not at all. Requests
-    cannot ask for that; `DropRun` is how it is measured."""
+    cannot ask for that; `TokenDropRun` is how it is measured."""
 
     name = "drop"
     base = 0
@@ -104,13 +105,13 @@ class DropSource(DraftSource):
         job.read = min(self._filled(job), job.end)
 
 
-class DropRun:
+class TokenDropRun:
     """One prompt without its dropped tokens on borrowed pages: prefill once, then continue; `close` gives them back.
 
     In layers with a sliding window a token sees as many kept tokens as the window is wide, wherever they came from.
     """
 
-    def __init__(self, runner: Runner, kept: Kept, room: int) -> None:
+    def __init__(self, runner: Runner, kept: KeptTokens, room: int) -> None:
         """`room`: tokens that may follow the prompt."""
         pool = runner.pool
         count = pool.pages_for(len(kept) + room)
@@ -125,7 +126,7 @@ class DropRun:
         self._entries = 0
         self._most = len(kept) + room
 
-    def __enter__(self) -> DropRun:
+    def __enter__(self) -> TokenDropRun:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,7 +16,7 @@ from forerun.models.execution.runner import Span
 from forerun.models.rope import rotate
 from forerun.prefill.depth import Rows
 from forerun.prefill.maps import Maps, unit
-from forerun.prefill.sources.lower import LowerSource
+from forerun.prefill.sources.self_draft import SelfDraftSource
 from tests.prefill.sources.common import (
     EMPTY,
     END,
@@ -60,7 +60,7 @@ def test_lower_layers_are_exact_and_upper_ones_mapped(
     exact = exact_kv(ctx)
     put_prefix(ctx, first)
     job, need = make_job(first, known), max(first, known)
-    read_all(LowerSource(ctx, make_profile("self", maps)), job, chunk)
+    read_all(SelfDraftSource(ctx, make_profile("self", maps)), job, chunk)
     found = stored(ctx.runner)
     for i in range(BASE):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found[i], exact[i], strict=True))
@@ -82,7 +82,7 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
     put_prefix(ctx, first)
     job, source = (
         make_job(first),
-        LowerSource(ctx, make_profile("self", make_maps(tiny_folder("qwen2"), 2, (2,)))),
+        SelfDraftSource(ctx, make_profile("self", make_maps(tiny_folder("qwen2"), 2, (2,)))),
     )
     source.open(job)
     while job.read < len(IDS):
@@ -98,7 +98,7 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
 
 def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
     folder, job = tiny_folder("qwen2"), make_job(chooser="lower")
-    source = LowerSource(make_workshop(folder), make_profile("self", make_maps(folder, BASE, (2,))))
+    source = SelfDraftSource(make_workshop(folder), make_profile("self", make_maps(folder, BASE, (2,))))
     read_all(source, job, 7)
     scores = source.scores(job)
     assert scores is not None and np.allclose(scores, slow_attention(folder, BASE).mean(0), atol=1e-5)
@@ -112,11 +112,11 @@ def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):
     maps = make_maps(tiny_folder("llama"), BASE, (2, 3))
     with pytest.raises(BadProfile, match=r"reads layers \[2, 3\], allowed is from 0 to 2"):
-        LowerSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
+        SelfDraftSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
 
 
 def test_the_cost_counts_layers_and_maps(tiny_folder: Folder):
     maps = make_maps(tiny_folder("llama"), BASE, (2,))
-    source = LowerSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
+    source = SelfDraftSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
     per_layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     assert source.cost(100) == pytest.approx(100 * (0.5 + maps.macs / (4 * per_layer)))
