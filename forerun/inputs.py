@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.errors import BadRequest
+from forerun.params import SamplingParams
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
@@ -29,3 +30,11 @@ def as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
         if not isinstance(conversation, (list, tuple)) or not conversation or not isinstance(conversation[0], dict):
             raise BadRequest(f"a conversation is a list of messages, got {conversation!r:.80}", KINDS)
     return list(messages)  # type: ignore[arg-type]
+
+
+def as_params(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)")
+    return params

@@ -20,11 +20,11 @@ from forerun.core import SamplingParams
 from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Event
+from forerun.engine.sequence import Event, Request
 from forerun.engine.sizing import checked_pool_tokens, default_pool_tokens
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
-from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_prompts
+from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params, as_prompts
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint
@@ -151,19 +151,29 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self._driver.stream(self.encode(prompt), self._checked(params))
+        return self._driver.stream(self.request(self.encode(prompt), params))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` of one prompt for asyncio; run several at once and they share batches."""
-        return await self._acomplete(self.encode(prompt), self._checked(params))
+        return await self._acomplete(self.request(self.encode(prompt), params))
 
     async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """`chat` of one conversation for asyncio."""
-        return await self._acomplete(self.encode(messages), self._checked(params))
+        return await self._acomplete(self.request(self.encode(messages), params))
 
-    def astream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> AsyncIterator[Event]:
-        """`stream` for asyncio."""
-        return self._driver.astream(self.encode(prompt), self._checked(params))
+    def astream(
+        self, prompt: Prompt | Messages | Request, params: SamplingParams | None = None
+    ) -> AsyncIterator[Event]:
+        """`stream` for asyncio. A `Request` was checked by `request`, in a thread of its own where that takes long."""
+        made = prompt if isinstance(prompt, Request) else self.request(self.encode(prompt), params)
+        return self._driver.astream(made)
+
+    def request(
+        self, prompt_ids: list[int], params: SamplingParams | None = None, session: str | None = None
+    ) -> Request:
+        """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
+        session whose turn it is."""
+        return self._driver.request(prompt_ids, as_params(params), session)
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
@@ -185,16 +195,12 @@ class LLM:
         runs = self._driver.run([(ids, params) for ids in prompts])
         return [collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
 
-    async def _acomplete(self, ids: list[int], params: SamplingParams) -> Completion:
-        return collect(ids, params.n, [event async for event in self._driver.astream(ids, params)])
+    async def _acomplete(self, request: Request) -> Completion:
+        events = [event async for event in self._driver.astream(request)]
+        return collect(request.prompt_ids, request.params.n, events)
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        if params is None:
-            return SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise BadRequest(
-                f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)"
-            )
+        params = as_params(params)
         self._driver.prepare(params)
         return params
 
@@ -250,7 +256,8 @@ class LLM:
 
     def prepare(self, params: SamplingParams) -> None:
         """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
-        self._checked(params)
+        self.engine.speculator.check(as_params(params))
+        self._driver.prepare(params)
 
     def speculation(self) -> dict[str, Any]:
         """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""

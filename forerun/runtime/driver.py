@@ -65,12 +65,21 @@ class Driver:
                 raise
         return inboxes
 
-    def stream(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Iterator[Event]:
+    def request(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Request:
+        """A request that is checked and packed, with what it names prepared: `stream` and `astream` only queue it. For
+        any thread but an event loop's, since a long prompt or a grammar takes long."""
+        self.check_open()
+        self.prepare(params)
+        request = Request(ids, params, sink=lambda event: None, session=session)
+        self.engine.intake.receive(request)
+        return request
+
+    def stream(self, request: Request) -> Iterator[Event]:
         """Events as they come; leaving the loop early cancels the request."""
         inbox: deque[Event] = deque()
-        request = Request(ids, params, sink=inbox.append, session=session)
+        request.sink = inbox.append
         self._submit(request)
-        open_answers = params.n
+        open_answers = request.params.n
         with self._stepping():
             try:
                 while open_answers:
@@ -83,7 +92,7 @@ class Driver:
                 if open_answers:
                     self._abandon([request])
 
-    async def astream(self, ids: list[int], params: SamplingParams, session: str | None = None) -> AsyncIterator[Event]:
+    async def astream(self, request: Request) -> AsyncIterator[Event]:
         """The same for asyncio; a background thread does the stepping."""
         mail = self._mail_to(asyncio.get_running_loop())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -91,11 +100,11 @@ class Driver:
         def sink(event: Event) -> None:
             mail.put(inbox, event)
 
-        request = Request(ids, params, sink, session)
+        request.sink = sink
         self._submit(request)
         self._readers += 1  # only the event loop's own thread counts them
         self._background()
-        open_answers = params.n
+        open_answers = request.params.n
         try:
             while open_answers:
                 event = await inbox.get()
@@ -172,7 +181,6 @@ class Driver:
 
     def prepare(self, params: SamplingParams) -> None:
         """Make what a request needs and does not exist yet, before its time starts to count."""
-        self.engine.speculator.check(params)
         self.engine.drafting.prepare(params.prefilling)
         if not self.engine.speculator.drafter_pool.ready(params):
             with self._stepping(), self._lock:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.core import SamplingParams, Usage
 from forerun.decode.drafter_pool import FREE
-from forerun.engine.sequence import Event
+from forerun.engine.sequence import Event, Request
 from forerun.llm import LLM
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
@@ -59,27 +59,26 @@ class Service:
         engine = self.llm.engine.config
         return min(self.config.max_context or engine.max_context, engine.max_context, engine.capacity)
 
-    def prepared(self, prompt: Any, params: SamplingParams, predicted: str) -> tuple[list[int], SamplingParams]:
-        """Token ids, and parameters that fit; raises whatever is wrong with either. May take long: not for the loop."""
-        ids = prompt.encode(self.llm.tokenizer) if isinstance(prompt, (Chat, Turn)) else self.llm.encode(prompt)
+    def prepare(self, prompt: Any, asked: ChatRequest | CompletionRequest, tools: ToolUse | None) -> Request:
+        """Encode a prompt, check the request and pack it, each once; raises where something is wrong. May take long: it
+        runs in a worker thread, and the event loop only queues what it returns."""
+        turn = isinstance(prompt, Turn)
+        ids = prompt.encode(self.llm.tokenizer) if turn or isinstance(prompt, Chat) else self.llm.encode(prompt)
         if len(ids) >= self.context:
             message = f"the prompt has {len(ids)} tokens, the context holds {self.context} with the answer"
             raise ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
-        params = replace(params, max_tokens=min(params.max_tokens, self.context - len(ids)))
-        if predicted:
-            if "copy" not in self.llm.engine.speculator.drafter_pool.names(params):
-                hint = "leave forerun.speculate as it is, or leave prediction out"
-                raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
-            params = replace(params, prediction=tuple(self.llm.tokenizer.encode(predicted)[: params.max_tokens]))
-        self.llm.engine.check(ids, params)
+        params = asked.params(self.context - len(ids), tools, self.llm.tokenizer.encode)
         self._check_drafters(params)
-        self.llm.prepare(params)
-        return ids, params
+        return self.llm.request(ids, params, prompt.session_name if turn else None)
 
     def _check_drafters(self, params: SamplingParams) -> None:
         """Free ones are made in no time; others may be timed or searched for, while everybody would wait."""
         drafter_pool = self.llm.engine.speculator.drafter_pool
-        for name in drafter_pool.names(params):
+        names = drafter_pool.names(params)
+        if params.prediction and "copy" not in names:
+            hint = "leave forerun.speculate as it is, or leave prediction out"
+            raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
+        for name in names:
             if name not in FREE and not drafter_pool.ready(SamplingParams(speculate=name)):
                 hint = "use auto or off, or have the server started with --drafter"
                 raise ApiError(400, f"this server has not prepared the drafter {name}", hint)
@@ -104,11 +103,10 @@ class Answer(Response):
     ) -> None:
         self.service, self.asked, self.prompts, self.form, self.key = service, asked, prompts, form, key
         self.status_code, self.background = 200, None
-        self.params = asked.params(service.context)
-        if tools is not None:
-            self.params = replace(self.params, grammar=tools.grammar(self.params.grammar))
+        self.tools = tools
         self.turn = prompts[0] if isinstance(prompts[0], Turn) else None
-        self.collected = [Collected() for _ in range(self.params.n * len(prompts))]
+        self.params: SamplingParams | None = None  # of the first prompt, once it was checked
+        self.collected: list[Collected] = []  # one for each answer, once there is room for them
         self.usage = Usage()
         self.session: dict[str, Any] | None = None  # what the client is told of it
         self._arrived = time.perf_counter()
@@ -121,7 +119,9 @@ class Answer(Response):
         if service.config.log_prompts:
             log.info("%s prompts %r", self.form.id, self.prompts)
         try:
-            with service.gate.enter(len(self.collected), self.key):
+            answers = self.asked.choices * len(self.prompts)
+            with service.gate.enter(answers, self.key):
+                self.collected = [Collected() for _ in range(answers)]
                 async with asyncio.timeout(service.config.max_request_s):
                     await unless_gone(receive, self._answer())
             if not self._streaming:
@@ -155,23 +155,24 @@ class Answer(Response):
             await self._end("[DONE]")
 
     async def _run_all(self) -> None:
-        predicted = self.asked.prediction.text if isinstance(self.asked, ChatRequest) and self.asked.prediction else ""
-        jobs = [await asyncio.to_thread(self.service.prepared, p, self.params, predicted) for p in self.prompts]
-        self.submitted = time.perf_counter()
+        prepare = self.service.prepare
+        requests = [await asyncio.to_thread(prepare, prompt, self.asked, self.tools) for prompt in self.prompts]
+        self.params = requests[0].params
+        self.submitted = max(request.arrived for request in requests)
         if self.asked.stream:
             await self._begin()
         try:
             async with asyncio.TaskGroup() as group:
-                for number, (ids, params) in enumerate(jobs):
-                    group.create_task(self._run(number, ids, params))
+                for number, request in enumerate(requests):
+                    group.create_task(self._run(number, request))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _run(self, number: int, ids: list[int], params: SamplingParams) -> None:
-        told = self.turn.stream(params) if self.turn is not None else self.service.llm.astream(ids, params)
+    async def _run(self, number: int, request: Request) -> None:
+        told = self.turn.stream(request) if self.turn is not None else self.service.llm.astream(request)
         async with aclosing(told) as events:  # type: ignore[type-var]
             async for event in events:
-                index = number * params.n + event.index
+                index = number * request.params.n + event.index
                 if event.finish_reason == "cancelled":
                     raise ApiError(503, "the server shut down before the answer was complete", "ask again")
                 for chunk in self._take(index, event):
@@ -180,7 +181,7 @@ class Answer(Response):
     def _take(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Add an event to its answer; what a stream says about it."""
         answer, told = self.collected[index], []
-        if self.params.prefilling.mode == "provisional":
+        if self.params is not None and self.params.prefilling.mode == "provisional":
             told += self.form.provisional(index, event, answer)
         if event.provisional:
             if not self._showed:

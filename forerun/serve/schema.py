@@ -17,6 +17,7 @@ from forerun.params import MAX_LOGPROBS, Grammar, Prefill, SamplingParams, Specu
 from forerun.serve.tool_schema import MOST_TOOLS, Choice, Tool, ToolCall, chosen
 from forerun.serve.tools import Chat, Dialect, ToolUse, chat
 
+MAX_TOKENS = 10_000_000
 ROLES = {"developer": "system"}  # what a role is called in chat templates
 
 
@@ -177,7 +178,7 @@ class _Asked(_Model):
     n: int | None = _from(1, 256)
     temperature: float | None = _from(0, 100)
     top_p: float | None = _from(0.01, 1)
-    max_tokens: int | None = _from(1, 10_000_000)
+    max_tokens: int | None = _from(1, MAX_TOKENS)
     stop: str | list[str] | None = None
     seed: int | None = _from(-(2**63), 2**64)
     presence_penalty: float | None = _from(-2, 2)
@@ -192,15 +193,19 @@ class _Asked(_Model):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    def _params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """`None` is as good as leaving a field out; what is left out is as OpenAI has it, temperature 1 above all."""
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt. `params` refuses what is below 1."""
+        return max(1, self.n or 1)
+
+    def _params(self, max_tokens: int, room: int, **more: Any) -> SamplingParams:
+        """`None` is as good as leaving a field out; what is left out is as the library has it."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is about streams, and stream is not true", "leave it out")
-        given = {name: getattr(self, name) for name in ("n", "top_p", "seed", "presence_penalty", "frequency_penalty")}
+        names = ("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in names}
         values = {name: value for name, value in given.items() if value is not None}
-        values["temperature"] = 1.0 if self.temperature is None else self.temperature
-        if max_tokens is not None:
-            values["max_tokens"] = max_tokens
+        values["max_tokens"] = min(max_tokens, room) if max_tokens <= MAX_TOKENS else max_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         bias = {_token(name): value for name, value in (self.logit_bias or {}).items()}
         return SamplingParams(stop=tuple(stop), logit_bias=bias, **values, **self.forerun.params(), **more)
@@ -221,7 +226,7 @@ class Prediction(_Model):
 
 class ChatRequest(_Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = _from(1, 10_000_000)
+    max_completion_tokens: int | None = _from(1, MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = _from(0, MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
@@ -230,10 +235,10 @@ class ChatRequest(_Asked):
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # what the answer may well be; see `SamplingParams.prediction`
 
-    def params(self, room: int) -> SamplingParams:
-        """`room`: longest answer where no length is asked for."""
-        # Called otherwise in `SamplingParams`, whose words would be about fields that nobody sent
-        for name, low, high in (("max_completion_tokens", 1, 10_000_000), ("top_logprobs", 0, MAX_LOGPROBS)):
+    def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
+        """`room`: tokens that the context has left for the answer."""
+        # `SamplingParams` has other names for these: its errors would name fields that the request does not have
+        for name, low, high in (("max_completion_tokens", 1, MAX_TOKENS), ("top_logprobs", 0, MAX_LOGPROBS)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 hint = "choose a value in that range"
@@ -241,10 +246,14 @@ class ChatRequest(_Asked):
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", "set logprobs, or leave top_logprobs out")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        longest = room if asked is None else asked
+        grammar = self.response_format.grammar() if self.response_format else None
         return self._params(
-            room if asked is None else asked,
+            longest,
+            room,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self.response_format.grammar() if self.response_format else None,
+            grammar=grammar if tools is None else tools.grammar(grammar),
+            prediction=tuple(encode(self.prediction.text)[: min(longest, room)]) if self.prediction else (),
         )
 
     def tool_use(self, dialect: Dialect) -> ToolUse | None:
@@ -286,8 +295,8 @@ class CompletionRequest(_Asked):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
-    def params(self, room: int) -> SamplingParams:
-        return self._params(16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
+    def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
+        return self._params(16 if self.max_tokens is None else self.max_tokens, room, logprobs=self.logprobs)
 
     def prompts(self) -> list[Any]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forerun.core import SamplingParams, Usage
-from forerun.engine.sequence import Event
+from forerun.core import Usage
+from forerun.engine.sequence import Event, Request
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.serve.errors import ApiError
@@ -145,11 +145,11 @@ class Turn:
     session: Session | None = field(repr=False, default=None)
 
     @property
-    def _name(self) -> str:
+    def session_name(self) -> str:
         return self.sessions.name_of(self.options.name, self.key)
 
     async def __aenter__(self) -> Turn:
-        self.sessions.claim(self._name)
+        self.sessions.claim(self.session_name)
         try:
             await completed(asyncio.to_thread(self._begin))
         except BaseException:
@@ -163,10 +163,10 @@ class Turn:
             if self.session is not None and self.session.pending:
                 await completed(asyncio.to_thread(self._take_back, self.session))
         finally:
-            self.sessions.busy.discard(self._name)
+            self.sessions.busy.discard(self.session_name)
 
     def _begin(self) -> None:
-        session = self.sessions.open(self._name, self.options)
+        session = self.sessions.open(self.session_name, self.options)
         self.session, session.encoder = session, self.encode_all
         if self.encode_all is None:
             session.append(self.added)
@@ -176,15 +176,15 @@ class Turn:
     def _take_back(self, session: Session) -> None:
         session.rewind(turns=1)
         if not session.turns:
-            self.sessions.drop(self._name, session)
+            self.sessions.drop(self.session_name, session)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         assert self.session is not None
         return self.session.upcoming()
 
-    def stream(self, params: SamplingParams) -> AsyncIterator[Event]:
+    def stream(self, request: Request) -> AsyncIterator[Event]:
         assert self.session is not None
-        return self.session.astream(params)
+        return self.session.astream(request)
 
     def record(self, usage: Usage) -> dict[str, Any]:
         """What the client is told: which session it was, and where its prompt's K/V came from."""

@@ -135,12 +135,10 @@ def _attributes(path: str, answer: Answer) -> dict[str, Any]:
     """Names as OpenTelemetry has them for generative models; what it has no name for is under `forerun`."""
     usage = answer.usage
     reasons = [part.finish_reason for part in answer.collected if part.finish_reason is not None]
-    return {
+    found: dict[str, Any] = {
         "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "forerun",
         "gen_ai.request.model": answer.form.model,
-        "gen_ai.request.max_tokens": answer.params.max_tokens,
-        "gen_ai.request.temperature": float(answer.params.temperature),
         "gen_ai.response.id": answer.form.id,
         "gen_ai.response.finish_reasons": reasons,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -149,6 +147,10 @@ def _attributes(path: str, answer: Answer) -> dict[str, Any]:
         "forerun.outputs": len(answer.collected),
         "forerun.stream": bool(answer.asked.stream),
     }
+    if answer.params is not None:
+        found["gen_ai.request.max_tokens"] = answer.params.max_tokens
+        found["gen_ai.request.temperature"] = float(answer.params.temperature)
+    return found
 
 
 def _prefill(usage: Usage) -> dict[str, Any]:

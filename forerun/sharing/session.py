@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forerun.core import SamplingParams
-from forerun.engine.sequence import Event
+from forerun.engine.sequence import Event, Request
 from forerun.engine.stats import Account
 from forerun.errors import BadRequest
+from forerun.inputs import as_params
 from forerun.outputs import Completion, collect
 from forerun.sharing.session_files import State
 
@@ -112,28 +113,37 @@ class Session:
         turn = _Turn()
         return collect(turn.prompt, 1, [event async for event in self._astream(self._checked(params), turn)])
 
-    def astream(self, params: SamplingParams | None = None) -> AsyncIterator[Event]:
-        """`stream` for asyncio."""
-        return self._astream(self._checked(params), _Turn())
+    def astream(self, params: SamplingParams | Request | None = None) -> AsyncIterator[Event]:
+        """`stream` for asyncio. A `Request` is what `llm.request` made of `upcoming()` for this session: its prompt is
+        neither encoded nor checked again."""
+        if not isinstance(params, Request):
+            return self._astream(self._checked(params), _Turn())
+        _check_one(params.params)
+        return self._astream(params, _Turn())
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        params = self._book.llm._checked(params)
-        if params.n != 1:
-            raise BadRequest(f"a session has one answer a turn, n is {params.n}", "fork it for others")
+        params = as_params(params)
+        self._book.llm.prepare(params)
+        _check_one(params)
         return params
+
+    def _request(self, params: SamplingParams) -> Request:
+        return self._book.llm.request(self._prompt(), params, self.name)
 
     def _stream(self, params: SamplingParams, turn: _Turn) -> Iterator[Event]:
         with self._alone("answer in"):
-            turn.prompt += self._prompt()
-            for event in self._book.driver.stream(turn.prompt, params, self.name):
+            request = self._request(params)
+            turn.prompt += request.prompt_ids
+            for event in self._book.driver.stream(request):
                 if turn.take(event):
                     self._end(turn)
                 yield event
 
-    async def _astream(self, params: SamplingParams, turn: _Turn) -> AsyncIterator[Event]:
+    async def _astream(self, asked: SamplingParams | Request, turn: _Turn) -> AsyncIterator[Event]:
         with self._alone("answer in"):
-            turn.prompt += await asyncio.to_thread(self._prompt)
-            async with aclosing(self._book.driver.astream(turn.prompt, params, self.name)) as events:  # type: ignore[type-var]
+            request = asked if isinstance(asked, Request) else await asyncio.to_thread(self._request, asked)
+            turn.prompt += request.prompt_ids
+            async with aclosing(self._book.driver.astream(request)) as events:  # type: ignore[type-var]
                 async for event in events:
                     if turn.take(event):
                         await completed(asyncio.to_thread(self._end, turn))  # it waits for the disk
@@ -251,6 +261,11 @@ class _Turn:
             self.said += event.token_ids
             self.text += event.text
         return event.finish_reason in ("stop", "length")
+
+
+def _check_one(params: SamplingParams) -> None:
+    if params.n != 1:
+        raise BadRequest(f"a session has one answer a turn, n is {params.n}", "fork it for others")
 
 
 def _is_message(value: object) -> bool:

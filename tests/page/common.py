@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, Playwright, expect
 
 from forerun import LLM
 from forerun.core import PrefillReport, Tally, Usage
-from forerun.engine.sequence import Event
+from forerun.engine.sequence import Event, Request
 from tests.serve.common import Running
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
@@ -88,15 +88,15 @@ class Script:
         self.left = threading.Event()  # whoever asked is gone, or has it all
 
     def play(self, llm: LLM, patch: pytest.MonkeyPatch, usage: Callable[[int], Usage]) -> Script:
-        async def astream(ids: list[int], params: Any) -> AsyncIterator[Event]:
-            self.asked.append((ids, params))
+        async def astream(request: Request) -> AsyncIterator[Event]:
+            self.asked.append((request.prompt_ids, request.params))
             try:
                 for said in self.said:
                     if isinstance(said, threading.Event):
                         await asyncio.to_thread(said.wait, 20)
                         continue
                     if said.finish_reason is not None:
-                        said.usage = usage(len(ids))
+                        said.usage = usage(len(request.prompt_ids))
                     yield said
             finally:
                 self.left.set()

@@ -105,11 +105,15 @@ def test_n_seed_and_sampling_equal_the_library(served: Running, llm: LLM):
     assert [texts[index] for index in range(3)] == expected
 
 
-def test_temperature_is_one_unless_given(served: Running, llm: LLM):
+def test_what_is_left_out_is_as_in_the_library(served: Running, llm: LLM):
+    """Greedy: OpenAI's own default temperature of 1 is for those who ask for it."""
     asked = {"model": NAME, "messages": MESSAGES, "seed": 3, "max_tokens": 16}
-    expected = llm.chat(MESSAGES, SamplingParams(temperature=1.0, seed=3, max_tokens=16))[0].text
-    assert served.client().chat.completions.create(**asked).choices[0].message.content == expected
-    assert expected != llm.chat(MESSAGES, SamplingParams(max_tokens=16))[0].text
+    default, greedy = SamplingParams(max_tokens=16), SamplingParams(temperature=0.0, max_tokens=16)
+    hot = llm.chat(MESSAGES, SamplingParams(temperature=1.0, seed=3, max_tokens=16))[0].text
+    expected = llm.chat(MESSAGES, default)[0].text
+    assert expected == llm.chat(MESSAGES, greedy)[0].text != hot
+    for given, text in (({}, expected), ({"temperature": None}, expected), ({"temperature": 1}, hot)):
+        assert served.client().chat.completions.create(**asked | given).choices[0].message.content == text
 
 
 def test_a_stop_string_is_not_shown(served: Running, llm: LLM):

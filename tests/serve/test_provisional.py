@@ -10,7 +10,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.core import Usage
-from forerun.engine.sequence import Event
+from forerun.engine.sequence import Event, Request
 from tests.prefill.test_engine_prefill import prompt, random_profile
 from tests.serve.common import NAME, Running, running
 
@@ -69,7 +69,7 @@ def test_words_may_be_confirmed_in_several_steps(drafted: Running, monkeypatch: 
     true = said if wrong is None else [*said[:wrong], *tokenizer.encode("bcd")]
     assert len(said) > 7 and len(tokenizer.encode("🦊")) > 1
 
-    async def astream(ids: list[int], params: SamplingParams) -> AsyncIterator[Event]:
+    async def astream(request: Request) -> AsyncIterator[Event]:
         yield Event(1, 0, tokenizer.decode(said), said, provisional=True)
         text, stood = "", len(said) if wrong is None else wrong
         for at in range(len(true)):

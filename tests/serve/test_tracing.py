@@ -101,8 +101,12 @@ def test_refusals_have_a_span(traced: Running, exported: InMemorySpanExporter, c
 
 
 def test_failures_are_errors(traced: Running, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(traced.llm, "encode", lambda prompt: 1 / 0)
-    assert traced.post(CHAT, ASKED).status_code == 500
+    def fail(*args: Any) -> None:
+        raise RuntimeError(SECRET)
+
+    monkeypatch.setattr(traced.llm, "request", fail)
+    response = traced.post(CHAT, ASKED)
+    assert response.status_code == 500 and SECRET not in response.text
     root = spans(exported)[f"POST {CHAT}"]
     assert root.status.status_code is StatusCode.ERROR and SECRET not in root.to_json()
 
