@@ -20,9 +20,9 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import DraftRequest
-from forerun.decode.sampling import Constraint, Context, shape
-from forerun.decode.target import Rng, Target
+from forerun.decode.sampling import Constraint, Context, Rng, shape
 from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verify import Target
 from forerun.params import SamplingParams
 
 Tokens = tuple[int, ...]

@@ -35,8 +35,7 @@ from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters import Drafter, DraftRequest, registered
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
-from forerun.decode.sampling import Context
-from forerun.decode.target import Rng
+from forerun.decode.sampling import Context, Rng
 from forerun.decode.verifiers import LOSSLESS, Verifier
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig

@@ -19,8 +19,7 @@ from forerun.checks.lossless_stats import Cells, Fit, Tokens, cells, detectable,
 from forerun.core import ROOT, Draft, Usage
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
-from forerun.decode.sampling import distribution
-from forerun.decode.target import DRAFTING, SeededRng
+from forerun.decode.sampling import DRAFT_STREAM, SeededRng, distribution
 from forerun.decode.verifiers import LOSSLESS
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
@@ -68,7 +67,7 @@ class Sketch(Drafter):
         path = tuple(draft.tokens[i] for i in draft.path(node))
         q = rough(self.laws.get((*answer, *path), self.laws[()]))
         draft.proposals[node] = q
-        rng = SeededRng(ask.context.seed, len(ask.tokens), DRAFTING + ((node + 2) << 40))
+        rng = SeededRng(ask.context.seed, len(ask.tokens), DRAFT_STREAM + ((node + 2) << 40))
         rest, kids = q.double(), []
         for _ in range(min(width, int((q > 0).sum()))):
             token = rng.pick(rest)

@@ -20,7 +20,9 @@ from forerun.core import SamplingParams, TokenLogprob
 
 _HEAD = 1024  # likeliest tokens looked at first for top-p; a full sort only where they hold too little mass
 _MASK = (1 << 64) - 1
-_COLD = 1e-6  # below this a temperature is as good as none, and not yet zero in float32
+_MIN_TEMPERATURE = 1e-6  # below this a temperature samples as greedily, and 1 / temperature leaves float32
+ACCEPT_STREAM = 1  # random numbers of a position that verifiers accept and reject with; stream 0 draws answers
+DRAFT_STREAM = 2  # random numbers of a position that drafters draw with
 
 
 class Constraint(Protocol):
@@ -65,13 +67,42 @@ class Row:
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1) that depends on nothing else (splitmix64 of all three). Stream 0 draws answers; whoever needs
-    more numbers at a position takes another stream."""
+    """A number in [0, 1) that is a function of its arguments only (splitmix64 of all three). Stream 0 draws answers;
+    further numbers at the same position come from other streams."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
     z ^= (stream * 0xA0761D6478BD642F) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = ((z ^ (z >> shift)) * factor) & _MASK
     return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+class Rng(Protocol):
+    """Randomness in the two forms that verifiers and drafters need."""
+
+    def flip(self, prob: float) -> bool:
+        """True with this probability."""
+        ...
+
+    def pick(self, weights: Tensor) -> int:
+        """An index, with probability proportional to its weight."""
+        ...
+
+
+class SeededRng:
+    """The random numbers of one step of one sequence, different from those of every other step and stream."""
+
+    def __init__(self, seed: int, position: int, stream: int = ACCEPT_STREAM) -> None:
+        self._seed, self._position, self._stream, self._count = seed, position, stream, 0
+
+    def flip(self, prob: float) -> bool:
+        return self._next() < prob
+
+    def pick(self, weights: Tensor) -> int:
+        return draw(weights[None], [self._next()])[0]
+
+    def _next(self) -> float:
+        self._count += 1
+        return uniform(self._seed, self._position, (self._count << 8) + self._stream)
 
 
 def choose(logits: Tensor, rows: list[Row]) -> list[int]:
@@ -124,7 +155,7 @@ def distribution(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     column = lambda values: torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # noqa: E731
     # The likeliest at zero before dividing: a tiny temperature must not push it to infinity
     centred = logits - logits.amax(-1, keepdim=True)
-    probs = torch.softmax(centred / column([max(p.temperature, _COLD) for p in params]), -1)
+    probs = torch.softmax(centred / column([max(p.temperature, _MIN_TEMPERATURE) for p in params]), -1)
     cutoff = probs.amax(-1, keepdim=True) * column([p.min_p for p in params])
     if any(p.top_k or p.top_p < 1 for p in params):
         cutoff = torch.maximum(cutoff, _cutoffs(probs, params))

@@ -21,7 +21,7 @@ from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.decode.sampling import Context
 from forerun.decode.state import SpeculationState
 from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import Match
+from forerun.decode.verifiers.match import MatchVerifier
 from forerun.engine.stats import settle
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Sequence:
         self.context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
         self.grammar: AnswerGrammar | None = None
         self.spec_state: SpeculationState | None = None  # None: plain decoding
-        self.verifier: Verifier = Match()
+        self.verifier: Verifier = MatchVerifier()
         self.pages = array("i")
         self.computed = 0
         self.ready: Tensor | None = None  # [1, V] logits behind the last token, where it has run before its turn

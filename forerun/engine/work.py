@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from forerun.core import Draft
 from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import Match
+from forerun.decode.verifiers.match import MatchVerifier
 from forerun.engine.sequence import Sequence
 from forerun.models.execution.runner import Span
 
@@ -43,7 +43,7 @@ class Work:
     @property
     def verifier(self) -> Verifier:
         """A guide is followed as far as the answer would have gone by itself, whatever rule was asked for."""
-        return Match() if self.meets_guide else self.seq.verifier
+        return MatchVerifier() if self.meets_guide else self.seq.verifier
 
     @property
     def span(self) -> Span:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.sampling import Context
-from forerun.decode.verifiers.match import Match
+from forerun.decode.verifiers.match import MatchVerifier
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.detokenize import TextStream
 from forerun.engine.sequence import Event, FinishReason, Request
@@ -229,7 +229,7 @@ class Workers:
 
     def _settle(self, going: list[Worker], output: Output) -> list[Event]:
         """One more token for each of these workers, from its row of logits."""
-        rulings = verify(output, [VerifyInput(worker.context, Draft(), Match()) for worker in going])
+        rulings = verify(output, [VerifyInput(worker.context, Draft(), MatchVerifier()) for worker in going])
         return [self._append(worker, ruling) for worker, ruling in zip(going, rulings, strict=True)]
 
     def _append(self, worker: Worker, ruling: StepOutput) -> Event:

@@ -26,9 +26,9 @@ import torch
 from forerun import LLM, SamplingParams, Speculation
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import DraftRequest
-from forerun.decode.sampling import Context
-from forerun.decode.target import SeededRng, Target
+from forerun.decode.sampling import Context, SeededRng
 from forerun.decode.verifiers import make_verifier
+from forerun.decode.verify import Target
 from forerun.models.execution.runner import Span
 from forerun_research.bench.tasks import read_tasks
 

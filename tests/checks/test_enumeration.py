@@ -19,11 +19,11 @@ from forerun.checks.enumeration import (
 )
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import Match
-from forerun.decode.verifiers.rejection import Rejection
+from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
 from forerun.decode.verifiers.residual import Residual
-from forerun.decode.verifiers.transport import Transport
-from forerun.decode.verifiers.traversal import Traversal
+from forerun.decode.verifiers.transport import TransportVerifier
+from forerun.decode.verifiers.traversal import TraversalVerifier
 from forerun.params import SamplingParams
 
 PLAIN = tiny_targets()[0]
@@ -61,7 +61,7 @@ def test_targets_are_shaped_as_they_say():
 
 def test_check_pairs_reports_each_pair():
     drafters = {name: make for name, make in tiny_drafters().items() if name in ("certain tree", "drawn chain")}
-    results = list(check_pairs([Match(), Rejection()], drafters))
+    results = list(check_pairs([MatchVerifier(), RejectionVerifier()], drafters))
     assert [(r.drafter, r.verifier) for r in results] == [
         ("certain tree", "match"),
         ("certain tree", "rejection"),
@@ -72,7 +72,7 @@ def test_check_pairs_reports_each_pair():
 
 
 def test_several_steps_in_a_row():
-    assert gap(tiny_tree([1]), Rejection(), steps=3) < EXACT
+    assert gap(tiny_tree([1]), RejectionVerifier(), steps=3) < EXACT
 
 
 def test_drafters_of_the_engine_are_asked_as_the_engine_asks():
@@ -83,13 +83,13 @@ def test_drafters_of_the_engine_are_asked_as_the_engine_asks():
                 Draft.chain(ask.tokens[: ask.nodes], [0.5] * min(len(ask.tokens), ask.nodes), "echo") for ask in asks
             ]
 
-    assert gap(drafts_of(Echo(), SamplingParams(temperature=0.8)), Traversal()) < EXACT
+    assert gap(drafts_of(Echo(), SamplingParams(temperature=0.8)), TraversalVerifier()) < EXACT
 
 
 # ---- planted faults ----
 
 
-class WithoutResidual(Rejection):
+class WithoutResidual(RejectionVerifier):
     """Draws what follows a rejection from the target itself, so tokens that were turned down come back."""
 
     name = "no residual"
@@ -134,23 +134,23 @@ def test_missing_residual_correction_is_caught(make_draft):
     assert gap(make_draft, WithoutResidual()) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", [Rejection(), Traversal(), Transport()])
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), TraversalVerifier(), TransportVerifier()])
 def test_draft_that_ignores_temperature_is_caught(verifier: Verifier):
     assert gap(colder_than_drawn, verifier) > 1e-3
-    assert gap(colder_than_drawn, Match()) < EXACT  # which asks for no proposal
+    assert gap(colder_than_drawn, MatchVerifier()) < EXACT  # which asks for no proposal
 
 
 def test_wrong_residual_in_traversal_is_caught(monkeypatch):
     make_draft = tiny_tree([1, 1])
-    assert gap(make_draft, Traversal()) < EXACT
+    assert gap(make_draft, TraversalVerifier()) < EXACT
     monkeypatch.setattr("forerun.decode.verifiers.traversal.Residual", WrongShare)
-    assert gap(make_draft, Traversal()) > 1e-3
+    assert gap(make_draft, TraversalVerifier()) > 1e-3
 
 
 def test_number_of_children_that_depends_on_them_is_caught_where_it_matters():
-    assert gap(second_if_first_is_unlikely, Transport()) > 1e-3
-    assert gap(second_if_first_is_unlikely, Traversal()) < EXACT
-    assert gap(second_if_first_is_unlikely, Rejection()) < EXACT
+    assert gap(second_if_first_is_unlikely, TransportVerifier()) > 1e-3
+    assert gap(second_if_first_is_unlikely, TraversalVerifier()) < EXACT
+    assert gap(second_if_first_is_unlikely, RejectionVerifier()) < EXACT
 
 
 def test_replacement_that_is_not_declared_is_caught():
@@ -161,4 +161,4 @@ def test_replacement_that_is_not_declared_is_caught():
         draft.tokens = [first, next(t for t in range(VOCAB) if t != first)]
         return draft
 
-    assert gap(make, Rejection()) > 1e-3
+    assert gap(make, RejectionVerifier()) > 1e-3

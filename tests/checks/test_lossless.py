@@ -19,9 +19,9 @@ from forerun.checks.lossless_sampled import check_sampled
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.drafters import DraftRequest, registered
 from forerun.decode.drafters.model import ChainDrafter
-from forerun.decode.target import Rng, TargetView
+from forerun.decode.sampling import Rng
 from forerun.decode.verifiers import LOSSLESS
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import Work
 from forerun.errors import BadRequest

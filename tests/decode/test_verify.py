@@ -1,15 +1,16 @@
-"""Verdicts on hand-made logits: a batch is judged as its sequences would be alone, and as plain decoding would go."""
+"""Verification on hand-made logits: a batch gives what its sequences give alone, and what plain decoding gives."""
 
 from __future__ import annotations
 
 import torch
 
 from forerun.core import ROOT, Draft, SamplingParams, Speculation
-from forerun.decode.sampling import Context, Row, choose
-from forerun.decode.target import SeededRng, Target
+from forerun.decode.sampling import Context, Row, SeededRng, choose
 from forerun.decode.verifiers import make_verifier
-from forerun.decode.verifiers.match import Match
-from forerun.decode.verify import VerifyInput, verify
+from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verify import Target, VerifyInput, verify
+from forerun.errors import ForerunError
 from forerun.models.decoder import Output
 
 VOCAB = 12
@@ -58,40 +59,68 @@ def test_match_gives_what_plain_decoding_gives_whatever_was_drafted():
         branching = Draft(tokens, [ROOT, ROOT, 1, 1, 3], [0.5] * 5, ["x"] * 5)
         chains = [Draft.chain(chain, [0.5] * 4, "x") for chain in (right, wrong)]
         drafts.append([Draft(), chains[0], branching, chains[1]][i % 4])
-    rulings = verify(
-        output(contexts, drafts), [VerifyInput(c, d, Match()) for c, d in zip(contexts, drafts, strict=True)]
+    outputs = verify(
+        output(contexts, drafts), [VerifyInput(c, d, MatchVerifier()) for c, d in zip(contexts, drafts, strict=True)]
     )
-    for i, (context, ruling) in enumerate(zip(contexts, rulings, strict=True)):
-        assert ruling.tokens == plain(context, len(ruling.tokens))
-        assert len(ruling.tokens) == [1, 5, 4, 1][i % 4]
-        assert [drafts[i].tokens[n] for n in ruling.verdict.path] == ruling.tokens[:-1]
+    for i, (context, step) in enumerate(zip(contexts, outputs, strict=True)):
+        assert step.tokens == plain(context, len(step.tokens))
+        assert len(step.tokens) == [1, 5, 4, 1][i % 4]
+        assert [drafts[i].tokens[n] for n in step.verdict.path] == step.tokens[:-1]
 
 
-def test_a_batch_is_judged_as_its_members_alone():
+def test_a_batch_is_verified_as_its_sequences_are_alone():
     params = SamplingParams(temperature=0.8, speculate=Speculation(verify="rejection"))
     contexts = [Context(params, [i, 1, 2], 1, seed=i) for i in range(6)]
     drafts = [Draft.chain([i, i + 1], [0.5, 0.5], "x") for i in range(6)]
-    verifiers = [make_verifier(params.speculation) if i % 2 else Match() for i in range(6)]
-    rulings = verify(
+    verifiers = [make_verifier(params.speculation) if i % 2 else MatchVerifier() for i in range(6)]
+    outputs = verify(
         output(contexts, drafts), [VerifyInput(*case) for case in zip(contexts, drafts, verifiers, strict=True)]
     )
-    for context, draft, verifier, ruling in zip(contexts, drafts, verifiers, rulings, strict=True):
+    for context, draft, verifier, step in zip(contexts, drafts, verifiers, outputs, strict=True):
         target = Target(output([context], [draft]).logits, context, draft)
-        assert verifier.verify(draft, target, SeededRng(context.seed, len(context.tokens))) == ruling.verdict
+        assert verifier.verify(draft, target, SeededRng(context.seed, len(context.tokens))) == step.verdict
 
 
 def test_logprobs_come_for_every_token():
     context = Context(SamplingParams(logprobs=2), [3, 4], 2, seed=0)
     right = plain(context, 3)
     draft = Draft.chain(right, [0.9] * 3, "x")
-    ruling = verify(output([context], [draft]), [VerifyInput(context, draft, Match())])[0]
-    assert [entry.token_id for entry in ruling.logprobs] == ruling.tokens
-    for i, entry in enumerate(ruling.logprobs):
-        row = logits_after((*context.tokens, *ruling.tokens[:i]))
+    step = verify(output([context], [draft]), [VerifyInput(context, draft, MatchVerifier())])[0]
+    assert [entry.token_id for entry in step.logprobs] == step.tokens
+    for i, entry in enumerate(step.logprobs):
+        row = logits_after((*context.tokens, *step.tokens[:i]))
         assert abs(entry.logprob - float(torch.log_softmax(row, -1)[entry.token_id])) < 1e-6
 
 
-def test_dice_of_two_steps_and_of_drafting_never_repeat_a_number():
+def test_an_exception_in_one_sequence_ends_that_sequence_only():
+    """`True` is no token id: as an index it selects by mask, and torch raises an IndexError."""
+    bad = SamplingParams(logit_bias={1: 1.0})
+    object.__setattr__(bad, "logit_bias", {True: 1.0})  # past the checks of requests
+    contexts = [Context(bad if i == 1 else KINDS[i % 2], [3, i, 5], 2, seed=i) for i in range(4)]
+    drafts = [
+        Draft.chain(plain(context, 2), [0.5] * 2, "x") if i != 1 else Draft() for i, context in enumerate(contexts)
+    ]
+    inputs = [VerifyInput(c, d, MatchVerifier()) for c, d in zip(contexts, drafts, strict=True)]
+    outputs = verify(output(contexts, drafts), inputs)
+    assert [step.tokens for step in outputs] == [plain(c, 3) if i != 1 else [] for i, c in enumerate(contexts)]
+    assert [step.error is None for step in outputs] == [True, False, True, True]
+    error = outputs[1].error
+    assert isinstance(error, ForerunError) and "IndexError" in str(error) and "logit_bias" in error.hint
+    assert isinstance(error.__cause__, IndexError)
+
+
+def test_an_expected_error_reaches_the_caller_unchanged():
+    class Raises(RejectionVerifier):
+        def verify(self, draft, target, rng):
+            raise dead_end
+
+    dead_end = ForerunError("no next token", "loosen the grammar")
+    context, draft = Context(SamplingParams(), [3, 4], 2, seed=0), Draft.chain([1], [0.5], "x")
+    (step,) = verify(output([context], [draft]), [VerifyInput(context, draft, Raises())])
+    assert step.error is dead_end
+
+
+def test_random_numbers_of_steps_and_streams_never_repeat():
     seen = set()
     for position in range(50):
         for stream in (1, 2):

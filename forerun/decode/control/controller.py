@@ -19,7 +19,7 @@ from forerun.core import Draft
 from forerun.decode.control import selection
 from forerun.decode.control.acceptance import Acceptance, RequestStats
 from forerun.decode.control.cost import DEEPEST, CostCurve
-from forerun.decode.control.depth import Plan
+from forerun.decode.control.depth import DepthPlan
 from forerun.decode.control.governor import Governor
 from forerun.decode.control.probe import Probes
 from forerun.decode.control.stopping import SharedCosts, Worth, first_round_only
@@ -135,7 +135,7 @@ class Controller:
                 s.probing = ""
         owed = _owed(stats)
         free = selection.select(self.target, drafts, probs, limits, context, 0.0, owed)
-        plan = Plan(self.target, self.drafters[drafter], context, free)
+        plan = DepthPlan(self.target, self.drafters[drafter], context, free)
         self._probes.save(drafter, plan)
         if not plan.can_pay():
             self.drafters[drafter].calm(CALMING)  # nothing will be run that could show it wrong

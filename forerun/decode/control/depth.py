@@ -14,7 +14,7 @@ MARGIN = 0.01  # gain below which nothing is drafted, for every doubling of the 
 UNLIKELY = 0.02  # probability of a path below which nobody would draft on
 
 
-class Plan:
+class DepthPlan:
     """The rate of a batch as a paid drafter adds rounds to it."""
 
     def __init__(self, target: CostCurve, rounds: CostCurve, context: int, free: Selection) -> None:

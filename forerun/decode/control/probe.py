@@ -7,7 +7,7 @@ nothing of how good a drafter is.
 from __future__ import annotations
 
 from forerun.decode.control.acceptance import RequestStats
-from forerun.decode.control.depth import Plan
+from forerun.decode.control.depth import DepthPlan
 
 SHARE = 0.015  # of all time, at most lost on probes
 SAVED = 4.0  # probes that may be saved up for
@@ -19,7 +19,7 @@ class Probes:
     def __init__(self) -> None:
         self._credit: dict[str, float] = {}
 
-    def save(self, drafter: str, plan: Plan) -> None:
+    def save(self, drafter: str, plan: DepthPlan) -> None:
         """Set this step's share aside; a drafter that is new begins with a few rounds' worth."""
         saved_s = self._credit.get(drafter, SAVED * plan.round_s(1))
         self._credit[drafter] = saved_s + SHARE * plan.free.seconds
@@ -32,7 +32,7 @@ class Probes:
         self,
         stats: list[RequestStats],
         drafter: str,
-        plan: Plan,
+        plan: DepthPlan,
         limits: list[int],
         start_s: list[float],
         about: list[int],

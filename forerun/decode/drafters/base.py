@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from forerun.core import Draft
-from forerun.decode.sampling import Context
-from forerun.decode.target import Rng
+from forerun.decode.sampling import Context, Rng
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class DraftRequest:
         return self.context.tokens
 
 
-class Round(NamedTuple):
+class DraftRound(NamedTuple):
     """One forward of a paid drafter that held nothing but new nodes."""
 
     tokens: int
@@ -65,7 +64,7 @@ class Drafter(ABC):
     draws: ClassVar[bool] = False  # can draw at random and tell its distribution (`DraftRequest.at_random`)
     longest: int = 1 << 30  # of paid drafters: tokens their model's context holds
     on_device: bool = False  # decides by `DraftRequest.least`, not `DraftRequest.worth`, when to stop
-    rounds: Sequence[Round] = ()  # of paid drafters: the rounds of the last `propose`
+    rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, ctx: DraftContext) -> None:  # noqa: B027
         """Made once per engine, when a request first asks for it."""

@@ -106,7 +106,7 @@ class Pointer:
 
 
 @register
-class Copy(Drafter):
+class CopyDrafter(Drafter):
     name = "copy"
 
     def __init__(self, ctx: DraftContext) -> None:

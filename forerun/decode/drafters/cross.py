@@ -15,7 +15,7 @@ import torch
 
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, Round, register
+from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, DraftRound, register
 from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, shares, whole_characters
 from forerun.decode.drafters.spare import SparePages
 from forerun.errors import BadRequest
@@ -69,7 +69,7 @@ class CrossDrafter(Drafter):
         self.longest = min(ctx.max_context, draft.decoder.config.max_context)
         assert ctx.draft_plane is not None
         self._spare = SparePages(ctx.pool, ctx.draft_plane, ctx.make_room)
-        self.rounds: list[Round] = []
+        self.rounds: list[DraftRound] = []
         self._states: dict[int, _State] = {}
 
     @classmethod
@@ -101,7 +101,7 @@ class CrossDrafter(Drafter):
         while ready := [g for g in ready if self._goes_on(g)]:
             start = time.perf_counter()
             self._run(ready, [Span(g.drafted[-1:], len(g.state.ran), g.state.pages, (0,)) for g in ready])
-            self.rounds.append(Round(len(ready), len(ready), time.perf_counter() - start))
+            self.rounds.append(DraftRound(len(ready), len(ready), time.perf_counter() - start))
         return [self._finished(g) for g in grown]
 
     def behind(self, ask: DraftRequest) -> int:

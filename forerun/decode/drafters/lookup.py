@@ -118,7 +118,7 @@ class NgramIndex:
 
 
 @register
-class Lookup(Drafter):
+class LookupDrafter(Drafter):
     name = "lookup"
 
     def __init__(self, ctx: DraftContext) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, Round, register
-from forerun.decode.drafters.growth import Growth
+from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, DraftRound, register
+from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import distribution, shape
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import Span
@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
         self._short_head = head if isinstance(head, ShortHead) else None
         self.on_device = self._runner.can_chain
         self.longest = min(ctx.max_context, self._runner.decoder.config.max_context)
-        self.rounds: list[Round] = []
+        self.rounds: list[DraftRound] = []
 
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         self.rounds = []
-        grown = [Growth(ask, self.name) for ask in asks]
+        grown = [TreeBuilder(ask, self.name) for ask in asks]
         fitting = [g for g in grown if len(g.ask.tokens) + max(g.ask.depth, g.ask.nodes) < self.longest]
         ready = [g for g in fitting if self._catch_up(g.ask)]
         if ready and not self._grow_chains(ready):
@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def _grow_chains(self, ready: list[Growth]) -> bool:
+    def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
         """All rounds in one launch, where the device can and the likeliest tokens are wanted; else nothing happens."""
         if any(g.ask.at_random or g.ask.context.shaped for g in ready):
             return False
@@ -159,7 +159,7 @@ class ModelDrafter(Drafter):
         if chains is None:
             return False
         steps = len(chains.tokens[0])
-        self.rounds = [Round(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
+        self.rounds = [DraftRound(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
         for g, tokens, probs in zip(ready, chains.tokens, chains.probs, strict=True):
             node = ROOT
             for token, prob in list(zip(tokens, probs, strict=True))[: g.ask.depth]:
@@ -173,7 +173,7 @@ class ModelDrafter(Drafter):
         ids = ask.tokens[valid:]
         return Span(ids, valid, ask.pages, range(len(ids) - 1, len(ids)))
 
-    def _first_round(self, ready: list[Growth]) -> None:
+    def _first_round(self, ready: list[TreeBuilder]) -> None:
         """The tokens the draft has not seen, and what was offered after them."""
         spans = []
         for g in ready:
@@ -191,7 +191,7 @@ class ModelDrafter(Drafter):
             self._advance(self._states[g.ask.id], len(g.ask.tokens))
             at += len(nodes)
 
-    def _take_offer(self, g: Growth) -> list[int]:
+    def _take_offer(self, g: TreeBuilder) -> list[int]:
         """Free guesses, to be scored in the same forward: parents come first, so some first nodes are a tree."""
         offer = g.ask.offered or Draft()
         places: dict[int, int] = {ROOT: ROOT}
@@ -199,7 +199,7 @@ class ModelDrafter(Drafter):
             places[node] = g.add(offer.tokens[node], places[offer.parents[node]], 1.0)
         return list(range(len(g.draft)))
 
-    def _next_nodes(self, g: Growth) -> list[int]:
+    def _next_nodes(self, g: TreeBuilder) -> list[int]:
         """Nodes whose children are worth another forward: the surest, and others that come along for little."""
         room = g.ask.nodes - len(g.entries)
         nodes = sorted(g.open_nodes(), key=lambda n: -g.path[n])
@@ -212,7 +212,7 @@ class ModelDrafter(Drafter):
         side = nodes[1 : min(1 + self.side_branches, room)]
         return [nodes[0], *(n for n in side if g.path[n] > SIDE)]
 
-    def _round(self, growing: list[tuple[Growth, list[int]]]) -> None:
+    def _round(self, growing: list[tuple[TreeBuilder, list[int]]]) -> None:
         spans = []
         for g, nodes in growing:
             first = len(g.ask.tokens) + len(g.entries)
@@ -221,14 +221,14 @@ class ModelDrafter(Drafter):
         start = time.perf_counter()
         logits = self._runner.forward(spans).logits
         ran = sum(len(nodes) for _, nodes in growing)
-        self.rounds.append(Round(ran, len(growing), time.perf_counter() - start))
+        self.rounds.append(DraftRound(ran, len(growing), time.perf_counter() - start))
         at = 0
         for g, nodes in growing:
             g.entries += nodes
             self._expand(g, nodes, logits[at : at + len(nodes)])
             at += len(nodes)
 
-    def _expand(self, g: Growth, nodes: list[int], logits: Tensor) -> None:
+    def _expand(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> None:
         """Children of nodes that just ran: the likeliest tokens, or tokens drawn at random."""
         probs = self._probs(g, nodes, logits)  # [nodes, V]
         if g.ask.at_random:
@@ -243,7 +243,7 @@ class ModelDrafter(Drafter):
         for node, tokens, probs in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
             g.likeliest(node, tokens, probs)
 
-    def _probs(self, g: Growth, nodes: list[int], logits: Tensor) -> Tensor:
+    def _probs(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> Tensor:
         """The draft's distribution over the target's tokens, penalties, grammar and temperature included."""
         params, logits = g.ask.context.params, logits[:, : self._vocab]
         shaped = shape(logits, [g.row(node) for node in nodes]) if g.ask.context.shaped else logits

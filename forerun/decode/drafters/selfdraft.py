@@ -16,8 +16,8 @@ import numpy as np
 from forerun.cache.pool import PagePool
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import DraftRequest, register
-from forerun.decode.drafters.growth import Growth
 from forerun.decode.drafters.model import ModelDrafter, _State
+from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.layer_search import find_blocks
 from forerun.errors import BadRequest
 from forerun.models.decoder import Output
@@ -87,6 +87,6 @@ class SelfDrafter(ModelDrafter):
     def _advance(self, state: _State, valid: int) -> None:
         """The pages are the target's own: what it has computed there is its own business."""
 
-    def _grow_chains(self, ready: list[Growth]) -> bool:
+    def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
         """A launch of several rounds runs every layer."""
         return False

@@ -172,7 +172,7 @@ class _Sequence:
 
 
 @register
-class Suffix(Drafter):
+class SuffixDrafter(Drafter):
     name = "suffix"
     remembers = True
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.block import Block
-from forerun.decode.verifiers.lossy import Bounded, Typical
-from forerun.decode.verifiers.match import Match
-from forerun.decode.verifiers.rejection import Rejection
-from forerun.decode.verifiers.transport import Transport
-from forerun.decode.verifiers.traversal import Traversal
+from forerun.decode.verifiers.block import BlockVerifier
+from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
+from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verifiers.transport import TransportVerifier
+from forerun.decode.verifiers.traversal import TraversalVerifier
 from forerun.errors import BadRequest
 from forerun.params import Speculation
 
-AUTO = Match.name
+AUTO = MatchVerifier.name
 LOSSLESS: dict[str, Callable[[], Verifier]] = {
-    kind.name: kind for kind in (Match, Rejection, Block, Traversal, Transport)
+    kind.name: kind for kind in (MatchVerifier, RejectionVerifier, BlockVerifier, TraversalVerifier, TransportVerifier)
 }
-LOSSY: dict[str, Callable[[float], Verifier]] = {kind.name: kind for kind in (Typical, Bounded)}
+LOSSY: dict[str, Callable[[float], Verifier]] = {kind.name: kind for kind in (TypicalVerifier, BoundedVerifier)}
 
 
 def make_verifier(spec: Speculation) -> Verifier:

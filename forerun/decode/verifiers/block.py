@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from forerun.core import Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.decode.verifiers.traversal import traverse
 
 
-class Block(Verifier):
+class BlockVerifier(Verifier):
     name = "block"
     draws = True
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.rejection import Rejection
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
 from forerun.decode.verifiers.residual import Residual
 from forerun.errors import BadRequest
 
 
-class Typical(Verifier):
+class TypicalVerifier(Verifier):
     """Typical acceptance (Medusa, Cai et al. 2024): a token is good enough if p(x) >= min(eps, sqrt(eps) * exp(-H(p))).
 
     The surer the target is, the likelier a token must be. `bound` is 1 - eps: near 0 only tokens pass that are at least
@@ -54,7 +54,7 @@ class Typical(Verifier):
         return min(eps, math.sqrt(eps) * math.exp(-entropy))
 
 
-class Bounded(Rejection):
+class BoundedVerifier(RejectionVerifier):
     """Rejection sampling against a target that leans towards the draft, in the manner of Cactus (Hao and Mou 2026).
 
     At every position the answer's next token has a distribution whose total variation distance from the target's is at

@@ -8,11 +8,11 @@ probability that the target gives it.
 from __future__ import annotations
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
 
 
-class Match(Verifier):
+class MatchVerifier(Verifier):
     name = "match"
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:

@@ -44,7 +44,7 @@ class _Order:
         return _share(float(self.wanted[place] - self.first[place]), float(self.second[place]))
 
 
-class Pair:
+class SiblingPair:
     """`wanted` [V]: what the target wants, at most one in sum; `proposal` [V]: what both tokens were drawn from."""
 
     def __init__(self, wanted: Tensor, proposal: Tensor, rare: float) -> None:

@@ -7,12 +7,12 @@ else p becomes what is left of it and the next child is tried. The last token co
 from __future__ import annotations
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.decode.verifiers.residual import Residual
 
 
-class Rejection(Verifier):
+class RejectionVerifier(Verifier):
     name = "rejection"
     draws = True
 

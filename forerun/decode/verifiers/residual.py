@@ -17,8 +17,9 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.pair import Pair
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView
+from forerun.decode.verifiers.pair import SiblingPair
 
 RARE = 1e-4  # tokens drafted less often than this are not sorted
 
@@ -34,7 +35,7 @@ class Residual:
         self._left: Tensor | None = None  # [V], sums to _mass
         self._mass = self._drawable = 1.0
         self._believed = True
-        self._pair: Pair | None = None
+        self._pair: SiblingPair | None = None
 
     @property
     def left(self) -> Tensor:
@@ -60,7 +61,7 @@ class Residual:
         if not self._believed:
             return [(0, 0.0), (1, 0.0)]
         assert self._proposal is not None
-        self._pair = Pair(wanted, self._proposal, self.rare)
+        self._pair = SiblingPair(wanted, self._proposal, self.rare)
         return self._pair.shares(tokens)
 
     def reject(self, tokens: list[int]) -> float:

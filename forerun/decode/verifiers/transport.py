@@ -7,13 +7,13 @@ do: how many children a node gets must be settled before the first of them is dr
 from __future__ import annotations
 
 from forerun.core import Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.decode.verifiers.residual import RARE
 from forerun.decode.verifiers.traversal import traverse
 
 
-class Transport(Verifier):
+class TransportVerifier(Verifier):
     name = "transport"
     draws = True
 

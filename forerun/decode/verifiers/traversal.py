@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.target import Rng, TargetView
-from forerun.decode.verifiers.base import Verifier
+from forerun.decode.sampling import Rng
+from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.decode.verifiers.residual import RARE, Residual
 
 
-class Traversal(Verifier):
+class TraversalVerifier(Verifier):
     name = "traversal"
     draws = True
 

@@ -8,25 +8,25 @@ import pytest
 
 from forerun.core import Draft
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.control.depth import Plan
+from forerun.decode.control.depth import DepthPlan
 from forerun.decode.control.selection import select
 from tests.decode.worlds import CPU, H200, Machine
 
 FOREVER = 1 << 20
 
 
-def make_plan(machine: Machine, drafts: list[Draft]) -> Plan:
+def make_plan(machine: Machine, drafts: list[Draft]) -> DepthPlan:
     target = CostCurve(machine[0])
     free = select(target, drafts, [draft.probs for draft in drafts], [16] * len(drafts), 0, 0.0, [])
-    return Plan(target, CostCurve(machine[1]), 0, free)
+    return DepthPlan(target, CostCurve(machine[1]), 0, free)
 
 
-def best(plan: Plan, ahead: list[list[float]], start_s: float = 0.0, remaining: int = FOREVER) -> dict[int, int]:
+def best(plan: DepthPlan, ahead: list[list[float]], start_s: float = 0.0, remaining: int = FOREVER) -> dict[int, int]:
     num = len(ahead)
     return plan.best(ahead, [[] for _ in ahead], [8] * num, [start_s] * num, [remaining] * num)[0]
 
 
-def rate(plan: Plan, depths: tuple[int, ...], ahead: list[list[float]]) -> float:
+def rate(plan: DepthPlan, depths: tuple[int, ...], ahead: list[list[float]]) -> float:
     tokens = 0.0
     for depth, probs in zip(depths, ahead, strict=True):
         path = tokens_here = 1.0

@@ -5,16 +5,16 @@ from __future__ import annotations
 from forerun.core import Draft
 from forerun.decode.control.acceptance import RequestStats
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.control.depth import Plan
+from forerun.decode.control.depth import DepthPlan
 from forerun.decode.control.probe import SHARE, Probes
 from forerun.decode.control.selection import select
 from tests.decode.worlds import CPU
 
 
-def make_plan(sequences: int) -> Plan:
+def make_plan(sequences: int) -> DepthPlan:
     target = CostCurve(CPU[0])
     free = select(target, [Draft()] * sequences, [[]] * sequences, [16] * sequences, 0, 0.0, [])
-    return Plan(target, CostCurve(CPU[1]), 0, free)
+    return DepthPlan(target, CostCurve(CPU[1]), 0, free)
 
 
 def steps(probes: Probes, stats: list[RequestStats], num: int, start_s: list[float] | None = None) -> list[list[int]]:

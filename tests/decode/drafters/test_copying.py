@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
 from forerun.decode.drafters.base import DraftRequest, registered
-from forerun.decode.drafters.copying import Copy, Pointer
+from forerun.decode.drafters.copying import CopyDrafter, Pointer
 from forerun.decode.sampling import Context
 
 DOCUMENT = list(range(100, 200))
 
 
 def propose(
-    drafter: Copy, tokens: list[int], num_prompt: int, *, depth: int = 16, nodes: int = 16, id: int = 0
+    drafter: CopyDrafter, tokens: list[int], num_prompt: int, *, depth: int = 16, nodes: int = 16, id: int = 0
 ) -> Draft:
     ask = DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
     (draft,) = drafter.propose([ask])
@@ -28,7 +28,7 @@ def propose(
 
 
 def after(answer: list[int], prompt: list[int] = DOCUMENT, **options: int) -> Draft:
-    return propose(Copy(None), [*prompt, *answer], len(prompt), **options)  # type: ignore[arg-type]
+    return propose(CopyDrafter(None), [*prompt, *answer], len(prompt), **options)  # type: ignore[arg-type]
 
 
 def accepted(draft: Draft, truth: list[int]) -> int:
@@ -43,7 +43,7 @@ def accepted(draft: Draft, truth: list[int]) -> int:
 
 def steps(prompt: list[int], answer: list[int], nodes: int = 16) -> int:
     """Passes of a target that writes `answer`, the first token being there already."""
-    drafter, at, count = Copy(None), 1, 0  # type: ignore[arg-type]
+    drafter, at, count = CopyDrafter(None), 1, 0  # type: ignore[arg-type]
     tokens = [*prompt, answer[0]]
     while at < len(answer):
         draft = propose(drafter, tokens, len(prompt), nodes=nodes)
@@ -54,7 +54,7 @@ def steps(prompt: list[int], answer: list[int], nodes: int = 16) -> int:
 
 
 def test_it_has_its_name() -> None:
-    assert registered()["copy"] is Copy
+    assert registered()["copy"] is CopyDrafter
 
 
 def test_a_copied_span_goes_on() -> None:
@@ -145,7 +145,7 @@ def test_random_edits_are_followed(seed: int) -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.lists(st.integers(0, 4), max_size=40), st.data())
 def test_growing_gives_what_starting_anew_gives(prompt: list[int], answer: list[int], data: st.DataObject) -> None:
-    grown, at = Copy(None), 0  # type: ignore[arg-type]
+    grown, at = CopyDrafter(None), 0  # type: ignore[arg-type]
     while at < len(answer):
         at += data.draw(st.integers(1, 5))
         tokens = [*prompt, *answer[:at]]
@@ -153,7 +153,7 @@ def test_growing_gives_what_starting_anew_gives(prompt: list[int], answer: list[
 
 
 def test_a_shorter_sequence_starts_anew_and_finish_forgets() -> None:
-    drafter = Copy(None)  # type: ignore[arg-type]
+    drafter = CopyDrafter(None)  # type: ignore[arg-type]
     propose(drafter, [*DOCUMENT, *DOCUMENT[:9]], 100)
     other = list(range(300, 340))
     assert propose(drafter, [*other, *other[:5]], 40).tokens[0] == 305

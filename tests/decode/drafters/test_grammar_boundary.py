@@ -15,9 +15,9 @@ from forerun.checks.enumeration import outcomes
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
-from forerun.decode.sampling import Context, Row, choose, distribution, shape
-from forerun.decode.target import Rng, SeededRng, Target
-from forerun.decode.verifiers.match import Match
+from forerun.decode.sampling import Context, Rng, Row, SeededRng, choose, distribution, shape
+from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verify import Target
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from tests.decode.drafters.test_grammar import proposed, random_tree
@@ -66,7 +66,7 @@ def one_step(constraint: AnswerGrammar, draft: Draft) -> Iterator[tuple[float, l
     """Every token sequence that one step can add, with its probability."""
 
     def step(rng: Rng) -> list[int]:
-        verdict = Match().verify(draft, Chances(target_of(constraint, draft), rng), rng)
+        verdict = MatchVerifier().verify(draft, Chances(target_of(constraint, draft), rng), rng)
         return [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
 
     return outcomes(step)
@@ -149,7 +149,7 @@ def test_seeded_answers_are_plain_decodings(abc: GrammarCompiler) -> None:
             draft = prune(draft, constraint)
             target = target_of(constraint, draft)
             target.context.seed = seed
-            verdict = Match().verify(draft, target, SeededRng(seed, len(answer)))
+            verdict = MatchVerifier().verify(draft, target, SeededRng(seed, len(answer)))
             more = [*(draft.tokens[i] for i in verdict.path), verdict.next_token]
             more = more[: more.index(0) + 1] if 0 in more else more
             accepted += len(more) - 1

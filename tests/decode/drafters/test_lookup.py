@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
 from forerun.decode.drafters.base import DraftRequest, registered
-from forerun.decode.drafters.lookup import Lookup, NgramIndex, grow
+from forerun.decode.drafters.lookup import LookupDrafter, NgramIndex, grow
 from forerun.decode.sampling import Context
 
 
@@ -17,7 +17,7 @@ def ask(tokens: list[int], num_prompt: int = 1, *, id: int = 0, depth: int = 16,
     return DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
 
 
-def propose(drafter: Lookup, tokens: list[int], **options: int) -> Draft:
+def propose(drafter: LookupDrafter, tokens: list[int], **options: int) -> Draft:
     (draft,) = drafter.propose([ask(tokens, **options)])
     assert draft.problem(1 << 20) is None
     assert set(draft.sources) <= {"lookup"}
@@ -33,12 +33,12 @@ def first_path(draft: Draft) -> list[int]:
     return path
 
 
-def lookup() -> Lookup:
-    return Lookup(None)  # type: ignore[arg-type]
+def lookup() -> LookupDrafter:
+    return LookupDrafter(None)  # type: ignore[arg-type]
 
 
 def test_it_has_its_name() -> None:
-    assert registered()["lookup"] is Lookup
+    assert registered()["lookup"] is LookupDrafter
 
 
 def test_a_repeated_pair_is_continued() -> None:

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
 from forerun.decode.drafters.base import DraftRequest, registered
-from forerun.decode.drafters.suffix import _CHUNK, Automaton, Suffix
+from forerun.decode.drafters.suffix import _CHUNK, Automaton, SuffixDrafter
 from forerun.decode.sampling import Context
 
 Strings = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-def suffix(**options: int) -> Suffix:
-    return Suffix(None, **options)  # type: ignore[arg-type]
+def suffix(**options: int) -> SuffixDrafter:
+    return SuffixDrafter(None, **options)  # type: ignore[arg-type]
 
 
 def ask(tokens: list[int], id: int = 0, *, depth: int = 16, nodes: int = 16) -> DraftRequest:
     return DraftRequest(id, Context(SamplingParams(), tokens, 1, 0), depth, nodes, array("i"))
 
 
-def propose(drafter: Suffix, tokens: list[int], id: int = 0, **options: int) -> Draft:
+def propose(drafter: SuffixDrafter, tokens: list[int], id: int = 0, **options: int) -> Draft:
     (draft,) = drafter.propose([ask(tokens, id, **options)])
     assert draft.problem(1 << 20) is None
     return draft
@@ -55,7 +55,7 @@ def occurrences(strings: list[list[int]], word: list[int]) -> int:
 
 
 def test_it_has_its_name() -> None:
-    assert registered()["suffix"] is Suffix
+    assert registered()["suffix"] is SuffixDrafter
 
 
 @given(Strings, st.lists(st.integers(0, 2), min_size=1, max_size=5))

@@ -5,16 +5,16 @@ import torch
 
 from forerun.checks.enumeration import TinyTarget, check_pairs, outcomes, tiny_drafters, tiny_logits, tiny_tree
 from forerun.core import ROOT, Draft
-from forerun.decode.sampling import Context
-from forerun.decode.target import DRAFTING, SeededRng, Target
-from forerun.decode.verifiers.block import Block
-from forerun.decode.verifiers.match import Match
-from forerun.decode.verifiers.rejection import Rejection
-from forerun.decode.verifiers.transport import Transport
-from forerun.decode.verifiers.traversal import Traversal
+from forerun.decode.sampling import DRAFT_STREAM, Context, SeededRng
+from forerun.decode.verifiers.block import BlockVerifier
+from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verifiers.transport import TransportVerifier
+from forerun.decode.verifiers.traversal import TraversalVerifier
+from forerun.decode.verify import Target
 from forerun.params import SamplingParams
 
-ALL = [Match(), Rejection(), Block(), Traversal(), Transport()]
+ALL = [MatchVerifier(), RejectionVerifier(), BlockVerifier(), TraversalVerifier(), TransportVerifier()]
 WARM = [TinyTarget(f"warm {seed}", tiny_logits(seed), SamplingParams(temperature=0.8)) for seed in (0.3, 0.6, 1.1)]
 
 
@@ -34,7 +34,9 @@ def test_small_drafts_on_every_target(drafter):
         assert result.passed, result
 
 
-@pytest.mark.parametrize("verifier", [*ALL, Transport(rare=0.3)], ids=lambda v: f"{v.name} {getattr(v, 'rare', '')}")
+@pytest.mark.parametrize(
+    "verifier", [*ALL, TransportVerifier(rare=0.3)], ids=lambda v: f"{v.name} {getattr(v, 'rare', '')}"
+)
 @pytest.mark.parametrize("drafter", ["drawn tree", "drawn siblings"])
 def test_large_drafts(verifier, drafter):
     targets = [TinyTarget("top-k", tiny_logits(0.7), SamplingParams(temperature=1.2, top_k=3))]
@@ -53,7 +55,7 @@ def test_on_chains_nothing_exceeds_block(target):
 @pytest.mark.parametrize("target", WARM, ids=lambda t: t.name)
 def test_on_pairs_transport_comes_near_the_best_possible(target):
     q = torch.softmax(tiny_logits(1.7)(target.prompt), -1)
-    rejection, transport = (accepted(tiny_tree([2]), v, target) for v in (Rejection(), Transport()))
+    rejection, transport = (accepted(tiny_tree([2]), v, target) for v in (RejectionVerifier(), TransportVerifier()))
     best = best_for_pairs(target.probs(()), q)
     assert rejection < transport <= best + 1e-12
     assert best - transport < 0.25 * (best - rejection)
@@ -71,7 +73,10 @@ def best_for_pairs(p, q) -> float:
 
 def test_certain_children_are_taken_as_often_as_the_target_wants_them():
     tree = tiny_tree([2, 2], certain=(0, 1))
-    lengths = [accepted(tree, v, WARM[0]) for v in (Match(), Rejection(), Traversal(), Transport())]
+    lengths = [
+        accepted(tree, v, WARM[0])
+        for v in (MatchVerifier(), RejectionVerifier(), TraversalVerifier(), TransportVerifier())
+    ]
     assert lengths == pytest.approx([lengths[0]] * 4)
 
 
@@ -79,7 +84,9 @@ def test_block_sees_the_first_children_of_a_tree():
     def first_chain(tokens, rng):
         return tiny_tree([1, 1])(tokens, rng)
 
-    assert accepted(tiny_tree([2, 1]), Block(), WARM[0]) == pytest.approx(accepted(first_chain, Block(), WARM[0]))
+    assert accepted(tiny_tree([2, 1]), BlockVerifier(), WARM[0]) == pytest.approx(
+        accepted(first_chain, BlockVerifier(), WARM[0])
+    )
 
 
 @pytest.mark.parametrize("verifier", ALL, ids=lambda v: v.name)
@@ -96,7 +103,9 @@ def test_children_of_what_is_no_distribution_are_ignored(verifier, bad):
         assert result.passed, result
 
 
-@pytest.mark.parametrize("verifier", [Rejection(), Traversal(), Transport()], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "verifier", [RejectionVerifier(), TraversalVerifier(), TransportVerifier()], ids=lambda v: v.name
+)
 @pytest.mark.parametrize("rest", [0.05, 1e-20])
 @pytest.mark.parametrize("children", [2, 3, 4])
 def test_children_after_one_that_is_all_but_sure(verifier, rest, children):
@@ -133,7 +142,7 @@ def test_float32_of_a_real_size(verifier):
     q = torch.softmax(p + q, -1)
     counts = torch.zeros(vocab)
     for seed in range(rounds):
-        draft, rest, rng = Draft(proposals={ROOT: q}), q.double(), SeededRng(seed, 9, DRAFTING)
+        draft, rest, rng = Draft(proposals={ROOT: q}), q.double(), SeededRng(seed, 9, DRAFT_STREAM)
         for _ in range(2):
             rest[draft.tokens] = 0.0
             draft.add(rng.pick(rest), ROOT, 0.5, "test")

@@ -15,8 +15,8 @@ from forerun.checks.enumeration import (
     tiny_tree,
 )
 from forerun.core import ROOT, Draft
-from forerun.decode.verifiers.lossy import Bounded, Typical
-from forerun.decode.verifiers.rejection import Rejection
+from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
+from forerun.decode.verifiers.rejection import RejectionVerifier
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 
@@ -42,16 +42,16 @@ def test_bounded_stays_within_its_bound(drafter):
     make_draft = tiny_drafters()[drafter]
     for target in tiny_targets():
         for bound in (0.02, 0.3):
-            assert first_token_distance(make_draft, Bounded(bound), target) <= bound + 1e-12
+            assert first_token_distance(make_draft, BoundedVerifier(bound), target) <= bound + 1e-12
 
 
 def test_bounded_uses_its_bound():
     chain = tiny_tree([1])
-    missing = 1.0 - accepted(chain, Rejection(), WARM)
+    missing = 1.0 - accepted(chain, RejectionVerifier(), WARM)
     assert missing > 0.1
-    assert accepted(chain, Bounded(0.1), WARM) == pytest.approx(1.0 - missing + 0.1)
-    assert first_token_distance(chain, Bounded(0.1), WARM) == pytest.approx(0.1)
-    assert accepted(chain, Bounded(1.0), WARM) == pytest.approx(1.0)
+    assert accepted(chain, BoundedVerifier(0.1), WARM) == pytest.approx(1.0 - missing + 0.1)
+    assert first_token_distance(chain, BoundedVerifier(0.1), WARM) == pytest.approx(0.1)
+    assert accepted(chain, BoundedVerifier(1.0), WARM) == pytest.approx(1.0)
 
 
 def test_bound_of_zero_is_rejection_sampling_number_for_number():
@@ -61,11 +61,15 @@ def test_bound_of_zero_is_rejection_sampling_number_for_number():
             draft = make_draft(list(WARM.prompt), rng)
             return rule.verify(draft, WARM.view((), draft, rng), rng)
 
-        both = zip(outcomes(lambda d: run(d, Rejection())), outcomes(lambda d: run(d, Bounded(0.0))), strict=True)  # noqa: B023
+        both = zip(
+            outcomes(lambda d: run(d, RejectionVerifier())),
+            outcomes(lambda d: run(d, BoundedVerifier(0.0))),
+            strict=True,
+        )  # noqa: B023
         assert all(a == b for a, b in both)
 
 
-@pytest.mark.parametrize("verifier", [Bounded(0.5), Typical(0.99)], ids=lambda v: v.name)
+@pytest.mark.parametrize("verifier", [BoundedVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name)
 def test_what_the_target_rules_out_is_never_answered(verifier):
     grammar = next(target for target in tiny_targets() if target.name == "grammar")
     for make_draft in (tiny_tree([3, 1], certain=(0, 1)), tiny_tree([2])):
@@ -73,7 +77,7 @@ def test_what_the_target_rules_out_is_never_answered(verifier):
         assert all(a in (0, 2) and b in (0, 1, 2) for a, b in law)
 
 
-@pytest.mark.parametrize("verifier", [Bounded(0.5), Typical(0.99)], ids=lambda v: v.name)
+@pytest.mark.parametrize("verifier", [BoundedVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name)
 def test_greedy_stays_greedy(verifier):
     greedy = next(target for target in tiny_targets() if target.name == "greedy")
     law = output_distribution(tiny_tree([3, 2], certain=(0, 1)), greedy, verifier, 3)
@@ -97,20 +101,22 @@ def test_typical_takes_the_longest_path_of_likely_tokens():
     draft = Draft([1, 2, 0, 0], [ROOT, ROOT, 1, 2], [0.5] * 4, ["test"] * 4)
     flat, sure = [0.4, 0.3, 0.3], [0.98, 0.01, 0.01]
     target = probs_target(flat, sure, sure, sure, sure)
-    verdict = Typical(0.91).verify(draft, target, EveryOutcome([]))
+    verdict = TypicalVerifier(0.91).verify(draft, target, EveryOutcome([]))
     assert verdict.path == [1, 2, 3] and verdict.next_token == 0
 
 
 def test_typical_asks_more_of_a_token_where_the_target_is_sure():
     draft = Draft([1], [ROOT], [0.5], ["test"])
     unsure, sure = [0.25, 0.05, *[0.07] * 10], [0.949, 0.05, *[0.0001] * 10]
-    took = [Typical(0.91).verify(draft, probs_target(row, row), EveryOutcome([])).path for row in (unsure, sure)]
+    took = [
+        TypicalVerifier(0.91).verify(draft, probs_target(row, row), EveryOutcome([])).path for row in (unsure, sure)
+    ]
     assert took == [[0], []]
-    took = [Typical(b).verify(draft, probs_target(unsure, unsure), EveryOutcome([])).path for b in (0.01, 0.91)]
+    took = [TypicalVerifier(b).verify(draft, probs_target(unsure, unsure), EveryOutcome([])).path for b in (0.01, 0.91)]
     assert took == [[], [0]]  # a larger bound takes more
 
 
-@pytest.mark.parametrize("rule", [Typical, Bounded])
+@pytest.mark.parametrize("rule", [TypicalVerifier, BoundedVerifier])
 @pytest.mark.parametrize("bound", [-0.1, 1.5, float("nan")])
 def test_bounds_are_shares(rule, bound):
     with pytest.raises(BadRequest, match="from 0 to 1"):

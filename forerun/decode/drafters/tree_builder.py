@@ -9,15 +9,14 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import DraftRequest
-from forerun.decode.sampling import Row
-from forerun.decode.target import DRAFTING, SeededRng
+from forerun.decode.sampling import DRAFT_STREAM, Row, SeededRng
 
 LEAST = 0.02  # children less likely than this are not worth naming beside the likeliest
 MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
 
 
 @dataclass
-class Growth:
+class TreeBuilder:
     """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
 
     ask: DraftRequest
@@ -74,7 +73,7 @@ class Growth:
         count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
         if len(self.draft) + count > self.ask.nodes:
             return
-        rng = self.ask.rng or SeededRng(self.ask.context.seed, len(self.ask.tokens), DRAFTING + ((node + 2) << 40))
+        rng = self.ask.rng or SeededRng(self.ask.context.seed, len(self.ask.tokens), DRAFT_STREAM + ((node + 2) << 40))
         rest = q.double()
         for _ in range(count):
             token = rng.pick(rest)

@@ -1,0 +1,260 @@
+"""The rules of the house, counted: imports point one way, one name for one class, no person stands in for a program.
+
+Every import statement counts, inside functions too. What may break a rule is listed here with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# From the bottom to the top: a module imports from its own package and from the lines above its own.
+LAYERS = (
+    ("forerun.errors",),
+    ("forerun.data", "forerun.params"),
+    ("forerun.core",),
+    ("forerun.cache", "forerun.text"),
+    ("forerun.models",),
+    ("forerun.decode",),
+    ("forerun.prefill",),
+    ("forerun.engine",),
+    ("forerun.runtime",),
+    ("forerun.inputs", "forerun.outputs"),
+    ("forerun.llm",),
+    ("forerun.sharing",),
+    ("forerun.drafters", "forerun"),  # the public names
+    ("forerun.recipes", "forerun.serve"),
+    ("forerun.checks",),
+    ("forerun.commands",),
+    ("forerun.cli", "forerun.__main__"),
+    ("forerun_research",),
+)
+RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
+
+# (importing module, imported module): why the import may point upward. All of them are inside functions.
+ALLOWED_UPWARD: dict[tuple[str, str], str] = {
+    ("forerun.llm", "forerun.sharing.rollout"): "LLM.rollout: a method people look for on LLM",
+    ("forerun.llm", "forerun.sharing.session"): "the type of what LLM.session returns",
+    ("forerun.llm", "forerun.sharing.session_book"): "LLM.sessions: made when first used",
+    ("forerun.llm", "forerun.sharing.tree"): "the type of what LLM.rollout returns",
+    ("forerun.llm", "forerun.sharing.workers"): "LLM.workers: a method people look for on LLM",
+}
+# Upward imports that are still to be removed: this list only gets shorter.
+KNOWN_UPWARD: set[tuple[str, str]] = {
+    ("forerun.cache.pool", "forerun.models.attention"),
+    ("forerun.cache.pool", "forerun.models.config"),
+    ("forerun.checks.lossless_exact", "forerun_research.bench.shapes"),
+    ("forerun.cli", "forerun_research.commands.bench"),
+    ("forerun.cli", "forerun_research.commands.lab"),
+    ("forerun.commands.demo", "forerun.cli"),
+    ("forerun.commands.stats_command", "forerun_research.bench.agent_trace"),
+    ("forerun.core", "forerun.models.transfer"),
+    ("forerun.decode.layer_search", "forerun.runtime.progress"),
+    ("forerun.models.build", "forerun.runtime.progress"),
+    ("forerun.prefill.calibration.curve", "forerun.runtime.progress"),
+    ("forerun.prefill.calibration.dense", "forerun.runtime.progress"),
+    ("forerun.prefill.calibration.fit", "forerun.runtime.progress"),
+    ("forerun.prefill.calibration.text", "forerun.runtime.progress"),
+    ("forerun.prefill.calibration.thresholds", "forerun.runtime.progress"),
+    ("forerun.sharing", "forerun.recipes.candidates"),
+    ("forerun.sharing", "forerun.recipes.compare"),
+    ("forerun.sharing", "forerun.recipes.consensus"),
+    ("forerun.sharing.rounds", "forerun.recipes.diversity"),
+}
+
+
+@dataclass(frozen=True)
+class ImportStatement:
+    module: str  # where it stands
+    target: str  # the module it imports
+    line: int
+    lazy: bool  # inside a function
+    typing: bool  # under `if TYPE_CHECKING`: for the type checker alone
+
+
+@cache
+def python_files(package: str) -> dict[str, Path]:
+    """Modules of a package by dotted name; documents for models to read are no modules."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if "documents" in path.parts:
+            continue
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imports(package: str) -> tuple[ImportStatement, ...]:
+    return tuple(entry for name, path in python_files(package).items() for entry in imports_of(name, path.read_text()))
+
+
+def imports_of(module: str, source: str) -> Iterator[ImportStatement]:
+    def visit(node: ast.AST, lazy: bool, typing: bool) -> Iterator[ImportStatement]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for target in imported_modules(child):
+                    yield ImportStatement(module, target, child.lineno, lazy, typing)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from visit(ast.Module(child.body, []), lazy, True)
+                yield from visit(ast.Module(child.orelse, []), lazy, typing)
+            else:
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from visit(child, lazy or inside, typing)
+
+    yield from visit(ast.parse(source), False, False)
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Our own modules that a statement imports; `from package import module` imports the module."""
+    known = {**python_files("forerun"), **python_files("forerun_research")}
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        assert not node.level, "imports are absolute"
+        assert node.module is not None
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if name in known else node.module for name in names]
+    yield from dict.fromkeys(name for name in names if name.split(".")[0] in ("forerun", "forerun_research"))
+
+
+def layer(module: str) -> str:
+    """The longest listed package a module lies in; one that lies in none fails."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in RANK and not (name == "forerun" and end < len(parts)):
+            return name
+    raise AssertionError(f"{module} has no layer: add it to LAYERS")
+
+
+def upward(entry: ImportStatement) -> bool:
+    own, other = layer(entry.module), layer(entry.target)
+    return own != other and RANK[other] >= RANK[own]
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {layer(name) for name in python_files("forerun")} <= set(RANK)
+
+
+def test_imports_point_one_way() -> None:
+    found = {(entry.module, entry.target): entry for entry in imports("forerun") if upward(entry)}
+    new = [entry for pair, entry in found.items() if pair not in ALLOWED_UPWARD and pair not in KNOWN_UPWARD]
+    assert not new, "upward imports:\n" + "\n".join(f"{e.module}:{e.line} imports {e.target}" for e in new)
+    gone = set(ALLOWED_UPWARD) - set(found)
+    assert not gone, f"listed, but no longer there: {gone}"
+    eager = [pair for pair in ALLOWED_UPWARD if not found[pair].lazy and not found[pair].typing]
+    assert not eager, f"allowed only inside functions: {eager}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("forerun.cache.pool", "from forerun.models import config", True),
+        ("forerun.cache.pool", "def f():\n    import forerun.engine.engine", True),
+        ("forerun.engine.engine", "if TYPE_CHECKING:\n    from forerun.llm import LLM", True),
+        ("forerun.llm", "class A:\n    def f(self):\n        from forerun_research.bench import common", True),
+        (
+            "forerun.engine.engine",
+            "from forerun.cache.pool import PagePool\nfrom forerun.engine import scheduler",
+            False,
+        ),
+        ("forerun.cli", "import json\nfrom forerun.commands import chat", False),
+    ],
+)
+def test_the_import_rule_finds(module: str, source: str, wrong: bool) -> None:
+    assert any(upward(entry) for entry in imports_of(module, source)) is wrong
+
+
+# -- one name, one class -----------------------------------------------------------------------------------------------
+
+# Class names that may stand in several modules, with the reason.
+ALLOWED_TWICE: dict[str, str] = {}
+# Names that still stand in several modules: this list only gets shorter.
+KNOWN_TWICE = {
+    "Answer",
+    "Asked",
+    "Block",
+    "Call",
+    "Case",
+    "Checkpoint",
+    "Conversation",
+    "Copy",
+    "Difference",
+    "Finding",
+    "Format",
+    "Held",
+    "Keeper",
+    "Keys",
+    "Match",
+    "Model",
+    "Outcome",
+    "Pair",
+    "Piece",
+    "Plan",
+    "Point",
+    "Round",
+    "Scored",
+    "Scorer",
+    "Subject",
+    "TailAttention",
+    "Task",
+    "Texts",
+    "Trace",
+    "Turn",
+    "Work",
+}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    places = defaultdict(list)
+    for name, path in {**python_files("forerun"), **python_files("forerun_research")}.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    listed = set(ALLOWED_TWICE) | KNOWN_TWICE
+    assert not {name: modules for name, modules in twice.items() if name not in listed}
+    assert not set(ALLOWED_TWICE) - set(twice), "listed, but no longer there"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+# Spelled in halves, so that this file passes its own test.
+PERSONS = [
+    *(f"{some}{body}" for some in ("no", "some", "any", "every") for body in ("body",)),
+    *(f"{some}{one}" for some in ("some", "any", "every", "no ") for one in ("one",)),
+    *("who" + end for end in ("ever", "mever", "m")),
+    *("hi" + end for end in ("s", "m", "mself")),
+]
+PERSON = re.compile(rf"\b({'|'.join(PERSONS)})\b", re.IGNORECASE)
+SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".cu", ".js", ".html", ".css", ""}
+# Texts for models to read, where people are people.
+TEXTS = ("forerun/data/", "tests/data/", "tests/tiny.py", "LICENSE")
+# Lines that still have such words: the count only gets lower.
+KNOWN_PERSON_LINES = 270
+
+
+def test_no_person_stands_in_for_a_program() -> None:
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    found = []
+    for name in listing:
+        path = ROOT / name
+        if not path.is_file() or path.suffix not in SUFFIXES or name.startswith(TEXTS):
+            continue
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+            if PERSON.search(line):
+                found.append(f"{name}:{number}: {line.strip()}")
+    assert len(found) <= KNOWN_PERSON_LINES, "\n".join(found)
