@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from forerun.errors import BadRequest
@@ -13,7 +14,7 @@ Messages = list[dict[str, Any]]
 KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
 
 
-def as_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, (list, tuple)):

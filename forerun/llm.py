@@ -7,7 +7,7 @@ engine's business; who steps it, the driver's.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
-from forerun.engine.sizing import checked_pool_tokens, default_pool_tokens
+from forerun.engine.sizing import checked_kv_cache_tokens, default_kv_cache_tokens
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
 from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params, as_prompts
@@ -53,13 +53,13 @@ class LLM:
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
-    bf16 or int8. `pool_tokens`: size of the KV pool; None takes the model's context four times over, within a quarter
-    of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool. `profile`: a
-    file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the default model
-    has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for
-    pages that the pool has no room for. `batch_invariant`: with int8 weights on a CPU a token is the same bits alone,
-    in any batch and as a guess; False lets sequences that share a long prefix attend over it in one call: branches of
-    one prompt are much faster, and equal to rounding. With other weights, and on CUDA, it changes nothing.
+    bf16 or int8. `kv_cache_tokens`: size of the KV pool; None takes the model's context four times over, within a
+    quarter of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool.
+    `profile`: a file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the
+    default model has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main
+    memory for pages that the pool has no room for. `batch_invariant`: with int8 weights on a CPU a token is the same
+    bits alone, in any batch and as a guess; False lets sequences that share a long prefix attend over it in one call:
+    branches of one prompt are much faster, and equal to rounding. With other weights, and on CUDA, it changes nothing.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class LLM:
         profile: str | Path | Profile | None = None,
         weights: str = "auto",
         device: str = "auto",
-        pool_tokens: int | None = None,
-        max_batch: int = 64,
-        chunk_tokens: int | None = None,
-        max_context: int | None = None,
-        prefix_cache: bool = True,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
         batch_invariant: bool = True,
         disk: str | Path | None = None,
         disk_bytes: int = TierConfig.disk_bytes,
@@ -84,9 +84,15 @@ class LLM:
     ) -> None:
         where = choose_device(device)
         tiers = TierConfig(host_bytes, disk, disk_bytes)
-        if tiers.any and not prefix_cache:
-            raise BadRequest("tiers keep what the prefix cache knows, and prefix_cache is off", "leave one of them out")
-        for name, value in (("threads", threads), ("pool_tokens", pool_tokens), ("chunk_tokens", chunk_tokens)):
+        if tiers.any and not enable_prefix_caching:
+            raise BadRequest(
+                "tiers keep what the prefix cache knows, and enable_prefix_caching is off", "leave one of them out"
+            )
+        for name, value in (
+            ("threads", threads),
+            ("kv_cache_tokens", kv_cache_tokens),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 hint = f"leave {name} out to have it chosen"
                 raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
@@ -95,7 +101,7 @@ class LLM:
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = _opened(model)
-        context = _context(max_context, checkpoint.config.max_context)
+        context = _context(max_model_len, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(
             checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
@@ -106,11 +112,12 @@ class LLM:
         self.profile = open_profile(profile, checkpoint, guesser)
         decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
         config = EngineConfig(
-            max_context=context,
-            pool_tokens=checked_pool_tokens(pool_tokens, decoders) or default_pool_tokens(decoders, context),
-            max_batch=max_batch,
-            chunk_tokens=chunk_tokens or (512 if where.type == "cpu" else 8192),
-            prefix_cache=prefix_cache,
+            max_model_len=context,
+            kv_cache_tokens=checked_kv_cache_tokens(kv_cache_tokens, decoders)
+            or default_kv_cache_tokens(decoders, context),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or (512 if where.type == "cpu" else 8192),
+            enable_prefix_caching=enable_prefix_caching,
         )
         prefiller = prefiller_factory(self.profile)
         self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
@@ -141,7 +148,7 @@ class LLM:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | list[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Continue each prompt (text or token ids); one `Completion` per prompt, in order."""
         return self._complete([self.encode(p) for p in as_prompts(prompts)], params)
 
@@ -297,5 +304,5 @@ def _context(asked: int | None, limit: int) -> int:
     if asked is None:
         return limit
     if not isinstance(asked, int) or not 2 <= asked <= limit:
-        raise BadRequest(f"max_context is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
+        raise BadRequest(f"max_model_len is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
     return asked

@@ -267,7 +267,7 @@ def test_what_a_terminal_cannot_show_is_replaced(tiny_folder: Callable[[str], Pa
 def test_an_error_before_the_first_token_leaves_no_empty_line(
     tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["generate", "fog " * 500, "--threads", "1", "--model", str(tiny_folder("llama")), "--max-context", "64"]
+    args = ["generate", "fog " * 500, "--threads", "1", "--model", str(tiny_folder("llama")), "--max-model-len", "64"]
     assert run(*args) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and "the context holds 64" in captured.err

@@ -117,15 +117,15 @@ def test_n_answers_come_as_choices(llm: LLM):
     [
         ({"weights": "int3"}, "int3"),
         ({"device": "tpu"}, "tpu"),
-        ({"max_context": 10**9}, "max_context is 1000000000"),
-        ({"pool_tokens": 3}, "pool_tokens is 3"),
+        ({"max_model_len": 10**9}, "max_model_len is 1000000000"),
+        ({"kv_cache_tokens": 3}, "kv_cache_tokens is 3"),
         ({"threads": -1}, "threads is -1"),
         ({"threads": "2"}, "threads is '2'"),
         ({"batch_invariant": "no"}, "batch_invariant is 'no'"),
         ({"batch_invariant": 0}, "batch_invariant is 0"),
-        ({"pool_tokens": 0}, "pool_tokens is 0"),
-        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
-        ({"max_context": "x"}, "max_context is 'x'"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_model_len": "x"}, "max_model_len is 'x'"),
     ],
 )
 def test_bad_settings_are_named(tiny_folder: Callable[[str], Path], values: dict, says: str):
@@ -190,8 +190,8 @@ def test_an_error_in_the_background_reaches_those_who_wait(llm: LLM, monkeypatch
 
 
 def test_a_pool_larger_than_memory_is_refused(tiny_folder: Callable[[str], Path]):
-    with pytest.raises(OutOfPages, match="pool_tokens is 1000000000000"):
-        LLM(str(tiny_folder("qwen3")), quiet=True, threads=1, pool_tokens=10**12)
+    with pytest.raises(OutOfPages, match="kv_cache_tokens is 1000000000000"):
+        LLM(str(tiny_folder("qwen3")), quiet=True, threads=1, kv_cache_tokens=10**12)
 
 
 BRANCHES = SamplingParams(max_tokens=6, temperature=1.2, seed=4, n=4, ignore_eos=True, speculate="off", logprobs=1)
@@ -200,7 +200,7 @@ BRANCHES = SamplingParams(max_tokens=6, temperature=1.2, seed=4, n=4, ignore_eos
 def test_branches_may_attend_together_where_bits_may_differ(tiny_folder: Callable[[str], Path]):
     """int8 keeps its bits unless told otherwise; then answers are the same to rounding, and attention is shared."""
     said, groups = [], []
-    for options in ({}, {"batch_invariant": False}, {"batch_invariant": False, "prefix_cache": False}):
+    for options in ({}, {"batch_invariant": False}, {"batch_invariant": False, "enable_prefix_caching": False}):
         with LLM(str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, **options) as made:
             attention: Any = made.decoder.attention
             shapes = _watch(attention)

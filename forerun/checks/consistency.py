@@ -53,21 +53,21 @@ def check_model(
 
     def load(**options: int | bool) -> LLM:
         settings: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, **options}
-        return LLM(model, max_batch=prompts, quiet=True, **settings)
+        return LLM(model, max_num_seqs=prompts, quiet=True, **settings)
 
-    with load(prefix_cache=False) as llm:
+    with load(enable_prefix_caching=False) as llm:
         asked = _prompts(llm, prompts)
         together: list[Prompt] = [*asked]
         case = Case(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
         yield _compare(llm, case, f"batch of {prompts}", llm.generate(together, params))
-    with load(prefix_cache=False, chunk_tokens=max(prompts, 2 * PAGE)) as llm:
+    with load(enable_prefix_caching=False, max_num_batched_tokens=max(prompts, 2 * PAGE)) as llm:
         yield _compare(llm, case, f"prefill in chunks of {max(prompts, 2 * PAGE)}", llm.generate(together, params))
     with load() as llm:
         yield _compare(llm, case, "prefix tree, cold", llm.generate(together, params))
         warm = llm.generate(together, params)
         reused = sum(answer.usage.cached_tokens for answer in warm)
         yield _compare(llm, case, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
-    with load(prefix_cache=False, **_tight(case)) as llm:
+    with load(enable_prefix_caching=False, **_tight(case)) as llm:
         answers = llm.generate(together, params)
         preempted = sum(answer.usage.preemptions for answer in answers)
         yield _compare(llm, case, "after preemption", answers, f"{preempted} preemptions", happened=preempted > 0)
@@ -85,7 +85,10 @@ def _tight(case: Case) -> dict[str, int]:
     """All prompts start in one step and fit; their answers do not, so somebody must give way."""
     prompts = sum(-(-len(ids) // PAGE) for ids in case.prompts) + 1
     longest = max(map(len, case.prompts)) + max(map(len, case.alone))
-    return {"pool_tokens": max(prompts * PAGE, longest + PAGE), "chunk_tokens": sum(map(len, case.prompts))}
+    return {
+        "kv_cache_tokens": max(prompts * PAGE, longest + PAGE),
+        "max_num_batched_tokens": sum(map(len, case.prompts)),
+    }
 
 
 def _compare(

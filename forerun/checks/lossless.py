@@ -38,7 +38,7 @@ def check_lossless(
     yield from check_exact(say)
     say("loading")
     with LLM(model, draft=draft, weights=weights, device=device, threads=threads, quiet=True) as llm:
-        context = llm.engine.config.max_context
+        context = llm.engine.config.max_model_len
         room = context - max(tokens, LENGTH + NODES) - NODES
         if room < 2:
             raise BadRequest(

@@ -103,7 +103,7 @@ def logits_in_all_ways(llm: LLM, ids: list[int], beside: list[list[int]]) -> dic
     engine.clear_cache()
     ways: dict[str, Callable[[], Tensor]] = {"alone": lambda: _tail(runner, ids, 1, [])}
     ways |= {f"chunks of {size}": lambda size=size: runner.score(ids, size)[-1] for size in CHUNKS}  # type: ignore[misc]
-    ways["in one"] = lambda: runner.score(ids, engine.config.chunk_tokens)[-1]
+    ways["in one"] = lambda: runner.score(ids, engine.config.max_num_batched_tokens)[-1]
     for size in (n for n in TAILS if n < len(ids)):
         ways[f"last {size} tokens"] = lambda size=size: _tail(runner, ids, size, [])  # type: ignore[misc]
     others = [p[:BESIDE_TOKENS] for p in beside if len(p) > 1][:BESIDE]

@@ -45,14 +45,14 @@ Weights = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: one for each core.")]
-PoolTokens = Annotated[
-    int | None, typer.Option("--pool-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
+KvCacheTokens = Annotated[
+    int | None, typer.Option("--kv-cache-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
 ]
 BatchInvariant = Annotated[
     bool,
     typer.Option(help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."),
 ]
-MaxContext = Annotated[int | None, typer.Option("--max-context", min=16, help="Longest prompt and answer together.")]
+MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")]
 
 MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", help="Longest answer in tokens.")]
 Temperature = Annotated[float, _sampling("--temperature", "-t", help="0: greedy. 0.7: usual for chat.")]
@@ -130,13 +130,13 @@ class ModelOptions(TierOptions):
     weights: Weights = "auto"
     device: Device = "auto"
     threads: Threads = None
-    pool_tokens: PoolTokens = None
-    max_context: MaxContext = None
+    kv_cache_tokens: KvCacheTokens = None
+    max_model_len: MaxModelLen = None
     profile: Profile = None
     batch_invariant: BatchInvariant = True
 
     def open(self, **more: Any) -> LLM:
-        names = ("draft", "pool_tokens", "max_context", "profile", "batch_invariant")
+        names = ("draft", "kv_cache_tokens", "max_model_len", "profile", "batch_invariant")
         own = {name: getattr(self, name) for name in names}
         return open_llm(self.model, self.weights, self.device, self.threads, **(own | self.tiers() | more))
 

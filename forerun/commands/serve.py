@@ -32,7 +32,7 @@ Host = Annotated[str, _listening("--host", help="Address to listen on; 0.0.0.0: 
 Port = Annotated[int, _listening("--port", "-p", min=0, max=65535, help="0: any free one.")]
 Name = Annotated[str | None, _listening("--name", help="The model as clients call it; default: as --model.")]
 
-MaxBatch = Annotated[int, _limiting("--max-batch", min=1, help="Answers that are computed at once.")]
+MaxNumSeqs = Annotated[int, _limiting("--max-num-seqs", min=1, help="Answers that are computed at once.")]
 MaxQueue = Annotated[int, _limiting("--max-queue", min=0, help="Answers that may wait beside them; more get 429.")]
 MaxBody = Annotated[float, _limiting("--max-body", help="Largest request in MB; larger ones get 413.")]
 Timeout = Annotated[float, _limiting("--timeout", help="Longest time for an answer, waiting included, in seconds.")]
@@ -71,7 +71,7 @@ class ServerOptions:
     host: Host = "127.0.0.1"
     port: Port = 8000
     name: Name = None
-    max_batch: MaxBatch = 64
+    max_num_seqs: MaxNumSeqs = 64
     max_queue: MaxQueue = 256
     max_body: MaxBody = 8.0
     timeout: Timeout = 600.0
@@ -142,7 +142,7 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
 
     console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
     # A port that is taken is told before a model is loaded
-    with listen(host, server.port) as sock, apart(lambda: opened.open(max_batch=server.max_batch)) as llm:
+    with listen(host, server.port) as sock, apart(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
         app = apart(lambda: create_app(llm, config))  # warms up
         if traces is not None:
             app.add_middleware(Traced, traces=traces)

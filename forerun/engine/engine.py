@@ -63,23 +63,25 @@ class Engine:
         tiers: Callable[[PagePool], Tiers] | None = None,
     ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
-        num_pages = config.pool_tokens // config.page_size
+        num_pages = config.kv_cache_tokens // config.page_size
         self.pool = PagePool(decoder.config, num_pages, config.page_size, decoder.dtype, decoder.device)
         self.tree = PrefixTree(self.pool)
-        self.runner = Runner(decoder, self.pool, config.max_context)
+        self.runner = Runner(decoder, self.pool, config.max_model_len)
         self.approximate = ApproximateCache(self.pool)
-        tree, approximate = (self.tree, self.approximate) if config.prefix_cache else (None, None)
+        tree, approximate = (self.tree, self.approximate) if config.enable_prefix_caching else (None, None)
         self.tiers = None if tiers is None else tiers(self.pool)
-        self.scheduler = Scheduler(self.pool, tree, approximate, config.max_batch, config.chunk_tokens, self.tiers)
+        self.scheduler = Scheduler(
+            self.pool, tree, approximate, config.max_num_seqs, config.max_num_batched_tokens, self.tiers
+        )
         if self.runner.decoding_rows is not None:
             self.scheduler.guided_share = 1  # other chunks, other bits
-        ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_context, draft)
+        ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_model_len, draft)
         ctx.make_room = self.scheduler.make_room
         ctx.warm_up()
         self.speculator = Speculator(ctx, controller)
         self.drafting = Drafting(None if prefiller is None else prefiller(ctx), self.scheduler, self.fail)
         self.scheduler.on_leaving = self._leaves
-        make_room, size = self.scheduler.make_room, config.chunk_tokens
+        make_room, size = self.scheduler.make_room, config.max_num_batched_tokens
         self.upgrades = Upgrader(self.runner, self.tree, self.approximate, make_room, size)
         self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
         self._inbox: deque[Request] = deque()
@@ -108,7 +110,7 @@ class Engine:
         guessed = [w for w in work if w.seq.spec_state is not None and w.decodes and not w.meets_guide]
         if not guessed or self.speculator.rests([w.seq.spec_state for w in guessed if w.seq.spec_state is not None]):
             return
-        most = min(self.config.chunk_tokens, self.runner.most_rows(len(work)))
+        most = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(work)))
         if any(len(w.draft) for w in work):  # provisional words: they stay within what is sure to be exact
             most = min(most, self.runner.decoding_rows or most)
         room = max(0, most - sum(w.count + len(w.draft) for w in work)) // len(guessed)
@@ -125,7 +127,7 @@ class Engine:
 
     def _most_nodes(self, seq: Sequence) -> int:
         """Tokens of a draft that could still become part of the answer."""
-        limit = min(self.config.max_context, self.config.capacity) - len(seq.tokens) - 1
+        limit = min(self.config.max_model_len, self.config.capacity) - len(seq.tokens) - 1
         return max(0, min(seq.params.max_tokens - seq.num_generated - 1, limit))
 
     def _run(self, work: list[Work]) -> Output:
@@ -196,7 +198,7 @@ class Engine:
         ends = not seq.params.ignore_eos or seq.grammar is not None  # a grammar's end is an end
         if self._texts.stopped(seq) or (ends and seq.tokens[-1] in self.decoder.config.eos_ids):
             return "stop"
-        full = len(seq.tokens) >= min(self.config.max_context, self.config.capacity)
+        full = len(seq.tokens) >= min(self.config.max_model_len, self.config.capacity)
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None
 
     def fail(self, seq: Sequence, error: ForerunError) -> None:
@@ -212,7 +214,7 @@ class Engine:
             self.scheduler.dismiss(seq.guide)
         finished = reason in ("stop", "length")
         drafted = seq.approximate is not None and seq.admitted and not seq.drafting and seq.params.cache
-        if self.config.prefix_cache and drafted and reason != "error":
+        if self.config.enable_prefix_caching and drafted and reason != "error":
             self.upgrades.add(seq.tokens)
         seq.settle(finished)
         self.scheduler.finish(seq)
@@ -291,7 +293,7 @@ class Engine:
         """Logits at every position of a text, [len(ids), V] float32; for measuring, between steps."""
         self.check(ids, SamplingParams())
         self.clear_cache()
-        return self.runner.score(ids, self.config.chunk_tokens)
+        return self.runner.score(ids, self.config.max_num_batched_tokens)
 
     def time_forward(self, tokens: int, context: int) -> float:
         """Median seconds of one forward of `tokens` tokens after `context` others; for measuring, between steps."""

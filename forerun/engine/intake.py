@@ -45,18 +45,18 @@ class Intake:
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> array[int]:
         """Raise where a request cannot be answered; the prompt's tokens, packed."""
-        vocab, limit = self.model.vocab_size, self.config.max_context
+        vocab, limit = self.model.vocab_size, self.config.max_model_len
         if not prompt_ids:
             raise BadRequest("the prompt is empty", "give at least one token of text")
         if len(prompt_ids) >= limit:
             raise BadRequest(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
-                "shorten the prompt, or load the model with a larger max_context",
+                "shorten the prompt, or load the model with a larger max_model_len",
             )
         if len(prompt_ids) >= self.config.capacity:
             raise OutOfPages(
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
-                "shorten the prompt, or raise pool_tokens",
+                "shorten the prompt, or raise kv_cache_tokens",
             )
         self.speculator.check(params)
         self.drafting.check(params.prefilling, len(prompt_ids))

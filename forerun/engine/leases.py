@@ -40,7 +40,7 @@ class Loan:
         if self.lost:
             raise OutOfPages(
                 f"the pages were taken back: nobody had gone on for {self.lost:.0f} s, and other requests needed them",
-                "go on sooner or close the iterator; a larger pool (pool_tokens) has room for both",
+                "go on sooner or close the iterator; a larger pool (kv_cache_tokens) has room for both",
             )
 
 
@@ -90,5 +90,5 @@ class Loans:
         return OutOfPages(
             f"the request finds no room: {held} of {self._pool.num_pages} pages belong to an iterator of workers that "
             "this thread has begun and not ended",
-            "take its events to the end or close it first, or raise pool_tokens",
+            "take its events to the end or close it first, or raise kv_cache_tokens",
         )

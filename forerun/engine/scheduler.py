@@ -44,15 +44,15 @@ class Scheduler:
         pool: PagePool,
         tree: PrefixTree | None,
         approximate: ApproximateCache | None,
-        max_batch: int,
-        chunk_tokens: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         tiers: Tiers | None = None,
     ) -> None:
         self.pool, self.tree, self.approximate = pool, tree, approximate
         self.prefixes, self.siblings = Prefixes(pool, tree, approximate, tiers), Siblings(pool)
         if tiers is not None and tree is not None:
             tree.on_evict = tiers.spill
-        self.pins, self.max_batch, self.chunk_tokens = Pins(pool), max_batch, chunk_tokens
+        self.pins, self.max_num_seqs, self.max_num_batched_tokens = Pins(pool), max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.keepers: list[Keeper] = []
@@ -82,7 +82,7 @@ class Scheduler:
     def spare_tokens(self) -> int:
         """Of a step's budget, what drafting prompts may take: not what decodes, nor all that others' prefill needs."""
         active = self._active()
-        left = max(1, self.chunk_tokens - sum(seq.remaining == 1 for seq in active))
+        left = max(1, self.max_num_batched_tokens - sum(seq.remaining == 1 for seq in active))
         return -(-left // 2) if self.waiting or any(seq.remaining > 1 for seq in active) else left
 
     def schedule(self, spent: int = 0) -> list[Work]:
@@ -90,7 +90,7 @@ class Scheduler:
         waits for that."""
         active = self._active()
         decoding = [seq for seq in active if seq.remaining == 1]
-        budget = max(self.chunk_tokens - spent, min(self.chunk_tokens, len(decoding)))
+        budget = max(self.max_num_batched_tokens - spent, min(self.max_num_batched_tokens, len(decoding)))
         work: list[Work] = []
         for seq in decoding:
             if budget and seq.status is Status.RUNNING and self._grow(seq, 1):
@@ -118,7 +118,11 @@ class Scheduler:
         return [seq for seq in self.running if not seq.drafting and not seq.held]
 
     def _chunk(self, seq: Sequence) -> int:
-        return self.chunk_tokens if seq.guide is None else max(1, self.chunk_tokens // self.guided_share)
+        return (
+            self.max_num_batched_tokens
+            if seq.guide is None
+            else max(1, self.max_num_batched_tokens // self.guided_share)
+        )
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
@@ -175,7 +179,7 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence on whatever prefix of it is known."""
         seq = self._next()
-        if seq is None or len(self.running) >= self.max_batch:
+        if seq is None or len(self.running) >= self.max_num_seqs:
             return None
         drafted = self.siblings.find(seq, self.running)
         if drafted is None and self.prefixes.in_flight(seq, self.running):
@@ -228,7 +232,7 @@ class Scheduler:
     def _room_for_two(self, guide: Sequence) -> bool:
         """Whether a guide would leave room for the sequence it guides."""
         missing = 2 * (self.pool.pages_for(len(guide.tokens)) - len(self.prefixes.known(guide)))
-        return len(self.running) + 2 <= self.max_batch and self.make_room(missing)
+        return len(self.running) + 2 <= self.max_num_seqs and self.make_room(missing)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more entries; where there are none, the youngest are preempted, at last this one itself."""

@@ -14,7 +14,7 @@ def _page_bytes(decoders: list[Decoder], page_size: int) -> int:
     return sum(PagePool.page_bytes(d.config, page_size, d.dtype) for d in decoders)
 
 
-def default_pool_tokens(decoders: list[Decoder], context: int, page_size: int = 16) -> int:
+def default_kv_cache_tokens(decoders: list[Decoder], context: int, page_size: int = 16) -> int:
     """Room for four full contexts, within a quarter of the memory that is free (CPU) or most of it (CUDA)."""
     per_page = _page_bytes(decoders, page_size)
     if decoders[0].device.type == "cuda":
@@ -25,7 +25,7 @@ def default_pool_tokens(decoders: list[Decoder], context: int, page_size: int = 
     return max(2, pages) * page_size
 
 
-def checked_pool_tokens(asked: int | None, decoders: list[Decoder], page_size: int = 16) -> int | None:
+def checked_kv_cache_tokens(asked: int | None, decoders: list[Decoder], page_size: int = 16) -> int | None:
     """What was asked for, if memory can hold it."""
     if asked is None:
         return None
@@ -34,7 +34,7 @@ def checked_pool_tokens(asked: int | None, decoders: list[Decoder], page_size: i
     free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
     if needed > free:
         raise OutOfPages(
-            f"pool_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
-            f"ask for at most {free * asked // needed} tokens, or leave pool_tokens out",
+            f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
+            f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out",
         )
     return asked

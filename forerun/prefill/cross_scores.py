@@ -179,6 +179,6 @@ class CrossScores:
         if count > self._pool.free and not (make_room is not None and make_room(count)):
             raise OutOfPages(
                 f"reading the prompt with the draft model needs {count} pages, {self._pool.free} are free",
-                "ask again when fewer requests run, raise pool_tokens, or use another chooser",
+                "ask again when fewer requests run, raise kv_cache_tokens, or use another chooser",
             )
         return array("i", self._pool.allocate(count))

@@ -27,12 +27,12 @@ class Upgrader:
         tree: PrefixTree,
         approximate: ApproximateCache,
         make_room: Callable[[int], bool],
-        chunk_tokens: int,
+        max_num_batched_tokens: int,
     ) -> None:
-        """`chunk_tokens`: what a step of the engine computes at most."""
+        """`max_num_batched_tokens`: what a step of the engine computes at most."""
         self._runner, self._tree, self._approximate, self._make_room = runner, tree, approximate, make_room
         self._size = runner.pool.page_size
-        self._chunk = max(1, chunk_tokens // SHARE // self._size) * self._size
+        self._chunk = max(1, max_num_batched_tokens // SHARE // self._size) * self._size
         self._waiting: deque[list[int]] = deque()
 
     def __len__(self) -> int:

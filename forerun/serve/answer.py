@@ -57,7 +57,7 @@ class Service:
     def context(self) -> int:
         """Most tokens of a prompt and its answer."""
         engine = self.llm.engine.config
-        return min(self.config.max_context or engine.max_context, engine.max_context, engine.capacity)
+        return min(self.config.max_model_len or engine.max_model_len, engine.max_model_len, engine.capacity)
 
     def prepare(self, prompt: Any, asked: ChatRequest | CompletionRequest, tools: ToolUse | None) -> Request:
         """Encode a prompt, check the request and pack it, each once; raises where something is wrong. May take long: it

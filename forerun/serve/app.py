@@ -36,7 +36,7 @@ _ERRORS[422] = {"description": "Never sent: what does not fit the schema is answ
 
 def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     """The server's application; `app.state.gate` tells how many answers are open, and lets nobody in once it drains."""
-    gate = Gate(llm.engine.config.max_batch, config.max_queue)
+    gate = Gate(llm.engine.config.max_num_seqs, config.max_queue)
     sessions = Sessions(llm, config.max_sessions, config.max_session_ttl)
     service = Service(llm, config, gate, Metrics(llm, gate), sessions)
     service.warm_up()

@@ -19,7 +19,7 @@ class ServeConfig:
 
     model_name: str  # what clients call the model
     max_body_bytes: int = 8 * 2**20
-    max_context: int | None = None  # None: the model's
+    max_model_len: int | None = None  # None: the model's
     max_queue: int = 256  # answers that may wait, beside those that run
     max_header_s: float = 10.0  # for a connection's first line and headers
     max_body_s: float = 30.0  # for a body to arrive
@@ -37,8 +37,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name.strip():
             raise BadRequest(f"model_name is {self.model_name!r}", "give the name that clients will ask for")
-        if self.max_context is not None:
-            _whole("max_context", self.max_context, 2)
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 2)
         _whole("max_body_bytes", self.max_body_bytes, 1024)
         _whole("max_queue", self.max_queue, 0)
         _whole("max_sessions", self.max_sessions, 1)

@@ -46,7 +46,7 @@ class Rollout:
 
     def __init__(self, llm: LLM, stem: list[int], config: RolloutConfig) -> None:
         self.llm, self.config = llm, config
-        self.page = llm.engine.pool.page_size if llm.engine.config.prefix_cache else 1 << 40
+        self.page = llm.engine.pool.page_size if llm.engine.config.enable_prefix_caching else 1 << 40
         if config.token_budget <= len(stem):
             raise BadRequest(
                 f"the token budget is {config.token_budget}, the stem alone has {len(stem)} tokens",
@@ -118,7 +118,7 @@ class Rollout:
         """Tokens that stem and answer may have together, by what was asked and by what fits."""
         limits = self.llm.engine.config
         asked = len(self.tree.root.token_ids) + self.params.max_tokens
-        return min(asked, limits.max_context, limits.capacity)
+        return min(asked, limits.max_model_len, limits.capacity)
 
     def _longest(self, point: Point) -> int:
         """Tokens that may follow a branch's first one."""

@@ -73,7 +73,12 @@ class _Scorer:
     """Continuations of one prefix. The prefix's whole pages are everybody's; what is left of it runs with each."""
 
     def __init__(self, engine: Engine, prefix: list[int]) -> None:
-        self.engine, self.pool, self.chunk, self.prefix = engine, engine.pool, engine.config.chunk_tokens, prefix
+        self.engine, self.pool, self.chunk, self.prefix = (
+            engine,
+            engine.pool,
+            engine.config.max_num_batched_tokens,
+            prefix,
+        )
         self.shared = (len(prefix) - 1) // self.pool.page_size * self.pool.page_size  # its last token runs: for logits
         self.stem = array("i")
         self.cached = self.computed = 0
@@ -99,7 +104,7 @@ class _Scorer:
 
     def _prefill(self) -> None:
         """Whole pages of the prefix: known ones, then computed ones, which become known."""
-        tree = self.engine.tree if self.engine.config.prefix_cache else None
+        tree = self.engine.tree if self.engine.config.enable_prefix_caching else None
         ids = self.prefix[: self.shared]
         if tree is not None:
             known = tree.match(ids)
@@ -164,5 +169,5 @@ class _Scorer:
     def _too_large(self, tokens: int) -> OutOfPages:
         return OutOfPages(
             f"scoring {tokens} tokens needs {self.pool.pages_for(tokens)} pages, {self.pool.free} are free",
-            "ask again when fewer requests run, or raise pool_tokens",
+            "ask again when fewer requests run, or raise kv_cache_tokens",
         )

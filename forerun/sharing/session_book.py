@@ -73,7 +73,7 @@ class SessionBook:
         def pin(engine: Engine) -> None:
             pins = engine.scheduler.pins
             pins.open(session.name, session.ttl)
-            if engine.config.prefix_cache:
+            if engine.config.enable_prefix_caching:
                 pins.hold(session.name, engine.tree.match(session._state.tokens))
 
         self.driver.visit(pin)

@@ -105,17 +105,17 @@ class Workers:
             _check_params(worker.params)
             self._engine.check(worker.context.tokens, worker.params)
         blocks = sum(worker.most for worker in self.workers)
-        if len(self._prompt_ids) + blocks > config.max_context:
+        if len(self._prompt_ids) + blocks > config.max_model_len:
             raise BadRequest(
                 f"the prompt has {len(self._prompt_ids)} tokens and the blocks of {len(self.workers)} workers up to "
-                f"{blocks}, the context holds {config.max_context}: every worker sees them all",
+                f"{blocks}, the context holds {config.max_model_len}: every worker sees them all",
                 "lower max_tokens, take fewer workers, or shorten the prompt or prefixes",
             )
         if self._num_pages > pool.num_pages:
             raise OutOfPages(
                 f"{len(self.workers)} workers need {self._num_pages} pages of {pool.page_size} tokens, the KV pool has "
                 f"{pool.num_pages}",
-                "lower max_tokens, take fewer workers, or raise pool_tokens",
+                "lower max_tokens, take fewer workers, or raise kv_cache_tokens",
             )
 
     @property
@@ -174,7 +174,7 @@ class Workers:
             raise OutOfPages(
                 f"{len(self.workers)} workers need {self._num_pages - len(known)} more pages of {pool.page_size} "
                 f"tokens, {pool.free} of {pool.num_pages} are free while other requests run",
-                "ask again when fewer requests run, lower max_tokens, or raise pool_tokens",
+                "ask again when fewer requests run, lower max_tokens, or raise kv_cache_tokens",
             )
         missing = pool.pages_for(len(self._prompt_ids) + self.workers[0].most) - len(known)
         first.extend(pool.allocate(missing, after=first[-1] if first else None))
@@ -196,7 +196,7 @@ class Workers:
 
     def _prefill(self, at: int) -> Iterator[Event]:
         """Compute the prompt in chunks, others' steps between them; workers without a prefix draw their first token."""
-        ids, chunk, pages = self._prompt_ids, self._engine.config.chunk_tokens, self._pages[0]
+        ids, chunk, pages = self._prompt_ids, self._engine.config.max_num_batched_tokens, self._pages[0]
         bare = [worker for worker in self.workers if not worker.prefix]
         while at < len(ids):
             events: list[Event] = []

@@ -23,9 +23,9 @@ class ForerunSide:
             weights=spec.weights,
             device=spec.device,
             threads=spec.threads,
-            pool_tokens=pool,
-            max_batch=max(spec.batch, 1),
-            max_context=spec.context,
+            kv_cache_tokens=pool,
+            max_num_seqs=max(spec.batch, 1),
+            max_model_len=spec.context,
             quiet=True,
         )
 

@@ -33,14 +33,14 @@ def run(
     context = sizes.prompt + sizes.tokens + 1
     prompts.check(context)
     pool = sizes.branches * (context + 32)
-    options = {"max_context": context, "pool_tokens": pool, "max_batch": sizes.branches}
+    options = {"max_model_len": context, "kv_cache_tokens": pool, "max_num_seqs": sizes.branches}
     warm = replace(sizes, branches=min(2, sizes.branches), tokens=min(4, sizes.tokens))
     clock = _Clock(setup.runs, say)
     turns = [
         (run, prompts.cut(sizes.prompt, skip=run * sizes.prompt), sizes if run else warm)
         for run in range(setup.runs + 1)
     ]
-    with opened(**options, prefix_cache=False) as llm:
+    with opened(**options, enable_prefix_caching=False) as llm:
         for run, ids, size in turns:
             clock.take("independent", run, functools.partial(_at_once, llm, ids, size, run))
             clock.take("one_by_one", run, functools.partial(_one_by_one, llm, ids, size, run))

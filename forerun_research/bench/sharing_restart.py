@@ -22,7 +22,7 @@ ONE = SamplingParams(max_tokens=1, speculate="off")
 def run(opened: Callable[..., AbstractContextManager[LLM]], ids: list[int]) -> dict[str, Any]:
     """`opened`: opens the model with these options of `LLM`."""
     with tempfile.TemporaryDirectory(prefix="forerun-restart-") as folder:
-        options = {"disk": folder, "max_context": len(ids) + 2, "pool_tokens": len(ids) + 256}
+        options = {"disk": folder, "max_model_len": len(ids) + 2, "kv_cache_tokens": len(ids) + 256}
         computed, _ = _ask(opened, ids, options)
         restored, figures = _ask(opened, ids, options)
     if restored.served["disk"] < len(ids) // 2:

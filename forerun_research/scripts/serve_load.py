@@ -44,7 +44,7 @@ def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that both sides are ended, too
     console = Console(stderr=True, highlight=False)
-    settings = {name: getattr(args, name) for name in ("model", "threads", "pool_tokens", "max_context")}
+    settings = {name: getattr(args, name) for name in ("model", "threads", "kv_cache_tokens", "max_model_len")}
     with tempfile.TemporaryDirectory() as scratch:
         server, library = ServerSide(settings, Path(scratch) / "server.log"), LibrarySide(settings)
         try:
@@ -69,8 +69,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of the throughput, server and library in turn")
     parser.add_argument("--firsts", type=int, default=31, help="questions for the time to the first token")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pool-tokens", type=int, default=32_768)
-    parser.add_argument("--max-context", type=int, default=None)
+    parser.add_argument("--kv-cache-tokens", type=int, default=32_768)
+    parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None, help="write the result here as JSON")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser.parse_args()

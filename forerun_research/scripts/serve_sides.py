@@ -24,7 +24,7 @@ import psutil
 from forerun_research.scripts.serve_requests import Ask
 
 NAME = "load"
-OPTIONS = ("model", "threads", "pool_tokens", "max_context")
+OPTIONS = ("model", "threads", "kv_cache_tokens", "max_model_len")
 
 
 class ServerSide:

@@ -35,7 +35,7 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or tiny_model(Path(scratch))
-        with LLM(model, threads=1, quiet=True, pool_tokens=args.pool_tokens, max_context=256) as llm:
+        with LLM(model, threads=1, quiet=True, kv_cache_tokens=args.kv_cache_tokens, max_model_len=256) as llm:
             return soak(llm, args)
 
 
@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Thousands of tiny requests: memory flat, pages given back?")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--model", default=None, help="a name, folder or .gguf file; default: a tiny random model")
-    parser.add_argument("--pool-tokens", type=int, default=512)
+    parser.add_argument("--kv-cache-tokens", type=int, default=512)
     parser.add_argument("--limit", type=float, default=8.0, help="MB that resident memory may grow by")
     return parser.parse_args()
 

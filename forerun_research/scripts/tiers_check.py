@@ -73,9 +73,9 @@ def check_pages(device: torch.device, folder: Path) -> dict[str, Any]:
 
 def check_model(device: str, model: Any, tokens: int, folder: Path) -> dict[str, Any]:
     params = SamplingParams(max_tokens=16, ignore_eos=True, speculate="off")
-    options: dict[str, Any] = {"device": device, "quiet": True, "max_context": tokens + 64}
+    options: dict[str, Any] = {"device": device, "quiet": True, "max_model_len": tokens + 64}
     found: dict[str, Any] = {}
-    with LLM(model, pool_tokens=4 * (tokens + 64), **options) as llm:
+    with LLM(model, kv_cache_tokens=4 * (tokens + 64), **options) as llm:
         draw = random.Random(0)
         prompts = [[draw.randrange(10, llm.config.vocab_size - 10) for _ in range(tokens)] for _ in range(3)]
         for prompt in prompts:
@@ -86,12 +86,12 @@ def check_model(device: str, model: Any, tokens: int, folder: Path) -> dict[str,
     host_bytes = 3 * (tokens // PAGE + 4) * page_bytes
     kinds: dict[str, dict[str, Any]] = {"host": {"host_bytes": host_bytes}, "disk": {"disk": folder}}
     for kind, tier in kinds.items():
-        with LLM(model, pool_tokens=tokens + 64, **options, **tier) as llm:
+        with LLM(model, kv_cache_tokens=tokens + 64, **options, **tier) as llm:
             _ask(llm, prompts, truth, params)
             if llm.engine.tiers is not None and llm.engine.tiers.disk is not None:
                 llm.engine.tiers.disk.flush()
             found[kind] = _ask(llm, prompts, truth, params, kind)
-    with LLM(model, pool_tokens=tokens + 64, **options, disk=folder) as llm:  # as a new process would
+    with LLM(model, kv_cache_tokens=tokens + 64, **options, disk=folder) as llm:  # as a new process would
         found["restart"] = _ask(llm, prompts, truth, params, "disk")
     return found
 

@@ -137,7 +137,7 @@ def main() -> None:
     rows: list[dict[str, float]] = []
     cores = max(1, (os.cpu_count() or 2) - 1)
     with (
-        LLM(args.model, draft=args.draft, max_context=2048, pool_tokens=8192) as llm,
+        LLM(args.model, draft=args.draft, max_model_len=2048, kv_cache_tokens=8192) as llm,
         args.out.open("w") as out,
         multiprocessing.get_context("spawn").Pool(cores) as pool,
     ):

@@ -89,7 +89,7 @@ def _scores(scorer: Scorer, ids: list[int], setting: Setting) -> tuple[np.ndarra
     try:
         with scorer.reading(ids, pages, reading) as job:
             source = prefiller_of(engine).source(reading.prefill)
-            read_all(source, job, engine.config.chunk_tokens)
+            read_all(source, job, engine.config.max_num_batched_tokens)
             scores = source.scores(job)
     finally:
         engine.pool.release(pages)

@@ -74,7 +74,7 @@ class Held:
 
 
 def run(engine: Engine, pages: array[int], ids: list[int], first: int) -> None:
-    chunk = engine.config.chunk_tokens
+    chunk = engine.config.max_num_batched_tokens
     for lo in range(0, len(ids), chunk):
         engine.runner.forward([Span(ids[lo : lo + chunk], first + lo, pages, ())])
 
@@ -96,7 +96,7 @@ class Scorer:
         if count > pool.free:
             raise OutOfPages(
                 f"{len(ids)} tokens and {room} to follow need {count} pages, {pool.free} are free",
-                "shorten the prompts of the study, or raise pool_tokens",
+                "shorten the prompts of the study, or raise kv_cache_tokens",
             )
         pages = array("i", pool.allocate(count))
         try:
@@ -115,7 +115,7 @@ class Scorer:
     def _drafted(self, ids: list[int], pages: array[int], setting: Setting, repair: bool) -> Held:
         start = time.perf_counter()
         with self.reading(ids, pages, setting if repair else replace(setting, share=0.0)) as job:
-            prefiller, chunk = prefiller_of(self.engine), self.engine.config.chunk_tokens
+            prefiller, chunk = prefiller_of(self.engine), self.engine.config.max_num_batched_tokens
             if repair:
                 while not job.finished:
                     prefiller.advance(job, chunk)

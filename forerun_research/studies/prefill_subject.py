@@ -29,8 +29,8 @@ class Subject:
             weights=study.weights,
             device=study.device,
             threads=study.threads,
-            pool_tokens=study.pool_tokens,
-            max_context=study.max_context,
+            kv_cache_tokens=study.kv_cache_tokens,
+            max_model_len=study.max_model_len,
             quiet=True,
             **asked,
         )
@@ -43,7 +43,7 @@ class Subject:
         return self.llm.config.num_layers
 
     def fits(self, tokens: int) -> bool:
-        return tokens < min(self.engine.config.max_context, self.engine.config.capacity)
+        return tokens < min(self.engine.config.max_model_len, self.engine.config.capacity)
 
     def ask(self, text: str) -> list[int]:
         """A user's message as the model gets it."""

@@ -79,8 +79,8 @@ class Study:
     device: str = "auto"
     weights: str = "auto"
     threads: int | None = None
-    pool_tokens: int | None = None
-    max_context: int | None = None
+    kv_cache_tokens: int | None = None
+    max_model_len: int | None = None
 
     def settings_of(self, variant: Variant) -> tuple[Setting, ...]:
         return tuple(s for s in self.settings if not variant.settings or s.name in variant.settings)
@@ -107,7 +107,7 @@ def _content(profile: str | None) -> str:
     return hashlib.sha256(Path(profile).read_bytes()).hexdigest()
 
 
-_OPENING = ("device", "weights", "threads", "pool_tokens", "max_context")  # how a model is opened
+_OPENING = ("device", "weights", "threads", "kv_cache_tokens", "max_model_len")  # how a model is opened
 _KEYS = ("title", "model", "draft", "profile", "variants", "data", "settings", "measures", *_OPENING)
 
 

@@ -40,8 +40,15 @@ def test_a_group_becomes_one_option_for_each_field() -> None:
 
 def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.LLM", lambda model, **options: (model, options))
-    model, options = opt.ModelOptions("big", "small", threads=1, pool_tokens=64).open(quiet=True)  # type: ignore[misc]
-    given = {"draft": "small", "threads": 1, "pool_tokens": 64, "max_context": None, "profile": None, "disk": None}
+    model, options = opt.ModelOptions("big", "small", threads=1, kv_cache_tokens=64).open(quiet=True)  # type: ignore[misc]
+    given = {
+        "draft": "small",
+        "threads": 1,
+        "kv_cache_tokens": 64,
+        "max_model_len": None,
+        "profile": None,
+        "disk": None,
+    }
     assert model == "big" and options == given | {
         "weights": "auto",
         "device": "auto",

@@ -23,7 +23,16 @@ def run(*args: str) -> int:
 
 @pytest.fixture
 def model(tiny_folder: Callable[[str], Path], tmp_path: Path) -> list[str]:
-    asked = ["--model", str(tiny_folder("qwen3")), "--weights", "float32", "--threads", "1", "--pool-tokens", "2048"]
+    asked = [
+        "--model",
+        str(tiny_folder("qwen3")),
+        "--weights",
+        "float32",
+        "--threads",
+        "1",
+        "--kv-cache-tokens",
+        "2048",
+    ]
     return [*asked, "--disk", str(tmp_path / "kv"), "--disk-bytes", "64M"]
 
 

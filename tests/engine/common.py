@@ -18,7 +18,13 @@ from forerun.models.formats.load import open_checkpoint
 def make_engine(folder: Path, *, weights: str = "float32", prefiller: Any = None, **config: Any) -> Engine:
     checkpoint = open_checkpoint(folder)
     decoder, _ = build_decoder(checkpoint, torch.device("cpu"), weights, 512)
-    values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+    values = {
+        "max_model_len": 512,
+        "kv_cache_tokens": 2048,
+        "page_size": 8,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+    } | config
     return Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values), prefiller=prefiller)
 
 

@@ -56,7 +56,7 @@ def test_a_dead_end_ends_one_request_and_no_other(tiny_folder: Callable[[str], P
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2), quiet=True, max_context=1024) as made:
+    with LLM(str(smollm2), quiet=True, max_model_len=1024) as made:
         yield made
 
 

@@ -37,7 +37,7 @@ def alone(folder: Path) -> dict[str, list[list[int]]]:
     """Each prompt answered by itself, cold: what every other way of running must repeat."""
     answers = {}
     for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        engine = make_engine(folder, prefix_cache=False)
+        engine = make_engine(folder, enable_prefix_caching=False)
         answers[name] = [run(engine, [prompt], params)[0] for prompt in make_prompts()]
     return answers
 
@@ -54,10 +54,10 @@ def test_greedy_equals_transformers(folder: Path, alone: dict[str, list[list[int
     "config",
     [
         {},
-        {"prefix_cache": False},
-        {"chunk_tokens": 16},
-        {"max_batch": 3},
-        {"pool_tokens": 256},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16},
+        {"max_num_seqs": 3},
+        {"kv_cache_tokens": 256},
     ],
     ids=["batched", "no prefix cache", "small chunks", "small batch", "preemption"],
 )
@@ -70,7 +70,7 @@ def test_answers_do_not_depend_on_how_they_run(folder: Path, alone: dict, params
 
 
 def test_a_small_pool_preempts_and_is_never_exceeded(folder: Path, alone: dict):
-    engine = make_engine(folder, pool_tokens=256)
+    engine = make_engine(folder, kv_cache_tokens=256)
     answers = [Answer(engine, prompt, GREEDY) for prompt in make_prompts()]
     while not engine.idle:
         engine.step()
@@ -118,20 +118,20 @@ def test_branches_join_in_one_step_wherever_the_prompt_ends(folder: Path, length
     """Prompts that end with a page, too: a branch must not wait for a page that it computes the end of itself."""
     prompt = make_prompts(1, seed=3)[0][:1] * length
     params = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
-    engine = make_engine(folder, weights=weights, chunk_tokens=128)
+    engine = make_engine(folder, weights=weights, max_num_batched_tokens=128)
     answer, steps = Answer(engine, prompt, replace(params, n=6)), 0
     while not engine.idle:
         engine.step()
         steps += 1
     assert steps <= 7  # the prompt, then all branches at once
-    alone = make_engine(folder, weights=weights, prefix_cache=False)
+    alone = make_engine(folder, weights=weights, enable_prefix_caching=False)
     for i in range(6):
         assert answer.tokens(i) == run(alone, [prompt], replace(params, seed=3 + i))[0]
     assert leaked(engine) == 0
 
 
 def test_cancelling_frees_pages_within_a_step_and_disturbs_nobody(folder: Path, alone: dict):
-    engine = make_engine(folder, prefix_cache=False)
+    engine = make_engine(folder, enable_prefix_caching=False)
     prompts = make_prompts()
     answers = [Answer(engine, prompt, GREEDY) for prompt in prompts]
     for _ in range(6):
@@ -161,7 +161,7 @@ def test_a_reader_that_raises_is_cut_off_alone(folder: Path, alone: dict):
 
 
 def test_the_answer_ends_at_eos_at_max_tokens_and_at_the_end_of_the_context(folder: Path):
-    engine = make_engine(folder, max_context=64)
+    engine = make_engine(folder, max_model_len=64)
     free = Answer(engine, [5] * 60, SamplingParams(max_tokens=1000, ignore_eos=True))
     finish(engine)
     assert free.last.finish_reason == "length" and len(free.tokens()) == 4
@@ -222,20 +222,20 @@ def test_bad_requests_are_refused_before_anything_runs(
 
 
 def test_a_prompt_larger_than_the_pool_is_refused(folder: Path):
-    engine = make_engine(folder, pool_tokens=64)
+    engine = make_engine(folder, kv_cache_tokens=64)
     with pytest.raises(OutOfPages, match="100 tokens"):
         Answer(engine, [5] * 100, GREEDY)
 
 
 def test_limits_are_checked_when_they_are_set():
-    with pytest.raises(BadRequest, match="chunk_tokens is 4"):
-        EngineConfig(max_context=64, pool_tokens=64, max_batch=8, chunk_tokens=4)
-    with pytest.raises(BadRequest, match="max_batch is 0"):
-        EngineConfig(max_context=64, pool_tokens=64, max_batch=0)
+    with pytest.raises(BadRequest, match="max_num_batched_tokens is 4"):
+        EngineConfig(max_model_len=64, kv_cache_tokens=64, max_num_seqs=8, max_num_batched_tokens=4)
+    with pytest.raises(BadRequest, match="max_num_seqs is 0"):
+        EngineConfig(max_model_len=64, kv_cache_tokens=64, max_num_seqs=0)
 
 
 def test_many_requests_leave_nothing_behind(folder: Path):
-    engine = make_engine(folder, pool_tokens=512)
+    engine = make_engine(folder, kv_cache_tokens=512)
     draw = random.Random(4)
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     for _ in range(60):
@@ -253,7 +253,7 @@ def assert_no_state(engine: Engine) -> None:
 
 
 def test_an_answer_ends_where_a_pool_of_uneven_size_ends(folder: Path):
-    engine = make_engine(folder, pool_tokens=21, page_size=8)  # two whole pages and five tokens that are none
+    engine = make_engine(folder, kv_cache_tokens=21, page_size=8)  # two whole pages and five tokens that are none
     answer = Answer(engine, [5, 6, 7], GREEDY)
     finish(engine, steps=60)
     assert answer.last.finish_reason == "length" and len(answer.tokens()) == 13

@@ -22,11 +22,11 @@ MODES = ("exact", "speculative", "provisional")
 @pytest.mark.parametrize("seed", range(4))
 def test_anything_may_happen(seed: int, tiny_folder: Callable[[str], Path]):
     draw = random.Random(seed)
-    limits: dict[str, Any] = {"pool_tokens": draw.choice([400, 640, 1600]), "max_batch": draw.choice([2, 5, 16])}
+    limits: dict[str, Any] = {"kv_cache_tokens": draw.choice([400, 640, 1600]), "max_num_seqs": draw.choice([2, 5, 16])}
     engine = make_engine(
         tiny_folder("qwen2"), prefiller=fake(bad=draw.choice([0.3, 3.0]), exact_from=draw.choice([None, 100])), **limits
     )
-    reference = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    reference = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
 
     @cache
     def truth(text: tuple[int, ...], seed: int) -> list[int]:

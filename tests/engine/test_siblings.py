@@ -32,7 +32,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_folder: Callable[[str], Path]) -> Callable[..., list[int]]:
-    engine = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    engine = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
     return lambda text, params=EXACT: run(engine, [text], params)[0]
 
 
@@ -48,15 +48,15 @@ def report(answer: Answer, index: int) -> PrefillReport:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("prefix_cache", "cache"), CACHES)
+@pytest.mark.parametrize(("enable_prefix_caching", "cache"), CACHES)
 def test_one_draft_serves_all_and_each_says_what_it_would_alone(
-    prefix_cache: bool, cache: bool, ahead: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
+    enable_prefix_caching: bool, cache: bool, ahead: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
     params = replace(SAMPLED, cache=cache)
     alone = [
         run(make(), [prompt(5)], replace(params, n=1, seed=3 + i))[0] for i in range(3)
     ]  # the same noise each time
-    engine = make({"ahead": ahead}, prefix_cache=prefix_cache)
+    engine = make({"ahead": ahead}, enable_prefix_caching=enable_prefix_caching)
     answer = Answer(engine, prompt(5), params)
     finish(engine)
     assert [answer.tokens(i) for i in range(3)] == alone and len({tuple(tokens) for tokens in alone}) == 3
@@ -106,12 +106,12 @@ def test_their_reports_tell_of_the_prompt_and_of_their_own_work(make: Callable[.
         assert usage(answer, i).cached_tokens == served["pool"] == SHARED - (150 - TAIL)
 
 
-@pytest.mark.parametrize(("prefix_cache", "cache"), CACHES)
-@pytest.mark.parametrize("config", [{}, {"max_batch": 1}])
+@pytest.mark.parametrize(("enable_prefix_caching", "cache"), CACHES)
+@pytest.mark.parametrize("config", [{}, {"max_num_seqs": 1}])
 def test_the_first_may_end_before_the_others_begin(
-    config: dict[str, Any], prefix_cache: bool, cache: bool, make: Callable[..., Engine]
+    config: dict[str, Any], enable_prefix_caching: bool, cache: bool, make: Callable[..., Engine]
 ):
-    engine = make(prefix_cache=prefix_cache, **config)
+    engine = make(enable_prefix_caching=enable_prefix_caching, **config)
     answer = Answer(engine, prompt(6), replace(THREE, max_tokens=1 if not config else 8, cache=cache))
     finish(engine)
     assert answer.tokens(0) == answer.tokens(1) == answer.tokens(2) != []
@@ -120,7 +120,7 @@ def test_the_first_may_end_before_the_others_begin(
 
 
 def test_what_is_held_for_those_who_wait_is_let_go_when_it_is_needed(make: Callable[..., Engine]):
-    engine = make(prefix_cache=False, max_batch=1)
+    engine = make(enable_prefix_caching=False, max_num_seqs=1)
     answer = Answer(engine, prompt(6), THREE)
     while not any(event.finish_reason for event in answer.events):
         engine.step()
@@ -135,7 +135,7 @@ def test_what_is_held_for_those_who_wait_is_let_go_when_it_is_needed(make: Calla
 def test_what_has_become_exact_meanwhile_is_read_from_the_tree(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
-    engine = make(max_batch=1)
+    engine = make(max_num_seqs=1)
     answer = Answer(engine, prompt(6), THREE)
     while not any(event.finish_reason for event in answer.events):
         engine.step()
@@ -149,7 +149,7 @@ def test_what_has_become_exact_meanwhile_is_read_from_the_tree(
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_cancelling_at_any_time_frees_everything(cache: bool, make: Callable[..., Engine]):
-    for config in ({}, {"max_batch": 1}):
+    for config in ({}, {"max_num_seqs": 1}):
         engine = make(**config)
         for wait in range(0, 30, 2):
             gone = Answer(engine, prompt(14), replace(THREE, cache=cache, max_tokens=4))
@@ -176,16 +176,16 @@ def test_where_the_first_is_lost_the_next_one_drafts(cache: bool, make: Callable
     assert_clean(engine)
 
 
-@pytest.mark.parametrize(("prefix_cache", "cache"), CACHES)
+@pytest.mark.parametrize(("enable_prefix_caching", "cache"), CACHES)
 def test_where_the_first_is_left_to_exact_prefill_all_are_exact(
-    prefix_cache: bool, cache: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
+    enable_prefix_caching: bool, cache: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
-    engine = make({"exact_from": 60}, prefix_cache=prefix_cache)
+    engine = make({"exact_from": 60}, enable_prefix_caching=enable_prefix_caching)
     answer = Answer(engine, prompt(9), replace(THREE, cache=cache))
     finish(engine)
     assert [answer.tokens(i) for i in range(3)] == [truth(prompt(9))] * 3
     assert all(report(answer, i).fell_back for i in range(3))
-    if prefix_cache and cache:
+    if enable_prefix_caching and cache:
         assert [usage(answer, i).cached_tokens for i in range(3)] == [0, SHARED, SHARED]
     assert_clean(engine)
 
@@ -229,7 +229,7 @@ def test_a_preempted_one_starts_from_the_others(cache: bool, make: Callable[...,
 def test_a_pool_that_is_too_small_for_all_of_them(
     cache: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
-    engine = make(pool_tokens=240, prefix_cache=cache)
+    engine = make(kv_cache_tokens=240, enable_prefix_caching=cache)
     many = Answer(engine, prompt(5), replace(THREE, max_tokens=60))
     other = Answer(engine, prompt(6, 40), replace(EXACT, max_tokens=60))
     finish(engine)

@@ -51,7 +51,13 @@ def make(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
             checkpoint = open_checkpoint(tiny_folder("qwen2") if draft == "same" else stranger)
             drafter, _ = build_decoder(checkpoint, CPU, weights, 512)
             drafting = DraftModel(drafter, checkpoint.tokenizer(), True, "draft")
-        values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+        values = {
+            "max_model_len": 512,
+            "kv_cache_tokens": 2048,
+            "page_size": 8,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+        } | config
         return Engine(decoder, target.tokenizer(), EngineConfig(**values), drafting, generous())
 
     return engine
@@ -96,7 +102,7 @@ def test_a_perfect_draft_is_accepted_whole(make: Callable[..., Engine]):
 
 def test_preemption_in_the_middle_of_speculation(make: Callable[..., Engine]):
     plain = run(make(None), PROMPTS * 2, params("off"))
-    engine = make("same", pool_tokens=240, chunk_tokens=128)
+    engine = make("same", kv_cache_tokens=240, max_num_batched_tokens=128)
     answers = [Answer(engine, prompt, params("model+suffix")) for prompt in PROMPTS * 2]
     finish(engine)
     assert [a.tokens() for a in answers] == plain
@@ -282,7 +288,7 @@ def test_pages_of_guesses_push_nobody_out(make: Callable[..., Engine]):
     """Two answers that just fit side by side: guesses must not cost one of them its place."""
 
     def preemptions(drafter: str) -> int:
-        engine = make(None, pool_tokens=88, chunk_tokens=128, prefix_cache=False)
+        engine = make(None, kv_cache_tokens=88, max_num_batched_tokens=128, enable_prefix_caching=False)
         short = Answer(engine, list(range(10, 20)), params(drafter, max_tokens=20))
         long = Answer(engine, [7, 8] * 20, params(drafter, max_tokens=8))
         finish(engine)

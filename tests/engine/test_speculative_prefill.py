@@ -40,7 +40,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_folder: Callable[[str], Path]) -> Callable[..., list[int]]:
-    engine = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    engine = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
 
     def exact(text: list[int], params: SamplingParams = EXACT) -> list[int]:
         return run(engine, [text], params)[0]
@@ -145,7 +145,7 @@ def test_a_draft_is_shared_under_its_key_and_repair_touches_only_copies(make: Ca
 def test_others_decode_and_prefill_while_a_prompt_is_drafted(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
-    engine = make(config={"chunk_tokens": 32})
+    engine = make(config={"max_num_batched_tokens": 32})
     decoding = Answer(engine, prompt(6, 20), SamplingParams(max_tokens=60, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -239,7 +239,7 @@ def test_cancelling_at_any_time_frees_everything(make: Callable[..., Engine], tr
 
 
 def test_a_small_pool_preempts_and_evicts_drafts_first(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    engine = make(config={"pool_tokens": 320})
+    engine = make(config={"kv_cache_tokens": 320})
     texts = [prompt(seed, 30 + 20 * (seed % 4)) for seed in range(20, 28)]
     answers = [
         Answer(engine, text, replace(DRAFTED if i % 2 else EXACT, max_tokens=50)) for i, text in enumerate(texts)
@@ -263,7 +263,7 @@ def test_a_small_pool_preempts_and_evicts_drafts_first(make: Callable[..., Engin
 
 
 def test_mixed_modes_in_one_batch(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    stem, engine = prompt(30, 64), make(config={"pool_tokens": 4096})
+    stem, engine = prompt(30, 64), make(config={"kv_cache_tokens": 4096})
     texts = [[*stem, *prompt(seed, 70)] for seed in range(31, 39)]
     answers = [Answer(engine, text, DRAFTED if i % 3 == 1 else EXACT) for i, text in enumerate(texts)]
     finish(engine)
@@ -275,7 +275,7 @@ def test_mixed_modes_in_one_batch(make: Callable[..., Engine], truth: Callable[.
 
 
 def test_without_a_prefix_cache_nothing_is_kept(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    engine = make(config={"prefix_cache": False})
+    engine = make(config={"enable_prefix_caching": False})
     for _ in range(2):
         run(engine, [prompt(40)], DRAFTED)
         assert engine.pool.used == 0

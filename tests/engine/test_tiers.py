@@ -28,7 +28,13 @@ def decoder(tiny_folder: Callable[[str], Path]) -> Decoder:
 
 
 def make(decoder: Decoder, tiers: TierConfig | None = None, **config: int) -> Engine:
-    values = {"max_context": 512, "pool_tokens": 128, "page_size": 8, "max_batch": 8, "chunk_tokens": 64} | config
+    values = {
+        "max_model_len": 512,
+        "kv_cache_tokens": 128,
+        "page_size": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    } | config
     keep = None if tiers is None else lambda pool: Tiers(pool, tiers, "tiny")
     return Engine(decoder, None, EngineConfig(**values), tiers=keep)  # type: ignore[arg-type]
 
@@ -57,7 +63,7 @@ def served(event: Event) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_pool_too_small_for_all_prompts_reads_them_back(decoder: Decoder, tmp_path: Path, kind: str):
     engine = make(decoder, TierConfig(host_bytes=1 << 24) if kind == "host" else TierConfig(disk=tmp_path))
-    plain = make(decoder, pool_tokens=2048)
+    plain = make(decoder, kv_cache_tokens=2048)
     wanted = []
     for prompt in PROMPTS:
         answer = Answer(plain, prompt, PARAMS)
@@ -74,7 +80,7 @@ def test_a_pool_too_small_for_all_prompts_reads_them_back(decoder: Decoder, tmp_
 
 
 def test_written_counts_what_others_can_read_now(decoder: Decoder):
-    engine = make(decoder, pool_tokens=2048)
+    engine = make(decoder, kv_cache_tokens=2048)
     first, again = ask(engine, PROMPTS[0]), ask(engine, PROMPTS[0])
     assert first.usage is not None and again.usage is not None
     assert first.usage.written == 88 and again.usage.written == 0
@@ -90,7 +96,7 @@ def test_a_request_that_is_cancelled_before_its_turn_was_served_nothing(decoder:
 
 
 def test_pinned_pages_outlive_others(decoder: Decoder):
-    engine = make(decoder, pool_tokens=256)
+    engine = make(decoder, kv_cache_tokens=256)
     engine.scheduler.pins.open("s", 600.0)
     ask(engine, PROMPTS[0], "s")
     for prompt in PROMPTS[1:]:
@@ -113,7 +119,7 @@ def test_pins_give_way_where_nothing_could_run_otherwise(decoder: Decoder):
 
 
 def test_turns_that_wait_for_each_others_pins_all_end(decoder: Decoder):
-    engine = make(decoder, pool_tokens=256)
+    engine = make(decoder, kv_cache_tokens=256)
     for name, prompt in zip("ab", PROMPTS, strict=False):
         engine.scheduler.pins.open(name, 600.0)
         ask(engine, prompt, name)
@@ -127,7 +133,7 @@ def test_turns_that_wait_for_each_others_pins_all_end(decoder: Decoder):
 
 
 def test_a_sessions_turn_is_the_last_to_be_preempted(decoder: Decoder):
-    engine = make(decoder, pool_tokens=64)
+    engine = make(decoder, kv_cache_tokens=64)
     engine.scheduler.pins.open("s", 600.0)
     params = SamplingParams(max_tokens=30, ignore_eos=True, speculate="off")
     other = Answer(engine, PROMPTS[0][:10], params)

@@ -139,7 +139,7 @@ def test_a_server_with_keys_is_asked_with_one(browser: Browser, served: Running)
 
 
 def test_the_default_model_answers_on_the_page(browser: Browser, smollm2: Path):
-    with LLM(smollm2, threads=1, quiet=True, pool_tokens=4096) as llm, running(llm) as made:
+    with LLM(smollm2, threads=1, quiet=True, kv_cache_tokens=4096) as llm, running(llm) as made:
         for visit in visiting(browser, made):
             visit.page.fill("#max-tokens", "12")
             visit.attach("The harbour master is called Odalys Brandt.", "harbour.txt")

@@ -63,7 +63,13 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
         if draft:
             drafter, _ = build_decoder(open_checkpoint(tiny_folder("qwen2")), CPU, "float32", 512)
             drafting = DraftModel(drafter, target.tokenizer(), True, "draft")
-        values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+        values = {
+            "max_model_len": 512,
+            "kv_cache_tokens": 2048,
+            "page_size": 8,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+        } | config
         profile = None if kind is None else random_profile(kind, tiny_folder("qwen2"))
         prefiller = None if profile is None else lambda ctx: Prefiller(ctx, profile, POLICY)
         return Engine(decoder, target.tokenizer(), EngineConfig(**values), drafting, generous(), prefiller)
@@ -73,7 +79,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def truth(make: Callable[..., Engine]) -> Callable[..., list[int]]:
-    engine = make(None, draft=False, prefix_cache=False)
+    engine = make(None, draft=False, enable_prefix_caching=False)
     return lambda text, params=EXACT: run(engine, [text], replace(params, prefill="exact", speculate="off"))[0]
 
 
@@ -190,7 +196,7 @@ def test_provisional_answers_are_exact_in_the_end(
 
 
 def test_batches_of_all_modes_and_preemption(make: Callable[..., Engine], truth: Callable[..., list[int]]) -> None:
-    engine = make("draft", pool_tokens=800)
+    engine = make("draft", kv_cache_tokens=800)
     modes = ["exact", "speculative", "provisional"] * 2
     texts = [prompt(10 + i, 100 + 30 * i) for i in range(6)]
     answers = [
@@ -209,7 +215,7 @@ def test_batches_of_all_modes_and_preemption(make: Callable[..., Engine], truth:
 def test_texts_met_before_are_reused_elsewhere_and_never_in_the_way(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ) -> None:
-    engine = make("self", draft=False, pool_tokens=640)
+    engine = make("self", draft=False, kv_cache_tokens=640)
     chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
     one, other = prompt(30, 160), prompt(31, 120)
     first = Answer(engine, [*one, *prompt(32, 20)], chunked)  # nothing was met yet: computed
@@ -233,7 +239,7 @@ def test_documents_in_another_order_are_reused_without_a_profile(tiny_folder: Ca
     """What exact requests computed before anybody asked for chunks counts, and only who asks gets it."""
     a, b, c, question = prompt(50, 300), prompt(51, 290), prompt(52, 280), prompt(53, 80)
     chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
-    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True, pool_tokens=16384) as llm:
+    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm:
         assert llm.profile is None
         llm.generate([*a, *b, *c, *question], EXACT)
         mixed = [*c, *a, *b, *question]
@@ -270,7 +276,7 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
     random_profile("self", folder).save(path)
     params = replace(DRAFTED, max_tokens=6)
     text = prompt(20, 1750)
-    with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, pool_tokens=8192) as llm:
+    with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm:
         completion = llm.generate(text, params)[0]
         report = completion.usage.prefill
         assert report is not None and report.source == "self" and report.drafted > 500

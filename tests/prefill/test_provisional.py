@@ -33,7 +33,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_folder: Callable[[str], Path]) -> Callable[..., list[int]]:
-    engine = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    engine = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
     return lambda text, params: run(engine, [text], replace(params, prefill="exact"))[0]
 
 
@@ -118,7 +118,7 @@ def test_the_exact_cache_gets_exact_pages_only(make: Callable[..., Engine], trut
 
 
 def test_a_guide_ends_where_the_answer_would(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    engine = make(bad=0.0, config={"chunk_tokens": 16, "max_batch": 8})
+    engine = make(bad=0.0, config={"max_num_batched_tokens": 16, "max_num_seqs": 8})
     longest = Answer(engine, prompt(3, LONG), replace(PROVISIONAL, max_tokens=200))
     finish(engine)
     assert len(said(longest)) == LONGEST
@@ -187,7 +187,7 @@ def test_n_answers(make: Callable[..., Engine], truth: Callable[..., list[int]])
 
 
 def test_mixed_with_others(make: Callable[..., Engine], truth: Callable[..., list[int]]):
-    engine = make(bad=3.0, config={"pool_tokens": 6000})
+    engine = make(bad=3.0, config={"kv_cache_tokens": 6000})
     modes = [PROVISIONAL, EXACT, DRAFTED, PROVISIONAL, EXACT, PROVISIONAL]
     texts = [prompt(9 + i // 2, 100 + 60 * i) for i in range(6)]
     answers = [Answer(engine, text, mode) for text, mode in zip(texts, modes, strict=True)]
@@ -212,7 +212,9 @@ def test_cancelling_at_any_time(make: Callable[..., Engine], truth: Callable[...
 
 
 @pytest.mark.parametrize(
-    "config", [{"pool_tokens": 480}, {"pool_tokens": 340}, {"max_batch": 1}], ids=["tight", "no room", "no place"]
+    "config",
+    [{"kv_cache_tokens": 480}, {"kv_cache_tokens": 340}, {"max_num_seqs": 1}],
+    ids=["tight", "no room", "no place"],
 )
 def test_a_guide_never_stands_in_the_way(
     config: dict[str, Any], make: Callable[..., Engine], truth: Callable[..., list[int]]

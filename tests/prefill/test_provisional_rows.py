@@ -50,7 +50,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(tiny_folder: Callable[[str], Path]) -> Make:
     def engine(config: dict[str, Any] | None = None, **values: Any) -> Engine:
-        limits = {"max_batch": 8, "chunk_tokens": CHUNK} | (config or {})
+        limits = {"max_num_seqs": 8, "max_num_batched_tokens": CHUNK} | (config or {})
         made = make_engine(tiny_folder("qwen2"), prefiller=fake(**values), **limits)
         made.runner.parts = True
         return made
@@ -60,7 +60,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Make:
 
 @pytest.fixture(scope="module")
 def truth(tiny_folder: Callable[[str], Path]) -> Truth:
-    engine = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    engine = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
     return lambda text, params: run(engine, [text], replace(params, prefill="exact"))[0]
 
 
@@ -228,7 +228,7 @@ def test_cancelling_at_any_time(make: Make, truth: Truth):
     assert judging
 
 
-@pytest.mark.parametrize("config", [{"pool_tokens": 480}, {"pool_tokens": 340}, {"max_batch": 1}])
+@pytest.mark.parametrize("config", [{"kv_cache_tokens": 480}, {"kv_cache_tokens": 340}, {"max_num_seqs": 1}])
 def test_preempted_answers_go_on_being_judged(config: dict[str, Any], make: Make, truth: Truth):
     engine = make(bad=0.0, config=config)
     params: SamplingParams = replace(PROVISIONAL, max_tokens=30)

@@ -29,7 +29,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def truth(tiny_folder: Callable[[str], Path]) -> Callable[..., list[int]]:
-    engine = make_engine(tiny_folder("qwen2"), prefix_cache=False)
+    engine = make_engine(tiny_folder("qwen2"), enable_prefix_caching=False)
     return lambda text, params=EXACT: run(engine, [text], params)[0]
 
 
@@ -80,7 +80,7 @@ def test_a_request_comes_before_it_and_what_was_done_stays(
 
 
 def test_a_full_pool_skips_it_and_cancelled_or_failed_drafts_leave_none(make: Callable[..., Engine]):
-    engine = make(pool_tokens=192)
+    engine = make(kv_cache_tokens=192)
     run(engine, [prompt(5)], DRAFTED)
     engine.approximate.clear()
     held = engine.pool.allocate(engine.pool.free - 1)

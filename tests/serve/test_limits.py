@@ -220,7 +220,7 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM, stream: bool):
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, max_batch=1) as made:
+    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, max_num_seqs=1) as made:
         yield made
 
 

@@ -23,7 +23,7 @@ ANSWERS = ("/v1/chat/completions", "/v1/completions")
 @pytest.fixture(scope="module")
 def small(llm: LLM) -> Iterator[Running]:
     """Whatever is asked for, answers are short."""
-    with running(llm, max_context=48, max_request_s=20.0) as made:
+    with running(llm, max_model_len=48, max_request_s=20.0) as made:
         yield made
 
 

@@ -21,7 +21,13 @@ ASKED: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12, "str
 def drafted(tiny_folder: Callable[[str], Path]) -> Iterator[Running]:
     folder = tiny_folder("qwen2")
     profile = random_profile("self", folder)
-    options: Any = {"weights": "float32", "threads": 1, "quiet": True, "pool_tokens": 8192, "chunk_tokens": 64}
+    options: Any = {
+        "weights": "float32",
+        "threads": 1,
+        "quiet": True,
+        "kv_cache_tokens": 8192,
+        "max_num_batched_tokens": 64,
+    }
     with LLM(str(folder), profile=profile, **options) as llm, running(llm) as made:
         yield made
 

@@ -221,7 +221,9 @@ def test_what_does_not_go_with_a_session(served: Running):
 @pytest.fixture
 def kept(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[[], LLM]]:
     def opened() -> LLM:
-        return LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, disk=tmp_path, pool_tokens=8192)
+        return LLM(
+            str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, disk=tmp_path, kv_cache_tokens=8192
+        )
 
     yield opened
 

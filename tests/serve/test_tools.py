@@ -62,7 +62,7 @@ def served_with(template: str | None, source: Path, folder: Path) -> Iterator[Ru
     if template is not None:
         settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with LLM(str(folder), weights="float32", threads=1, quiet=True, pool_tokens=8192) as llm, running(llm) as made:
+    with LLM(str(folder), weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm, running(llm) as made:
         yield made
 
 
@@ -268,7 +268,7 @@ def test_the_default_model_calls_functions(smollm2: Path):
     """Its template knows no tools: they are put into words, and what must be called is."""
     question: Any = [{"role": "user", "content": "Count the ferries of length 20."}]
     asked: Any = {"model": NAME, "messages": question, "temperature": 0, "max_tokens": 60, "tools": [SHIP]}
-    with LLM(str(smollm2), threads=1, quiet=True, pool_tokens=4096) as llm, running(llm) as made:
+    with LLM(str(smollm2), threads=1, quiet=True, kv_cache_tokens=4096) as llm, running(llm) as made:
         create = made.client().chat.completions.create
         answer = create(**asked, tool_choice="required", parallel_tool_calls=False).choices[0]
         assert answer.finish_reason == "tool_calls" and answer.message.tool_calls

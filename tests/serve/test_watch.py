@@ -19,7 +19,7 @@ def say(text: str) -> dict[str, Any]:
 
 def test_about_tells_what_may_be_asked_for(served: Running):
     told = served.get("/forerun/about").json()
-    assert told["model"] == NAME and told["context"] == served.llm.engine.config.max_context
+    assert told["model"] == NAME and told["context"] == served.llm.engine.config.max_model_len
     assert told["prefill"]["exact"] is None and "profile" in told["prefill"]["provisional"]
     assert told["speculate"][:2] == ["auto", "off"] and told["shows_prompts"] is False
     for name in told["speculate"]:

@@ -17,7 +17,7 @@ def params(max_tokens: int = 6, **others) -> SamplingParams:
 
 
 def open_llm(folder: Path, **options) -> LLM:
-    return LLM(str(folder), weights="float32", threads=1, quiet=True, **{"pool_tokens": 2048, **options})
+    return LLM(str(folder), weights="float32", threads=1, quiet=True, **{"kv_cache_tokens": 2048, **options})
 
 
 def assert_no_page_is_held(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from tests.sharing.common import open_llm
 @pytest.fixture(scope="module")
 def make(tiny_folder: Callable[[str], Path]) -> Callable[..., LLM]:
     def made(**options: Any) -> LLM:
-        return open_llm(tiny_folder("qwen3"), **{"pool_tokens": 4096, **options})
+        return open_llm(tiny_folder("qwen3"), **{"kv_cache_tokens": 4096, **options})
 
     return made
 

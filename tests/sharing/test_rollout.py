@@ -28,7 +28,7 @@ STEM = TEXT[:400]
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, pool_tokens=16384) as made:
+    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, kv_cache_tokens=16384) as made:
         yield made
 
 
@@ -283,14 +283,14 @@ def test_it_works_inside_a_running_loop_and_leaves_nothing_behind(llm: LLM):
 
 def test_answers_that_fill_the_context_branch_as_well(tiny_folder: Callable[[str], Path]):
     folder = str(tiny_folder("llama"))
-    with LLM(folder, weights="float32", threads=1, quiet=True, max_context=64, chunk_tokens=64) as short:
+    with LLM(folder, weights="float32", threads=1, quiet=True, max_model_len=64, max_num_batched_tokens=64) as short:
         stem = short.tokenizer.encode(TEXT)[:40]
         tree = grow(short, prompt=stem, branch_on=lambda node: [len(node.token_ids) - 1])
         assert {len(t.token_ids) for t in tree.trajectories()} == {24} and len(tree.trajectories()) > 3
 
 
 def test_without_a_prefix_cache_every_branch_pays_for_its_prompt(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, prefix_cache=False) as plain:
+    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, enable_prefix_caching=False) as plain:
         stem = len(plain.encode(STEM))
         tree = grow(plain, depth=1, width=3, token_budget=2000)
         assert tree.cost.computed == 3 * (stem + 40) and tree.cost.shared == 0

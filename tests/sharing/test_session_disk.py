@@ -105,9 +105,9 @@ def test_a_full_disk_stops_nobody(make: Callable[..., LLM], tmp_path: Path, monk
 
 
 def test_tiers_need_the_prefix_cache(make: Callable[..., LLM], tmp_path: Path):
-    with pytest.raises(BadRequest, match="prefix_cache is off"):
-        make(disk=tmp_path, prefix_cache=False)
-    with make(prefix_cache=False) as llm:
+    with pytest.raises(BadRequest, match="enable_prefix_caching is off"):
+        make(disk=tmp_path, enable_prefix_caching=False)
+    with make(enable_prefix_caching=False) as llm:
         session = llm.session("x")
         session.append(LONG)
         assert session.answer(PARAMS).usage.served["computed"] == len(llm.encode(LONG))
@@ -116,7 +116,7 @@ def test_tiers_need_the_prefix_cache(make: Callable[..., LLM], tmp_path: Path):
 KILLED = """
 import os, signal, sys
 from forerun import LLM, SamplingParams
-llm = LLM(sys.argv[1], weights="float32", threads=1, quiet=True, pool_tokens=4096, disk=sys.argv[2])
+llm = LLM(sys.argv[1], weights="float32", threads=1, quiet=True, kv_cache_tokens=4096, disk=sys.argv[2])
 session = llm.session("killed")
 session.append("The lamp turns twelve times a minute, and every ship answers. " * 6)
 answer = session.answer(SamplingParams(max_tokens=12, ignore_eos=True, speculate="off"))
@@ -149,7 +149,9 @@ def test_another_precision_finds_the_session_and_computes(
         session = llm.session("moved")
         session.append(LONG)
         session.answer(PARAMS)
-    with LLM(str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, pool_tokens=4096, disk=tmp_path) as llm:
+    with LLM(
+        str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, kv_cache_tokens=4096, disk=tmp_path
+    ) as llm:
         again = llm.session("moved", create=False)
         assert again.tokens == session.tokens and again.answer(PARAMS).usage.served["disk"] == 0
 
@@ -173,7 +175,7 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
     """Beside every session a plain list of its tokens and where its turns began; answers are those of an engine with
     room for everything. A small pool: sessions push each other out, to memory and disk."""
     rng, folders = random.Random(seed), iter(range(100))
-    options = {"pool_tokens": 1024, "host_bytes": 256 << 10}
+    options = {"kv_cache_tokens": 1024, "host_bytes": 256 << 10}
     running = make(disk=tmp_path / "0", **options)
     known: dict[str, tuple[list[int], list[int]]] = {}
 

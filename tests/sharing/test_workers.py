@@ -47,7 +47,7 @@ def test_long_and_missing_prefixes_follow_the_same_rule(llm: LLM):
 def test_scaled_positions_without_a_prefix_tree_in_small_chunks(tmp_path: Path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     folder = tiny.write_folder(tmp_path, "llama", rope_parameters=yarn)
-    with open_llm(folder, prefix_cache=False, max_batch=8, chunk_tokens=8) as llm:
+    with open_llm(folder, enable_prefix_caching=False, max_num_seqs=8, max_num_batched_tokens=8) as llm:
         assert llm.config.rope.kind == "yarn" and len(llm.encode(PROMPT)) > 8
         events = list(workers(llm, PROMPT, 3, params(4, logprobs=5), PREFIXES))
         assert llm.engine.pool.used == 0
@@ -91,7 +91,7 @@ def test_one_worker_is_ordinary_generation(family: str, llms: Callable[[str], LL
 
 
 def test_one_worker_with_eight_bit_weights_is_ordinary_generation(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="int8", threads=1, quiet=True, pool_tokens=2048) as llm:
+    with LLM(str(tiny_folder("llama")), weights="int8", threads=1, quiet=True, kv_cache_tokens=2048) as llm:
         expected = llm.generate(PROMPT, params(60))[0].token_ids
         assert tokens_of(list(workers(llm, PROMPT, 1, params(60))), 1)[0] == expected
 

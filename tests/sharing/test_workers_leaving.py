@@ -86,7 +86,7 @@ def test_what_cannot_run_is_refused_at_once(llm: LLM, n: int, options: dict, mes
 
 
 def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+    with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         with pytest.raises(OutOfPages, match="need 39 pages of 16 tokens, the KV pool has 32"):
             workers(llm, [5] * 40, 4, params(140), [[5]] * 4)
         running = workers(llm, [5] * 40, 2, params(140), [[5]] * 2)
@@ -110,7 +110,7 @@ def paused(llm: LLM) -> Iterator[Event]:
 def test_a_request_beside_a_paused_iterator_of_its_own_thread_does_not_wait_for_ever(
     tiny_folder: Callable[[str], Path],
 ):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+    with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         running = paused(llm)
         with pytest.raises(OutOfPages, match="29 of 32 pages belong to an iterator of workers") as caught:
             llm.generate([7] * 100, params(4))
@@ -123,7 +123,7 @@ def test_a_request_beside_a_paused_iterator_of_its_own_thread_does_not_wait_for_
 
 
 def test_a_request_elsewhere_waits_for_workers_who_go_on(tiny_folder: Callable[[str], Path]):
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+    with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         running = paused(llm)
         with ThreadPoolExecutor(1) as other:
             answer = other.submit(llm.generate, [7] * 100, params(4))
@@ -136,7 +136,7 @@ def test_pages_of_an_abandoned_iterator_are_taken_back(
     tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("forerun.engine.leases.PATIENCE", 0.05)
-    with open_llm(tiny_folder("llama"), pool_tokens=512) as llm:
+    with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         running = paused(llm)
         with ThreadPoolExecutor(1) as other:
             assert len(other.submit(llm.generate, [7] * 100, params(4)).result(30)[0].choices[0].token_ids) == 4

@@ -253,7 +253,7 @@ class Runner:
             raise OutOfPages(
                 f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
                 f"{self.pool.free} are free",
-                "ask again when fewer requests run, or raise pool_tokens",
+                "ask again when fewer requests run, or raise kv_cache_tokens",
             )
         pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
         span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)

@@ -118,7 +118,7 @@ class TokenDropRun:
         if count > pool.free:
             raise OutOfPages(
                 f"{len(kept)} kept tokens and {room} more need {count} pages, {pool.free} are free",
-                "keep fewer tokens, or raise pool_tokens",
+                "keep fewer tokens, or raise kv_cache_tokens",
             )
         self._pool, self._stairs, self._layers = pool, RaggedDepthPass(runner), runner.decoder.config.num_layers
         self._pages = array("i", pool.allocate(count))

@@ -58,7 +58,13 @@ def engine_of(target: Path, draft: Path, weights: str = "float32", **config: Any
     drafter, _ = build_decoder(drafting, CPU, weights, 512)
     tokenizer, theirs = opened.tokenizer(), drafting.tokenizer()
     model = DraftModel(drafter, theirs, tokenizer.same_tokens(theirs), "draft")
-    values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+    values = {
+        "max_model_len": 512,
+        "kv_cache_tokens": 2048,
+        "page_size": 8,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+    } | config
     return Engine(decoder, tokenizer, EngineConfig(**values), model, generous())
 
 
@@ -197,7 +203,7 @@ def test_a_long_prompt_is_read_in_parts(spellers: tuple[Path, Path], monkeypatch
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "seed": 5}])
 def test_drafts_push_nobody_out(values: dict[str, Any], tiny_folder: Callable[[str], Path], stranger: Path):
     def figures(drafter: str) -> tuple[list[list[int]], list[int], int]:
-        engine = engine_of(tiny_folder("qwen2"), stranger, pool_tokens=240, chunk_tokens=128)
+        engine = engine_of(tiny_folder("qwen2"), stranger, kv_cache_tokens=240, max_num_batched_tokens=128)
         answers = [Answer(engine, prompt, params(drafter, **values)) for prompt in PROMPTS * 2]
         finish(engine)
         usages = [a.last.usage for a in answers if a.last.usage]

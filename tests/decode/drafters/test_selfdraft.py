@@ -43,7 +43,13 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
         """With costs that make every guess worth checking; `blocks`: drafted with, None: searched for."""
         checkpoint = open_checkpoint(tiny_folder(family))
         decoder, _ = build_decoder(checkpoint, CPU, weights, 512)
-        values = {"max_context": 512, "pool_tokens": 2048, "page_size": 8, "max_batch": 16, "chunk_tokens": 64} | config
+        values = {
+            "max_model_len": 512,
+            "kv_cache_tokens": 2048,
+            "page_size": 8,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 64,
+        } | config
         costs = Controller(CostCurve({1: 1.0, 64: 1.001}), {"self": CostCurve({1: 1e-4, 64: 1.1e-4})})
         made = Engine(decoder, checkpoint.tokenizer(), EngineConfig(**values), None, costs)
         if blocks is not None:
@@ -113,7 +119,7 @@ def test_with_all_blocks_every_guess_is_right(make: Callable[..., Engine]):
 
 def test_preemption_and_pages(make: Callable[..., Engine]):
     plain = run(make(), PROMPTS * 2, params("off"))
-    engine = make(pool_tokens=240, chunk_tokens=128)
+    engine = make(kv_cache_tokens=240, max_num_batched_tokens=128)
     answers = [Answer(engine, prompt, params()) for prompt in PROMPTS * 2]
     finish(engine)
     assert [a.tokens() for a in answers] == plain
@@ -129,7 +135,7 @@ def test_verifiers_that_draw(make: Callable[..., Engine]):
 
 def test_it_can_start_while_requests_hold_every_page(make: Callable[..., Engine], cache: Path):
     """The search and the timing of a round must not need pages of the pool."""
-    engine = make(None, pool_tokens=160, chunk_tokens=128)
+    engine = make(None, kv_cache_tokens=160, max_num_batched_tokens=128)
     engine.speculator.controller.drafters.clear()
     plain = run(make(), PROMPTS * 2, params("off"))
     assert run(engine, PROMPTS * 2, params()) == plain
