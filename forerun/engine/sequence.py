@@ -27,7 +27,7 @@ from forerun.engine.stats import settle
 if TYPE_CHECKING:
     from forerun.decode.grammar import AnswerGrammar
     from forerun.prefill.provisional import Provisional
-    from forerun.prefill.state import Job
+    from forerun.prefill.state import PrefillState
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -74,7 +74,7 @@ class Approximate:
     drafting: bool = False  # nothing of the sequence runs as usual yet
     first: int = 0  # entries before it are exact all the same
     depths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))  # layers the target itself computed
-    job: Job | None = None
+    state: PrefillState | None = None
 
 
 class Status(enum.Enum):

@@ -16,7 +16,7 @@ from forerun.engine.sequence import Approximate, Sequence
 from forerun.errors import BadProfile, ForerunError
 from forerun.params import Prefill
 from forerun.prefill.provisional import Provisional
-from forerun.prefill.state import Phase
+from forerun.prefill.state import PrefillStage
 
 if TYPE_CHECKING:
     from forerun.prefill.prefiller import Prefiller
@@ -113,24 +113,24 @@ class Drafting:
     def _advance(self, seq: Sequence, budget: int) -> int:
         own = seq.approximate
         assert own is not None and self.prefiller is not None
-        if own.job is None:
+        if own.state is None:
             known = len(own.depths) if len(own.depths) > own.first else 0
             depths = own.depths if known else None
             settings, tokens = seq.params.prefilling, seq.packed(len(seq.tokens))
-            own.job = self.prefiller.open(seq.id, tokens, seq.pages, own.first, settings, known, depths)
-            seq.usage.prefill = own.job.report
-        job, spent = own.job, 0
-        if not job.finished:
-            spent = self.prefiller.advance(job, budget)
-        if job.finished:
+            own.state = self.prefiller.open(seq.id, tokens, seq.pages, own.first, settings, known, depths)
+            seq.usage.prefill = own.state.report
+        state, spent = own.state, 0
+        if not state.finished:
+            spent = self.prefiller.advance(state, budget)
+        if state.finished:
             self.close(seq)
             own.drafting = False
-            if job.phase is Phase.EXACT and seq.real is not None:
+            if state.stage is PrefillStage.EXACT and seq.real is not None:
                 self.scheduler.dismiss(seq)  # the real one does that anyway
-            elif job.phase is Phase.EXACT:
+            elif state.stage is PrefillStage.EXACT:
                 seq.approximate = None
             else:
-                seq.computed, own.depths, seq.ready = job.filled, job.depths, job.logits
+                seq.computed, own.depths, seq.ready = state.filled, state.depths, state.logits
         return spent
 
     def close(self, seq: Sequence) -> None:
@@ -138,7 +138,7 @@ class Drafting:
         own = seq.approximate
         if seq.real is not None:
             seq.real.usage.prefill = seq.usage.prefill
-        if own is not None and own.job is not None:
+        if own is not None and own.state is not None:
             assert self.prefiller is not None
-            self.prefiller.close(own.job)
-            own.job = None
+            self.prefiller.close(own.state)
+            own.state = None

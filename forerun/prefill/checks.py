@@ -34,7 +34,7 @@ from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
 from forerun.models.transfer import send
 from forerun.prefill.attention_scores import slots_of
-from forerun.prefill.plan import Checkpoint
+from forerun.prefill.plan import CheckSpan
 
 SIGNALS = ("key", "value", "attention", "hidden")
 COSINES = ("attention", "hidden")  # larger is better
@@ -76,7 +76,7 @@ class Scores:
         means = {s: np.nan_to_num(values[self.base :].T.copy().mean(1)).tolist() for s, values in self.values.items()}
         return [{s: round(of[i], 5) for s, of in means.items()} for i in range(len(means["key"]))]
 
-    def write(self, report: PrefillReport, spans: list[Checkpoint], passed: np.ndarray) -> None:
+    def write(self, report: PrefillReport, spans: list[CheckSpan], passed: np.ndarray) -> None:
         """Means per layer are of the first round, when all that was drafted is compared."""
         if report.rounds == 1:
             report.scores |= self.means()
@@ -107,7 +107,7 @@ class Checker:
     device many small steps in every layer would cost more than what they compute.
     """
 
-    def __init__(self, runner: Runner, pages: array[int], spans: list[Checkpoint], base: int, sinks: int) -> None:
+    def __init__(self, runner: Runner, pages: array[int], spans: list[CheckSpan], base: int, sinks: int) -> None:
         """`sinks`: entries at the start of the prompt that are exact."""
         self._runner, self._decoder, self._planes = runner, runner.decoder, runner.planes
         self.spans, self._base = spans, base

@@ -20,14 +20,14 @@ from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.copy_matching import copy_scores, top_mask
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 
 class TokenScorer(Protocol):
     """Scores from elsewhere, such as a draft of another tokenizer; made by whoever has it."""
 
-    def scores(self, job: Job) -> np.ndarray:
-        """[len(job.tokens)] how much the tail looks at each token."""
+    def scores(self, state: PrefillState) -> np.ndarray:
+        """[len(state.tokens)] how much the tail looks at each token."""
 
     def cost(self, tokens: int) -> float:
         """Work of scoring a prompt of so many tokens, in tokens of the target's own prefill."""
@@ -37,40 +37,40 @@ class TokenScorer(Protocol):
 class ChooserInput:
     """What a chooser may use for one prompt."""
 
-    job: Job
+    state: PrefillState
     source: KVSource
     runner: Runner
     scorers: dict[str, TokenScorer]
 
 
-Chooser = Callable[[ChooserInput], "np.ndarray | None"]  # scores [len(job.tokens)], or None where there are none
+Chooser = Callable[[ChooserInput], "np.ndarray | None"]  # scores [len(state.tokens)], or None where there are none
 
 
 def by_source(case: ChooserInput) -> np.ndarray | None:
     """What the source measured on its way: draft attention, attention of lower layers, deviation of copied K/V."""
-    return case.source.scores(case.job)
+    return case.source.scores(case.state)
 
 
 def by_tail(case: ChooserInput) -> np.ndarray:
     """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
-    repeated = copy_scores(case.job.ids, case.job.end)  # first: a device still reads the prompt meanwhile
-    return tail_attention(case.runner, case.job, case.source.base) + repeated
+    repeated = copy_scores(case.state.ids, case.state.end)  # first: a device still reads the prompt meanwhile
+    return tail_attention(case.runner, case.state, case.source.base) + repeated
 
 
 def by_scorer(case: ChooserInput) -> np.ndarray | None:
     scorer = case.scorers.get("cross")
-    return None if scorer is None else scorer.scores(case.job)
+    return None if scorer is None else scorer.scores(case.state)
 
 
 def by_start(case: ChooserInput) -> np.ndarray:
     """First tokens first: of each span that was copied from elsewhere, else of the prompt."""
-    copied = case.source.scores(case.job) if case.source.name == "chunk" else None
-    return -np.arange(len(case.job.tokens), dtype=np.float64) if copied is None else copied
+    copied = case.source.scores(case.state) if case.source.name == "chunk" else None
+    return -np.arange(len(case.state.tokens), dtype=np.float64) if copied is None else copied
 
 
 def at_random(case: ChooserInput) -> np.ndarray:
     """The baseline: the same for every prompt of a length."""
-    return np.random.default_rng(len(case.job.tokens)).random(len(case.job.tokens))
+    return np.random.default_rng(len(case.state.tokens)).random(len(case.state.tokens))
 
 
 CHOOSERS: dict[str, Chooser] = {
@@ -130,33 +130,33 @@ def smooth(scores: np.ndarray, window: int) -> np.ndarray:
     return (sums[hi] - sums[lo]) / (hi - lo)
 
 
-def tail_rows(job: Job, base: int, want: int = 0) -> Rows:
+def tail_rows(state: PrefillState, base: int, want: int = 0) -> Rows:
     """The tail through all layers, or from `base` on where the source has run it through those below; `want`: of so
     many of its last tokens logits."""
-    entries, x = np.arange(job.end, len(job.tokens)), None
-    if job.x is not None and job.x.shape[0] == len(job.tokens) - job.first:
-        x = job.x[job.end - job.first :]
-    wanted, depths = range(max(0, len(entries) - want), len(entries)), np.full(len(entries), job.layers)
-    return Rows(job.ids[job.end :], entries, job.pages, depths, wanted, x=x, first=0 if x is None else base)
+    entries, x = np.arange(state.end, len(state.tokens)), None
+    if state.x is not None and state.x.shape[0] == len(state.tokens) - state.first:
+        x = state.x[state.end - state.first :]
+    wanted, depths = range(max(0, len(entries) - want), len(entries)), np.full(len(entries), state.layers)
+    return Rows(state.ids[state.end :], entries, state.pages, depths, wanted, x=x, first=0 if x is None else base)
 
 
-def tail_attention(runner: Runner, job: Job, base: int) -> np.ndarray:
-    """[len(job.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and the
+def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray:
+    """[len(state.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and the
     layers they run.
 
     The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
     has the pass and the sums ready does both at once, in all layers.
     """
-    seen = runner.tail_attention(Span(job.ids[job.end :].tolist(), job.end, job.pages, ()))
+    seen = runner.tail_attention(Span(state.ids[state.end :].tolist(), state.end, state.pages, ()))
     if seen is not None:
         return seen
-    tail_attention = TailAttention(runner, job.pages, job.end, len(job.tokens))
+    tail_attention = TailAttention(runner, state.pages, state.end, len(state.tokens))
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is not None:
-            tail_attention.see(layer, q, job.end)
+            tail_attention.see(layer, q, state.end)
 
-    RaggedDepthPass(runner).run(tail_rows(job, base), watch)
+    RaggedDepthPass(runner).run(tail_rows(state, base), watch)
     return tail_attention.reduce()
 
 

@@ -20,7 +20,7 @@ from forerun.errors import BadRequest, OutOfPages
 from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.sources.kv_writer import macs
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer
 
 CHUNK = 512  # tokens of a forward
@@ -137,9 +137,9 @@ class CrossScores:
         """In tokens of the target's prefill; as if the text had as many tokens here."""
         return self._cost * tokens
 
-    def scores(self, job: Job) -> np.ndarray:
-        """[len(job.tokens)] how much the prompt's tail looks at each token."""
-        return self.of(job.tokens, len(job.tokens) - job.end)
+    def scores(self, state: PrefillState) -> np.ndarray:
+        """[len(state.tokens)] how much the prompt's tail looks at each token."""
+        return self.of(state.tokens, len(state.tokens) - state.end)
 
     def of(self, tokens: Sequence[int], tail: int) -> np.ndarray:
         """[len(tokens)] how much the last `tail` of them look at each."""

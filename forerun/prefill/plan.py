@@ -16,15 +16,15 @@ from forerun.prefill.choosers import select
 from forerun.prefill.depth import DepthMap
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 
 
 @runtime_checkable
 class Gapped(Protocol):
     """A source that leaves entries without any K/V."""
 
-    def missing(self, job: Job) -> np.ndarray:
-        """Entries before job.end that the target must run through all layers."""
+    def missing(self, state: PrefillState) -> np.ndarray:
+        """Entries before state.end that the target must run through all layers."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckSpan:
     """Entries first .. first + count, where drafted and recomputed K/V are compared; they stand for lo .. hi."""
 
     first: int
@@ -68,10 +68,10 @@ class Checkpoint:
 
 
 @dataclass
-class Plan:
+class PrefillPlan:
     todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries to recompute, in order
     chosen: int = 0  # entries taken by their scores, whether or not they are recomputed already
-    spans: list[Checkpoint] = field(default_factory=list)
+    spans: list[CheckSpan] = field(default_factory=list)
     cost: float = 1.0  # expected, as a share of exact prefill's
     exact: str = ""  # why exact prefill is taken instead; empty: it is not
 
@@ -79,10 +79,10 @@ class Plan:
 class Costs:
     """Work in tokens of the target's prefill, for one prompt."""
 
-    def __init__(self, job: Job, source: KVSource, config: ModelConfig) -> None:
-        self._job, self._base = job, source.base
-        self.exact = float(max(1, len(job.tokens) - job.first))
-        self.tail = float(len(job.tokens) - job.end)
+    def __init__(self, state: PrefillState, source: KVSource, config: ModelConfig) -> None:
+        self._job, self._base = state, source.base
+        self.exact = float(max(1, len(state.tokens) - state.first))
+        self.tail = float(len(state.tokens) - state.end)
         # a check applies the attention's output matrix twice to every row
         mlp, attention = 3 * config.intermediate_size, 2 * config.q_size + 2 * config.kv_size
         self._check_row = 2 * config.q_size / (mlp + attention)
@@ -110,62 +110,64 @@ class Costs:
         return self._check_row * rows
 
 
-def too_short(job: Job, policy: Policy, start: float = 1.0) -> str:
+def too_short(state: PrefillState, policy: Policy, start: float = 1.0) -> str:
     """Why a prompt is not worth drafting, from its length alone."""
-    drafted, least = job.end - job.first, max(1, round(start * policy.shortest))
+    drafted, least = state.end - state.first, max(1, round(start * policy.shortest))
     if drafted < least:
-        known = f"{job.first} tokens are known exactly, " if job.first else ""
+        known = f"{state.first} tokens are known exactly, " if state.first else ""
         return f"{known}{drafted} tokens to draft are too few, the least is {least}"
     return ""
 
 
-def least_work(job: Job, must: np.ndarray, costs: Costs, policy: Policy) -> float:
+def least_work(state: PrefillState, must: np.ndarray, costs: Costs, policy: Policy) -> float:
     """What is left to do after reading when no token is chosen: required rows, checkpoints, the tail."""
     checks = policy.spans * policy.span
-    return costs.rows(_open(job, must)) + checks * costs.row + costs.checks(checks) + costs.tail
+    return costs.rows(_open(state, must)) + checks * costs.row + costs.checks(checks) + costs.tail
 
 
 def plan(
-    job: Job,
+    state: PrefillState,
     scores: np.ndarray | None,
     profile: Profile,
     source: KVSource,
     costs: Costs,
     policy: Policy,
     spent: float = 0.0,
-) -> Plan:
+) -> PrefillPlan:
     """`spent`: work done so far, reading included. Without scores, what it is going to cost: any tokens will do."""
-    must = required(job, source, policy)
-    free = np.zeros(job.end, dtype=bool)
-    free[max(job.first, policy.first) :] = True
+    must = required(state, source, policy)
+    free = np.zeros(state.end, dtype=bool)
+    free[max(state.first, policy.first) :] = True
     free[must] = False
     candidates = np.flatnonzero(free)
-    count, why = _count(job, len(candidates), must, profile, costs, policy, spent)
+    count, why = _count(state, len(candidates), must, profile, costs, policy, spent)
     if why:
-        return Plan(exact=why)
+        return PrefillPlan(exact=why)
     chosen = candidates[:count] if scores is None else select(scores, candidates, count, policy.window)
-    checkpoints = place(job, chosen, must, policy)
+    checkpoints = place(state, chosen, must, policy)
     checked = [checkpoint.entries for checkpoint in checkpoints]
-    todo = _open(job, _union(job.end, must, chosen, *checked))
+    todo = _open(state, _union(state.end, must, chosen, *checked))
     rows = costs.row * len(todo) if scores is None else costs.rows(todo)  # what a source will keep is not read yet
     work = spent + rows + costs.checks(sum(map(len, checked))) + costs.tail
     cost = work / costs.exact
     if why := _too_dear(cost):
-        return Plan(cost=cost, exact=why)
-    return Plan(todo, len(chosen), checkpoints, cost)
+        return PrefillPlan(cost=cost, exact=why)
+    return PrefillPlan(todo, len(chosen), checkpoints, cost)
 
 
-def foresee(job: Job, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0) -> str:
+def foresee(
+    state: PrefillState, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0
+) -> str:
     """Why exact prefill would be taken instead, before anything is read; empty: it would not. What `plan` says without
     scores; of a prompt whose entries are all alike that is known without looking at them."""
-    begun = job.x is not None and job.x.shape[0] > 0
-    if begun or isinstance(source, Gapped) or job.depths[job.first :].any():
-        return plan(job, None, profile, source, costs, policy, spent).exact
-    lo, size, must = max(job.first, policy.first), policy.span, required(job, source, policy)
-    count, why = _count(job, max(0, job.end - lo), must, profile, costs, policy, spent)
+    begun = state.x is not None and state.x.shape[0] > 0
+    if begun or isinstance(source, Gapped) or state.depths[state.first :].any():
+        return plan(state, None, profile, source, costs, policy, spent).exact
+    lo, size, must = max(state.first, policy.first), policy.span, required(state, source, policy)
+    count, why = _count(state, max(0, state.end - lo), must, profile, costs, policy, spent)
     if why:
         return why
-    edges = np.linspace(lo, job.end, policy.spans + 1).astype(np.int64).tolist()
+    edges = np.linspace(lo, state.end, policy.spans + 1).astype(np.int64).tolist()
     lefts = [left for left, right in zip(edges, edges[1:], strict=False) if right - left >= size]
     # the first `count` are as good as any: a checkpoint lies among them, or as far as there are any
     more = sum(size - min(max(lo + count - left, 0), size) for left in lefts)
@@ -173,27 +175,27 @@ def foresee(job: Job, profile: Profile, source: KVSource, costs: Costs, policy: 
     return _too_dear(work / costs.exact)
 
 
-def required(job: Job, source: KVSource, policy: Policy) -> np.ndarray:
+def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarray:
     """Entries that are recomputed whatever the scores: the first ones, and those that the source could not draft."""
-    first = np.arange(job.first, min(policy.first, job.end), dtype=np.int64)
-    return np.union1d(first, source.missing(job)).astype(np.int64) if isinstance(source, Gapped) else first
+    first = np.arange(state.first, min(policy.first, state.end), dtype=np.int64)
+    return np.union1d(first, source.missing(state)).astype(np.int64) if isinstance(source, Gapped) else first
 
 
-def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[Checkpoint]:
+def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[CheckSpan]:
     """Checkpoints spread evenly over what is drafted, each where most of its entries are chosen anyway.
 
     Only entries that still hold drafted K/V can be compared; what `must` be recomputed says nothing about the rest.
     """
-    lo, size = max(job.first, policy.first), policy.span
-    drafted = np.zeros(job.end, dtype=bool)
-    drafted[lo:] = job.depths[lo:] < job.layers
+    lo, size = max(state.first, policy.first), policy.span
+    drafted = np.zeros(state.end, dtype=bool)
+    drafted[lo:] = state.depths[lo:] < state.layers
     drafted[must] = False
-    wanted = np.zeros(job.end, dtype=bool)
+    wanted = np.zeros(state.end, dtype=bool)
     wanted[chosen] = True
     gain = _sums(wanted, size)
     if not drafted[lo:].all():
         gain[_sums(drafted, size) < size] = -1  # not all of it can be compared
-    edges = np.linspace(lo, job.end, policy.spans + 1).astype(np.int64)
+    edges = np.linspace(lo, state.end, policy.spans + 1).astype(np.int64)
     starts = []
     for left, right in zip(edges, edges[1:], strict=False):
         mine = gain[left : max(left, right - size + 1)]
@@ -201,32 +203,32 @@ def place(job: Job, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> lis
             best = left + np.flatnonzero(mine == mine.max())
             starts.append(int(best[np.abs(best - (left + right - size) / 2).argmin()]))
     middles = [(a + b + size) // 2 for a, b in zip(starts, starts[1:], strict=False)]
-    bounds = [job.first, *middles, job.end]
-    return [Checkpoint(s, size, a, b) for s, a, b in zip(starts, bounds, bounds[1:], strict=False)]
+    bounds = [state.first, *middles, state.end]
+    return [CheckSpan(s, size, a, b) for s, a, b in zip(starts, bounds, bounds[1:], strict=False)]
 
 
-def deepen(job: Job, failed: list[Checkpoint], scores: np.ndarray, share: float) -> np.ndarray:
+def deepen(state: PrefillState, failed: list[CheckSpan], scores: np.ndarray, share: float) -> np.ndarray:
     """Entries to recompute next: of each region behind a failed checkpoint this share of what is left, best scores
     first, and the checkpoint once more, to see what difference it makes."""
     parts = []
     for checkpoint in failed:
         left = np.arange(checkpoint.lo, checkpoint.hi)
-        left = _open(job, left)
+        left = _open(state, left)
         parts += [select(scores, left, int(np.ceil(share * len(left)))), checkpoint.entries]
-    return _union(job.end, *parts)
+    return _union(state.end, *parts)
 
 
 def _count(
-    job: Job, candidates: int, must: np.ndarray, profile: Profile, costs: Costs, policy: Policy, spent: float
+    state: PrefillState, candidates: int, must: np.ndarray, profile: Profile, costs: Costs, policy: Policy, spent: float
 ) -> tuple[int, str]:
     """How many of the candidates are chosen by their scores; or why exact prefill is taken instead."""
-    budget = job.settings.budget
-    share, why = _share(job, profile)
+    budget = state.settings.budget
+    share, why = _share(state, profile)
     if share is None:
         return 0, why
     count = round(share * candidates)
     if budget is not None:
-        room = budget * costs.exact - spent - least_work(job, must, costs, policy)
+        room = budget * costs.exact - spent - least_work(state, must, costs, policy)
         if room < 0.0:
             return 0, f"a budget of {budget} is less than drafting this prompt costs at the least"
         count = min(count, int(room / costs.row))
@@ -237,8 +239,8 @@ def _too_dear(cost: float) -> str:
     return f"drafting would cost {cost:.2f} of exact prefill" if cost > 1.0 + 1e-9 else ""
 
 
-def _share(job: Job, profile: Profile) -> tuple[float | None, str]:
-    settings = job.settings
+def _share(state: PrefillState, profile: Profile) -> tuple[float | None, str]:
+    settings = state.settings
     share = profile.share_for(settings.budget, settings.quality)
     if share is None and settings.budget is not None and not profile.curve:
         return 1.0, ""  # nothing was measured: as much as the budget allows
@@ -251,9 +253,9 @@ def _share(job: Job, profile: Profile) -> tuple[float | None, str]:
     return share, ""
 
 
-def _open(job: Job, entries: np.ndarray) -> np.ndarray:
+def _open(state: PrefillState, entries: np.ndarray) -> np.ndarray:
     """Those that the target has not computed through all layers."""
-    return entries[job.depths[entries] < job.layers]
+    return entries[state.depths[entries] < state.layers]
 
 
 def _union(end: int, *parts: np.ndarray) -> np.ndarray:
@@ -274,32 +276,32 @@ def _sums(values: np.ndarray, size: int) -> np.ndarray:
 # -- what became of it -------------------------------------------------------------------------------------------------
 
 
-def describe(job: Job) -> None:
+def describe(state: PrefillState) -> None:
     """Write down what has become of the tokens so far."""
-    report, depths = job.report, job.depths
-    shallow = depths < job.layers
-    report.exact = int(shallow.argmax()) if shallow.any() else len(job.tokens)
+    report, depths = state.report, state.depths
+    shallow = depths < state.layers
+    report.exact = int(shallow.argmax()) if shallow.any() else len(state.tokens)
     kept = depths[report.exact :]
-    report.drafted, report.recomputed = len(kept), int((kept == job.layers).sum())
+    report.drafted, report.recomputed = len(kept), int((kept == state.layers).sum())
     report.accepted = report.drafted - report.recomputed
-    whole = np.concatenate((depths, np.full(len(job.tokens) - job.end, job.layers, dtype=depths.dtype)))
-    report.depth_runs = DepthMap(whole, job.layers).runs()
+    whole = np.concatenate((depths, np.full(len(state.tokens) - state.end, state.layers, dtype=depths.dtype)))
+    report.depth_runs = DepthMap(whole, state.layers).runs()
 
 
-def settle(job: Job, costs: Costs, spent: float) -> None:
+def settle(state: PrefillState, costs: Costs, spent: float) -> None:
     """All before the tail has K/V, and it was described: add up what that cost."""
-    job.report.token_layers += int(costs.tail) * job.layers
-    job.report.cost = (spent + costs.tail) / costs.exact
-    job.phase = Phase.DONE
+    state.report.token_layers += int(costs.tail) * state.layers
+    state.report.cost = (spent + costs.tail) / costs.exact
+    state.stage = PrefillStage.DONE
 
 
-def leave(job: Job, why: str, spent: float = 0.0) -> Job:
+def leave(state: PrefillState, why: str, spent: float = 0.0) -> PrefillState:
     """The engine computes the prompt as usual; what was spent on it so far comes on top."""
-    report, exact = job.report, len(job.tokens) - job.first
-    report.fell_back, report.exact = why, len(job.tokens)
+    report, exact = state.report, len(state.tokens) - state.first
+    report.fell_back, report.exact = why, len(state.tokens)
     report.drafted = report.accepted = report.recomputed = 0
-    report.token_layers += exact * job.layers
+    report.token_layers += exact * state.layers
     report.cost = 1.0 + spent / max(1, exact)
-    report.depth_runs = DepthMap.exact(len(job.tokens), job.layers).runs()
-    job.todo, job.phase = np.zeros(0, dtype=np.int64), Phase.EXACT
-    return job
+    report.depth_runs = DepthMap.exact(len(state.tokens), state.layers).runs()
+    state.todo, state.stage = np.zeros(0, dtype=np.int64), PrefillStage.EXACT
+    return state

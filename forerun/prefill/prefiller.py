@@ -32,11 +32,11 @@ from forerun.prefill.choosers import (
 )
 from forerun.prefill.depth import RaggedDepthPass
 from forerun.prefill.plan import (
-    Checkpoint,
+    CheckSpan,
     Costs,
     Gapped,
-    Plan,
     Policy,
+    PrefillPlan,
     deepen,
     describe,
     foresee,
@@ -48,9 +48,9 @@ from forerun.prefill.plan import (
 )
 from forerun.prefill.profile import Profile
 from forerun.prefill.progress import Way
-from forerun.prefill.recompute import Repair
+from forerun.prefill.recompute import Recomputer
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 
 JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
 
@@ -71,7 +71,7 @@ class Prefiller:
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
         self._ragged_pass, self._repairs = (
             RaggedDepthPass(ctx.runner),
-            Repair(ctx.runner, self.policy),
+            Recomputer(ctx.runner, self.policy),
         )
         self._sources: dict[str, KVSource] = {}
         self._progress: dict[int, Way] = {}
@@ -106,9 +106,11 @@ class Prefiller:
         """Of a new prompt, as a share of exact prefill's."""
         assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
-        job = Job(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
-        run = Way(source, chooser_for(settings.chooser, source.name), Costs(job, source, self._config))
-        work = run.reading(job, self._scorers) + least_work(job, np.arange(self.policy.first), run.costs, self.policy)
+        state = PrefillState(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
+        run = Way(source, chooser_for(settings.chooser, source.name), Costs(state, source, self._config))
+        work = run.reading(state, self._scorers) + least_work(
+            state, np.arange(self.policy.first), run.costs, self.policy
+        )
         return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
 
     def key(self, settings: Prefill) -> str:
@@ -150,128 +152,132 @@ class Prefiller:
         settings: Prefill,
         known: int = 0,
         depths: np.ndarray | None = None,
-    ) -> Job:
+    ) -> PrefillState:
         """`first` entries are exact; those before `known` hold drafted K/V of these `depths`. What is not worth
         drafting, or cannot be, comes back as `Phase.EXACT`."""
         end = max(first, len(tokens) - self.policy.tail)
-        job = Job(seq_id, tokens, pages, first, end, settings, self._config.num_layers)
+        state = PrefillState(seq_id, tokens, pages, first, end, settings, self._config.num_layers)
         if depths is not None:
-            job.known = min(known, end)
-            job.depths[first : job.known] = depths[first : job.known]
+            state.known = min(known, end)
+            state.depths[first : state.known] = depths[first : state.known]
         problem = self.problem(settings, len(tokens))
         if problem is not None:
-            return leave(job, str(problem))
+            return leave(state, str(problem))
         source = self.source(settings)
-        job.report.source, job.report.chooser = source.name, chooser_for(settings.chooser, source.name)
-        if short := too_short(job, self.policy, source.start):
-            return leave(job, short)
-        source.open(job)
-        costs = Costs(job, source, self._config)
-        run = self._progress[job.id] = Way(source, job.report.chooser, costs)
+        state.report.source, state.report.chooser = source.name, chooser_for(settings.chooser, source.name)
+        if short := too_short(state, self.policy, source.start):
+            return leave(state, short)
+        source.open(state)
+        costs = Costs(state, source, self._config)
+        run = self._progress[state.id] = Way(source, state.report.chooser, costs)
         assert self.profile is not None
-        why = foresee(job, self.profile, source, costs, self.policy, run.reading(job, self._scorers))
-        return leave(job, why) if why else job
+        why = foresee(state, self.profile, source, costs, self.policy, run.reading(state, self._scorers))
+        return leave(state, why) if why else state
 
-    def close(self, job: Job) -> None:
-        """The job is done, or its sequence is gone."""
-        run = self._progress.pop(job.id, None)
+    def close(self, state: PrefillState) -> None:
+        """The state is done, or its sequence is gone."""
+        run = self._progress.pop(state.id, None)
         if run is not None:
-            run.source.finish(job)
+            run.source.finish(state)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def advance(self, job: Job, budget: int) -> int:
+    def advance(self, state: PrefillState, budget: int) -> int:
         """Work of about `budget` tokens of the target's prefill; how much it was, at least 1."""
-        assert not job.finished and budget >= 1
-        run = self._progress[job.id]
+        assert not state.finished and budget >= 1
+        run = self._progress[state.id]
         before = run.spent
-        while not job.finished and (run.spent == before or run.spent - before <= budget / 2):
+        while not state.finished and (run.spent == before or run.spent - before <= budget / 2):
             left = max(1, int(budget - (run.spent - before)))
-            if job.read < len(job.tokens):
-                self._read(job, run, left)
-            elif job.phase is Phase.READ:
-                self._plan(job, run)
-            elif len(job.todo):
-                self._repair(job, run, left)
+            if state.read < len(state.tokens):
+                self._read(state, run, left)
+            elif state.stage is PrefillStage.READING:
+                self._plan(state, run)
+            elif len(state.todo):
+                self._repair(state, run, left)
             else:
-                self._check(job, run)
+                self._check(state, run)
         return max(1, math.ceil(run.spent - before))
 
-    def _read(self, job: Job, run: Way, budget: int) -> None:
-        start, missing = time.perf_counter(), len(job.tokens) - job.read
+    def _read(self, state: PrefillState, run: Way, budget: int) -> None:
+        start, missing = time.perf_counter(), len(state.tokens) - state.read
         count = min(missing, max(1, int(budget / max(run.source.cost(missing) / missing, 1e-6))))
         if self._runner.decoder.device.type == "cpu":
             count = min(count, self.policy.chunk)
-        run.source.read(job, count)
-        drafted = slice(job.first, min(job.read, job.end))
-        job.report.token_layers += run.source.base * max(0, drafted.stop - max(job.first, job.read - count))
-        job.depths[drafted] = np.maximum(job.depths[drafted], run.source.base)
+        run.source.read(state, count)
+        drafted = slice(state.first, min(state.read, state.end))
+        state.report.token_layers += run.source.base * max(0, drafted.stop - max(state.first, state.read - count))
+        state.depths[drafted] = np.maximum(state.depths[drafted], run.source.base)
         run.spent += run.source.cost(count)
-        job.report.read_s += time.perf_counter() - start
-        if not run.glanced and job.read - max(job.first, job.known) >= self.policy.glance and job.read < job.end:
-            self._glance(job, run)
+        state.report.read_s += time.perf_counter() - start
+        if (
+            not run.glanced
+            and state.read - max(state.first, state.known) >= self.policy.glance
+            and state.read < state.end
+        ):
+            self._glance(state, run)
 
-    def _glance(self, job: Job, run: Way) -> None:
+    def _glance(self, state: PrefillState, run: Way) -> None:
         """A first look at drafts, so that a prompt they are no good for is not read to its end."""
         run.glanced = True
         assert self.profile is not None
         if not self.profile.thresholds or isinstance(run.source, Gapped):  # what is missing says nothing about the rest
             return
-        scores, entries = self._repairs.first_look(job, run.costs, run.source.base)
+        scores, entries = self._repairs.first_look(state, run.costs, run.source.base)
         run.spent += run.costs.rows(entries) + run.costs.checks(self.policy.span)
         if not scores.finite.all():
-            wipe(self._runner, job.pages, job.first, len(job.tokens))
+            wipe(self._runner, state.pages, state.first, len(state.tokens))
         if not scores.passed(self.profile.thresholds, self.policy.failing).all():
-            leave(job, f"a first look at {self.policy.span} of {job.read} tokens failed", run.spent)
+            leave(state, f"a first look at {self.policy.span} of {state.read} tokens failed", run.spent)
 
-    def _plan(self, job: Job, run: Way) -> None:
+    def _plan(self, state: PrefillState, run: Way) -> None:
         start = time.perf_counter()
-        scores = CHOOSERS[run.chooser](ChooserInput(job, run.source, self._runner, self._scorers))
-        run.spent += run.reading(job, self._scorers)  # all is read: what is left is the scoring
-        job.report.token_layers += int(run.costs.tail) * job.layers if run.chooser == "tail" else 0
-        job.report.read_s += time.perf_counter() - start
+        scores = CHOOSERS[run.chooser](ChooserInput(state, run.source, self._runner, self._scorers))
+        run.spent += run.reading(state, self._scorers)  # all is read: what is left is the scoring
+        state.report.token_layers += int(run.costs.tail) * state.layers if run.chooser == "tail" else 0
+        state.report.read_s += time.perf_counter() - start
         assert self.profile is not None
-        made = Plan(exact=f"the source {run.source.name!r} has no scores for the chooser {run.chooser!r}")
+        made = PrefillPlan(exact=f"the source {run.source.name!r} has no scores for the chooser {run.chooser!r}")
         if scores is not None:
-            made = plan(job, scores, self.profile, run.source, run.costs, self.policy, run.spent)
+            made = plan(state, scores, self.profile, run.source, run.costs, self.policy, run.spent)
         if scores is None or made.exact:
-            leave(job, made.exact, run.spent)
+            leave(state, made.exact, run.spent)
             return
         run.scores, run.spans = scores, made.spans
-        job.phase = Phase.REPAIR
+        state.stage = PrefillStage.RECOMPUTING
         start = time.perf_counter()
-        self._begin_round(job, run, made.todo, made.spans)
-        job.report.check_s += time.perf_counter() - start
+        self._begin_round(state, run, made.todo, made.spans)
+        state.report.check_s += time.perf_counter() - start
 
-    def _begin_round(self, job: Job, run: Way, todo: np.ndarray, spans: list[Checkpoint]) -> None:
-        job.todo = todo
-        job.report.rounds += 1
-        sinks, base = min(self.policy.first, job.end), run.source.base
-        run.checker = Checker(self._runner, job.pages, spans, base, sinks) if spans else None
+    def _begin_round(self, state: PrefillState, run: Way, todo: np.ndarray, spans: list[CheckSpan]) -> None:
+        state.todo = todo
+        state.report.rounds += 1
+        sinks, base = min(self.policy.first, state.end), run.source.base
+        run.checker = Checker(self._runner, state.pages, spans, base, sinks) if spans else None
 
-    def _repair(self, job: Job, run: Way, budget: int) -> None:
-        entries = job.todo[: min(budget, self._repairs.most or budget)]
-        last = len(entries) == len(job.todo)
-        entries = entries[: self._repairs.run(job, run.costs, entries, run.checker, last)]
-        job.todo = job.todo[len(entries) :]
+    def _repair(self, state: PrefillState, run: Way, budget: int) -> None:
+        entries = state.todo[: min(budget, self._repairs.most or budget)]
+        last = len(entries) == len(state.todo)
+        entries = entries[: self._repairs.run(state, run.costs, entries, run.checker, last)]
+        state.todo = state.todo[len(entries) :]
         run.spent += run.costs.rows(entries)
 
     # -- checking ------------------------------------------------------------------------------------------------------
 
-    def _check(self, job: Job, run: Way) -> None:
+    def _check(self, state: PrefillState, run: Way) -> None:
         """A round of repair is over: done, another round where checks failed, or exact prefill."""
-        report, checker = job.report, run.checker
+        report, checker = state.report, run.checker
         assert self.profile is not None
-        describe(job)  # what is so if checks pass: now, while a device is still at it
+        describe(state)  # what is so if checks pass: now, while a device is still at it
         if checker is None:
-            settle(job, run.costs, run.spent)
+            settle(state, run.costs, run.spent)
             return
         start = time.perf_counter()
         kl, before = None, run.logits
         run.spent += run.costs.checks(sum(span.count for span in checker.spans))
         if before is not None:
-            run.logits = self._judge(job, run)
+            run.logits = self._judge(state, run)
             kl = divergence(run.logits, before)
         scores = checker.scores(kl)
         passed = scores.verdict(self.profile.thresholds, self.policy.failing)
@@ -279,30 +285,30 @@ class Prefiller:
         failed = [span for span, good in zip(checker.spans, passed, strict=True) if not good]
         deepened = report.rounds - 1
         if not scores.finite.all():
-            wipe(self._runner, job.pages, job.first, len(job.tokens))
-            leave(job, "drafted K/V held values that are no finite numbers", run.spent)
+            wipe(self._runner, state.pages, state.first, len(state.tokens))
+            leave(state, "drafted K/V held values that are no finite numbers", run.spent)
         elif not failed or deepened >= self.policy.deepenings:
-            settle(job, run.costs, run.spent)
+            settle(state, run.costs, run.spent)
         else:
-            self._deepen(job, run, failed, 1.0 / (self.policy.deepenings - deepened))
+            self._deepen(state, run, failed, 1.0 / (self.policy.deepenings - deepened))
         report.check_s += time.perf_counter() - start
 
-    def _deepen(self, job: Job, run: Way, failed: list[Checkpoint], share: float) -> None:
+    def _deepen(self, state: PrefillState, run: Way, failed: list[CheckSpan], share: float) -> None:
         """Exact prefill, if all that failed might have to be recomputed at a cost beyond it."""
-        whole = deepen(job, failed, run.scores, 1.0)
+        whole = deepen(state, failed, run.scores, 1.0)
         checks = run.costs.checks(sum(span.count for span in failed))
         tails = 3 if run.logits is None else 2  # to compare the rounds, and the engine's own
         work = run.spent + run.costs.rows(whole) + checks + tails * run.costs.tail
         if work > run.costs.exact:
             failures = f"{len(failed)} of {len(run.spans)} checkpoints failed"
-            leave(job, f"{failures}, repair would cost {work / run.costs.exact:.2f} of exact prefill", run.spent)
+            leave(state, f"{failures}, repair would cost {work / run.costs.exact:.2f} of exact prefill", run.spent)
             return
         if run.logits is None:
-            run.logits = self._judge(job, run)
-        self._begin_round(job, run, deepen(job, failed, run.scores, share), failed)
+            run.logits = self._judge(state, run)
+        self._begin_round(state, run, deepen(state, failed, run.scores, share), failed)
 
-    def _judge(self, job: Job, run: Way) -> Tensor:
+    def _judge(self, state: PrefillState, run: Way) -> Tensor:
         """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
         run.spent += run.costs.tail
-        job.report.token_layers += int(run.costs.tail) * job.layers
-        return self._ragged_pass.run(tail_rows(job, run.source.base, JUDGED)).logits.clone()
+        state.report.token_layers += int(run.costs.tail) * state.layers
+        return self._ragged_pass.run(tail_rows(state, run.source.base, JUDGED)).logits.clone()

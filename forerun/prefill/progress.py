@@ -1,4 +1,4 @@
-"""How far one prompt's drafting has come, beside what its job says. Only state, and what is still to be read."""
+"""How far one prompt's drafting has come, beside what its state says. Only state, and what is still to be read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from forerun.prefill.checks import Checker
 from forerun.prefill.choosers import TokenScorer
-from forerun.prefill.plan import Checkpoint, Costs
+from forerun.prefill.plan import CheckSpan, Costs
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 
 @dataclass
@@ -22,14 +22,14 @@ class Way:
     costs: Costs
     spent: float = 0.0  # work, in tokens of the target's prefill
     scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    spans: list[Checkpoint] = field(default_factory=list)
+    spans: list[CheckSpan] = field(default_factory=list)
     checker: Checker | None = None
     logits: Tensor | None = None  # [tokens, V] of the tail after the round before
     glanced: bool = False  # whether a first look was taken
 
-    def reading(self, job: Job, scorers: Mapping[str, TokenScorer]) -> float:
+    def reading(self, state: PrefillState, scorers: Mapping[str, TokenScorer]) -> float:
         """Work until all is read and scored."""
         scoring = self.costs.tail if self.chooser == "tail" else 0.0
         if self.chooser in scorers:
-            scoring = scorers[self.chooser].cost(len(job.tokens))
-        return self.source.cost(len(job.tokens) - job.read) + scoring
+            scoring = scorers[self.chooser].cost(len(state.tokens))
+        return self.source.cost(len(state.tokens) - state.read) + scoring

@@ -1,6 +1,6 @@
 """The target recomputes chosen tokens of a drafted prompt, and a first look that does so before all is read.
 
-Knows a job and what its rows cost; not how they were chosen.
+Knows a state and what its rows cost; not how they were chosen.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from forerun.models.execution.runner import Runner
 from forerun.models.transfer import send
 from forerun.prefill.checks import Checker, Scores
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.plan import Checkpoint, Costs, Policy
-from forerun.prefill.state import Job
+from forerun.prefill.plan import CheckSpan, Costs, Policy
+from forerun.prefill.state import PrefillState
 
 
-class Repair:
+class Recomputer:
     def __init__(self, runner: Runner, policy: Policy) -> None:
         self._runner, self._policy, self._ragged_pass = runner, policy, RaggedDepthPass(runner)
 
@@ -28,23 +28,25 @@ class Repair:
         """Entries to run in one go, with room for the tail; 0: any number."""
         return max(0, self._runner.max_recompute_rows - self._policy.tail)
 
-    def run(self, job: Job, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False) -> int:
+    def run(
+        self, state: PrefillState, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False
+    ) -> int:
         """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
         ones have become. After the `last` ones of a round the tail may run in the same pass."""
         start, layers = time.perf_counter(), costs.start(entries)
         entries = entries[: int(np.argmax(layers != layers[0])) or None]
-        if layers[0] or not self._at_once(job, entries, checker, last and len(entries) == len(layers)):
-            self._step_by_step(job, entries, int(layers[0]), checker)
-        job.depths[entries] = job.layers
-        job.report.token_layers += costs.token_layers(entries)
-        job.report.repair_s += time.perf_counter() - start
+        if layers[0] or not self._at_once(state, entries, checker, last and len(entries) == len(layers)):
+            self._step_by_step(state, entries, int(layers[0]), checker)
+        state.depths[entries] = state.layers
+        state.report.token_layers += costs.token_layers(entries)
+        state.report.repair_s += time.perf_counter() - start
         return len(entries)
 
-    def _at_once(self, job: Job, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
+    def _at_once(self, state: PrefillState, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
         """One pass that a device does by itself; False where it cannot."""
-        tail = np.arange(job.end, len(job.tokens)) if last else np.zeros(0, dtype=np.int64)
+        tail = np.arange(state.end, len(state.tokens)) if last else np.zeros(0, dtype=np.int64)
         running = np.concatenate((entries, tail))
-        rows = Rows(job.ids[running], running, job.pages, np.full(len(running), job.layers))
+        rows = Rows(state.ids[running], running, state.pages, np.full(len(running), state.layers))
         recompute = self._ragged_pass.at_once(
             rows, np.zeros(0, np.int64) if checker is None else checker.among(entries)
         )
@@ -53,16 +55,16 @@ class Repair:
         if checker is not None:
             checker.saw(recompute)
         if last:
-            job.filled, job.logits = len(job.tokens) - 1, recompute.logits.clone()
+            state.filled, state.logits = len(state.tokens) - 1, recompute.logits.clone()
         return True
 
-    def _step_by_step(self, job: Job, entries: np.ndarray, first: int, checker: Checker | None) -> None:
+    def _step_by_step(self, state: PrefillState, entries: np.ndarray, first: int, checker: Checker | None) -> None:
         """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
-        x, job.filled, job.logits = None, job.end, None
+        x, state.filled, state.logits = None, state.end, None
         if first:
-            assert job.x is not None
-            x = job.x.index_select(0, send(entries - job.first, job.x.device))
-        rows = Rows(job.ids[entries], entries, job.pages, np.full(len(entries), job.layers), x=x, first=first)
+            assert state.x is not None
+            x = state.x.index_select(0, send(entries - state.first, state.x.device))
+        rows = Rows(state.ids[entries], entries, state.pages, np.full(len(entries), state.layers), x=x, first=first)
         watch: Watch | None = None if checker is None else checker.watch(entries)
         self._ragged_pass.run(rows, watch)
 
@@ -78,7 +80,7 @@ class Repair:
         starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
         try:
             checker = Checker(
-                self._runner, pages, [Checkpoint(s, policy.span, 0, 0) for s in starts], base, policy.first
+                self._runner, pages, [CheckSpan(s, policy.span, 0, 0) for s in starts], base, policy.first
             )
             rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
             recompute = self._ragged_pass.at_once(rows, checker.among(entries))
@@ -89,13 +91,13 @@ class Repair:
         finally:
             pool.release(pages)
 
-    def first_look(self, job: Job, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
+    def first_look(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
         """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
-        size, end = self._policy.span, min(job.read, job.end)
-        span = Checkpoint(end - size, size, job.first, end)
-        sinks = np.arange(job.first, min(self._policy.first, job.end))  # what every token looks at must be right
-        checker = Checker(self._runner, job.pages, [span], base, min(self._policy.first, job.end))
+        size, end = self._policy.span, min(state.read, state.end)
+        span = CheckSpan(end - size, size, state.first, end)
+        sinks = np.arange(state.first, min(self._policy.first, state.end))  # what every token looks at must be right
+        checker = Checker(self._runner, state.pages, [span], base, min(self._policy.first, state.end))
         entries = todo = np.union1d(sinks, span.entries)
         while len(todo):
-            todo = todo[self.run(job, costs, todo, checker) :]
+            todo = todo[self.run(state, costs, todo, checker) :]
         return checker.scores(), entries

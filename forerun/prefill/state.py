@@ -20,15 +20,15 @@ from forerun.models.transfer import send
 from forerun.params import Prefill
 
 
-class Phase(enum.Enum):
-    READ = enum.auto()  # the source reads the prompt
-    REPAIR = enum.auto()  # the target recomputes what the plan chose
+class PrefillStage(enum.Enum):
+    READING = enum.auto()  # the source reads the prompt
+    RECOMPUTING = enum.auto()  # the target recomputes what the plan chose
     DONE = enum.auto()  # entries before `end` have K/V
     EXACT = enum.auto()  # not worth it or not good enough: the engine computes the prompt as usual
 
 
 @dataclass(eq=False)
-class Job:
+class PrefillState:
     """Entries 0 .. first have exact K/V already, first .. end are drafted, the rest (the tail) the engine runs."""
 
     id: int
@@ -38,7 +38,7 @@ class Job:
     end: int
     settings: Prefill
     layers: int  # of the target
-    phase: Phase = Phase.READ
+    stage: PrefillStage = PrefillStage.READING
     read: int = 0  # entries that the source has read
     known: int = 0  # entries before it have drafted K/V from an earlier request; `depths` says how deep they are
     filled: int = field(init=False)  # entries before it have K/V once it is done: up to `end`, or most of the tail too
@@ -46,7 +46,7 @@ class Job:
     depths: np.ndarray = field(init=False)  # [end] int16: layers of each entry that the target itself computed so far
     x: Tensor | None = None  # [read - first, hidden] inputs of layer `base`, where the source's way leads past it
     logits: Tensor | None = None  # [1, V] float32, behind the last token, where all but that is filled
-    state: Any = None  # the source's own
+    source_state: Any = None  # what the source keeps about this prompt
     todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries still to be recomputed
     report: PrefillReport = field(init=False)
     _sent: Tensor | None = None
@@ -66,4 +66,4 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return self.phase in (Phase.DONE, Phase.EXACT)
+        return self.stage in (PrefillStage.DONE, PrefillStage.EXACT)

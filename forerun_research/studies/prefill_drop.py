@@ -87,11 +87,11 @@ def _scores(scorer: Scorer, ids: list[int], setting: Setting) -> tuple[np.ndarra
     reading = replace(setting, prefill=replace(setting.prefill, source="draft", chooser="draft"), share=0.0)
     pages = array("i", engine.pool.allocate(engine.pool.pages_for(len(ids))))
     try:
-        with scorer.reading(ids, pages, reading) as job:
+        with scorer.reading(ids, pages, reading) as state:
             source = prefiller_of(engine).source(reading.prefill)
-            read_all(source, job, engine.config.max_num_batched_tokens)
-            scores = source.scores(job)
+            read_all(source, state, engine.config.max_num_batched_tokens)
+            scores = source.scores(state)
     finally:
         engine.pool.release(pages)
     assert scores is not None  # all was read
-    return scores, len(ids) - job.end, source.cost(len(ids))
+    return scores, len(ids) - state.end, source.cost(len(ids))

@@ -25,7 +25,7 @@ from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from forerun_research.studies.study import Setting
 
 ROWS = 128  # distributions compared at once: bounds the temporaries
@@ -114,33 +114,33 @@ class Scorer:
 
     def _drafted(self, ids: list[int], pages: array[int], setting: Setting, repair: bool) -> Held:
         start = time.perf_counter()
-        with self.reading(ids, pages, setting if repair else replace(setting, share=0.0)) as job:
+        with self.reading(ids, pages, setting if repair else replace(setting, share=0.0)) as state:
             prefiller, chunk = prefiller_of(self.engine), self.engine.config.max_num_batched_tokens
             if repair:
-                while not job.finished:
-                    prefiller.advance(job, chunk)
+                while not state.finished:
+                    prefiller.advance(state, chunk)
             else:
-                read_all(prefiller.source(setting.prefill), job, chunk)
-        held = Held(self.engine, ids, pages, job.end, job.report)
-        if job.phase is Phase.EXACT:
+                read_all(prefiller.source(setting.prefill), state, chunk)
+        held = Held(self.engine, ids, pages, state.end, state.report)
+        if state.stage is PrefillStage.EXACT:
             held.run(ids[: held.end], 0)
         self._wait()
         held.seconds = time.perf_counter() - start
         return held
 
     @contextmanager
-    def reading(self, ids: list[int], pages: array[int], setting: Setting) -> Iterator[Job]:
+    def reading(self, ids: list[int], pages: array[int], setting: Setting) -> Iterator[PrefillState]:
         """A prompt that is about to be drafted."""
         prefiller = prefiller_of(self.engine)
         problem = prefiller.problem(setting.prefill, len(ids))
         if problem is not None:
             raise problem
         with adjusted(self.engine, setting):
-            job = prefiller.open(next(_ids), ids, pages, 0, setting.prefill)
+            state = prefiller.open(next(_ids), ids, pages, 0, setting.prefill)
             try:
-                yield job
+                yield state
             finally:
-                prefiller.close(job)
+                prefiller.close(state)
 
     def _wait(self) -> None:
         if self.engine.decoder.device.type == "cuda":
@@ -154,12 +154,12 @@ def prefiller_of(engine: Engine) -> Prefiller:
     return prefiller
 
 
-def read_all(source: KVSource, job: Job, chunk: int) -> None:
+def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
     """Let the source read the whole prompt; nothing is planned or repaired."""
-    if job.phase is Phase.EXACT:
-        raise BadRequest(f"this prompt is never drafted: {job.report.fell_back}", "use longer prompts")
-    while job.read < len(job.tokens):
-        source.read(job, min(chunk, len(job.tokens) - job.read))
+    if state.stage is PrefillStage.EXACT:
+        raise BadRequest(f"this prompt is never drafted: {state.report.fell_back}", "use longer prompts")
+    while state.read < len(state.tokens):
+        source.read(state, min(chunk, len(state.tokens) - state.read))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest, ForerunError
 from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 
 TAIL = 8
 UNIT = 24  # tokens a unit of work drafts
@@ -33,8 +33,8 @@ class FakePrefiller:
     ) -> None:
         self.ahead = ahead
         self.runner, self.bad, self.exact_from, self.fails_at = ctx.runner, bad, exact_from, fails_at
-        self.open_jobs: dict[int, Job] = {}
-        self.opened: list[Job] = []
+        self.open_states: dict[int, PrefillState] = {}
+        self.opened: list[PrefillState] = []
         self.generator = torch.Generator().manual_seed(1)
 
     def problem(self, settings: Prefill, num_tokens: int) -> ForerunError | None:
@@ -57,51 +57,53 @@ class FakePrefiller:
         settings: Prefill,
         known: int = 0,
         depths: np.ndarray | None = None,
-    ) -> Job:
-        job = Job(seq_id, tokens, pages, first, max(first, len(tokens) - TAIL), settings, len(self.runner.kv))
+    ) -> PrefillState:
+        state = PrefillState(
+            seq_id, tokens, pages, first, max(first, len(tokens) - TAIL), settings, len(self.runner.kv)
+        )
         if depths is not None:
-            job.known = min(known, job.end)
-            job.depths[first : job.known] = depths[first : job.known]
-        job.read = max(first, job.known)
+            state.known = min(known, state.end)
+            state.depths[first : state.known] = depths[first : state.known]
+        state.read = max(first, state.known)
         if len(tokens) - first < 2 * TAIL:
-            job.phase, job.report.fell_back = Phase.EXACT, "too short"
-        self.open_jobs[seq_id] = job
-        self.opened.append(job)
-        return job
+            state.stage, state.report.fell_back = PrefillStage.EXACT, "too short"
+        self.open_states[seq_id] = state
+        self.opened.append(state)
+        return state
 
-    def advance(self, job: Job, budget: int) -> int:
-        assert not job.finished and budget >= 1 and job.id in self.open_jobs
-        count = min(UNIT, budget, job.end - job.read)
+    def advance(self, state: PrefillState, budget: int) -> int:
+        assert not state.finished and budget >= 1 and state.id in self.open_states
+        count = min(UNIT, budget, state.end - state.read)
         if count:
-            self._write(job, count)
-        done = job.read - job.first
+            self._write(state, count)
+        done = state.read - state.first
         if self.fails_at is not None and done >= self.fails_at:
             raise BadRequest("the source failed", "use another")
         if self.exact_from is not None and done >= self.exact_from:
-            job.phase, job.report.fell_back = Phase.EXACT, "checks failed"
-        elif job.read >= job.end:
-            job.phase = Phase.DONE
-            job.report.drafted = job.end - job.first
+            state.stage, state.report.fell_back = PrefillStage.EXACT, "checks failed"
+        elif state.read >= state.end:
+            state.stage = PrefillStage.DONE
+            state.report.drafted = state.end - state.first
             if self.ahead:
-                tail = job.ids[job.end :].tolist()
-                out = self.runner.forward([Span(tail, job.end, job.pages, range(len(tail) - 1, len(tail)))])
-                job.filled, job.logits = len(job.tokens) - 1, out.logits.clone()
+                tail = state.ids[state.end :].tolist()
+                out = self.runner.forward([Span(tail, state.end, state.pages, range(len(tail) - 1, len(tail)))])
+                state.filled, state.logits = len(state.tokens) - 1, out.logits.clone()
         return max(1, count)
 
-    def _write(self, job: Job, count: int) -> None:
+    def _write(self, state: PrefillState, count: int) -> None:
         """The true K/V, then noise on it."""
-        lo, hi, size = job.read, job.read + count, self.runner.pool.page_size
-        self.runner.forward([Span(job.ids[lo:hi].tolist(), lo, job.pages, ())])
+        lo, hi, size = state.read, state.read + count, self.runner.pool.page_size
+        self.runner.forward([Span(state.ids[lo:hi].tolist(), lo, state.pages, ())])
         if self.bad:
-            slots = torch.tensor([job.pages[e // size] * size + e % size for e in range(lo, hi)])
+            slots = torch.tensor([state.pages[e // size] * size + e % size for e in range(lo, hi)])
             for layer in self.runner.kv:
                 for cache in layer:
                     cache[slots] += self.bad * torch.randn(cache[slots].shape, generator=self.generator)
-        job.read = hi
-        job.depths[lo:hi] = 1
+        state.read = hi
+        state.depths[lo:hi] = 1
 
-    def close(self, job: Job) -> None:
-        del self.open_jobs[job.id]
+    def close(self, state: PrefillState) -> None:
+        del self.open_states[state.id]
 
 
 def fake(**values: Any) -> Any:

@@ -236,7 +236,7 @@ def test_a_pool_that_is_too_small_for_all_of_them(
     assert [len(many.tokens(i)) for i in range(3)] == [60] * 3
     assert other.tokens() == truth(prompt(6, 40), replace(EXACT, max_tokens=60))
     assert sum(usage(many, i).preemptions for i in range(3)) > 0 and leaked(engine) == 0
-    assert all(job.known == 0 or cache for job in prefiller(engine).opened)  # new pages hold no old draft
+    assert all(state.known == 0 or cache for state in prefiller(engine).opened)  # new pages hold no old draft
     assert_clean(engine)
 
 
@@ -267,7 +267,7 @@ def test_the_first_may_be_preempted_while_it_drafts(cache: bool, make: Callable[
     engine.scheduler._preempt(first)
     finish(engine)
     assert answer.tokens(0) == answer.tokens(1) == answer.tokens(2) and len(answer.tokens()) == 16
-    assert [job.known for job in prefiller(engine).opened] == [0, 0]
+    assert [state.known for state in prefiller(engine).opened] == [0, 0]
     assert_clean(engine)
 
 

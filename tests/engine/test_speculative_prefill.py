@@ -53,7 +53,7 @@ def prefiller(engine: Engine) -> FakePrefiller:
 
 
 def assert_clean(engine: Engine) -> None:
-    assert engine.idle and leaked(engine) == 0 and not prefiller(engine).open_jobs
+    assert engine.idle and leaked(engine) == 0 and not prefiller(engine).open_states
     engine.clear_cache()
     assert engine.pool.used == 0 and not engine._texts
 
@@ -131,9 +131,9 @@ def test_a_draft_is_shared_under_its_key_and_repair_touches_only_copies(make: Ca
     where = engine.approximate._match("fake auto", prompt(4))
     before = [layer[0].clone() for layer in engine.pool.kv]
     assert run(engine, [prompt(4)], DRAFTED)[0] == first  # from the same K/V
-    job = prefiller(engine).opened[-1]
-    assert job.known == 150 - TAIL
-    assert (job.depths[: 150 - TAIL] == 1).all()
+    state = prefiller(engine).opened[-1]
+    assert state.known == 150 - TAIL
+    assert (state.depths[: 150 - TAIL] == 1).all()
     slots = [page * 8 + i for page in where for i in range(8)]
     assert all((layer[0][slots] == old[slots]).all() for layer, old in zip(engine.pool.kv, before, strict=True))
     other = SamplingParams(max_tokens=16, ignore_eos=True, prefill=Prefill("speculative", source="other"))

@@ -23,7 +23,7 @@ from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -70,10 +70,10 @@ def slots(pages: array[int], entries: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(pages, dtype=np.int64)[entries // PAGE] * PAGE + entries % PAGE)
 
 
-def answer(ctx: DraftContext, job: Job) -> Tensor:
+def answer(ctx: DraftContext, state: PrefillState) -> Tensor:
     """What the engine does in the end: the tail, and the logits behind it."""
-    tail = job.tokens[job.end :]
-    return ctx.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits.clone()
+    tail = state.tokens[state.end :]
+    return ctx.runner.forward([Span(tail, state.end, state.pages, (len(tail) - 1,))]).logits.clone()
 
 
 class Fake(KVSource):
@@ -103,28 +103,28 @@ class Fake(KVSource):
         self.read_entries: list[int] = []
         self.finished = 0
 
-    def read(self, job: Job, count: int) -> None:
-        lo, hi = job.read, job.read + count
-        first, end = max(lo, job.first, job.known), min(hi, job.end)
+    def read(self, state: PrefillState, count: int) -> None:
+        lo, hi = state.read, state.read + count
+        first, end = max(lo, state.first, state.known), min(hi, state.end)
         self.read_entries += range(first, end)
         if first < end:
-            ids = np.array(job.tokens[first:end])
+            ids = np.array(state.tokens[first:end])
             depths = np.full(end - first, self.base)
-            self._ragged_pass.run(Rows(ids, np.arange(first, end), job.pages, depths))
-            at = slots(job.pages, np.arange(first, end))
-            for layer in range(self.base, job.layers):
+            self._ragged_pass.run(Rows(ids, np.arange(first, end), state.pages, depths))
+            at = slots(state.pages, np.arange(first, end))
+            for layer in range(self.base, state.layers):
                 for cache, mine in zip(self._ctx.pool.kv[layer], self._kv[layer], strict=True):
                     cache[at] = mine[first:end]
-        job.read = hi
+        state.read = hi
 
     def cost(self, tokens: int) -> float:
         return self._price * tokens
 
-    def finish(self, job: Job) -> None:
+    def finish(self, state: PrefillState) -> None:
         self.finished += 1
 
-    def scores(self, job: Job) -> np.ndarray | None:
-        return np.random.default_rng(3).random(len(job.tokens))
+    def scores(self, state: PrefillState) -> np.ndarray | None:
+        return np.random.default_rng(3).random(len(state.tokens))
 
 
 def make_prefiller(ctx: DraftContext, source: KVSource, profile: Profile | None = None, **about: Any) -> Prefiller:
@@ -132,13 +132,13 @@ def make_prefiller(ctx: DraftContext, source: KVSource, profile: Profile | None 
     return Prefiller(ctx, profile or make_profile(**about), policy, lambda *_: source)
 
 
-def drive(prefiller: Prefiller, job: Job, budget: int = 4096) -> Job:
-    while not job.finished:
-        assert prefiller.advance(job, budget) >= 1
-    return job
+def drive(prefiller: Prefiller, state: PrefillState, budget: int = 4096) -> PrefillState:
+    while not state.finished:
+        assert prefiller.advance(state, budget) >= 1
+    return state
 
 
-def start(prefiller: Prefiller, ctx: DraftContext, settings: Prefill = SETTINGS, first: int = 0) -> Job:
+def start(prefiller: Prefiller, ctx: DraftContext, settings: Prefill = SETTINGS, first: int = 0) -> PrefillState:
     pages = own_pages(ctx)
     if first:
         ctx.runner.forward([Span(IDS[:first], 0, pages, ())])

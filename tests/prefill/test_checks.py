@@ -18,10 +18,10 @@ from forerun.models.execution.runner import Span
 from forerun.models.linear import rms_norm
 from forerun.prefill.checks import SIGNALS, Checker, Scores, check_thresholds, divergence
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.plan import Checkpoint
+from forerun.prefill.plan import CheckSpan
 from tests.prefill.fakes import IDS, make_workshop, own_pages, slots, stored
 
-SPANS = [Checkpoint(30, 8, 0, 80), Checkpoint(110, 8, 80, 190)]
+SPANS = [CheckSpan(30, 8, 0, 80), CheckSpan(110, 8, 80, 190)]
 ENTRIES = np.concatenate([span.entries for span in SPANS])
 SINKS, BASE = 16, 1
 

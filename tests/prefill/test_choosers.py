@@ -22,7 +22,7 @@ from forerun.prefill.choosers import (
     tail_attention,
     warm_up,
 )
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_workshop, own_pages, slots
 
 
@@ -68,17 +68,17 @@ def test_smoothing_takes_passages():
 def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: Callable[[str], Path]):
     ctx = make_workshop(tiny_folder(family))
     runner, config = ctx.runner, ctx.runner.decoder.config
-    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, config.num_layers)
+    state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, config.num_layers)
     queries = {}
 
     def watch(layer: int, x: torch.Tensor, q: torch.Tensor | None, a: torch.Tensor | None) -> None:
         if q is not None:
             queries[layer] = q.clone()
 
-    runner.forward([Span(IDS, 0, job.pages, ())], watch=watch)
+    runner.forward([Span(IDS, 0, state.pages, ())], watch=watch)
     expected, layers = np.zeros(len(IDS)), config.num_layers - 1
     for layer in range(layers):
-        keys = runner.kv[layer][0][slots(job.pages, np.arange(len(IDS)))]
+        keys = runner.kv[layer][0][slots(state.pages, np.arange(len(IDS)))]
         window = config.window(layer) or len(IDS)
         for t in range(END, len(IDS)):
             low = max(0, t + 1 - window)
@@ -86,7 +86,7 @@ def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: 
                 shared = keys[low : t + 1, head * config.num_kv_heads // config.num_heads]
                 weights = torch.softmax(shared @ queries[layer][t, head] * config.scale, 0)
                 expected[low : t + 1] += weights.numpy() / config.num_heads / (len(IDS) - END) / layers
-    assert tail_attention(runner, job, 1) == pytest.approx(expected, abs=1e-5)
+    assert tail_attention(runner, state, 1) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_device_that_has_the_tail_ready_is_asked_for_it(
@@ -94,7 +94,7 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
 ):
     ctx = make_workshop(tiny_folder("llama"))
     runner, asked = ctx.runner, []
-    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, runner.decoder.config.num_layers)
+    state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, runner.decoder.config.num_layers)
     weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
 
     def on_device(span: Span) -> np.ndarray:
@@ -102,8 +102,8 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
         return weights
 
     monkeypatch.setattr(runner, "tail_attention", on_device)
-    assert tail_attention(runner, job, 1) is weights
-    assert asked == [(IDS[END:], END, job.pages, [])]
+    assert tail_attention(runner, state, 1) is weights
+    assert asked == [(IDS[END:], END, state.pages, [])]
 
 
 def test_warming_up_borrows_pages_where_a_device_captures(
@@ -127,18 +127,18 @@ def test_warming_up_borrows_pages_where_a_device_captures(
 
 def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path]):
     ctx = make_workshop(tiny_folder("llama"))
-    job = Job(1, IDS, own_pages(ctx), 0, END, SETTINGS, 4)
+    state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, 4)
     source = Fake(ctx)
-    case = ChooserInput(job, source, ctx.runner, {})
+    case = ChooserInput(state, source, ctx.runner, {})
     first, draft = CHOOSERS["start"](case), CHOOSERS["draft"](case)
     assert first is not None and draft is not None
     assert select(first, np.arange(16, END), 5).tolist() == [16, 17, 18, 19, 20]
-    assert (draft == source.scores(job)).all()
+    assert (draft == source.scores(state)).all()
     one, other = CHOOSERS["random"](case), CHOOSERS["random"](case)
     assert one is not None and other is not None and (one == other).all() and len(set(one)) == len(IDS)
     source.name = "chunk"  # knows where its spans start
     spans = CHOOSERS["start"](case)
-    assert spans is not None and (spans == source.scores(job)).all()
+    assert spans is not None and (spans == source.scores(state)).all()
     assert CHOOSERS["cross"](case) is None
 
 

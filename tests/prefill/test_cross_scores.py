@@ -25,7 +25,7 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.cross_scores import Crossing, CrossScores
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train
@@ -198,8 +198,8 @@ def test_the_same_model_under_other_ids_looks_where_the_target_looks(
     ctx.pool.release(pages)
     scorer = CrossScores(ctx)
     assert scorer.cost(10) == pytest.approx(10.0)
-    job = Job(0, tokens, array("i"), 0, 141, Prefill("speculative", chooser="cross"), 4)
-    np.testing.assert_allclose(scorer.scores(job), tail_attention.reduce(), atol=1e-5)
+    state = PrefillState(0, tokens, array("i"), 0, 141, Prefill("speculative", chooser="cross"), 4)
+    np.testing.assert_allclose(scorer.scores(state), tail_attention.reduce(), atol=1e-5)
     assert ctx.pool.used == 0
 
 

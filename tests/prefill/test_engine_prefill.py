@@ -126,10 +126,10 @@ def test_further_answers_start_from_the_first_ones_draft(
     source = engine.drafting.prefiller.source(params.prefilling)
     reading = source.read
 
-    def counted(job: Any, count: int) -> None:
+    def counted(state: Any, count: int) -> None:
         nonlocal read
         read += count
-        reading(job, count)
+        reading(state, count)
 
     source.read = counted  # type: ignore[method-assign]
     answer = Answer(engine, text, replace(params, n=3))

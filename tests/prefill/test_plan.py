@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
-from forerun.prefill.plan import Costs, Plan, Policy, deepen, foresee, least_work, place, plan, too_short
+from forerun.prefill.plan import Costs, Policy, PrefillPlan, deepen, foresee, least_work, place, plan, too_short
 from forerun.prefill.profile import CurvePoint
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 from tests.prefill.fakes import make_profile
 
 CONFIG = ModelConfig("llama", 100, 64, 10, 4, 2, 16, 128, 4096)
@@ -27,7 +27,7 @@ NONE = np.zeros(0, dtype=np.int64)
 class Cheap(KVSource):
     name, base = "draft", 1
 
-    def read(self, job: Job, count: int) -> None:
+    def read(self, state: PrefillState, count: int) -> None:
         raise AssertionError("a plan runs nothing")
 
     def cost(self, tokens: int) -> float:
@@ -37,33 +37,37 @@ class Cheap(KVSource):
 class Holes(Cheap):
     """Leaves entries without K/V."""
 
-    def missing(self, job: Job) -> np.ndarray:
+    def missing(self, state: PrefillState) -> np.ndarray:
         return np.arange(300, 340)
 
 
-def make_job(tokens: int = 1000, first: int = 0, settings: Prefill | None = None, policy: Policy | None = None) -> Job:
+def make_state(
+    tokens: int = 1000, first: int = 0, settings: Prefill | None = None, policy: Policy | None = None
+) -> PrefillState:
     end = max(first, tokens - (policy or Policy()).tail)
-    return Job(1, [7] * tokens, array("i"), first, end, settings or Prefill("speculative"), LAYERS)
+    return PrefillState(1, [7] * tokens, array("i"), first, end, settings or Prefill("speculative"), LAYERS)
 
 
 def planned(
-    job: Job, share: float = 0.1, source: KVSource | None = None, policy: Policy | None = None, **about
-) -> Plan:
+    state: PrefillState, share: float = 0.1, source: KVSource | None = None, policy: Policy | None = None, **about
+) -> PrefillPlan:
     source, policy = source or Cheap(), policy or Policy()
-    scores = np.random.default_rng(1).random(len(job.tokens))
-    costs = Costs(job, source, CONFIG)
-    return plan(job, scores, make_profile(share=share, **about), source, costs, policy, source.cost(len(job.tokens)))
+    scores = np.random.default_rng(1).random(len(state.tokens))
+    costs = Costs(state, source, CONFIG)
+    return plan(
+        state, scores, make_profile(share=share, **about), source, costs, policy, source.cost(len(state.tokens))
+    )
 
 
 @given(st.integers(600, 3000), st.sampled_from([0, 8, 16, 100]), st.floats(0.0, 0.5), st.integers(0, 6))
 def test_a_plan_holds_what_it_must(tokens: int, first: int, share: float, spans: int):
     policy = Policy(spans=spans)
-    job = make_job(tokens, first)
-    made = planned(job, share, policy=policy)
+    state = make_state(tokens, first)
+    made = planned(state, share, policy=policy)
     assert not made.exact and (np.diff(made.todo) > 0).all()
-    assert made.todo.min(initial=first) >= first and made.todo.max(initial=0) < job.end
+    assert made.todo.min(initial=first) >= first and made.todo.max(initial=0) < state.end
     assert set(range(first, 16)) <= set(made.todo.tolist())
-    assert made.chosen == round(share * (job.end - max(first, 16)))
+    assert made.chosen == round(share * (state.end - max(first, 16)))
     extra = len(made.todo) - max(0, 16 - first) - made.chosen
     assert 0 <= extra <= spans * policy.span
     assert {entry for span in made.spans for entry in span.entries} <= set(made.todo.tolist())
@@ -72,54 +76,54 @@ def test_a_plan_holds_what_it_must(tokens: int, first: int, share: float, spans:
 @given(st.integers(100, 2000), st.integers(0, 200), st.integers(0, 8), st.integers(1, 20), st.integers(0, 9))
 def test_checkpoints_lie_apart_on_drafted_entries(end: int, first: int, spans: int, span: int, seed: int):
     policy = Policy(spans=spans, span=span, tail=1)
-    job = make_job(end + 1, min(first, end), policy=policy)
+    state = make_state(end + 1, min(first, end), policy=policy)
     rng = np.random.default_rng(seed)
-    job.depths[rng.choice(end, end // 20)] = LAYERS
+    state.depths[rng.choice(end, end // 20)] = LAYERS
     rows = np.sort(rng.choice(end, end // 10, replace=False))
-    made = place(job, rows, NONE, policy)
-    assert made == place(job, rows, NONE, policy) and len(made) <= spans
+    made = place(state, rows, NONE, policy)
+    assert made == place(state, rows, NONE, policy) and len(made) <= spans
     taken = np.concatenate([c.entries for c in made]) if made else np.zeros(0, dtype=int)
-    assert (np.diff(taken) > 0).all() and (job.depths[taken] < LAYERS).all()
-    assert taken.min(initial=end) >= max(16, job.first) or not made
+    assert (np.diff(taken) > 0).all() and (state.depths[taken] < LAYERS).all()
+    assert taken.min(initial=end) >= max(16, state.first) or not made
     if made:
-        assert made[0].lo == job.first and made[-1].hi == end
+        assert made[0].lo == state.first and made[-1].hi == end
         assert all(a.hi == b.lo for a, b in zip(made, made[1:], strict=False))
         assert all(c.lo <= c.first and c.first + c.count <= c.hi for c in made)
 
 
 def test_checkpoints_go_where_they_cost_least():
-    job = make_job(2000)
+    state = make_state(2000)
     rows = np.arange(700, 716)
-    assert [c.first for c in place(job, rows, NONE, Policy(spans=1))] == [700]
-    apart = [c.first for c in place(job, NONE, NONE, Policy(spans=4))]
+    assert [c.first for c in place(state, rows, NONE, Policy(spans=1))] == [700]
+    apart = [c.first for c in place(state, NONE, NONE, Policy(spans=4))]
     assert np.diff(apart) == pytest.approx([480] * 3, abs=2)
 
 
 def test_checkpoints_avoid_what_was_not_drafted():
-    job = make_job(2000)
-    middle = place(job, NONE, NONE, Policy(spans=1))[0].first
+    state = make_state(2000)
+    middle = place(state, NONE, NONE, Policy(spans=1))[0].first
     bare = np.arange(middle - 50, middle + 50)
-    (moved,) = place(job, bare, bare, Policy(spans=1))  # not even where they are recomputed anyway
+    (moved,) = place(state, bare, bare, Policy(spans=1))  # not even where they are recomputed anyway
     assert not set(bare.tolist()) & set(moved.entries.tolist())
-    assert place(job, NONE, np.arange(16, job.end), Policy()) == []
+    assert place(state, NONE, np.arange(16, state.end), Policy()) == []
 
 
 def test_expected_cost_counts_everything():
-    job = make_job()
-    made = planned(job)
+    state = make_state()
+    made = planned(state)
     check = 64 * 2 * 64 / (2 * 64 + 2 * 32 + 3 * 128)
     assert made.cost == pytest.approx((200 + len(made.todo) + check + 64) / 1000)
-    later = make_job(first=400)
+    later = make_state(first=400)
     shorter = planned(later)  # the source reads all of it nevertheless
     assert shorter.cost == pytest.approx((200 + len(shorter.todo) + check + 64) / 600)
 
 
 @given(st.floats(0.35, 1.0), st.integers(600, 3000))
 def test_a_budget_limits_the_choice(budget: float, tokens: int):
-    job = make_job(tokens, settings=Prefill("speculative", budget=budget))
-    made = planned(job, curve=[CurvePoint(0.0, 0.2, 0.9, 0.1), CurvePoint(0.2, 0.3, 0.95, 0.05)])
-    costs = Costs(job, Cheap(), CONFIG)
-    least = 0.2 * tokens + least_work(job, np.arange(16), costs, Policy())
+    state = make_state(tokens, settings=Prefill("speculative", budget=budget))
+    made = planned(state, curve=[CurvePoint(0.0, 0.2, 0.9, 0.1), CurvePoint(0.2, 0.3, 0.95, 0.05)])
+    costs = Costs(state, Cheap(), CONFIG)
+    least = 0.2 * tokens + least_work(state, np.arange(16), costs, Policy())
     if budget * tokens < least:
         assert "budget" in made.exact
     else:
@@ -138,74 +142,74 @@ def test_a_budget_limits_the_choice(budget: float, tokens: int):
 def test_what_is_foreseen_is_what_a_plan_without_scores_says(
     tokens: int, first: int, share: float, budget: float | None, policy: Policy, source: KVSource, known: bool
 ):
-    job = make_job(max(tokens, 500), first, Prefill("speculative", budget=budget), policy)
-    job.depths[first : first + 200 * known] = LAYERS
-    costs, profile, spent = Costs(job, source, CONFIG), make_profile(share=share), source.cost(len(job.tokens))
-    expected = plan(job, None, profile, source, costs, policy, spent).exact
-    assert foresee(job, profile, source, costs, policy, spent) == expected
+    state = make_state(max(tokens, 500), first, Prefill("speculative", budget=budget), policy)
+    state.depths[first : first + 200 * known] = LAYERS
+    costs, profile, spent = Costs(state, source, CONFIG), make_profile(share=share), source.cost(len(state.tokens))
+    expected = plan(state, None, profile, source, costs, policy, spent).exact
+    assert foresee(state, profile, source, costs, policy, spent) == expected
 
 
 def test_a_budget_without_a_curve_is_used_up():
-    made = planned(make_job(settings=Prefill("speculative", budget=0.6)))
+    made = planned(make_state(settings=Prefill("speculative", budget=0.6)))
     assert 0.5 < made.cost <= 0.6
 
 
 def test_what_cannot_be_had_is_exact_prefill():
     curve = [CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)]
-    best = planned(make_job(settings=Prefill("speculative", quality=0.99)), curve=curve)
+    best = planned(make_state(settings=Prefill("speculative", quality=0.99)), curve=curve)
     assert "0.99" in best.exact and "0.950" in best.exact
-    assert planned(make_job(settings=Prefill("speculative", quality=0.95)), curve=curve).chosen == 184
-    poor = planned(make_job(settings=Prefill("speculative", budget=0.25)), curve=curve)
+    assert planned(make_state(settings=Prefill("speculative", quality=0.95)), curve=curve).chosen == 184
+    poor = planned(make_state(settings=Prefill("speculative", budget=0.25)), curve=curve)
     assert "0.25" in poor.exact and "0.30" in poor.exact
-    assert "cost" in planned(make_job(), share=0.9).exact
+    assert "cost" in planned(make_state(), share=0.9).exact
 
 
 def test_each_token_is_chosen_by_its_own_score():
     """A single token that the tail looks at is taken, whatever lies beside it."""
-    job, source = make_job(), Cheap()
+    state, source = make_state(), Cheap()
     scores = np.random.default_rng(1).random(1000)
-    best = 16 + np.sort(np.argsort(-scores[16 : job.end], kind="stable")[:92])  # a tenth of them
-    costs, profile, read = Costs(job, source, CONFIG), make_profile(share=0.1), source.cost(1000)
-    made = plan(job, scores, profile, source, costs, Policy(spans=0), read)
+    best = 16 + np.sort(np.argsort(-scores[16 : state.end], kind="stable")[:92])  # a tenth of them
+    costs, profile, read = Costs(state, source, CONFIG), make_profile(share=0.1), source.cost(1000)
+    made = plan(state, scores, profile, source, costs, Policy(spans=0), read)
     assert made.todo.tolist() == [*range(16), *best.tolist()]
-    passages = plan(job, scores, profile, source, costs, Policy(spans=0, window=3), read)
+    passages = plan(state, scores, profile, source, costs, Policy(spans=0, window=3), read)
     assert passages.todo.tolist() != made.todo.tolist()
 
 
 def test_what_the_source_left_out_is_recomputed_and_not_chosen():
-    made = planned(make_job(), source=Holes())
+    made = planned(make_state(), source=Holes())
     assert set(range(300, 340)) <= set(made.todo.tolist())
     assert made.chosen == round(0.1 * (1000 - 64 - 16 - 40))
     assert len(made.spans) == 4 and not set(range(300, 340)) & {e for c in made.spans for e in c.entries}
 
 
 def test_what_is_deep_already_is_left_alone():
-    job = make_job()
-    job.depths[:500] = LAYERS
-    made = planned(job)
+    state = make_state()
+    state.depths[:500] = LAYERS
+    made = planned(state)
     assert made.todo.min() >= 500
-    assert made.cost < planned(make_job()).cost
+    assert made.cost < planned(make_state()).cost
 
 
 def test_deepening_takes_the_best_of_failed_regions():
-    job = make_job()
+    state = make_state()
     scores = np.arange(1000, dtype=float)
-    spans = place(job, NONE, NONE, Policy())
-    job.depths[spans[1].entries] = LAYERS
-    half = deepen(job, [spans[1]], scores, 0.5)
+    spans = place(state, NONE, NONE, Policy())
+    state.depths[spans[1].entries] = LAYERS
+    half = deepen(state, [spans[1]], scores, 0.5)
     assert set(spans[1].entries) <= set(half.tolist())
     fresh = np.setdiff1d(half, spans[1].entries)
     region = np.setdiff1d(np.arange(spans[1].lo, spans[1].hi), spans[1].entries)
     assert fresh.tolist() == region[len(region) // 2 :].tolist()
-    assert deepen(job, [spans[1]], scores, 1.0).tolist() == list(range(spans[1].lo, spans[1].hi))
+    assert deepen(state, [spans[1]], scores, 1.0).tolist() == list(range(spans[1].lo, spans[1].hi))
 
 
 def test_short_prompts():
-    assert "1535" in too_short(make_job(1535 + 64), Policy()) and not too_short(make_job(1536 + 64), Policy())
+    assert "1535" in too_short(make_state(1535 + 64), Policy()) and not too_short(make_state(1536 + 64), Policy())
     third = 1 / 3
-    assert "511" in too_short(make_job(511 + 64), Policy(), third) and not too_short(make_job(576), Policy(), third)
-    assert "836 tokens are known exactly, 100 tokens" in too_short(make_job(1000, first=836), Policy())
-    assert "least is 1" in too_short(make_job(10, first=10), Policy(shortest=0))
+    assert "511" in too_short(make_state(511 + 64), Policy(), third) and not too_short(make_state(576), Policy(), third)
+    assert "836 tokens are known exactly, 100 tokens" in too_short(make_state(1000, first=836), Policy())
+    assert "least is 1" in too_short(make_state(10, first=10), Policy(shortest=0))
 
 
 @pytest.mark.parametrize("value", [{"spans": -1}, {"span": 0}, {"tail": 0}, {"failing": 1.5}, {"window": 0}])
@@ -226,11 +230,11 @@ class Keeping(Cheap):
 @pytest.mark.parametrize("known", [0, 100])
 def test_what_a_source_will_keep_is_foreseen(known: int) -> None:
     """Before anything is read nothing is kept, but a budget near 1 is still spent on drafting."""
-    job, source, policy = make_job(2000, settings=Prefill("speculative", budget=0.95)), Keeping(), Policy()
-    job.depths[:known] = LAYERS
-    job.x = torch.empty(0, CONFIG.hidden_size)
-    costs, profile, spent = Costs(job, source, CONFIG), make_profile(share=0.1), source.cost(len(job.tokens))
-    assert foresee(job, profile, source, costs, policy, spent) == ""
-    job.x = torch.empty(len(job.tokens), CONFIG.hidden_size)
-    made = plan(job, np.random.default_rng(1).random(2000), profile, source, costs, policy, spent)
+    state, source, policy = make_state(2000, settings=Prefill("speculative", budget=0.95)), Keeping(), Policy()
+    state.depths[:known] = LAYERS
+    state.x = torch.empty(0, CONFIG.hidden_size)
+    costs, profile, spent = Costs(state, source, CONFIG), make_profile(share=0.1), source.cost(len(state.tokens))
+    assert foresee(state, profile, source, costs, policy, spent) == ""
+    state.x = torch.empty(len(state.tokens), CONFIG.hidden_size)
+    made = plan(state, np.random.default_rng(1).random(2000), profile, source, costs, policy, spent)
     assert not made.exact and 0.8 < made.cost <= 0.95

@@ -12,7 +12,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.execution.runner import Span
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import (
     BY_SOURCE,
     END,
@@ -44,22 +44,22 @@ def test_recomputing_everything_is_exact_whatever_was_drafted(family: str, first
     ctx = make_workshop(tiny_folder(family))
     prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE, price=0.0), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 50)
-    assert job.phase is Phase.DONE
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 50)
+    assert state.stage is PrefillStage.DONE
     true, logits = exact_kv(ctx)
-    for mine, exact in zip(stored(ctx, job.pages, 0, END), true, strict=True):
+    for mine, exact in zip(stored(ctx, state.pages, 0, END), true, strict=True):
         assert all(torch.allclose(a, b[:END], rtol=1e-4, atol=1e-4) for a, b in zip(mine, exact, strict=True))
-    assert apart(answer(ctx, job), logits) < 1e-4
-    assert job.report.exact == len(IDS) and job.report.drafted == 0
-    assert job.report.cost == pytest.approx(1.0)
+    assert apart(answer(ctx, state), logits) < 1e-4
+    assert state.report.exact == len(IDS) and state.report.drafted == 0
+    assert state.report.cost == pytest.approx(1.0)
 
 
 def test_the_first_entries_and_layer_0_are_exact(ctx: DraftContext):
     prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE))
-    job = drive(prefiller, start(prefiller, ctx))
-    assert job.phase is Phase.DONE and job.report.exact >= 16
+    state = drive(prefiller, start(prefiller, ctx))
+    assert state.stage is PrefillStage.DONE and state.report.exact >= 16
     true, _ = exact_kv(ctx)
-    mine = stored(ctx, job.pages, 0, END)
+    mine = stored(ctx, state.pages, 0, END)
     for layer, (now, exact) in enumerate(zip(mine, true, strict=True)):
         for a, b in zip(now, exact, strict=True):
             assert torch.allclose(a[:16], b[:16], rtol=1e-4, atol=1e-4)
@@ -68,45 +68,45 @@ def test_the_first_entries_and_layer_0_are_exact(ctx: DraftContext):
 
 def test_a_perfect_source_passes_and_only_the_chosen_are_recomputed(ctx: DraftContext):
     prefiller = make_prefiller(ctx, source := Fake(ctx), thresholds=STRICT)
-    job = drive(prefiller, start(prefiller, ctx))
-    report = job.report
-    assert job.phase is Phase.DONE and report.rounds == 1 and not report.fell_back
+    state = drive(prefiller, start(prefiller, ctx))
+    report = state.report
+    assert state.stage is PrefillStage.DONE and report.rounds == 1 and not report.fell_back
     assert [span["passed"] for span in report.spans] == [True] * 4
     assert max(report.scores["key"]) < 1e-4 and min(report.scores["attention"]) > 0.9999
     chosen = round(0.1 * (END - 16))
-    deep = int((job.depths == job.layers).sum())
+    deep = int((state.depths == state.layers).sum())
     assert 16 + chosen <= deep <= 16 + chosen + 4 * 8
-    assert apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
-    prefiller.close(job)
+    assert apart(answer(ctx, state), exact_kv(ctx)[1]) < 1e-4
+    prefiller.close(state)
     assert source.finished == 1
 
 
 def test_garbage_fails_the_checks_and_ends_exact(ctx: DraftContext):
     prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE), thresholds=STRICT)
-    job = drive(prefiller, start(prefiller, ctx))
-    report = job.report
-    assert job.phase is Phase.EXACT
+    state = drive(prefiller, start(prefiller, ctx))
+    report = state.report
+    assert state.stage is PrefillStage.EXACT
     assert report.fell_back.startswith("4 of 4 checkpoints failed")
     assert report.cost > 1.0 and report.exact == len(IDS) and report.drafted == report.accepted == 0
-    assert report.depth_runs == [(job.layers, len(IDS))]
+    assert report.depth_runs == [(state.layers, len(IDS))]
 
 
-def answer_exactly(ctx: DraftContext, job: Job) -> torch.Tensor:
+def answer_exactly(ctx: DraftContext, state: PrefillState) -> torch.Tensor:
     """The next token's logits after the engine has computed the prompt on the same pages."""
-    return ctx.runner.forward([Span(IDS, 0, job.pages, [len(IDS) - 1])]).logits
+    return ctx.runner.forward([Span(IDS, 0, state.pages, [len(IDS) - 1])]).logits
 
 
 @pytest.mark.parametrize("read", [40, 25])
 def test_a_first_look_saves_reading_what_is_no_good(ctx: DraftContext, read: int):
     policy = replace(POLICY, glance=48, chunk=read)
     bad = make_prefiller(ctx, Fake(ctx, GARBAGE), thresholds=STRICT, policy=policy)
-    job = drive(bad, start(bad, ctx))
-    assert job.phase is Phase.EXACT and job.report.fell_back.startswith("a first look at 8 of")
-    assert 48 <= job.read < 48 + read < END and job.report.cost < 1.3
-    assert apart(answer_exactly(ctx, job), exact_kv(ctx)[1]) < 1e-4
+    state = drive(bad, start(bad, ctx))
+    assert state.stage is PrefillStage.EXACT and state.report.fell_back.startswith("a first look at 8 of")
+    assert 48 <= state.read < 48 + read < END and state.report.cost < 1.3
+    assert apart(answer_exactly(ctx, state), exact_kv(ctx)[1]) < 1e-4
     good = make_prefiller(ctx, Fake(ctx), thresholds=STRICT, policy=policy)
-    job = drive(good, start(good, ctx))
-    assert job.phase is Phase.DONE and apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
+    state = drive(good, start(good, ctx))
+    assert state.stage is PrefillStage.DONE and apart(answer(ctx, state), exact_kv(ctx)[1]) < 1e-4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -115,11 +115,11 @@ def test_what_is_not_finite_fails_without_any_threshold_and_leaves_no_trace(valu
     for pair in source._kv[1:]:
         pair[0][60:70] = value
     prefiller = make_prefiller(ctx, source)
-    job = drive(prefiller, start(prefiller, ctx, first=24))
-    assert job.phase is Phase.EXACT and "finite" in job.report.fell_back
+    state = drive(prefiller, start(prefiller, ctx, first=24))
+    assert state.stage is PrefillStage.EXACT and "finite" in state.report.fell_back
     assert all(cache.isfinite().all() for layer in ctx.pool.kv for cache in layer)
     for lo in range(24, len(IDS), 50):  # as the engine goes on, looking past its own end at what was drafted
-        logits = ctx.runner.forward([Span(IDS[lo : lo + 50], lo, job.pages, range(len(IDS[lo : lo + 50])))]).logits
+        logits = ctx.runner.forward([Span(IDS[lo : lo + 50], lo, state.pages, range(len(IDS[lo : lo + 50])))]).logits
     assert apart(logits[-1:], exact_kv(ctx)[1]) < 1e-4
 
 
@@ -131,7 +131,7 @@ def test_a_failing_span_deepens_its_own_region(ctx: DraftContext):
     plain = make_prefiller(ctx, Fake(ctx, bad, price=0.05), share=0.02)
     checked = make_prefiller(ctx, Fake(ctx, bad, price=0.05), share=0.02, thresholds=STRICT)
     before, after = drive(plain, start(plain, ctx)), drive(checked, start(checked, ctx))
-    assert after.phase is Phase.DONE and after.report.rounds == 3
+    assert after.stage is PrefillStage.DONE and after.report.rounds == 3
     assert [s["passed"] for s in after.report.spans if s["round"] == 1] == [True, True, True, False]
     assert (after.depths[bad[0] + 16 :] == after.layers).all()
     assert (after.depths[: bad[0] - 32] == before.depths[: bad[0] - 32]).all()
@@ -168,7 +168,7 @@ def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, ctx: Dra
         jobs.append(drive(prefiller, start(prefiller, ctx, settings), step))
     parts, whole = jobs
     assert (parts.depths == whole.depths).all()
-    kv = [stored(ctx, job.pages, 0, END) for job in jobs]
+    kv = [stored(ctx, state.pages, 0, END) for state in jobs]
     for a, b in zip(*kv, strict=True):
         assert all(torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
     for signal, values in whole.report.scores.items():
@@ -179,12 +179,12 @@ def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, ctx: Dra
 
 def test_a_piece_is_no_larger_than_asked_for(ctx: DraftContext):
     prefiller = make_prefiller(ctx, Fake(ctx))
-    job = start(prefiller, ctx)
+    state = start(prefiller, ctx)
     pieces = []
-    while not job.finished:
-        pieces.append(prefiller.advance(job, 20))
+    while not state.finished:
+        pieces.append(prefiller.advance(state, 20))
     assert max(pieces) <= 20 + 10  # what the checks cost may come on top of the last rows
-    assert sum(pieces) >= job.report.cost * len(IDS) - POLICY.tail >= sum(pieces) - len(pieces)
+    assert sum(pieces) >= state.report.cost * len(IDS) - POLICY.tail >= sum(pieces) - len(pieces)
 
 
 # -- costs and the report ----------------------------------------------------------------------------------------------
@@ -204,18 +204,18 @@ def check_work(ctx: DraftContext, spans: int) -> float:
 def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: int, ctx: DraftContext):
     """The engine runs the tail in the end; asking it what to recompute runs it once more."""
     prefiller = make_prefiller(ctx, Fake(ctx, price=0.25))
-    job = drive(prefiller, start(prefiller, ctx, Prefill("speculative", chooser=asked), first))
-    report, rows, tail = job.report, int((job.depths[first:] == job.layers).sum()), tails * POLICY.tail
+    state = drive(prefiller, start(prefiller, ctx, Prefill("speculative", chooser=asked), first))
+    report, rows, tail = state.report, int((state.depths[first:] == state.layers).sum()), tails * POLICY.tail
     assert report.chooser == chooser
     assert report.tokens == report.exact + report.accepted + report.recomputed + POLICY.tail
     assert report.drafted == report.accepted + report.recomputed
     exact = len(IDS) - first
     assert report.cost * exact == pytest.approx(0.25 * len(IDS) + rows + check_work(ctx, 4) + tail)
-    assert report.token_layers == job.layers * (rows + tail) + (END - first)
+    assert report.token_layers == state.layers * (rows + tail) + (END - first)
     assert sum(count for _, count in report.depth_runs) == len(IDS)
-    assert sum(count for depth, count in report.depth_runs if depth == job.layers) == first + rows + POLICY.tail
+    assert sum(count for depth, count in report.depth_runs if depth == state.layers) == first + rows + POLICY.tail
     assert set(report.scores) == {"key", "value", "attention", "hidden"}
-    assert all(len(values) == job.layers for values in report.scores.values())
+    assert all(len(values) == state.layers for values in report.scores.values())
     assert report.read_s > 0 and report.repair_s > 0 and report.check_s > 0
 
 
@@ -223,10 +223,10 @@ def test_a_budget_is_kept(ctx: DraftContext):
     costs = []
     for budget in (0.6, 0.8, 0.95):
         prefiller = make_prefiller(ctx, Fake(ctx))
-        job = drive(prefiller, start(prefiller, ctx, Prefill("speculative", budget=budget)))
-        assert job.phase is Phase.DONE
-        costs.append(job.report.cost)
-        assert job.report.cost <= budget
+        state = drive(prefiller, start(prefiller, ctx, Prefill("speculative", budget=budget)))
+        assert state.stage is PrefillStage.DONE
+        costs.append(state.report.cost)
+        assert state.report.cost <= budget
     assert costs[0] < costs[1] < costs[2]
 
 
@@ -235,21 +235,21 @@ def test_rows_go_on_from_kept_inputs(first: int, ctx: DraftContext):
     """A source that ran the target's lower layers keeps what came out of them, and repair costs the rest only."""
 
     class Lower(Fake):
-        def read(self, job: Job, count: int) -> None:
-            lo, hi = max(job.read, job.first), min(job.read + count, job.end)
-            super().read(job, count)
+        def read(self, state: PrefillState, count: int) -> None:
+            lo, hi = max(state.read, state.first), min(state.read + count, state.end)
+            super().read(state, count)
             if lo < hi:
-                rows = Rows(np.array(IDS[lo:hi]), np.arange(lo, hi), job.pages, np.full(hi - lo, self.base))
+                rows = Rows(np.array(IDS[lo:hi]), np.arange(lo, hi), state.pages, np.full(hi - lo, self.base))
                 x = RaggedDepthPass(ctx.runner).run(rows, keep=self.base).x
                 assert x is not None
-                job.x = x if job.x is None else torch.cat((job.x, x))
+                state.x = x if state.x is None else torch.cat((state.x, x))
 
     prefiller = make_prefiller(ctx, Lower(ctx, GARBAGE, price=0.0, base=2), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 64)
-    assert apart(answer(ctx, job), exact_kv(ctx)[1]) < 1e-4
-    assert job.report.cost == pytest.approx(((END - first) * 2 / 4 + POLICY.tail) / (len(IDS) - first))
-    assert job.report.token_layers == 4 * (len(IDS) - first)
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 64)
+    assert apart(answer(ctx, state), exact_kv(ctx)[1]) < 1e-4
+    assert state.report.cost == pytest.approx(((END - first) * 2 / 4 + POLICY.tail) / (len(IDS) - first))
+    assert state.report.token_layers == 4 * (len(IDS) - first)
 
 
 # -- what lies around --------------------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ def test_rows_go_on_from_kept_inputs(first: int, ctx: DraftContext):
 def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, ctx: DraftContext):
     bad = (16 + 3 * (END - 16) // 4, END)
     prefiller = make_prefiller(ctx, Fake(ctx, bad, price=0.05), thresholds=STRICT)
-    job = start(prefiller, ctx, Prefill("speculative", chooser=chooser), first=24)
+    state = start(prefiller, ctx, Prefill("speculative", chooser=chooser), first=24)
     before = [[cache.clone() for cache in layer] for layer in ctx.pool.kv]
-    drive(prefiller, job, 30)
-    assert job.report.rounds > 1
-    mine = slots(job.pages, np.arange(24, len(IDS)))
+    drive(prefiller, state, 30)
+    assert state.report.rounds > 1
+    mine = slots(state.pages, np.arange(24, len(IDS)))
     for old, new in zip(before, ctx.pool.kv, strict=True):
         for a, b in zip(old, new, strict=True):
             b = b.clone()
@@ -273,15 +273,15 @@ def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, ctx: D
 
 def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(ctx: DraftContext):
     earlier = make_prefiller(ctx, Fake(ctx, GARBAGE, noise=0.5), share=0.05)
-    job = drive(earlier, start(earlier, ctx))
-    known, depths = 100, job.depths.copy()
-    before = stored(ctx, job.pages, 0, known)
+    state = drive(earlier, start(earlier, ctx))
+    known, depths = 100, state.depths.copy()
+    before = stored(ctx, state.pages, 0, known)
     later = make_prefiller(ctx, source := Fake(ctx, GARBAGE, noise=0.5), share=0.3)
-    again = drive(later, later.open(2, IDS, job.pages, 0, SETTINGS, known, depths[:known]))
+    again = drive(later, later.open(2, IDS, state.pages, 0, SETTINGS, known, depths[:known]))
     assert min(source.read_entries) == known
     fresh = (again.depths[:known] == again.layers) & (depths[:known] < again.layers)
     assert 0 < fresh.sum() < known
-    for old, new in zip(before, stored(ctx, job.pages, 0, known), strict=True):
+    for old, new in zip(before, stored(ctx, state.pages, 0, known), strict=True):
         changed = (old[0] != new[0]).flatten(1).any(1).numpy()
         assert not changed[~fresh].any()
     assert again.report.cost < 1.0

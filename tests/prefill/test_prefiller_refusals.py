@@ -12,7 +12,7 @@ from forerun.params import Prefill
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import CurvePoint
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import (
     END,
     IDS,
@@ -37,15 +37,15 @@ GARBAGE = (0, len(IDS))
 
 def test_short_prompts_are_exact(ctx: DraftContext):
     prefiller = make_prefiller(ctx, source := Fake(ctx), policy=Policy())
-    job = start(prefiller, ctx)
-    assert job.phase is Phase.EXACT and "too few" in job.report.fell_back
-    assert job.report.cost == 1.0 and source.read_entries == []
+    state = start(prefiller, ctx)
+    assert state.stage is PrefillStage.EXACT and "too few" in state.report.fell_back
+    assert state.report.cost == 1.0 and source.read_entries == []
 
 
 def test_drafting_that_costs_more_than_it_saves_is_not_begun(ctx: DraftContext):
     prefiller = make_prefiller(ctx, source := Fake(ctx, price=0.7))
-    job = start(prefiller, ctx)
-    assert job.phase is Phase.EXACT and "would cost" in job.report.fell_back and source.read_entries == []
+    state = start(prefiller, ctx)
+    assert state.stage is PrefillStage.EXACT and "would cost" in state.report.fell_back and source.read_entries == []
 
 
 def test_a_quality_beyond_the_curve_is_exact_prefill(ctx: DraftContext):
@@ -53,9 +53,9 @@ def test_a_quality_beyond_the_curve_is_exact_prefill(ctx: DraftContext):
     prefiller = make_prefiller(ctx, Fake(ctx), curve=curve)
     settings = Prefill("speculative", quality=0.99)
     assert prefiller.problem(settings, len(IDS)) is None
-    job = start(prefiller, ctx, settings)
-    assert job.phase is Phase.EXACT and "0.950" in job.report.fell_back
-    assert start(prefiller, ctx, Prefill("speculative", quality=0.94)).phase is Phase.READ
+    state = start(prefiller, ctx, settings)
+    assert state.stage is PrefillStage.EXACT and "0.950" in state.report.fell_back
+    assert start(prefiller, ctx, Prefill("speculative", quality=0.94)).stage is PrefillStage.READING
 
 
 def test_a_budget_below_the_sources_own_cost_is_refused(ctx: DraftContext):
@@ -64,8 +64,8 @@ def test_a_budget_below_the_sources_own_cost_is_refused(ctx: DraftContext):
     assert isinstance(problem, BadRequest) and "0.15" in str(problem)
     enough = float(problem.hint.split()[6].rstrip(","))
     assert prefiller.problem(Prefill("speculative", budget=enough), len(IDS)) is None
-    job = start(prefiller, ctx, Prefill("speculative", budget=enough))
-    assert drive(prefiller, job).phase is Phase.DONE
+    state = start(prefiller, ctx, Prefill("speculative", budget=enough))
+    assert drive(prefiller, state).stage is PrefillStage.DONE
 
 
 def test_problems_say_what_is_wrong(ctx: DraftContext):
@@ -84,8 +84,8 @@ def test_problems_say_what_is_wrong(ctx: DraftContext):
 
 
 def test_open_with_a_problem_is_exact_prefill_with_the_reason(ctx: DraftContext):
-    job = start(Prefiller(ctx, make_profile()), ctx)
-    assert job.phase is Phase.EXACT and "draft model" in job.report.fell_back
+    state = start(Prefiller(ctx, make_profile()), ctx)
+    assert state.stage is PrefillStage.EXACT and "draft model" in state.report.fell_back
 
 
 def test_keys_differ_by_what_is_planned(ctx: DraftContext):
@@ -108,8 +108,8 @@ class Stranger:
     def __init__(self, best: int) -> None:
         self.best = best
 
-    def scores(self, job: Job) -> np.ndarray:
-        scores = np.zeros(len(job.tokens))
+    def scores(self, state: PrefillState) -> np.ndarray:
+        scores = np.zeros(len(state.tokens))
         scores[self.best : self.best + 10] = 1.0
         return scores
 
@@ -120,10 +120,10 @@ class Stranger:
 def test_scores_from_elsewhere_choose_and_are_paid_for(ctx: DraftContext):
     source, profile = Fake(ctx), make_profile(share=10 / (END - 16))
     cross = Prefiller(ctx, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
-    job = drive(cross, start(cross, ctx, Prefill("speculative", chooser="cross")))
-    assert (job.depths[90:100] == job.layers).all()
+    state = drive(cross, start(cross, ctx, Prefill("speculative", chooser="cross")))
+    assert (state.depths[90:100] == state.layers).all()
     plain = drive(cross, start(cross, ctx, Prefill("speculative", chooser="start")))
-    assert job.report.cost == pytest.approx(plain.report.cost + 0.1, abs=0.07)
+    assert state.report.cost == pytest.approx(plain.report.cost + 0.1, abs=0.07)
     assert (plain.depths[16:26] == plain.layers).all()
 
 
@@ -154,10 +154,10 @@ def test_mapped_sources_are_checked_and_repaired(
     settings = Prefill("speculative", chooser=chooser) if by_source else SETTINGS
     price = 0.4 if by_source else 0.2  # maps dwarf tiny models; asking the tail costs about as much as the difference
     monkeypatch.setattr(prefiller.source(settings), "cost", lambda tokens: price * tokens)
-    job = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, settings), 13)
-    assert job.report.source == kind and job.report.chooser == chooser
-    assert [span["passed"] for span in job.report.spans] == [right, right]
-    assert job.phase is (Phase.DONE if right else Phase.EXACT)
+    state = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, settings), 13)
+    assert state.report.source == kind and state.report.chooser == chooser
+    assert [span["passed"] for span in state.report.spans] == [right, right]
+    assert state.stage is (PrefillStage.DONE if right else PrefillStage.EXACT)
     if right:
-        assert apart(answer(ctx, job), logits) < 1e-4
-    prefiller.close(job)
+        assert apart(answer(ctx, state), logits) < 1e-4
+    prefiller.close(state)

@@ -17,7 +17,7 @@ from forerun.models.execution.planes import RecomputePass
 from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.checks import Checker
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from tests.engine.common import Answer, finish, leaked
 from tests.engine.test_speculative_prefill import prompt
 from tests.prefill.fakes import (
@@ -68,10 +68,10 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
     yield passes
 
 
-def last_logits(ctx: DraftContext, job: Job) -> Tensor:
+def last_logits(ctx: DraftContext, state: PrefillState) -> Tensor:
     """What the engine does in the end: all that is not filled yet."""
-    rest = job.tokens[job.filled :]
-    return ctx.runner.forward([Span(rest, job.filled, job.pages, (len(rest) - 1,))]).logits.clone()
+    rest = state.tokens[state.filled :]
+    return ctx.runner.forward([Span(rest, state.filled, state.pages, (len(rest) - 1,))]).logits.clone()
 
 
 def test_a_climb_leaves_what_steps_leave(ctx: DraftContext, recomputed: list[tuple[int, int]]):
@@ -122,46 +122,46 @@ def test_checks_see_the_same(ctx: DraftContext, recomputed: list[tuple[int, int]
 def test_the_tail_runs_with_the_last_rows(ctx: DraftContext, recomputed: list[tuple[int, int]]):
     prefiller = make_prefiller(ctx, Fake(ctx, (30, 60), 0.1), share=0.3)
     recomputed.clear()  # of the warm-up
-    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
-    assert job.phase is Phase.DONE and job.filled == LAST and len(recomputed) == 1
-    check_tail(ctx, job)
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert state.stage is PrefillStage.DONE and state.filled == LAST and len(recomputed) == 1
+    check_tail(ctx, state)
 
 
-def check_tail(ctx: DraftContext, job: Job) -> None:
+def check_tail(ctx: DraftContext, state: PrefillState) -> None:
     """What is known of it, and what its last token gives, is what running it over the K/V as it is now gives."""
-    known, mine, tail = job.logits, last_logits(ctx, job), job.tokens[job.end :]
-    theirs = ctx.runner.forward([Span(tail, job.end, job.pages, (len(tail) - 1,))]).logits
+    known, mine, tail = state.logits, last_logits(ctx, state), state.tokens[state.end :]
+    theirs = ctx.runner.forward([Span(tail, state.end, state.pages, (len(tail) - 1,))]).logits
     assert known is not None and apart(mine, theirs) < 1e-5 and apart(known, theirs) < 1e-5
 
 
 def test_the_tail_runs_again_after_a_round_that_failed(ctx: DraftContext, recomputed: list[tuple[int, int]]):
     prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)
-    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
-    assert job.phase is Phase.DONE and job.report.rounds > 1 and job.filled == LAST
-    check_tail(ctx, job)
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    assert state.stage is PrefillStage.DONE and state.report.rounds > 1 and state.filled == LAST
+    check_tail(ctx, state)
 
 
 def test_more_rows_than_climb_at_once_go_one_after_the_other(ctx: DraftContext, recomputed: list[tuple[int, int]]):
     prefiller = make_prefiller(ctx, Fake(ctx, (0, len(IDS)), price=0.0), share=1.0)
     recomputed.clear()  # of the warm-up
     prefiller.policy = replace(POLICY, spans=0)
-    job = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
+    state = drive(prefiller, start(prefiller, ctx, BY_SOURCE))
     room = 150 - POLICY.tail
     assert [rows for rows, _ in recomputed] == [room, END - room + POLICY.tail]
-    assert apart(last_logits(ctx, job), exact_kv(ctx)[1]) < 1e-4
+    assert apart(last_logits(ctx, state), exact_kv(ctx)[1]) < 1e-4
 
 
 def test_a_round_that_cannot_climb_leaves_the_tail_to_the_engine(
     ctx: DraftContext, recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ):
     prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)
-    job = start(prefiller, ctx, BY_SOURCE)
-    while job.report.rounds < 2:
-        prefiller.advance(job, 1)
-    assert job.filled == LAST
+    state = start(prefiller, ctx, BY_SOURCE)
+    while state.report.rounds < 2:
+        prefiller.advance(state, 1)
+    assert state.filled == LAST
     monkeypatch.setattr(Runner, "recompute", lambda *_: None)
-    drive(prefiller, job)
-    assert job.phase is Phase.DONE and job.filled == END and job.logits is None
+    drive(prefiller, state)
+    assert state.stage is PrefillStage.DONE and state.filled == END and state.logits is None
 
 
 def test_warming_up_gives_its_pages_back(ctx: DraftContext, recomputed: list[tuple[int, int]]):

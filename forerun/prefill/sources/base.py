@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from forerun.errors import BadRequest
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 
 class KVSource(ABC):
@@ -23,21 +23,21 @@ class KVSource(ABC):
         """Why a prompt of so many tokens cannot be drafted, if that is so."""
         return None
 
-    def open(self, job: Job) -> None:  # noqa: B027 (most have nothing to look at)
-        """Look at a prompt before anything runs; `job.read` may be moved on to what needs no reading."""
+    def open(self, state: PrefillState) -> None:  # noqa: B027 (most have nothing to look at)
+        """Look at a prompt before anything runs; `state.read` may be moved on to what needs no reading."""
 
     @abstractmethod
-    def read(self, job: Job, count: int) -> None:
-        """Read entries job.read .. job.read + count (the tail included), and write K/V for those of them before
-        job.end that are not known yet; sets job.read, job.x and job.scores as it can."""
+    def read(self, state: PrefillState, count: int) -> None:
+        """Read entries state.read .. state.read + count (the tail included), and write K/V for those of them before
+        state.end that are not known yet; sets state.read, state.x and state.scores as it can."""
 
     @abstractmethod
     def cost(self, tokens: int) -> float:
         """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
 
-    def finish(self, job: Job) -> None:  # noqa: B027 (most keep all they know in the job)
+    def finish(self, state: PrefillState) -> None:  # noqa: B027 (most keep all they know in the state)
         """The prompt is done or gone: forget it."""
 
-    def scores(self, job: Job) -> np.ndarray | None:
-        """[len(job.tokens)] how much the tail looks at each token, once everything is read; None: it cannot say."""
+    def scores(self, state: PrefillState) -> np.ndarray | None:
+        """[len(state.tokens)] how much the tail looks at each token, once everything is read; None: it cannot say."""
         return None

@@ -23,7 +23,7 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
 from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 
 @dataclass
@@ -73,54 +73,56 @@ class DraftSource(KVSource):
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
 
-    def open(self, job: Job) -> None:
+    def open(self, state: PrefillState) -> None:
         """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
-        need = max(job.first, job.known)
-        job.read = min(self._filled(job), need, job.end)
-        job.state = _Reading(job.read, need, tail_attention_for(job, "draft", self._runner))
+        need = max(state.first, state.known)
+        state.read = min(self._filled(state), need, state.end)
+        state.source_state = _Reading(state.read, need, tail_attention_for(state, "draft", self._runner))
 
-    def read(self, job: Job, count: int) -> None:
-        piece = ReadChunk(job, count, job.state.need, self._taps, job.state.tail_attention)
+    def read(self, state: PrefillState, count: int) -> None:
+        piece = ReadChunk(state, count, state.source_state.need, self._taps, state.source_state.tail_attention)
         if piece.lo < piece.hi:
-            self._run(job, piece.lo, piece.hi, piece.watch)
-            self._mark(job, piece.lo, piece.hi)
+            self._run(state, piece.lo, piece.hi, piece.watch)
+            self._mark(state, piece.lo, piece.hi)
         if piece.first < piece.end:
-            self._writer.stairs.run(self._writer.rows(job, piece.first, piece.end))
-            self._writer.write(job, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
-        job.read = piece.hi
+            self._writer.stairs.run(self._writer.rows(state, piece.first, piece.end))
+            self._writer.write(state, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
+        state.read = piece.hi
 
-    def _run(self, job: Job, lo: int, hi: int, watch: Watch) -> None:
+    def _run(self, state: PrefillState, lo: int, hi: int, watch: Watch) -> None:
         """These entries through the draft's layers that the maps look at."""
         if self._top == self._layers:
-            self._runner.forward([Span(job.ids[lo:hi].tolist(), lo, job.pages, ())], watch=watch)
+            self._runner.forward([Span(state.ids[lo:hi].tolist(), lo, state.pages, ())], watch=watch)
             return
-        sent = job.sent(self._runner.decoder.device)[lo:hi]
-        rows = Rows(job.ids[lo:hi], np.arange(lo, hi), job.pages, np.full(hi - lo, self._top), sent=sent)
+        sent = state.sent(self._runner.decoder.device)[lo:hi]
+        rows = Rows(state.ids[lo:hi], np.arange(lo, hi), state.pages, np.full(hi - lo, self._top), sent=sent)
         kept = self._stairs.run(rows, watch, keep=self._top).x
         assert kept is not None
         watch(self._top, kept, None, None)
-        job.state.kept.append(kept)
+        state.source_state.kept.append(kept)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, state: PrefillState) -> None:
         """What is halfway through the draft's layers can go on from there when an answer is drafted."""
-        if job.state is not None and job.state.kept:
-            self._plane.keep(job.id, Halfway(job.pages, job.state.start, torch.cat(job.state.kept), self._top))
-        job.state = None
+        if state.source_state is not None and state.source_state.kept:
+            self._plane.keep(
+                state.id, Halfway(state.pages, state.source_state.start, torch.cat(state.source_state.kept), self._top)
+            )
+        state.source_state = None
 
-    def scores(self, job: Job) -> np.ndarray | None:
-        return reduced_scores(job.state.tail_attention) if job.state is not None else None
+    def scores(self, state: PrefillState) -> np.ndarray | None:
+        return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None
 
     # -- what the draft's plane holds ----------------------------------------------------------------------------------
 
-    def _filled(self, job: Job) -> int:
+    def _filled(self, state: PrefillState) -> int:
         """Entries in whole pages, from the first, that the draft has read before: for this prompt or another."""
         size, whole = self._pool.page_size, 0
         enough = self._plane.filled if self._top == self._layers else np.maximum(self._plane.filled, self._plane.lower)
-        while whole < len(job.pages) and enough[job.pages[whole]] == size:
+        while whole < len(state.pages) and enough[state.pages[whole]] == size:
             whole += 1
         return whole * size
 
-    def _mark(self, job: Job, lo: int, hi: int) -> None:
+    def _mark(self, state: PrefillState, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
         size, marks = self._pool.page_size, self._plane.filled if self._top == self._layers else self._plane.lower
-        marks[np.array(job.pages[lo // size : hi // size], dtype=np.int64)] = size
+        marks[np.array(state.pages[lo // size : hi // size], dtype=np.int64)] = size

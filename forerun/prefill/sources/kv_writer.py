@@ -18,7 +18,7 @@ from forerun.prefill.attention_scores import TailAttention, slots_of
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import FastMaps, Maps
 from forerun.prefill.profile import Profile
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps stay in the caches, twice as fast
 _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
@@ -48,11 +48,11 @@ def precision_of(decoder: Decoder) -> Precision:
     return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
 
 
-def tail_attention_for(job: Job, chooser: str, runner: Runner) -> TailAttention | None:
+def tail_attention_for(state: PrefillState, chooser: str, runner: Runner) -> TailAttention | None:
     """What sums up the tail's attention while it is read, if that is what tokens are chosen by."""
-    if job.report.chooser != chooser:
+    if state.report.chooser != chooser:
         return None
-    return TailAttention(runner, job.pages, job.end, len(job.tokens))
+    return TailAttention(runner, state.pages, state.end, len(state.tokens))
 
 
 def reduced_scores(tail_attention: TailAttention | None) -> np.ndarray | None:
@@ -63,11 +63,11 @@ class ReadChunk:
     """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
 
     def __init__(
-        self, job: Job, count: int, need: int, taps: tuple[int, ...], tail_attention: TailAttention | None
+        self, state: PrefillState, count: int, need: int, taps: tuple[int, ...], tail_attention: TailAttention | None
     ) -> None:
         """`need`: entries before it have their K/V already."""
-        self.lo, self.hi = job.read, min(job.read + count, len(job.tokens))
-        self.first, self.end, self.tail = max(self.lo, need), min(self.hi, job.end), max(self.lo, job.end)
+        self.lo, self.hi = state.read, min(state.read + count, len(state.tokens))
+        self.first, self.end, self.tail = max(self.lo, need), min(self.hi, state.end), max(self.lo, state.end)
         self.hidden: dict[int, Tensor] = {}  # tap -> [end - first, hidden]
         self._taps, self._tail_attention = taps, tail_attention
 
@@ -93,29 +93,31 @@ class KVWriter:
         bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
         self._maps = FastMaps(maps, precision_of(source), bases, source.device, coarse)
 
-    def rows(self, job: Job, first: int, end: int) -> Rows:
+    def rows(self, state: PrefillState, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
-        sent = job.sent(self._decoder.device)[first:end]
-        return Rows(job.ids[first:end], np.arange(first, end), job.pages, np.full(end - first, self.base), sent=sent)
+        sent = state.sent(self._decoder.device)[first:end]
+        return Rows(
+            state.ids[first:end], np.arange(first, end), state.pages, np.full(end - first, self.base), sent=sent
+        )
 
     @torch.inference_mode()
-    def write(self, job: Job, hidden: list[Tensor], first: int, end: int) -> None:
+    def write(self, state: PrefillState, hidden: list[Tensor], first: int, end: int) -> None:
         """Mapped K/V for entries first .. end, from their hidden states [end - first, hidden] at each tap."""
         step = end - first if self._decoder.device.type == "cuda" else BLOCK
         for lo in range(first, end, step):
             hi = min(lo + step, end)
             features = [x[lo - first : hi - first] for x in hidden]
             if self._own:
-                ids = job.sent(self._decoder.device)[lo:hi]
+                ids = state.sent(self._decoder.device)[lo:hi]
                 features.append(self._decoder.embed(ids).to(features[0].dtype))
-            self._put(job, self._maps(features), lo, hi)
-        job.depths[first:end] = np.maximum(job.depths[first:end], self.base)
+            self._put(state, self._maps(features), lo, hi)
+        state.depths[first:end] = np.maximum(state.depths[first:end], self.base)
 
-    def _put(self, job: Job, mapped: Tensor, first: int, end: int) -> None:
+    def _put(self, state: PrefillState, mapped: Tensor, first: int, end: int) -> None:
         """As `AttentionBackend.write` does for one layer, but for all of them at once."""
         c, device = self._decoder.config, self._decoder.device
         mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
-        slots = send(slots_of(job.pages, first, end, self._runner.pool.page_size), device)
+        slots = send(slots_of(state.pages, first, end, self._runner.pool.page_size), device)
         self._runner.planes.write(mapped, first, slots, self._together)
 
 

@@ -16,12 +16,12 @@ from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
 from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 
 @dataclass
 class _Reading:
-    x: Tensor  # [tokens - first, hidden] inputs of layer `base`; job.x is what of it has been read
+    x: Tensor  # [tokens - first, hidden] inputs of layer `base`; state.x is what of it has been read
     tail_attention: TailAttention | None  # where the chooser asks for it
 
 
@@ -38,31 +38,31 @@ class SelfDraftSource(KVSource):
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
 
-    def open(self, job: Job) -> None:
+    def open(self, state: PrefillState) -> None:
         """Reads what is known too: its K/V is there, but repair starts from inputs of layer `base`."""
         decoder = self._runner.decoder
-        rows = len(job.tokens) - job.first
+        rows = len(state.tokens) - state.first
         x = torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        job.state = _Reading(x, tail_attention_for(job, "lower", self._runner))
-        job.read, job.x = job.first, x[:0]
+        state.source_state = _Reading(x, tail_attention_for(state, "lower", self._runner))
+        state.read, state.x = state.first, x[:0]
 
-    def read(self, job: Job, count: int) -> None:
-        state: _Reading = job.state
-        piece = ReadChunk(job, count, job.known, self._writer.taps, state.tail_attention)
+    def read(self, state: PrefillState, count: int) -> None:
+        reading: _Reading = state.source_state
+        piece = ReadChunk(state, count, state.known, self._writer.taps, reading.tail_attention)
         lo, first, end = piece.lo, piece.first, piece.end
         if lo < piece.hi:
-            kept = self._writer.stairs.run(self._writer.rows(job, lo, piece.hi), piece.watch, keep=self.base).x
+            kept = self._writer.stairs.run(self._writer.rows(state, lo, piece.hi), piece.watch, keep=self.base).x
             assert kept is not None
-            state.x[lo - job.first : piece.hi - job.first] = kept
-            job.x = state.x[: piece.hi - job.first]
+            reading.x[lo - state.first : piece.hi - state.first] = kept
+            state.x = reading.x[: piece.hi - state.first]
             if first < end:
                 piece.hidden[self.base] = kept[first - lo : end - lo]
-                self._writer.write(job, [piece.hidden[tap] for tap in self._writer.taps], first, end)
-        job.read = piece.hi
+                self._writer.write(state, [piece.hidden[tap] for tap in self._writer.taps], first, end)
+        state.read = piece.hi
 
-    def finish(self, job: Job) -> None:
-        job.state = job.x = None
+    def finish(self, state: PrefillState) -> None:
+        state.source_state = state.x = None
 
-    def scores(self, job: Job) -> np.ndarray | None:
+    def scores(self, state: PrefillState) -> np.ndarray | None:
         """By the lower layers only, which choose worse than a whole model does."""
-        return reduced_scores(job.state.tail_attention) if job.state is not None else None
+        return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None

@@ -22,7 +22,7 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.draft import DraftSource
 from forerun.prefill.sources.kv_writer import macs
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 FIRST = 4  # tokens that attention rests on wherever it finds nothing else
 CHUNK = 512  # tokens of a forward
@@ -99,10 +99,10 @@ class TokenDropSource(DraftSource):
             "use source=draft, which costs the same and keeps all of them; `forerun lab` measures drop",
         )
 
-    def open(self, job: Job) -> None:
-        super().open(job)
-        job.state.need = job.end  # nothing to write
-        job.read = min(self._filled(job), job.end)
+    def open(self, state: PrefillState) -> None:
+        super().open(state)
+        state.source_state.need = state.end  # nothing to write
+        state.read = min(self._filled(state), state.end)
 
 
 class TokenDropRun:

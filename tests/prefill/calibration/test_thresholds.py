@@ -33,7 +33,7 @@ from forerun.prefill.calibration.thresholds import (
 )
 from forerun.prefill.checks import COSINES, SIGNALS, Checker, Scores, check_thresholds
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.plan import Checkpoint, Policy
+from forerun.prefill.plan import CheckSpan, Policy
 
 END = 350
 NONE = torch.zeros(0, dtype=torch.int64)
@@ -205,7 +205,7 @@ def test_signals_are_those_of_the_engines_checks(
         decoder.attention.write(k, v, i, runner.kv[i], entries, entries)
     rows = np.concatenate((np.arange(FIRST), checkpoints(END, NONE).numpy()))
     depths = np.full(len(rows), decoder.config.num_layers)
-    spans = [Checkpoint(int(s), 16, 0, END) for s in checkpoints(END, NONE).view(-1, 16)[:, 0]]
+    spans = [CheckSpan(int(s), 16, 0, END) for s in checkpoints(END, NONE).view(-1, 16)[:, 0]]
     RaggedDepthPass(runner).run(Rows(ids[:FIRST], rows[:FIRST], pages, depths[:FIRST]))
     checker = Checker(runner, pages, spans, base, FIRST)
     RaggedDepthPass(runner).run(

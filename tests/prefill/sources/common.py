@@ -23,7 +23,7 @@ from forerun.params import Prefill
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import Job
+from forerun.prefill.state import PrefillState
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -90,16 +90,16 @@ def make_profile(kind: str, maps: Maps, source_cost: float = 0.25) -> Profile:
     return Profile(kind, "t", "s", {"target": "t", "source": "s"}, maps, source_cost, 0.1)
 
 
-def make_job(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "tail") -> Job:
-    job = Job(1, IDS, PAGES, first, END, Prefill("speculative"), layers, known=known)
-    job.report.chooser = chooser
-    return job
+def make_state(first: int = 0, known: int = 0, layers: int = 4, chooser: str = "tail") -> PrefillState:
+    state = PrefillState(1, IDS, PAGES, first, END, Prefill("speculative"), layers, known=known)
+    state.report.chooser = chooser
+    return state
 
 
-def read_all(source: KVSource, job: Job, chunk: int) -> None:
-    source.open(job)
-    while job.read < len(job.tokens):
-        source.read(job, chunk)
+def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
+    source.open(state)
+    while state.read < len(state.tokens):
+        source.read(state, chunk)
 
 
 def stored(runner: Runner, first: int = 0, end: int = len(IDS)) -> list[tuple[Tensor, Tensor]]:

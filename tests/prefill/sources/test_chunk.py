@@ -22,7 +22,7 @@ from forerun.models.rope import RopeTable, rerotate, rotate
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.chunk import HEAD, ChunkSource
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
 from tests.prefill.fakes import answer, drive, make_prefiller, make_profile
 
@@ -57,15 +57,19 @@ def stored(ctx: DraftContext, pages: array[int], layer: int, entries: range) -> 
     return torch.stack([cache[slots] for cache in ctx.runner.kv[layer]])
 
 
-def drafted(source: ChunkSource, ctx: DraftContext, tokens: list[int], upto: int = 512, **settings: Any) -> Job:
+def drafted(
+    source: ChunkSource, ctx: DraftContext, tokens: list[int], upto: int = 512, **settings: Any
+) -> PrefillState:
     """A prompt that the source has read, 50 tokens at a time, on pages of its own; the last 16 are the tail."""
     pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(tokens))))
     layers = ctx.runner.decoder.config.num_layers
-    job = Job(0, tokens, pages, 0, len(tokens) - 16, Prefill("speculative", source="chunk", **settings), layers)
-    source.open(job)
-    while (left := min(upto, len(tokens)) - job.read) > 0:
-        source.read(job, min(50, left))
-    return job
+    state = PrefillState(
+        0, tokens, pages, 0, len(tokens) - 16, Prefill("speculative", source="chunk", **settings), layers
+    )
+    source.open(state)
+    while (left := min(upto, len(tokens)) - state.read) > 0:
+        source.read(state, min(50, left))
+    return state
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
@@ -89,23 +93,23 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     a, b = words(1, 53), words(2, 110)
     source.remember([*a, *b], exact(ctx, [*a, *b])[0])
     x = words(3, 29)
-    job = drafted(source, ctx, [*x, *b, *words(4, 20)], chooser=chooser)
-    truth, _ = exact(ctx, job.tokens)
-    (match,) = job.state.matches
+    state = drafted(source, ctx, [*x, *b, *words(4, 20)], chooser=chooser)
+    truth, _ = exact(ctx, state.tokens)
+    (match,) = state.source_state.matches
     assert (match.start, match.old) == (29, 53) and 103 <= match.count <= 107  # whole pages of [a][b]
-    assert source.missing(job).tolist() == [*range(29 + HEAD), *range(29 + match.count, job.end)]
-    assert not stored(ctx, job.pages, 3, range(29)).any()  # nobody else's
-    everything = range(job.end)
-    torch.testing.assert_close(stored(ctx, job.pages, 0, everything), stored(ctx, truth, 0, everything))
+    assert source.missing(state).tolist() == [*range(29 + HEAD), *range(29 + match.count, state.end)]
+    assert not stored(ctx, state.pages, 3, range(29)).any()  # nobody else's
+    everything = range(state.end)
+    torch.testing.assert_close(stored(ctx, state.pages, 0, everything), stored(ctx, truth, 0, everything))
     same = {"mistral": 4, "gemma3": 6}.get(family, 1)
     for layer in range(1, same):
         entries = range(29 + 7 * layer, 29 + match.count)
-        mine, own = stored(ctx, job.pages, layer, entries), stored(ctx, truth, layer, entries)
+        mine, own = stored(ctx, state.pages, layer, entries), stored(ctx, truth, layer, entries)
         torch.testing.assert_close(mine, own, atol=2e-4, rtol=1e-3)
     if chooser == "deviation":  # the target's own: it ran layer 0
-        mine, own = stored(ctx, job.pages, 1, everything), stored(ctx, truth, 1, everything)
+        mine, own = stored(ctx, state.pages, 1, everything), stored(ctx, truth, 1, everything)
         torch.testing.assert_close(mine, own, atol=2e-4, rtol=1e-3)
-        assert (job.depths == 2).all()
+        assert (state.depths == 2).all()
 
 
 @pytest.mark.parametrize(
@@ -133,11 +137,11 @@ def test_layer_0_could_be_copied_just_as_well(rope: dict[str, Any], tmp_path: Pa
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     prompt = [*words(3, 101), *b, *words(4, 30)]
-    job = drafted(source, ctx, prompt, upto=0)
-    (match,) = job.state.matches
-    source._copy(job, match, 101, 221)
+    state = drafted(source, ctx, prompt, upto=0)
+    (match,) = state.source_state.matches
+    source._copy(state, match, 101, 221)
     truth, _ = exact(ctx, prompt)
-    mine, own = (stored(ctx, pages, 0, range(101, 221)) for pages in (job.pages, truth))
+    mine, own = (stored(ctx, pages, 0, range(101, 221)) for pages in (state.pages, truth))
     torch.testing.assert_close(mine, own, atol=1e-5, rtol=1e-4)
 
 
@@ -149,14 +153,14 @@ def test_recomputing_everything_is_exact_prefill(family: str, tiny_folder: Calla
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     for chooser, first in (("start", 0), ("deviation", 1)):
-        job = drafted(source, ctx, [*words(3, 30), *b], chooser=chooser)
-        end, layers = job.end, job.layers
-        x = None if first == 0 else job.x
-        rows = Rows(np.array(job.tokens[:end]), np.arange(end), job.pages, np.full(end, layers), x=x, first=first)
+        state = drafted(source, ctx, [*words(3, 30), *b], chooser=chooser)
+        end, layers = state.end, state.layers
+        x = None if first == 0 else state.x
+        rows = Rows(np.array(state.tokens[:end]), np.arange(end), state.pages, np.full(end, layers), x=x, first=first)
         RaggedDepthPass(ctx.runner).run(rows)
-        tail = Span(job.tokens[end:], end, job.pages, [len(job.tokens) - end - 1])
+        tail = Span(state.tokens[end:], end, state.pages, [len(state.tokens) - end - 1])
         logits = ctx.runner.forward([tail]).logits
-        torch.testing.assert_close(logits, exact(ctx, job.tokens)[1], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(logits, exact(ctx, state.tokens)[1], atol=2e-4, rtol=1e-3)
 
 
 def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Callable[[str], Path]):
@@ -169,14 +173,14 @@ def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Cal
     truth, _ = exact(ctx, prompt)
     errors = []
     for count in (0, 10, 30):
-        job = drafted(source, ctx, prompt, chooser="start")
-        scores = source.scores(job)
+        state = drafted(source, ctx, prompt, chooser="start")
+        scores = source.scores(state)
         assert scores is not None and len(scores) == len(prompt)
-        chosen = np.union1d(source.missing(job), np.argsort(-scores[: job.end], kind="stable")[:count])
-        rows = Rows(np.array(prompt)[chosen], chosen, job.pages, np.full(len(chosen), job.layers))
+        chosen = np.union1d(source.missing(state), np.argsort(-scores[: state.end], kind="stable")[:count])
+        rows = Rows(np.array(prompt)[chosen], chosen, state.pages, np.full(len(chosen), state.layers))
         RaggedDepthPass(ctx.runner).run(rows)
-        entries = range(30, job.end)
-        errors.append(float((stored(ctx, job.pages, 3, entries) - stored(ctx, truth, 3, entries)).norm()))
+        entries = range(30, state.end)
+        errors.append(float((stored(ctx, state.pages, 3, entries) - stored(ctx, truth, 3, entries)).norm()))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-3, errors
 
 
@@ -185,11 +189,11 @@ def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[
     source = ChunkSource(ctx)
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
-    job = drafted(source, ctx, [*words(3, 30), *b], chooser="deviation")
-    scores = source.scores(job)
+    state = drafted(source, ctx, [*words(3, 30), *b], chooser="deviation")
+    scores = source.scores(state)
     assert scores is not None and set(np.flatnonzero(scores > 1e-3)) == set(range(30, 37))  # the window less one
-    job.settings = Prefill("speculative", chooser="draft")
-    assert source.scores(job) is None
+    state.settings = Prefill("speculative", chooser="draft")
+    assert source.scores(state) is None
 
 
 def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable[[str], Path]):
@@ -204,19 +208,19 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
     undisturbed = drafted(source, ctx, prompt)
     source.finish(undisturbed)
 
-    job = drafted(source, ctx, prompt, upto=60)
+    state = drafted(source, ctx, prompt, upto=60)
     held = 13  # entries 4 to 103 of b are copied
     assert source.release(1000) == 15 and pool.used == held + 2 * 19  # somebody needs room between two steps
     for page in pool.allocate(pool.free):
         for cache in (cache for layer in ctx.runner.kv for cache in layer):
             cache[page * 8 : page * 8 + 8] = 99.0
-    source.read(job, 200)
-    for layer in range(job.layers):
-        mine, other = (stored(ctx, j.pages, layer, range(34, job.end)) for j in (job, undisturbed))
+    source.read(state, 200)
+    for layer in range(state.layers):
+        mine, other = (stored(ctx, j.pages, layer, range(34, state.end)) for j in (state, undisturbed))
         torch.testing.assert_close(mine, other)
     assert pool.free == 0
-    source.finish(job)
-    source.finish(job)
+    source.finish(state)
+    source.finish(state)
     assert pool.free == held and source.release(5) == 0
 
 
@@ -233,17 +237,17 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     prompt = [*words(3, 30), *b[:140], *words(4, 20)]
     prefiller = make_prefiller(ctx, source, make_profile(share=0.3))
     own = array("i", ctx.pool.allocate(24))
-    job = prefiller.open(1, prompt, own, 0, Prefill("speculative", source="chunk", chooser=chooser))
-    drive(prefiller, job, budget=40)
-    assert job.phase is Phase.DONE, job.report
-    assert not set(source.missing(job)) - set(np.flatnonzero(job.depths == job.layers))
-    prefiller.close(job)
+    state = prefiller.open(1, prompt, own, 0, Prefill("speculative", source="chunk", chooser=chooser))
+    drive(prefiller, state, budget=40)
+    assert state.stage is PrefillStage.DONE, state.report
+    assert not set(source.missing(state)) - set(np.flatnonzero(state.depths == state.layers))
+    prefiller.close(state)
     assert ctx.pool.used == 24 + source.texts.num_pages
     truth, logits = exact(ctx, prompt)
     apart = [
-        float((stored(ctx, job.pages, i, range(job.end)) - stored(ctx, truth, i, range(job.end))).abs().max())
-        for i in range(job.layers)
+        float((stored(ctx, state.pages, i, range(state.end)) - stored(ctx, truth, i, range(state.end))).abs().max())
+        for i in range(state.layers)
     ]
     assert max(apart[: right + 1]) < 1e-3 and (apart[3] < 1e-3) == (right == 3), apart
     if right == 3:
-        torch.testing.assert_close(answer(ctx, job), logits, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(answer(ctx, state), logits, atol=2e-4, rtol=1e-3)

@@ -33,9 +33,9 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
-    make_job,
     make_maps,
     make_profile,
+    make_state,
     make_workshop,
     put_prefix,
     read_all,
@@ -74,25 +74,25 @@ def test_right_maps_give_the_targets_own_kv(
     ctx = workshop_of(tiny_folder(family))
     exact = exact_kv(ctx)
     put_prefix(ctx, first)
-    job, need = make_job(first, known), max(first, known)
-    read_all(source_of(ctx, tiny_folder(family), whole=whole), job, chunk)
+    state, need = make_state(first, known), max(first, known)
+    read_all(source_of(ctx, tiny_folder(family), whole=whole), state, chunk)
     for i, ((k, v), (true_k, true_v)) in enumerate(zip(stored(ctx.runner), exact, strict=True)):
         for mine, true in ((k, true_k), (v, true_v)):
             assert torch.allclose(mine[:first], true[:first], atol=1e-5)
             assert (mine[first:need] == EMPTY).all(), "what is known was written again"
             assert torch.allclose(mine[need:END], true[need:END], atol=2e-4), f"layer {i}"
             assert (mine[END:] == EMPTY).all(), "the tail is the engine's"
-    assert job.depths.tolist() == [4] * first + [0] * (need - first) + [1] * (END - need)
-    assert job.read == len(IDS)
+    assert state.depths.tolist() == [4] * first + [0] * (need - first) + [1] * (END - need)
+    assert state.read == len(IDS)
 
 
 def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
     ctx = workshop_of(tiny_folder("qwen2"))
-    exact, job = exact_kv(ctx, END), make_job()
-    read_all(source_of(ctx, tiny_folder("qwen2"), base=3), job, 20)
+    exact, state = exact_kv(ctx, END), make_state()
+    read_all(source_of(ctx, tiny_folder("qwen2"), base=3), state, 20)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
-    assert job.depths.tolist() == [3] * END
+    assert state.depths.tolist() == [3] * END
 
 
 def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
@@ -100,7 +100,7 @@ def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
     ctx = workshop_of(tiny_folder("qwen2"), "int8")
     assert ctx.runner.decoder.basis is not None
     exact = exact_kv(ctx, END)
-    read_all(source_of(ctx, tiny_folder("qwen2")), make_job(), 20)
+    read_all(source_of(ctx, tiny_folder("qwen2")), make_state(), 20)
     for i, (mine, true) in enumerate(zip(stored(ctx.runner, 0, END), exact, strict=True)):
         assert all(apart(a, b) < (0.03 if i else 1e-6) for a, b in zip(mine, true, strict=True)), f"layer {i}"
 
@@ -112,7 +112,7 @@ def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
     ctx = workshop_of(tiny_folder("llama"))
     exact = exact_kv(ctx)
     assert ctx.draft_runner is not None and ctx.draft_plane is not None
-    read_all(source_of(ctx, tiny_folder("llama")), make_job(), 13)
+    read_all(source_of(ctx, tiny_folder("llama")), make_state(), 13)
     for mine, true in zip(stored(ctx.draft_runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     whole = len(IDS) // PAGE
@@ -125,9 +125,9 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
     ctx = workshop_of(tiny_folder("llama"))
     exact, runner = exact_kv(ctx), ctx.draft_runner
     assert runner is not None and ctx.draft_plane is not None
-    source, job = source_of(ctx, tiny_folder("llama"), whole=False), make_job()
-    read_all(source, job, 13)
-    source.finish(job)
+    source, state = source_of(ctx, tiny_folder("llama"), whole=False), make_state()
+    read_all(source, state, 13)
+    source.finish(state)
     half = stored(runner)
     assert all(torch.allclose(a, b, atol=1e-4) for i in range(3) for a, b in zip(half[i], exact[i], strict=True))
     assert (half[3][0] == EMPTY).all(), "the last layer was not needed"
@@ -142,12 +142,12 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
 
     monkeypatch.setattr(runner, "forward", counted)
     drafter, tokens = ModelDrafter(ctx), [*IDS, 5]
-    ask = DraftRequest(job.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
+    ask = DraftRequest(state.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
     drafter.propose([ask])
     for mine, true in zip(stored(runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     assert ran and max(ran) <= 2, "the prompt was read again"
-    ctx.draft_plane.drop(job.id)
+    ctx.draft_plane.drop(state.id)
 
 
 @pytest.mark.parametrize(("lower", "start"), [(3, 24), (0, 0)])
@@ -156,9 +156,9 @@ def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, st
     assert ctx.draft_plane is not None
     ctx.draft_plane.lower[list(PAGES)[:lower]] = PAGE
     for whole in (False, True):
-        job = make_job(24)
-        source_of(ctx, tiny_folder("llama"), whole=whole).open(job)
-        assert job.read == (0 if whole else start)
+        state = make_state(24)
+        source_of(ctx, tiny_folder("llama"), whole=whole).open(state)
+        assert state.read == (0 if whole else start)
 
 
 @pytest.mark.parametrize(
@@ -169,28 +169,30 @@ def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, fir
     ctx = workshop_of(tiny_folder("llama"))
     assert ctx.draft_plane is not None
     ctx.draft_plane.filled[list(PAGES)[:filled]] = PAGE
-    job = make_job(first, known)
-    source_of(ctx, tiny_folder("llama")).open(job)
-    assert job.read == start
+    state = make_state(first, known)
+    source_of(ctx, tiny_folder("llama")).open(state)
+    assert state.read == start
 
 
 def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
     """A second prompt with the same start: the draft goes on from its K/V, and the result is the same."""
     ctx = workshop_of(tiny_folder("qwen2"))
     exact, source = exact_kv(ctx, END), source_of(ctx, tiny_folder("qwen2"))
-    before = make_job(chooser="draft")
+    before = make_state(chooser="draft")
     read_all(source, before, 100)
     for cache in (cache for layer in ctx.pool.kv for cache in layer):
         cache.fill_(EMPTY)
     put_prefix(ctx, 32)
-    job = make_job(32, chooser="draft")
-    source.open(job)
-    assert job.read == 32
-    while job.read < len(IDS):
-        source.read(job, 6)
+    state = make_state(32, chooser="draft")
+    source.open(state)
+    assert state.read == 32
+    while state.read < len(IDS):
+        source.read(state, 6)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
-    assert np.allclose(job.state.tail_attention.reduce(), before.state.tail_attention.reduce(), atol=1e-5)
+    assert np.allclose(
+        state.source_state.tail_attention.reduce(), before.source_state.tail_attention.reduce(), atol=1e-5
+    )
 
 
 # -- what the tail looks at --------------------------------------------------------------------------------------------
@@ -218,20 +220,20 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
 @pytest.mark.parametrize("chunk", [100, 7])
 def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     folder = tiny_folder("mistral")
-    ctx, job = workshop_of(folder), make_job(chooser="draft")
+    ctx, state = workshop_of(folder), make_state(chooser="draft")
     source = source_of(ctx, folder)
-    source.open(job)
-    assert source.scores(job) is None
-    while job.read < len(IDS):
-        source.read(job, chunk)
-    expected, tail_attention = slow_attention(folder), job.state.tail_attention
+    source.open(state)
+    assert source.scores(state) is None
+    while state.read < len(IDS):
+        source.read(state, chunk)
+    expected, tail_attention = slow_attention(folder), state.source_state.tail_attention
     assert np.allclose(tail_attention.weights().numpy(), expected, atol=1e-5)
     assert np.allclose(tail_attention.weights().sum(1), 1.0, atol=1e-5)
-    scores = source.scores(job)
+    scores = source.scores(state)
     assert scores is not None and np.allclose(scores, expected.mean(0), atol=1e-5)
     assert np.allclose(tail_attention.reduce("max"), expected.max(0), atol=1e-5)
-    source.finish(job)
-    assert source.scores(job) is None
+    source.finish(state)
+    assert source.scores(state) is None
 
 
 def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
@@ -240,13 +242,13 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
     source = source_of(ctx, folder)
     monkeypatch.setattr(kv_writer, "TailAttention", never)
     for chooser in ("tail", "cross", "start", "random"):
-        job = make_job(chooser=chooser)
-        read_all(source, job, 20)
-        assert job.read == len(IDS) and job.state.tail_attention is None and source.scores(job) is None
-        source.finish(job)
+        state = make_state(chooser=chooser)
+        read_all(source, state, 20)
+        assert state.read == len(IDS) and state.source_state.tail_attention is None and source.scores(state) is None
+        source.finish(state)
         clear(ctx.pool)
     with pytest.raises(AssertionError, match="nobody asked"):
-        source.open(make_job(chooser="draft"))
+        source.open(make_state(chooser="draft"))
 
 
 # -- what cannot be drafted --------------------------------------------------------------------------------------------

@@ -19,7 +19,16 @@ from forerun.prefill.maps import FastMaps
 from forerun.prefill.sources import draft, kv_writer
 from forerun.prefill.sources.draft import DraftSource
 from forerun.prefill.sources.self_draft import SelfDraftSource
-from tests.prefill.sources.common import IDS, PAGES, make_job, make_maps, make_profile, make_workshop, read_all, stored
+from tests.prefill.sources.common import (
+    IDS,
+    PAGES,
+    make_maps,
+    make_profile,
+    make_state,
+    make_workshop,
+    read_all,
+    stored,
+)
 
 LEAST = 20
 
@@ -64,11 +73,11 @@ def test_only_long_pieces_of_the_sources_own_reading(
 ) -> None:
     source = source_of(ctx, tiny_folder("qwen2"), 3)
     assert coarse.asked == [3]
-    read_all(source, make_job(), LEAST - 1)
+    read_all(source, make_state(), LEAST - 1)
     assert not coarse.calls
     assert ctx.draft_runner is not None
     fine = stored(ctx.draft_runner)
-    read_all(source, make_job(), 40)
+    read_all(source, make_state(), 40)
     assert coarse.calls == [40] * 3 + [21] * 3
     assert not torch.equal(stored(ctx.draft_runner)[1][0], fine[1][0])
     coarse.calls.clear()
@@ -85,7 +94,7 @@ def test_it_can_be_switched_off_and_readings_to_the_last_layer_stay_as_they_are(
     source_of(ctx, tiny_folder("qwen2"), 4)
     assert not coarse.asked
     monkeypatch.setattr(DraftSource, "coarse", False)
-    read_all(source_of(ctx, tiny_folder("qwen2"), 3), make_job(), 40)
+    read_all(source_of(ctx, tiny_folder("qwen2"), 3), make_state(), 40)
     assert not coarse.asked and not coarse.calls
 
 

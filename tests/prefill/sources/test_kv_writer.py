@@ -14,7 +14,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.attention import AttentionBackend
 from forerun.prefill.maps import Maps
 from forerun.prefill.sources import kv_writer
-from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_job, make_workshop, stored
+from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_state, make_workshop, stored
 
 Folder = Callable[[str], Path]
 
@@ -50,13 +50,13 @@ def test_all_layers_are_written_as_one_is(
     expected = stored(ctx.runner)
     clear(ctx.pool)
     monkeypatch.setattr(kv_writer, "BLOCK", block)
-    writer, job = kv_writer.KVWriter(ctx.runner, ctx.runner.decoder, maps), make_job(layers=7)
+    writer, state = kv_writer.KVWriter(ctx.runner, ctx.runner.decoder, maps), make_state(layers=7)
     if together:
         writer._together = kv_writer._groups(on_gpu(ctx), 2)
-    writer.write(job, [hidden], first, end)
+    writer.write(state, [hidden], first, end)
     for i, (mine, plain) in enumerate(zip(stored(ctx.runner), expected, strict=True)):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, plain, strict=True)), f"layer {i}"
-    assert job.depths.tolist() == [0] * first + [2] * (end - first) + [0] * (END - end)
+    assert state.depths.tolist() == [0] * first + [2] * (end - first) + [0] * (END - end)
 
 
 def on_gpu(ctx: DraftContext) -> Any:

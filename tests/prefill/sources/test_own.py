@@ -28,8 +28,8 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
-    make_job,
     make_profile,
+    make_state,
     make_workshop,
     put_prefix,
     read_all,
@@ -108,8 +108,8 @@ def test_the_engine_writes_what_calibration_meant(
     exact, wanted = exact_kv(ctx), dense_kv(pair, maps, ctx)
     monkeypatch.setattr(kv_writer, "BLOCK", block)
     put_prefix(ctx, first)
-    job, need = make_job(first, known), max(first, known)
-    read_all(DraftSource(ctx, make_profile("draft", maps)), job, chunk)
+    state, need = make_state(first, known), max(first, known)
+    read_all(DraftSource(ctx, make_profile("draft", maps)), state, chunk)
     found = stored(ctx.runner)
     assert all(torch.allclose(a[need:END], b[need:END], atol=1e-4) for a, b in zip(found[0], exact[0], strict=True))
     for i, (mine, true, drafted) in enumerate(zip(found[BASE:], exact[BASE:], wanted, strict=True)):
@@ -127,7 +127,7 @@ def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, 
     assert target.basis is not None and draft.basis is not None
     assert (target.basis.size, draft.basis.size) == (TARGET, DRAFT)
     wanted, profile = dense_kv(pair, maps, ctx), make_profile("draft", maps)
-    read_all(DraftSource(ctx, profile), make_job(), 20)
+    read_all(DraftSource(ctx, profile), make_state(), 20)
     assert worst(ctx, wanted) < 0.04
     for forgotten in (target, draft):  # the figure above means something: with one of them it is far off
         clear(ctx.pool)
@@ -135,7 +135,7 @@ def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, 
         with monkeypatch.context() as patch:
             patch.setattr(forgotten, "basis", None)
             source._writer = kv_writer.KVWriter(ctx.runner, draft, maps)
-        read_all(source, make_job(), 20)
+        read_all(source, make_state(), 20)
         assert worst(ctx, wanted) > 0.3
 
 
@@ -148,7 +148,7 @@ def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair
     found = []
     for each in (zero, narrow, maps):
         clear(ctx.pool)
-        read_all(DraftSource(ctx, make_profile("draft", each)), make_job(), 20)
+        read_all(DraftSource(ctx, make_profile("draft", each)), make_state(), 20)
         found.append(torch.stack([torch.stack(layer) for layer in stored(ctx.runner, 0, END)[BASE:]]))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
     assert apart(found[2], found[1]) > 0.1
@@ -158,7 +158,7 @@ def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Mo
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     make_profile("draft", maps).save(tmp_path / "a.profile")
     wanted = dense_kv(pair, maps, ctx)
-    read_all(DraftSource(ctx, Profile.load(tmp_path / "a.profile")), make_job(), 20)
+    read_all(DraftSource(ctx, Profile.load(tmp_path / "a.profile")), make_state(), 20)
     assert worst(ctx, wanted) < 5e-3  # stored in half precision
 
 

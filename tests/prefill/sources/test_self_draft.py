@@ -25,9 +25,9 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
-    make_job,
     make_maps,
     make_profile,
+    make_state,
     make_workshop,
     put_prefix,
     read_all,
@@ -59,8 +59,8 @@ def test_lower_layers_are_exact_and_upper_ones_mapped(
     expected = mapped_kv(ctx, maps)
     exact = exact_kv(ctx)
     put_prefix(ctx, first)
-    job, need = make_job(first, known), max(first, known)
-    read_all(SelfDraftSource(ctx, make_profile("self", maps)), job, chunk)
+    state, need = make_state(first, known), max(first, known)
+    read_all(SelfDraftSource(ctx, make_profile("self", maps)), state, chunk)
     found = stored(ctx.runner)
     for i in range(BASE):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found[i], exact[i], strict=True))
@@ -71,7 +71,7 @@ def test_lower_layers_are_exact_and_upper_ones_mapped(
             assert torch.allclose(mine[need:END], drafted[need:END], atol=2e-4), f"layer {i}"
             if i == BASE:
                 assert torch.allclose(mine[need:END], true[need:END], atol=2e-4)
-    assert job.depths.tolist() == [4] * first + [0] * (need - first) + [BASE] * (END - need)
+    assert state.depths.tolist() == [4] * first + [0] * (need - first) + [BASE] * (END - need)
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
@@ -80,33 +80,33 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
     ctx = make_workshop(tiny_folder("qwen2"), weights)
     exact = exact_kv(ctx, END)
     put_prefix(ctx, first)
-    job, source = (
-        make_job(first),
+    state, source = (
+        make_state(first),
         SelfDraftSource(ctx, make_profile("self", make_maps(tiny_folder("qwen2"), 2, (2,)))),
     )
-    source.open(job)
-    while job.read < len(IDS):
-        source.read(job, 9)
-        assert job.x is not None and len(job.x) == job.read - first
+    source.open(state)
+    while state.read < len(IDS):
+        source.read(state, 9)
+        assert state.x is not None and len(state.x) == state.read - first
     entries = np.arange(first, END)
-    assert job.x is not None
-    rows = Rows(np.array(IDS)[entries], entries, PAGES, np.full(len(entries), 4), x=job.x[: END - first], first=BASE)
+    assert state.x is not None
+    rows = Rows(np.array(IDS)[entries], entries, PAGES, np.full(len(entries), 4), x=state.x[: END - first], first=BASE)
     source._writer.stairs.run(rows)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(apart(a, b) < 1e-5 for a, b in zip(mine, true, strict=True))
 
 
 def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
-    folder, job = tiny_folder("qwen2"), make_job(chooser="lower")
+    folder, state = tiny_folder("qwen2"), make_state(chooser="lower")
     source = SelfDraftSource(make_workshop(folder), make_profile("self", make_maps(folder, BASE, (2,))))
-    read_all(source, job, 7)
-    scores = source.scores(job)
+    read_all(source, state, 7)
+    scores = source.scores(state)
     assert scores is not None and np.allclose(scores, slow_attention(folder, BASE).mean(0), atol=1e-5)
-    source.finish(job)
-    assert job.x is None and source.scores(job) is None
-    unasked = make_job(chooser="tail")
+    source.finish(state)
+    assert state.x is None and source.scores(state) is None
+    unasked = make_state(chooser="tail")
     read_all(source, unasked, 7)
-    assert unasked.state.tail_attention is None and source.scores(unasked) is None
+    assert unasked.source_state.tail_attention is None and source.scores(unasked) is None
 
 
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):

@@ -19,7 +19,7 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.choosers import chooser_for
 from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, TokenDropSource, drop_tokens
-from forerun.prefill.state import Job, Phase
+from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
 from tests.prefill.fakes import make_prefiller
 
@@ -112,13 +112,13 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
     source = TokenDropSource(ctx, None)
     assert source.cost(100) == pytest.approx(100.0) and source.longest == 512
     prompt = words(1, 200)
-    job = Job(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
-    job.report.chooser = chooser_for("auto", source.name)
-    source.open(job)
-    while job.read < 200:
-        assert source.scores(job) is None
-        source.read(job, 70)
-    scores = source.scores(job)
+    state = PrefillState(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
+    state.report.chooser = chooser_for("auto", source.name)
+    source.open(state)
+    while state.read < 200:
+        assert source.scores(state) is None
+        source.read(state, 70)
+    scores = source.scores(state)
     assert scores is not None and scores.shape == (200,) and scores.sum() == pytest.approx(1.0, abs=1e-3)
     assert not any(cache.any() for layer in ctx.runner.kv for cache in layer)  # the target has nothing from it
     order = np.argsort(-scores[:184])
@@ -128,8 +128,8 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
         with TokenDropRun(ctx.runner, drop_tokens(prompt, chosen, 16), room=0) as run:
             losses.append(float((exact.exp() * (exact - run.prefill().log_softmax(-1))).sum()))
     assert losses[0] < losses[1]
-    source.finish(job)
-    assert source.scores(job) is None
+    source.finish(state)
+    assert source.scores(state) is None
 
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path]):
@@ -146,5 +146,5 @@ def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
     problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
     assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
     pages = array("i", ctx.pool.allocate(25))
-    job = prefiller.open(0, words(1, 200), pages, 0, Prefill("speculative", source="drop"))
-    assert job.phase is Phase.EXACT
+    state = prefiller.open(0, words(1, 200), pages, 0, Prefill("speculative", source="drop"))
+    assert state.stage is PrefillStage.EXACT
