@@ -51,21 +51,11 @@ ALLOWED_UPWARD: dict[tuple[str, str], str] = {
 }
 # Upward imports that are still to be removed: this list only gets shorter.
 KNOWN_UPWARD: set[tuple[str, str]] = {
-    ("forerun.cache.pool", "forerun.models.attention"),
-    ("forerun.cache.pool", "forerun.models.config"),
     ("forerun.checks.lossless_exact", "forerun_research.bench.shapes"),
     ("forerun.cli", "forerun_research.commands.bench"),
     ("forerun.cli", "forerun_research.commands.lab"),
     ("forerun.commands.demo", "forerun.cli"),
     ("forerun.commands.stats_command", "forerun_research.bench.agent_trace"),
-    ("forerun.core", "forerun.models.transfer"),
-    ("forerun.decode.layer_search", "forerun.runtime.progress"),
-    ("forerun.models.build", "forerun.runtime.progress"),
-    ("forerun.prefill.calibration.curve", "forerun.runtime.progress"),
-    ("forerun.prefill.calibration.dense", "forerun.runtime.progress"),
-    ("forerun.prefill.calibration.fit", "forerun.runtime.progress"),
-    ("forerun.prefill.calibration.text", "forerun.runtime.progress"),
-    ("forerun.prefill.calibration.thresholds", "forerun.runtime.progress"),
     ("forerun.sharing", "forerun.recipes.candidates"),
     ("forerun.sharing", "forerun.recipes.compare"),
     ("forerun.sharing", "forerun.recipes.consensus"),

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.models.attention import KV, SLACK
-from forerun.models.config import ModelConfig
+from forerun.core import EXTRA_KV_SLOTS, KV, KVShape
 
 MANY = 16  # pages from which arrays are quicker than one page after the other
 
@@ -74,21 +73,22 @@ class PagePool:
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
-        self.kv = self._make_kv(config, dtype, device)
+        self.kv = self._make_kv(shape, dtype, device)
         self.planes: list[Plane] = []
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.free = num_pages
 
-    def _make_kv(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KV:
-        shape = (self.num_pages * self.page_size + SLACK, config.num_kv_heads, config.head_dim)  # [num_slots, Hkv, D]
-        return [(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(config.num_layers)]
+    def _make_kv(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> KV:
+        slots = self.num_pages * self.page_size + EXTRA_KV_SLOTS
+        size = (slots, shape.num_kv_heads, shape.head_dim)
+        return [(_zeros(size, dtype, device), _zeros(size, dtype, device)) for _ in range(shape.num_layers)]
 
-    def add_plane(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Plane:
+    def add_plane(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> Plane:
         """Room for one more model's K/V on every page."""
-        self.planes.append(Plane(self._make_kv(config, dtype, device), self.num_pages))
+        self.planes.append(Plane(self._make_kv(shape, dtype, device), self.num_pages))
         return self.planes[-1]
 
     @property
@@ -100,8 +100,8 @@ class PagePool:
         return sum(k.nbytes + v.nbytes for kv in (self.kv, *(plane.kv for plane in self.planes)) for k, v in kv)
 
     @staticmethod
-    def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-        return 2 * config.num_layers * page_size * config.kv_size * dtype.itemsize
+    def page_bytes(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
+        return 2 * shape.num_layers * page_size * shape.kv_size * dtype.itemsize
 
     def pages_for(self, entries: int) -> int:
         return -(-entries // self.page_size)

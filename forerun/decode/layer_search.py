@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.core import HostBatch, TokenBatch
+from forerun.core import KV, HostBatch, TokenBatch
+from forerun.core.progress import track
 from forerun.data import read_prompts
-from forerun.models.attention import KV, AttentionBackend
+from forerun.models.attention import AttentionBackend
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.fetch.store import home
 from forerun.models.linear import Linear, Norm
-from forerun.runtime.progress import track
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")

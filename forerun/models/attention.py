@@ -23,8 +23,6 @@ from forerun.models.execution.shared_prefix import PrefixGroup, additive_mask, p
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
 
-KV = list[tuple[Tensor, Tensor]]  # per layer (K, V), each [num_slots, Hkv, D]; K is stored rotated
-
 
 class AttentionBackend(ABC):
     """`plan` once per forward, then `store` and `attend` once per layer."""
@@ -62,7 +60,6 @@ class AttentionBackend(ABC):
 TILE = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 MANY, LONG = 128, 4096  # new tokens and keys from which query heads are left apart: slower, with a smaller mask
 ROWS = 4  # rows come in multiples of this
-SLACK = 512  # slots that a cache must have beyond its pages, because keys are read in whole blocks
 
 
 def block_keys(context: int, same_bits: bool = True) -> int:

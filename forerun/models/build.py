@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
@@ -20,7 +21,6 @@ from forerun.models.execution.short_head import FREQUENT, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
 from forerun.models.rotation import Rotation
-from forerun.runtime.progress import track
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
 

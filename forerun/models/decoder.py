@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.core import TokenBatch
-from forerun.models.attention import KV, AttentionBackend
+from forerun.core import KV, TokenBatch
+from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, Norm, rms_norm
 from forerun.models.rotation import Rotation

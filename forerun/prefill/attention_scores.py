@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.transfer import send
 from forerun.models.execution.runner import Runner
-from forerun.models.transfer import send
 
 REDUCTIONS = ("mean", "max")  # over the queries of the tail
 MOST_WEIGHTS = 1 << 25  # at a time

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core import PrefillReport
+from forerun.core.transfer import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
 from forerun.models.execution.planes import Held, Picker, RecomputePass
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
-from forerun.models.transfer import send
 from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.plan import CheckSpan
 

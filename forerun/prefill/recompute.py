@@ -10,9 +10,9 @@ from array import array
 
 import numpy as np
 
+from forerun.core.transfer import send
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Runner
-from forerun.models.transfer import send
 from forerun.prefill.checks import Checker, Scores
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import CheckSpan, Costs, Policy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import PrefillReport
-from forerun.models.transfer import send
+from forerun.core.transfer import send
 from forerun.params import Prefill
 
 

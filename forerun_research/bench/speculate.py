@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forerun.core.progress import track
 from forerun.errors import BadRequest
-from forerun.runtime.progress import track
 from forerun_research.bench import common
 from forerun_research.bench.plan import Plan, Work, parse_rule, prepare
 from forerun_research.bench.sides import SideProcess

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.cache.pool import PagePool
-from forerun.models.attention import SLACK
+from forerun.core import EXTRA_KV_SLOTS
 from forerun.models.config import ModelConfig
 
 CONFIG = ModelConfig("llama", 64, 16, 2, 2, 1, 8, 32, 512)
@@ -63,7 +63,7 @@ def test_a_growing_sequence_stays_in_one_run_beside_others():
 
 def test_memory_is_what_was_configured():
     pool = make_pool(10)
-    slack = SLACK // 4 * PagePool.page_bytes(CONFIG, 4, torch.float32)
+    slack = EXTRA_KV_SLOTS // 4 * PagePool.page_bytes(CONFIG, 4, torch.float32)
     assert pool.nbytes - slack == 10 * PagePool.page_bytes(CONFIG, 4, torch.float32) == 10 * 2 * 2 * 4 * 8 * 4
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.core import ROOT, Draft
-from forerun.models.attention import SLACK, block_keys
+from forerun.core import EXTRA_KV_SLOTS, ROOT, Draft
+from forerun.models.attention import block_keys
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
@@ -117,4 +117,4 @@ def test_an_accepted_branch_moves_to_where_the_answer_continues(tiny_folder: Cal
 
 @pytest.mark.parametrize(("context", "keys"), [(1, 128), (128, 128), (129, 512), (512, 512), (513, 640), (641, 1024)])
 def test_keys_come_in_few_shapes(context: int, keys: int):
-    assert block_keys(context) == keys <= context + SLACK
+    assert block_keys(context) == keys <= context + EXTRA_KV_SLOTS

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.core import HostBatch
-from forerun.models.attention import KV
+from forerun.core import KV, HostBatch
 from forerun.models.cuda.packing import MAX_STEPS
 from forerun.models.cuda.stack import ROWS, Stack, fits
 from forerun.models.decoder import Decoder

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core import HostBatch, TokenBatch
-from forerun.models.attention import KV
+from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.capture import Recorder, record

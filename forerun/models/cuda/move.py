@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.models.attention import KV
+from forerun.core import KV
 from forerun.models.cuda import nvrtc
 
 MOST = 64  # slots of one launch

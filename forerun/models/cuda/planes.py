@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.attention import KV
+from forerun.core import KV
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.decoder import Decoder

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core import HostBatch, TokenBatch
-from forerun.models.attention import KV
+from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.capture import record
 from forerun.models.cuda.packing import lay_pages

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.core import HostBatch
-from forerun.models.attention import KV
+from forerun.core import KV, HostBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda import nvrtc
 from forerun.models.cuda.packing import MAX_STEPS, Packed, layout

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forerun.core import TokenBatch
-from forerun.models.attention import KV
+from forerun.core import KV, TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.models.attention import KV
+from forerun.core import KV
 from forerun.models.decoder import Decoder
 from forerun.models.rope import rotate
 

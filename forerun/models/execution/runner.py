@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
-from forerun.core import ROOT, HostBatch
+from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
-from forerun.models.attention import KV
 from forerun.models.decoder import Decoder, Output, Taps, Watch
 from forerun.models.execution.parts import join, keep, parts_of
 from forerun.models.execution.planes import Planes, RecomputePass, make_planes

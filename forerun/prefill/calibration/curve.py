@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.progress import track
 from forerun.prefill.calibration.cost import whole_cost
 from forerun.prefill.calibration.evaluate import DraftQuality, compare, tail_attention_over_draft
 from forerun.prefill.calibration.model_pair import TAIL, ModelPair, choose, with_ends
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import CurvePoint
-from forerun.runtime.progress import track
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
 MOST_COST = 0.6  # of exact prefill: beyond it a default saves too little for what it loses

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forerun.core.progress import track
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.shapes import expected_shapes
 from forerun.models.rope import RopeTable
-from forerun.runtime.progress import track
 
 LONGEST = 32_768  # of a window
 UNSEEN = -30_000.0  # added to the score of what a row does not see

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.core.progress import track
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.evaluate import score
 from forerun.prefill.calibration.model_pair import FIRST, ModelPair
@@ -22,7 +23,6 @@ from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.setup import MOST_RANK, FitSettings
 from forerun.prefill.calibration.text import Windows, WindowSettings
 from forerun.prefill.maps import Maps
-from forerun.runtime.progress import track
 
 TIMED = 3  # steps of distillation that tell how long one takes
 REVIEWS = 8  # times that distilled maps are judged

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.augment import Augmenter
 from forerun.prefill.calibration.files import Section, find_files, split
-from forerun.runtime.progress import track
 from forerun.text.tokenizer import Tokenizer
 
 LEAST_TRAIN, LEAST_HELD = 4, 2  # windows; with fewer no figure means anything

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.progress import track
 from forerun.prefill.calibration.dense import LayerActivations
 from forerun.prefill.calibration.evaluate import compare, tail_attention_over_draft
 from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair, choose, with_ends
 from forerun.prefill.checks import COSINES, SIGNALS, Scores
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
-from forerun.runtime.progress import track
 
 HARMLESS = 0.98  # share of the values of good windows that pass
 PASSING = 0.98  # share of good windows whose spans all pass

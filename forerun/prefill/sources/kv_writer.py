@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.transfer import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import Precision
-from forerun.models.transfer import send
 from forerun.prefill.attention_scores import TailAttention, slots_of
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import FastMaps, Maps

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.cache.pool import PagePool
-from forerun.core import ROOT, TokenBatch
-from forerun.models.attention import SLACK, SdpaAttention
+from forerun.core import EXTRA_KV_SLOTS, ROOT, TokenBatch
+from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.execution.copies import Keys
@@ -55,7 +55,7 @@ class Case:
     def __init__(self, rows: list[Row], window: int | None = None, seed: int = 0) -> None:
         make = torch.Generator().manual_seed(seed)
         self.batch, self.config = make_batch(rows), config(window)
-        self.kv = tuple(torch.randn(PAGES * SIZE + SLACK, KV_HEADS, DIM, generator=make) for _ in range(2))
+        self.kv = tuple(torch.randn(PAGES * SIZE + EXTRA_KV_SLOTS, KV_HEADS, DIM, generator=make) for _ in range(2))
         self.q = 3 * torch.randn(self.batch.num_tokens, HEADS, DIM, generator=make)
 
     def run(self, same_bits: bool, share_prefix: bool) -> tuple[torch.Tensor, SdpaAttention]:

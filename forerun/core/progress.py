@@ -1,4 +1,4 @@
-"""Progress bars for anything longer than two seconds; silent where nobody watches. Knows nothing of what is tracked."""
+"""Progress bars for anything longer than a moment, on a terminal only. Knows nothing of what is tracked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 
-PATIENCE_S = 0.5  # a job that ends sooner shows nothing
+MIN_JOB_S = 0.5  # a job that ends sooner shows nothing
 
 
 def track(items: Sequence[T], label: str, quiet: bool = False) -> Iterator[T]:
@@ -28,7 +28,7 @@ def track(items: Sequence[T], label: str, quiet: bool = False) -> Iterator[T]:
         for item in items:
             yield item
             progress.advance(task)
-            if not shown and time.monotonic() - start > PATIENCE_S:
+            if not shown and time.monotonic() - start > MIN_JOB_S:
                 progress.start()
                 shown = True
     finally:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import HostBatch
-from forerun.models.transfer import ALIGNED, send, send_together
+from forerun.core.transfer import ALIGNED, send, send_together
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_a_batch_in_one_copy_is_the_same_batch(monkeypatch: pytest.MonkeyPatch):
     class Device:
         type = "cuda"
 
-    monkeypatch.setattr("forerun.core.send_together", lambda arrays, device: send_together(arrays, CPU))
+    monkeypatch.setattr("forerun.core.batch.send_together", lambda arrays, device: send_together(arrays, CPU))
     packed = host.to(Device())  # type: ignore[arg-type]
     for name in ("tokens", "positions", "slot_mapping", "kv_lens", "block_tables", "logits_indices"):
         one, other = getattr(plain, name), getattr(packed, name)

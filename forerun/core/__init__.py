@@ -1,0 +1,30 @@
+"""The nouns: what is asked (`SamplingParams`), what is run (`TokenBatch`), what is drafted and what becomes of it
+(`Draft`, `Verdict`), what is reported (`Usage`), what is cached (`KV`).
+
+Nothing here knows a model, a cache policy or a device policy.
+"""
+
+from forerun.core.batch import HostBatch, TokenBatch
+from forerun.core.draft import ROOT, Draft, Verdict
+from forerun.core.kv import EXTRA_KV_SLOTS, KV, KVShape
+from forerun.core.usage import PrefillReport, Tally, TokenLogprob, Usage
+from forerun.params import Grammar, Prefill, SamplingParams, Speculation
+
+__all__ = [
+    "EXTRA_KV_SLOTS",
+    "KV",
+    "ROOT",
+    "Draft",
+    "Grammar",
+    "HostBatch",
+    "KVShape",
+    "Prefill",
+    "PrefillReport",
+    "SamplingParams",
+    "Speculation",
+    "Tally",
+    "TokenBatch",
+    "TokenLogprob",
+    "Usage",
+    "Verdict",
+]

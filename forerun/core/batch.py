@@ -1,0 +1,99 @@
+"""What one forward runs: tokens of any sequences, on the host (`HostBatch`) and on a device (`TokenBatch`).
+
+Invariants are checked where an object is made, lengths are derived. Knows no model, no cache and no device policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.core.transfer import send, send_together
+
+
+@dataclass
+class TokenBatch:
+    """Any tokens of any sequences, flattened: one forward runs them all.
+
+    A token has a rotary position, a slot its K/V is written to, and a rule for what it sees. Slots are numbers in the
+    page pool (page * page_size + offset); entry e of a sequence lies in slot block_tables[row, e // page_size] *
+    page_size + e % page_size. Token t sees entry e of its own sequence when `e < kv_lens[t]`, or, in a draft tree, when
+    `tree[t, e - tree_start[row]]` is set. Tokens of one sequence are contiguous, sequences in row order.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, rotary positions
+    slot_mapping: torch.Tensor  # [T] int64, where each token's K/V goes
+    kv_lens: torch.Tensor  # [T] int32, entries of its sequence that a token sees, itself included
+    block_tables: torch.Tensor  # [S, P] int32, page ids of each sequence, padded with 0
+    cu_seqlens: list[int]  # [S + 1] first token of each sequence, then T
+    seq_lens: list[int]  # [S] entries of each sequence that any token here may see
+    page_size: int
+    logits_indices: torch.Tensor  # [N] int64, tokens whose logits are wanted
+    tree: torch.Tensor | None = None  # [T, W] bool
+    tree_start: list[int] | None = None  # [S] entry that column 0 of `tree` stands for
+    run_start: int | None = None  # first slot, where the slots of all tokens are known to follow each other
+    host: HostBatch | None = None  # what it was made from, for planning without waiting for the device
+
+    def __post_init__(self) -> None:
+        assert self.cu_seqlens[-1] == self.tokens.numel() == self.positions.numel() == self.slot_mapping.numel()
+        assert len(self.seq_lens) == len(self.cu_seqlens) - 1 == self.block_tables.shape[0]
+        assert (self.tree is None) == (self.tree_start is None)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+
+@dataclass
+class HostBatch:
+    """A batch still on the host, as lists and numpy arrays; the rules are those of `TokenBatch`."""
+
+    tokens: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    slot_mapping: np.ndarray  # [T] int64
+    kv_lens: np.ndarray  # [T] int32
+    cu_seqlens: list[int]  # [S + 1]
+    seq_lens: list[int]  # [S]
+    pages: list[np.ndarray]  # [S] page ids of each sequence
+    page_size: int
+    logits_indices: list[int]  # [N]
+    bits: list[int] | None = None  # [T] bit j: the token sees entry tree_start + j, beside those before `kv_lens`
+    tree_start: list[int] | None = None  # [S]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Copies that do not wait for what the device still does; on a CPU its tensors are the arrays themselves."""
+        block_tables = np.zeros((len(self.pages), max(len(pages) for pages in self.pages)), dtype=np.int32)
+        for row, pages in enumerate(self.pages):
+            block_tables[row, : len(pages)] = pages
+        together = bool((np.diff(self.slot_mapping) == 1).all())
+        wanted = np.array(self.logits_indices, dtype=np.int64)
+        arrays = (self.tokens, self.positions, self.slot_mapping, self.kv_lens, block_tables, wanted)
+        sent = send_together(arrays, device) if device.type == "cuda" else [send(array, device) for array in arrays]
+        return TokenBatch(
+            tokens=sent[0],
+            positions=sent[1],
+            slot_mapping=sent[2],
+            kv_lens=sent[3],
+            block_tables=sent[4],
+            cu_seqlens=self.cu_seqlens,
+            seq_lens=self.seq_lens,
+            page_size=self.page_size,
+            logits_indices=sent[5],
+            tree=None if self.bits is None else _unpack(self.bits).to(device, non_blocking=True),
+            tree_start=self.tree_start,
+            run_start=int(self.slot_mapping[0]) if together else None,
+            host=self,
+        )
+
+
+def _unpack(bits: list[int]) -> torch.Tensor:
+    """Sets of entries as rows of booleans: [T, W]."""
+    width = max(1, max(b.bit_length() for b in bits))
+    return torch.tensor([[bool(b >> j & 1) for j in range(width)] for b in bits])

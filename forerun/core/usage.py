@@ -1,0 +1,117 @@
+"""What is reported about an answer: `Usage`, and in it `PrefillReport` and a `Tally` for each drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, best first
+
+
+@dataclass
+class Tally:
+    """What became of one drafter's tokens."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class PrefillReport:
+    """What drafting a prompt cost and how good it looked; part of `Usage`."""
+
+    tokens: int = 0
+    layers: int = 0
+    source: str = ""
+    chooser: str = ""
+    fell_back: str = ""  # why exact prefill was taken after all; empty: it was not
+    exact: int = 0  # tokens whose K/V is exact: read from the prefix tree, or with nothing approximate before them
+    drafted: int = 0  # tokens that got drafted K/V in some layer
+    accepted: int = 0  # of those, tokens that kept it
+    recomputed: int = 0  # of those, tokens that the target ran through all layers after all
+    token_layers: int = 0  # that the target ran, of tokens * layers; of further answers, which share a draft, their own
+    cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
+    rounds: int = 0  # of repair: more than one where checks failed
+    scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the checkpoints
+    spans: list[dict[str, Any]] = field(default_factory=list)  # per checkpoint: first entry, signals, passed
+    depth_runs: list[tuple[int, int]] = field(default_factory=list)  # (depth, tokens) from the first entry on
+    read_s: float = 0.0
+    repair_s: float = 0.0
+    check_s: float = 0.0
+
+
+_GUESSES = ("drafted", "accepted", "provisional", "confirmed", "with_first")
+_SUMS = ("written", "completion_tokens", "preemptions", "steps", *_GUESSES)
+
+
+@dataclass
+class Usage:
+    """What one answer cost and what it did not have to compute."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose K/V was read from a cache: the pool, host memory or disk
+    served: dict[str, int] = field(default_factory=dict)  # prompt tokens by where they came from
+    written: int = 0  # tokens whose exact K/V others can read now and could not before
+    completion_tokens: int = 0
+    preemptions: int = 0
+    queued_s: float = 0.0
+    ttft_s: float = 0.0  # from submission to the first token
+    total_s: float = 0.0
+    steps: int = 0  # passes of the target that gave at least one token of the answer
+    drafted: int = 0
+    accepted: int = 0
+    drafters: dict[str, Tally] = field(default_factory=dict)
+    verifier: str = ""  # empty: nothing was drafted
+    lossless: bool = True
+    lengths: list[int] = field(default_factory=list)  # drafted tokens that each step accepted
+    # steps where asked for: seconds from submission, tokens added, tokens checked, seconds of drafting, of verifying
+    timeline: list[tuple[float, int, int, float, float]] = field(default_factory=list)
+    draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
+    verify_s: float = 0.0
+    prefill: PrefillReport | None = None  # None: the prompt was computed as usual
+    provisional: int = 0  # tokens shown before the prompt was computed
+    confirmed: int = 0  # of those, tokens that stayed
+    with_first: int = 0  # tokens that came together with the first one, as confirmed ones may
+    provisional_s: float = 0.0  # from submission to the first of them
+
+    def add(self, part: Usage) -> None:
+        """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        for drafter, tally in part.drafters.items():
+            mine = self.drafters.setdefault(drafter, Tally())
+            mine.drafted += tally.drafted
+            mine.accepted += tally.accepted
+        self.lengths += part.lengths
+        self.timeline = self.timeline or part.timeline  # of one answer: those of several do not make one
+        self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)
+        self.verifier, self.lossless = self.verifier or part.verifier, self.lossless and part.lossless
+
+    @property
+    def confirmed_share(self) -> float:
+        return self.confirmed / self.provisional if self.provisional else 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens a pass of the target gave: 1 without speculation."""
+        return self.completion_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def other_s(self) -> float:
+        """Decoding time that was neither drafting nor verifying: sampling, text, waiting for other requests."""
+        return max(0.0, self.total_s - self.ttft_s - self.draft_s - self.verify_s)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: tokens after the first ones over the time after them."""
+        decode_s, tokens = self.total_s - self.ttft_s, self.completion_tokens - 1 - self.with_first
+        return tokens / decode_s if decode_s > 0 and tokens > 0 else 0.0
