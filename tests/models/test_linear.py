@@ -21,8 +21,10 @@ from forerun.models.linear import (
     limit_pairs,
     pack_int8,
     quantise_rows,
+    range_for,
 )
 from forerun.models.rotation import Rotation, hadamard
+from tests.cpu_kinds import VNNI_ANSWERS, pretend
 
 KINDS: list[type[Linear]] = [Linear, PackedFloat32, PackedFloat16, PackedInt8, SpreadInt8]
 TOLERANCE = {PackedFloat16: 1e-3, PackedInt8: 0.02, SpreadInt8: 0.02}
@@ -98,16 +100,49 @@ def test_limiting_pairs_touches_only_pairs_beyond_the_limit():
     assert limit_pairs(levels, 163).tolist() == [[81.0, 81.0, 100.0, -100.0, 50.0, 60.0, -96.0, -66.0]]
 
 
-@pytest.mark.parametrize("allowed", [EXACT, SATURATING])
-def test_the_kernel_computes_what_integers_say(allowed: Range):
-    """Adversarial rows (every activation at an end of its range) through the real kernel, against int64 arithmetic."""
-    weight, draw = random(32, 128, seed=1), torch.Generator().manual_seed(9)
+def adversarial() -> list[torch.Tensor]:
+    """Rows whose activations all lie at an end of their range."""
+    draw = torch.Generator().manual_seed(9)
+    return [torch.ones(1, 128), -torch.ones(1, 128), torch.randint(0, 2, (4, 128), generator=draw).float() * 2 - 1]
+
+
+def integer_product(x: torch.Tensor, weight: torch.Tensor, allowed: Range, vnni: bool) -> torch.Tensor:
+    """What the kernel computes, in int64: activations are zero +- levels; without VNNI pairs of products saturate."""
     levels, scales = quantise_rows(weight, allowed)
-    for x in (torch.ones(1, 128), -torch.ones(1, 128), torch.randint(0, 2, (4, 128), generator=draw).float() * 2 - 1):
+    unsigned = (x * allowed.levels).round().to(torch.int64) + allowed.zero  # [T, K] 0..255
+    pairs = (unsigned[:, None] * levels.to(torch.int64)[None]).unflatten(-1, (-1, 2)).sum(-1)  # [T, N, K / 2]
+    sums = (pairs if vnni else pairs.clamp(-(2**15), 2**15 - 1)).sum(-1)
+    sums -= allowed.zero * levels.to(torch.int64).sum(-1)
+    return sums.double() * scales.double() / allowed.levels
+
+
+@pytest.mark.parametrize("vnni", VNNI_ANSWERS)
+def test_the_kernel_computes_what_integers_say(vnni: bool):
+    """The range that such a CPU packs for, through the real kernel, against integer arithmetic."""
+    weight, allowed = random(32, 128, seed=1), range_for(vnni)
+    for x in adversarial():
         got = module._packed_int8(x, 1.0 / allowed.levels, allowed.zero, pack_int8(weight, allowed))
-        integers = (x * allowed.levels).round().to(torch.int64) @ levels.to(torch.int64).T
-        expected = integers.double() * scales.double() / allowed.levels
-        assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(got.double(), integer_product(x, weight, allowed, vnni), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vnni", [False, True])
+def test_a_range_is_exact_on_the_cpus_it_is_for(vnni: bool):
+    """In plain integers, so that both kinds are computed on any CPU: no sum saturates."""
+    weight, allowed = torch.cat((random(32, 128, seed=1), torch.ones(1, 128))), range_for(vnni)
+    for x in adversarial():
+        levels, scales = quantise_rows(weight, allowed)
+        exact = (x * allowed.levels).round().double() @ levels.double().T * scales.double() / allowed.levels
+        assert torch.allclose(integer_product(x, weight, allowed, vnni), exact, rtol=1e-12)
+    clipped = integer_product(torch.ones(1, 128), weight, EXACT, vnni=False)
+    assert not torch.allclose(clipped, integer_product(torch.ones(1, 128), weight, EXACT, vnni=True), rtol=1e-2)
+
+
+@pytest.mark.parametrize("allowed", [EXACT, SATURATING], ids=["vnni", "16-bit-sums"])
+def test_rows_of_one_size_are_not_clipped(allowed: Range):
+    """Weights of +-1 times a little noise: the largest level must leave room for two neighbours of one sign."""
+    weight = random(64, 256, seed=3).sign() * (1 + random(64, 256, seed=4) / 100)
+    levels, scales = quantise_rows(weight, allowed)
+    assert float((levels * scales[:, None] - weight).norm() / weight.norm()) < 0.01
 
 
 @pytest.mark.parametrize("size", [64, 96, 576, 896])
@@ -121,11 +156,10 @@ def test_a_rotation_is_orthogonal_and_its_three_forms_agree(size: int):
     assert torch.equal(hadamard(4) * 2, torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]))
 
 
-@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize("vnni", VNNI_ANSWERS)
 def test_int8_stays_close_to_float32_on_the_real_model(vnni: bool, smollm2: Path, monkeypatch: pytest.MonkeyPatch):
     """With either kernel's arithmetic: limited weights cannot saturate, so both compute the same thing from them."""
-    if not vnni or torch.cpu._is_vnni_supported():
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    pretend(monkeypatch, vnni)
     for quality in measure_modes(str(smollm2), ["int8"], tokens=384, device="cpu"):
         assert quality.kl < 0.02 and quality.top1 > 0.88
 

@@ -23,6 +23,7 @@ from forerun.prefill.depth import Rows
 from forerun.prefill.sources import kv_writer
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
+from tests.cpu_kinds import VNNI_ANSWERS, pretend
 from tests.prefill.sources.common import (
     EMPTY,
     END,
@@ -95,8 +96,10 @@ def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
     assert state.depths.tolist() == [3] * END
 
 
-def test_a_rotated_stream_is_mapped_too(tiny_folder: Folder):
+@pytest.mark.parametrize("vnni", VNNI_ANSWERS)
+def test_a_rotated_stream_is_mapped_too(vnni: bool, tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     """Eight-bit decoders keep their hidden states rotated; the maps are turned with them."""
+    pretend(monkeypatch, vnni)
     ctx = workshop_of(tiny_folder("qwen2"), "int8")
     assert ctx.runner.decoder.basis is not None
     exact = exact_kv(ctx, END)
