@@ -124,7 +124,7 @@ class LLM:
         loose = self.precision.name == "int8" and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
-        self._driver = Driver(self.engine)
+        self.driver = Driver(self.engine)
         self._sessions: SessionBook | None = None
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
@@ -158,7 +158,7 @@ class LLM:
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self._driver.stream(self.request(self.encode(prompt), params))
+        return self.driver.stream(self.request(self.encode(prompt), params))
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """`generate` of one prompt for asyncio; run several at once and they share batches."""
@@ -173,14 +173,14 @@ class LLM:
     ) -> AsyncIterator[Event]:
         """`stream` for asyncio. A `Request` was checked by `request`, in a thread of its own where that takes long."""
         made = prompt if isinstance(prompt, Request) else self.request(self.encode(prompt), params)
-        return self._driver.astream(made)
+        return self.driver.astream(made)
 
     def request(
         self, prompt_ids: list[int], params: SamplingParams | None = None, session: str | None = None
     ) -> Request:
         """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
         session whose turn it is."""
-        return self._driver.request(prompt_ids, as_params(params), session)
+        return self.driver.request(prompt_ids, as_params(params), session)
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
@@ -199,16 +199,16 @@ class LLM:
 
     def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
         params = self._checked(params)
-        runs = self._driver.run([(ids, params) for ids in prompts])
+        runs = self.driver.run([(ids, params) for ids in prompts])
         return [collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
 
     async def _acomplete(self, request: Request) -> Completion:
-        events = [event async for event in self._driver.astream(request)]
+        events = [event async for event in self.driver.astream(request)]
         return collect(request.prompt_ids, request.params.n, events)
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = as_params(params)
-        self._driver.prepare(params)
+        self.driver.prepare(params)
         return params
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class LLM:
         if self._sessions is None:
             from forerun.sharing.session_book import SessionBook
 
-            self._sessions = SessionBook(self, self._driver)
+            self._sessions = SessionBook(self, self.driver)
         return self._sessions
 
     def workers(self, prompt: Prompt | Messages, n: int, **more: Any) -> Iterator[Event]:
@@ -243,12 +243,14 @@ class LLM:
     def stats(self) -> Stats:
         """How prompt tokens were served and what answers cost so far, in total and by session."""
         tiers = self.engine.tiers
-        return self._driver.visit(lambda engine: engine.stats.snapshot(tiers.figures() if tiers is not None else None))
+        with self.driver.exclusive() as engine:
+            return engine.stats.snapshot(tiers.figures() if tiers is not None else None)
 
     def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> Outline:
         """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
         ids = [] if prompt is None else self.encode(prompt)
-        return self._driver.visit(lambda engine: outline(engine.tree, ids, most))
+        with self.driver.exclusive() as engine:
+            return outline(engine.tree, ids, most)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class LLM:
     def prepare(self, params: SamplingParams) -> None:
         """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
         self.engine.speculator.check(as_params(params))
-        self._driver.prepare(params)
+        self.driver.prepare(params)
 
     def speculation(self) -> dict[str, Any]:
         """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
@@ -273,15 +275,15 @@ class LLM:
     def upgrade(self) -> None:
         """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens
         by itself while nobody asks anything."""
-        self._driver.upgrade()
+        self.driver.upgrade()
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes in memory; the disk tier keeps its files."""
-        self._driver.clear_cache()
+        self.driver.clear_cache()
 
     def close(self) -> None:
         """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
-        self._driver.close()
+        self.driver.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
-from forerun.runtime.threads import apart
+from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
     from forerun.serve.config import ServeConfig
@@ -142,8 +142,8 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
 
     console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
     # A port that is taken is told before a model is loaded
-    with listen(host, server.port) as sock, apart(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
-        app = apart(lambda: create_app(llm, config))  # warms up
+    with listen(host, server.port) as sock, run_in_thread(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
+        app = run_in_thread(lambda: create_app(llm, config))  # warms up
         if traces is not None:
             app.add_middleware(Traced, traces=traces)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"

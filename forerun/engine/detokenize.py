@@ -5,35 +5,7 @@ Knows no scheduler and no model. Text that might be the beginning of a stop stri
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-from forerun.text.tokenizer import Detokenizer, Tokenizer
-
-
-class Texts:
-    """The texts of many sequences; without a tokenizer all are empty."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._streams: dict[Hashable, TextStream] = {}
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def push(self, key: Hashable, token_id: int, stop: tuple[str, ...]) -> str:
-        if self._tokenizer is None:
-            return ""
-        if key not in self._streams:
-            self._streams[key] = TextStream(self._tokenizer.stream(), stop)
-        return self._streams[key].push(token_id)
-
-    def stopped(self, key: Hashable) -> bool:
-        return key in self._streams and self._streams[key].stopped
-
-    def end(self, key: Hashable) -> str:
-        """The rest of a text; nothing is kept of it."""
-        stream = self._streams.pop(key, None)
-        return "" if stream is None else stream.flush()
+from forerun.text.tokenizer import Detokenizer
 
 
 class TextStream:

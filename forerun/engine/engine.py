@@ -25,9 +25,9 @@ from forerun.decode.speculator import Speculator
 from forerun.decode.state import DraftTask
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.config import EngineConfig
-from forerun.engine.detokenize import Texts
 from forerun.engine.intake import Intake
-from forerun.engine.leases import Loans
+from forerun.engine.leases import PageLeases
+from forerun.engine.output import OutputWriter
 from forerun.engine.provisional import meet, say
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
@@ -86,7 +86,9 @@ class Engine:
         self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
-        self._texts, self.stats, self.loans = Texts(tokenizer), Stats(), Loans(self.pool)
+        self.stats, self.leases = Stats(), PageLeases(self.pool, make_room)
+        self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
+        self.output = OutputWriter(tokenizer, decoder.config.eos_ids, self.max_length, self.stats)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -127,8 +129,7 @@ class Engine:
 
     def _most_nodes(self, seq: Sequence) -> int:
         """Tokens of a draft that could still become part of the answer."""
-        limit = min(self.config.max_model_len, self.config.capacity) - len(seq.tokens) - 1
-        return max(0, min(seq.params.max_tokens - seq.num_generated - 1, limit))
+        return max(0, min(seq.params.max_tokens - seq.num_generated, self.max_length - len(seq.tokens)) - 1)
 
     def _run(self, work: list[Work]) -> Output:
         start = time.perf_counter()
@@ -162,29 +163,16 @@ class Engine:
 
     def _append(self, seq: Sequence, ruling: StepOutput, work: Work) -> None:
         """The settled tokens become part of the answer, up to where it ends."""
-        event, reason, first = Event(seq.request.id, seq.index), None, len(seq.tokens)
-        for token in ruling.tokens:
-            seq.tokens.append(token)
-            event.token_ids.append(token)
-            event.text += self._texts.push(seq, token, seq.params.stop)
-            reason = self._finish_reason(seq)
-            if reason is not None:
-                break
-        added = len(event.token_ids)
-        if seq.num_generated == added:
-            seq.usage.ttft_s, seq.usage.with_first = time.perf_counter() - seq.request.arrived, added - 1
-        event.logprobs = ruling.logprobs[:added]
+        first = len(seq.tokens)
+        event, reason = self.output.append(seq, ruling)
         seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
-        seq.usage.steps += 1
-        seq.note(added, len(work.draft))
+        seq.note(len(event.token_ids), len(work.draft))
         if seq.provisional is not None and not seq.provisional.judged:
             last = reason is not None or self.runner.decoding_rows is None
             event.confirmed, event.retracted = seq.provisional.judge(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
         elif seq.spec_state is not None:
             self.speculator.settle(seq.spec_state, work.draft, ruling.verdict, seq.tokens[first:])
-        if seq.grammar is not None:
-            seq.grammar.advance(seq.tokens[first:])
         if seq.real is not None:
             say(seq, event, self.scheduler, ends=reason is not None)
             self._send(seq.real, event)
@@ -194,13 +182,6 @@ class Engine:
             self.scheduler.trim(seq)
             self._send(seq, event)
 
-    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
-        ends = not seq.params.ignore_eos or seq.grammar is not None  # a grammar's end is an end
-        if self._texts.stopped(seq) or (ends and seq.tokens[-1] in self.decoder.config.eos_ids):
-            return "stop"
-        full = len(seq.tokens) >= min(self.config.max_model_len, self.config.capacity)
-        return "length" if full or seq.num_generated >= seq.params.max_tokens else None
-
     def fail(self, seq: Sequence, error: ForerunError) -> None:
         """This answer is over, the others go on; a guide's is none."""
         if seq.real is not None:
@@ -209,7 +190,6 @@ class Engine:
         self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
 
     def _finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
-        event.text += self._texts.end(seq)
         if seq.guide is not None:
             self.scheduler.dismiss(seq.guide)
         finished = reason in ("stop", "length")
@@ -218,19 +198,16 @@ class Engine:
             self.upgrades.add(seq.tokens)
         seq.settle(finished)
         self.scheduler.finish(seq)
-        seq.usage.completion_tokens = seq.num_generated
-        seq.usage.total_s = time.perf_counter() - seq.request.arrived
+        self.output.finish(seq, reason, event)
         if seq.spec_state is not None:
             self.speculator.drafter_pool.finish(seq.spec_state)
-        event.finish_reason, event.usage = reason, seq.usage
-        self.stats.book(seq.request.session, seq.usage, finished)
         self._send(seq, event)
 
     def _leaves(self, seq: Sequence) -> None:
         """A sequence loses its pages: for good, or until it is its turn again."""
         self.drafting.close(seq)
         if seq.real is not None:
-            self._texts.end(seq)
+            self.output.close(seq)
 
     def _send(self, seq: Sequence, event: Event) -> None:
         """A reader that fails is cut off; nobody else in the batch notices."""
@@ -241,10 +218,15 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    def prepared(self, params: SamplingParams) -> bool:
+        """Whether the drafters and the prefill source that these parameters name exist."""
+        return self.speculator.drafter_pool.ready(params) and self.drafting.ready(params.prefilling)
+
     def prepare(self, params: SamplingParams) -> None:
-        """Make the drafters that these parameters name; between steps, since it may time forwards."""
+        """Make them; between steps, since that may time forwards."""
         self.speculator.check(params)
         self.speculator.drafter_pool.prepare(params)
+        self.drafting.prepare(params.prefilling)
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise where a request cannot be answered."""
@@ -266,7 +248,7 @@ class Engine:
                 self.scheduler.add(seq)
         while self._cancelled:
             self._drop(self._cancelled.popleft())
-        self.loans.collect()
+        self.leases.collect()
 
     def _drop(self, request_id: int) -> None:
         for seq in [s for s in self.scheduler.everyone if s.request.id == request_id and s.real is None]:

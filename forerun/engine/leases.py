@@ -1,8 +1,9 @@
-"""Pages lent to somebody who goes on only when his caller does, such as workers behind an iterator.
+"""Page leases for generators, revoked after 30 s idle while others wait.
 
-Nobody can say when such pages come back. A request that waits for them in the very thread that holds them would wait
-for ever, and one that waits elsewhere as long as the holder likes: the first gets an error, for the second pages are
-taken back once they have lain idle for long. Knows neither requests nor what the pages are for.
+A generator (workers behind an iterator) runs only while its caller reads from it, so there is no bound on when its
+pages come back. A request that waits for those pages in the same thread would deadlock: it fails with an error. A
+request of another thread waits, until the lease has been idle for `LEASE_IDLE_S` and is revoked. Knows neither
+requests nor what the pages are for.
 """
 
 from __future__ import annotations
@@ -11,84 +12,108 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from forerun.cache.pool import PagePool
 from forerun.errors import OutOfPages
 
-PATIENCE = 30.0  # seconds that pages may lie idle while somebody waits for them
+LEASE_IDLE_S = 30.0  # a lease idle for longer is revoked when a request cannot run without its pages
 
 
-class Loan:
-    """Pages of one holder, released by `Loans`; he looks at `lost` before he uses them."""
+class PageLease:
+    """Rows of pages of one holder, released by `PageLeases`. The holder calls `check` before it uses them."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.pages: list[array[int]] = []  # whatever lies in here is held
-        self.lost = 0.0  # seconds that the pages had lain idle when they were taken back
-        self._clock = clock
-        self.use()
+    def __init__(self, pool: PagePool, make_room: Callable[[int], bool], clock: Callable[[], float]) -> None:
+        self._pool, self._make_room, self._clock = pool, make_room, clock
+        self.rows: list[array[int]] = []  # every page in here is held
+        self.revoked_after_s: float | None = None  # how long it had been idle when it was revoked
+        self.renew()
 
-    def use(self) -> None:
-        """He goes on, in this thread."""
-        self.used, self.thread = self._clock(), threading.get_ident()
+    def hold(self, shared: Iterable[int] = ()) -> array[int]:
+        """A new row, which begins with pages that others hold too; between steps, as all below."""
+        row = array("i", shared)
+        self._pool.retain(row)
+        self.rows.append(row)
+        return row
+
+    def extend(self, row: array[int], num_tokens: int) -> bool:
+        """Allocate until a row has room for so many tokens; False, with nothing allocated, where there is none."""
+        missing = self._pool.pages_for(num_tokens) - len(row)
+        if not self._make_room(missing):
+            return False
+        row.extend(self._pool.allocate(missing, after=row[-1] if row else None))
+        return True
+
+    def drop(self, row: array[int]) -> None:
+        self.rows = [held for held in self.rows if held is not row]
+        self._pool.release(row)
+
+    def renew(self) -> None:
+        """Record a use by the current thread."""
+        self.used_at, self.thread = self._clock(), threading.get_ident()
 
     @property
-    def idle(self) -> float:
-        return self._clock() - self.used
+    def idle_s(self) -> float:
+        return self._clock() - self.used_at
 
     def check(self) -> None:
-        if self.lost:
+        """Raise where the lease was revoked."""
+        if self.revoked_after_s is not None:
             raise OutOfPages(
-                f"the pages were taken back: nobody had gone on for {self.lost:.0f} s, and other requests needed them",
-                "go on sooner or close the iterator; a larger pool (kv_cache_tokens) has room for both",
+                f"the page lease was revoked: it had been idle for {self.revoked_after_s:.0f} s, and other requests "
+                "needed its pages",
+                "read on sooner or close the iterator; a larger pool (kv_cache_tokens) has room for both",
             )
 
 
-class Loans:
-    def __init__(self, pool: PagePool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pool, self._clock = pool, clock
-        self._open: list[Loan] = []
-        self._returned: deque[Loan] = deque()
+class PageLeases:
+    """`make_room`: frees so many pages of those that are merely cached, as far as it can; whether they are free."""
+
+    def __init__(
+        self, pool: PagePool, make_room: Callable[[int], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool, self._make_room, self._clock = pool, make_room, clock
+        self._open: list[PageLease] = []
+        self._returned: deque[PageLease] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def lend(self) -> Loan:
-        loan = Loan(self._clock)
-        self._open.append(loan)
-        return loan
+    def open(self) -> PageLease:
+        lease = PageLease(self._pool, self._make_room, self._clock)
+        self._open.append(lease)
+        return lease
 
-    def give_back(self, loan: Loan) -> None:
-        """Its pages are free from the next `collect` on. Safe at any moment, in a garbage collector too."""
-        self._returned.append(loan)
+    def release(self, lease: PageLease) -> None:
+        """Free its pages at the next `collect`. Safe at any moment, in a garbage collector too."""
+        self._returned.append(lease)
 
     def collect(self) -> None:
-        """Release what was given back; between steps."""
+        """Free the pages of released leases; between steps."""
         while self._returned:
-            self._release(self._returned.popleft())
+            self._free(self._returned.popleft())
 
-    def _release(self, loan: Loan) -> None:
-        for pages in loan.pages:
-            self._pool.release(pages)
-        loan.pages = []
-        if loan in self._open:
-            self._open.remove(loan)
+    def _free(self, lease: PageLease) -> None:
+        for row in list(lease.rows):
+            lease.drop(row)
+        if lease in self._open:
+            self._open.remove(lease)
 
-    def recall(self) -> bool:
-        """Take back what has lain idle for too long; whether there was any."""
-        late = [loan for loan in self._open if loan.idle > PATIENCE]
-        for loan in late:
-            loan.lost = loan.idle
-            self._release(loan)
-        return bool(late)
+    def revoke_idle(self) -> bool:
+        """Revoke the leases that have been idle for too long; whether there were any."""
+        idle = [lease for lease in self._open if lease.idle_s > LEASE_IDLE_S]
+        for lease in idle:
+            lease.revoked_after_s = lease.idle_s
+            self._free(lease)
+        return bool(idle)
 
-    def hopeless(self) -> OutOfPages | None:
-        """What to tell a caller who waits in this thread for pages that only this thread could give back."""
-        if not self._open or any(loan.thread != threading.get_ident() for loan in self._open):
+    def deadlock_error(self) -> OutOfPages | None:
+        """The error of a request that waits in this thread for pages that only this thread could release."""
+        if not self._open or any(lease.thread != threading.get_ident() for lease in self._open):
             return None
-        held = sum(len(pages) for loan in self._open for pages in loan.pages)
+        held = sum(len(row) for lease in self._open for row in lease.rows)
         return OutOfPages(
-            f"the request finds no room: {held} of {self._pool.num_pages} pages belong to an iterator of workers that "
-            "this thread has begun and not ended",
-            "take its events to the end or close it first, or raise kv_cache_tokens",
+            f"no pages for this request: {held} of {self._pool.num_pages} are leased to an iterator of workers that "
+            "this thread has started and not finished",
+            "read its events to the end or close it first, or raise kv_cache_tokens",
         )

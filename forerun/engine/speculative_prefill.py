@@ -48,8 +48,12 @@ class Drafting:
         if problem is not None and not settings.allow_exact:
             raise problem
 
+    def ready(self, settings: Prefill) -> bool:
+        """Whether there is nothing to make for such prompts."""
+        return settings.exact or self.prefiller is None or self.prefiller.has_source(settings)
+
     def prepare(self, settings: Prefill) -> None:
-        """Make what drafts such prompts, before anybody's time counts; raises where no prompt could be drafted so."""
+        """Make what drafts such prompts, between steps; raises where no prompt could be drafted so."""
         self.check(settings, 1)
 
     def open(self, seq: Sequence) -> Sequence | None:

@@ -125,8 +125,12 @@ class Prefiller:
     def _profile_key(self) -> str:
         return "" if self.profile is None else self.profile.key  # reads all of its maps
 
+    def has_source(self, settings: Prefill) -> bool:
+        """Whether there is nothing to make: the source exists, or cannot be without a profile."""
+        return self.profile is None or self._source_name(settings) in self._sources
+
     def source(self, settings: Prefill) -> KVSource:
-        """Made when it is first asked for; raises where it cannot be."""
+        """Made when it is first asked for, between steps; raises where it cannot be."""
         if self.profile is None or (self.profile.kind == "chunk" and settings.source != "chunk"):
             raise BadProfile(
                 f"prefill {settings.mode!r} needs a profile of this model, and there is none",

@@ -17,7 +17,7 @@ from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.engine.sequence import FinishReason
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
-from forerun.sharing.growth import Branch, all_of, checked_score, grow, run_sync
+from forerun.sharing.branches import Branch, all_of, checked_score, grow, run_sync
 from forerun.sharing.rollout_config import SAMPLING
 
 MOST = 256

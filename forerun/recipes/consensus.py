@@ -16,7 +16,7 @@ import numpy as np
 
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
-from forerun.sharing.scoring import Scored, score_each
+from forerun.sharing.scoring import ContinuationScores, score_each
 
 CORRECT, INCORRECT = 0, 1
 
@@ -128,7 +128,7 @@ def equilibrium_ranking(
     return Ranking(order, list(candidates), end, start, cached, computed)
 
 
-def _score(llm: LLM, stem: list[int], candidates: list[str], words: Wording) -> list[Scored]:
+def _score(llm: LLM, stem: list[int], candidates: list[str], words: Wording) -> list[ContinuationScores]:
     """Candidates after both generator prompts, then the two words after each candidate."""
     encode = llm.tokenizer.encode
     answers = [encode(candidate) for candidate in candidates]

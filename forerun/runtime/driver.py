@@ -1,9 +1,9 @@
-"""Who steps the engine: whoever waits for it.
+"""Steps the engine for the threads that wait for it.
 
-A caller that waits steps the engine itself, under one lock, until its own answer is there; steps serve everybody's
-requests, so several waiting threads simply take turns. Callers that must not block (asyncio) let a background thread
-wait for them; the same thread upgrades approximate K/V while nobody waits. The driver knows no prompt, no text and no
-sampling.
+A blocking caller steps the engine itself, under one lock, until its own requests have finished. A step serves all
+requests, so several blocked threads simply alternate. Callers that must not block (asyncio) leave the steps to a
+background thread; the same thread upgrades approximate K/V while no request is open. Other uses of the engine run
+between its steps (`exclusive`, `lease`). The driver knows no prompt, no text and no sampling.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from forerun.cache.prefix import pack
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
-from forerun.runtime.mailbox import Mail
+from forerun.runtime.lease import EngineLease
+from forerun.runtime.mailbox import Mailbox
 
-T = TypeVar("T")
-
-BLOCKED = 0.001  # seconds between two looks whether somebody gave pages back
-PAUSE = 0.1  # seconds of quiet before upgrades begin: whoever asks one thing after the other is not disturbed
+LEASE_POLL_S = 0.001  # between two checks whether leased pages have been released
+UPGRADE_DELAY_S = 0.1  # without a request before upgrades begin: requests one after the other are not delayed
 
 
 class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = threading.Lock()  # held by whoever steps
-        self._gate = threading.Lock()  # nothing is submitted once it is closed
+        self._lock = threading.Lock()  # held during a step or an exclusive use
+        # Guards what follows, for a moment at a time. Re-entrant: inside it the garbage collector may close a forgotten
+        # stream, which takes it again
+        self._gate = threading.RLock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._steppers = 0  # callers that step the engine themselves
-        self._readers = 0  # callers that let the thread do it
-        self._mail: Mail[Event] | None = None  # to the event loop that asked last
+        self._steppers = 0  # callers that step the engine themselves or use it between steps
+        self._readers = 0  # callers that leave the steps to the thread
+        self._mailbox: Mailbox[Event] | None = None  # to the event loop of the latest request
 
     def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
-        """Run jobs to their ends; the events of each, in order. On any error or Ctrl-C none of them goes on."""
+        """Run jobs to their ends; the events of each, in order. An error or Ctrl-C cancels all of them."""
         inboxes: list[list[Event]] = [[] for _ in jobs]
         requests = [Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)]
         for request in requests:  # all are checked before the first one starts
@@ -94,11 +94,11 @@ class Driver:
 
     async def astream(self, request: Request) -> AsyncIterator[Event]:
         """The same for asyncio; a background thread does the stepping."""
-        mail = self._mail_to(asyncio.get_running_loop())
+        mailbox = self._mailbox_to(asyncio.get_running_loop())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
 
         def sink(event: Event) -> None:
-            mail.put(inbox, event)
+            mailbox.put(inbox, event)
 
         request.sink = sink
         self._submit(request)
@@ -116,13 +116,13 @@ class Driver:
                 self._wake.set()
             self._readers -= 1
 
-    def _mail_to(self, loop: asyncio.AbstractEventLoop) -> Mail[Event]:
-        if self._mail is None or self._mail.loop is not loop:  # who has another loop keeps what it was given
-            self._mail = Mail(loop)
-        return self._mail
+    def _mailbox_to(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Event]:
+        if self._mailbox is None or self._mailbox.loop is not loop:  # readers on another loop keep theirs
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     def upgrade(self) -> None:
-        """Block until all that was answered from drafted K/V is known exactly, as far as there is room for it."""
+        """Block until the K/V of all answers from drafted prompts is exact, as far as there is room for it."""
         busy = True
         with self._stepping():
             while busy and not self._closed:
@@ -130,7 +130,7 @@ class Driver:
                     busy = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
 
     def close(self) -> None:
-        """Cancel whatever still runs; from now on every call is an error."""
+        """Cancel all open requests; from now on every call is an error."""
         with self._gate:
             self._closed = True
         self._halt()
@@ -140,20 +140,32 @@ class Driver:
                 self.engine.tiers.close(self.engine.tree)
 
     def save(self, tokens: list[int]) -> None:
-        """Have the exact K/V of a text written to the disk tier; steps go on while that waits for the disk."""
+        """Write the exact K/V of a text to the disk tier; the engine can step while the disk is written."""
         tiers, at, data = self.engine.tiers, 0, pack(tokens)
         while tiers is not None and not self._closed:
-            with self._stepping(), self._lock:
+            with self.exclusive():
                 copied = tiers.copy(data, self.engine.tree.match(tokens), at)
             if copied is None:
                 return
             at = copied[0]
             tiers.write(copied[1], copied[2])
 
-    def visit(self, use: Callable[[Engine], T]) -> T:
-        """Do something with the engine between two steps."""
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine between two steps: no other thread steps it until the context ends."""
         with self._stepping(), self._lock:
-            return use(self.engine)
+            yield self.engine
+
+    @contextmanager
+    def lease(self) -> Iterator[EngineLease]:
+        """Pages and exclusive uses for code that runs forwards of its own while requests go on."""
+        pages = self.engine.leases.open()
+        with self._stepping():
+            try:
+                yield EngineLease(self, pages)
+            finally:
+                self.engine.leases.release(pages)
+                self.collect()
 
     def _halt(self) -> None:
         self._closed = True
@@ -163,8 +175,8 @@ class Driver:
             atexit.unregister(self._halt)
 
     def clear_cache(self) -> None:
-        with self._stepping(), self._lock:
-            self.engine.clear_cache()
+        with self.exclusive() as engine:
+            engine.clear_cache()
 
     @property
     def closed(self) -> bool:
@@ -175,32 +187,36 @@ class Driver:
             raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
 
     def _submit(self, request: Request) -> None:
+        self.check_open()
+        self.engine.intake.receive(request)  # may compile a grammar: not inside the gate
         with self._gate:
             self.check_open()
             self.engine.submit(request)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Make what a request needs and does not exist yet, before its time starts to count."""
-        self.engine.drafting.prepare(params.prefilling)
-        if not self.engine.speculator.drafter_pool.ready(params):
-            with self._stepping(), self._lock:
-                self.engine.prepare(params)
+        """Make the drafters and the prefill source that a request needs, before its time starts to count."""
+        if self.engine.prepared(params):
+            self.engine.drafting.prepare(params.prefilling)  # raises where prompts cannot be drafted so
+            return
+        with self.exclusive() as engine:
+            engine.prepare(params)
 
     def _step(self, mine: list[Request]) -> None:
-        """A step by somebody who waits for these requests."""
+        """One step by a caller that waits for these requests."""
         with self._lock:
             self.engine.step()
-            blocked = self._relieve(mine)
+            blocked = self._blocked_by_leases(mine)
         if blocked:
-            time.sleep(BLOCKED)
+            time.sleep(LEASE_POLL_S)
 
-    def _relieve(self, mine: Sequence[Request] = ()) -> bool:
-        """Where nothing can run because others hold the pages: whether there is nothing to do but wait for them."""
-        scheduler, loans = self.engine.scheduler, self.engine.loans
-        if not scheduler.waiting or scheduler.running or not loans or loans.recall():
+    def _blocked_by_leases(self, mine: Sequence[Request] = ()) -> bool:
+        """Whether nothing can run until leased pages are released. Idle leases are revoked; a request of `mine` whose
+        own thread holds all leases fails."""
+        scheduler, leases = self.engine.scheduler, self.engine.leases
+        if not scheduler.waiting or scheduler.running or not leases or leases.revoke_idle():
             return False
         seq = scheduler.waiting[0]
-        error = loans.hopeless() if any(request is seq.request for request in mine) else None
+        error = leases.deadlock_error() if any(request is seq.request for request in mine) else None
         if error is not None:
             self.engine.fail(seq, error)
         return error is None
@@ -211,8 +227,8 @@ class Driver:
         self.collect()
 
     def collect(self) -> None:
-        """Have what was cancelled or given back taken in now, or else by whoever has the engine. It never waits: a
-        garbage collector that ends a forgotten iterator may run in the middle of a step."""
+        """Free what was cancelled or released, now, or else at the next step. It never blocks: the garbage collector
+        may close a forgotten iterator in the middle of a step."""
         if self._lock.acquire(blocking=False):
             try:
                 self.engine.take_in()
@@ -221,7 +237,7 @@ class Driver:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Around whatever steps the engine or wants it for itself; upgrades go on when the last such caller is gone."""
+        """Around all that steps the engine or uses it between steps; upgrades go on after the last such caller."""
         with self._gate:
             self._steppers += 1
         try:
@@ -232,7 +248,7 @@ class Driver:
             if not self._steppers and len(self.engine.upgrades):
                 self._background()
             elif not self._steppers and self._thread is not None and not self.engine.idle:
-                self._wake.set()  # it left to this caller what this caller did not do, a cancellation above all
+                self._wake.set()  # what this caller has left undone, a cancellation above all
 
     def _background(self) -> None:
         with self._gate:
@@ -246,23 +262,23 @@ class Driver:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
-            if self.engine.idle and self._wake.wait(PAUSE):
-                continue  # not left alone after all
+            if self.engine.idle and self._wake.wait(UPGRADE_DELAY_S):
+                continue  # a new request
             while not self._closed and self._serve():
                 pass
 
     def _serve(self) -> bool:
-        """One step for those who wait, or of an upgrade; False when there is nothing for this thread to do."""
+        """One step of requests or of an upgrade; False when there is nothing for this thread to do."""
         if self._steppers and not self._readers:
-            return False  # they step by themselves: two threads would only be in each other's way
+            return False  # blocked callers step: two threads would only contend for the lock
         try:
             with self._lock:
                 went = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
-                blocked = self._relieve()
+                blocked = self._blocked_by_leases()
             if blocked:
-                time.sleep(BLOCKED)
+                time.sleep(LEASE_POLL_S)
             return went
-        except Exception as error:  # nobody calls this thread: those who wait must hear of it
+        except Exception as error:  # this thread has no caller: all open requests end with the error
             with self._lock:
                 self.engine.upgrades.clear()
                 self.engine.end_all(error)
@@ -270,7 +286,7 @@ class Driver:
 
 
 def _ends(event: Event) -> bool:
-    """Whether this is an answer's last event; an error of the engine is raised to whoever waits for the answer."""
+    """Whether this is an answer's last event; the answer's error is raised here."""
     if event.error is not None:
         raise event.error
     return event.finish_reason is not None

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Mail(Generic[T]):
+class Mailbox(Generic[T]):
     """What waits for the readers of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -123,7 +123,8 @@ class Sessions:
         session.close(forget)
         self._used.pop(name, None)
         self._gone.append(name)
-        self.llm.sessions.driver.visit(self._drop_figures)
+        with self.llm.driver.exclusive() as engine:
+            self._drop_figures(engine)
 
     def _drop_figures(self, engine: Engine) -> None:
         """The library keeps those of all sessions there ever were; here names are the clients', without end. A turn

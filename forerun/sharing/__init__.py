@@ -8,18 +8,18 @@ from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
 from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
-from forerun.sharing.scoring import Scored, score_continuations
+from forerun.sharing.scoring import ContinuationScores, score_continuations
 from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
 
 __all__ = [
     "Best",
     "Candidate",
     "Comparison",
+    "ContinuationScores",
     "Ranking",
     "RolloutConfig",
     "RolloutNode",
     "RolloutTree",
-    "Scored",
     "Trajectory",
     "Vote",
     "Wording",

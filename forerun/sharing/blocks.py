@@ -37,7 +37,7 @@ TILE = 64  # new tokens that attend in one go: scores of all tokens of long bloc
 
 
 @dataclass
-class Block:
+class WorkerBlock:
     """Tokens in a row: entry j lies at entry `first + j` of `pages`; `length` of them have K/V."""
 
     pages: array[int]
@@ -134,7 +134,7 @@ def _read(cache: Tensor, at: slice | Tensor) -> Tensor:
 class BlockRunner:
     """Runs steps of all workers, each as one forward."""
 
-    def __init__(self, runner: Runner, prompt: Block, blocks: list[Block]) -> None:
+    def __init__(self, runner: Runner, prompt: WorkerBlock, blocks: list[WorkerBlock]) -> None:
         """The prompt's K/V is there already. A block alone must follow the prompt on the same pages."""
         self.prompt, self.blocks = prompt, blocks
         self._runner, self._size = runner, runner.pool.page_size
@@ -188,7 +188,7 @@ class BlockRunner:
             lengths=[block.length for block in stretches],
         )
 
-    def _keys(self, block: Block) -> slice | Tensor:
+    def _keys(self, block: WorkerBlock) -> slice | Tensor:
         slots = block.slots(0, block.length, self._size)
         if block.length and slots[-1] - slots[0] == block.length - 1 and bool((np.diff(slots) == 1).all()):
             return slice(int(slots[0]), int(slots[-1]) + 1)

@@ -45,7 +45,7 @@ def step_starts(token_ids: Sequence[int], tokenizer: Tokenizer, separator: str) 
 
 
 @dataclass(frozen=True)
-class Point:
+class BranchPoint:
     """A new branch: it leaves `node` before its token `at` and starts with `token`, which no sibling has."""
 
     node: RolloutNode
@@ -70,7 +70,7 @@ class Brancher:
         self.branch_on, self.tokenizer, self.separator = branch_on, tokenizer, separator
         self.floor, self.width, self.banned = floor, width, frozenset(banned)
 
-    def best(self, node: RolloutNode, rng: random.Random) -> Point | None:
+    def best(self, node: RolloutNode, rng: random.Random) -> BranchPoint | None:
         """Where the model was least sure among the positions allowed; the token is drawn among those not taken."""
         allowed = self.positions(node)
         for at in sorted(allowed, key=lambda at: -entropy(node.logprobs[at])):
@@ -86,7 +86,7 @@ class Brancher:
             if free:
                 token, logprob = rng.choices(free, weights=[math.exp(logprob) for _, logprob in free])[0]
                 found = TokenLogprob(token, logprob, node.logprobs[at].top)
-                return Point(node, at, found, entropy(node.logprobs[at]))
+                return BranchPoint(node, at, found, entropy(node.logprobs[at]))
         return None
 
     def positions(self, node: RolloutNode) -> list[int]:

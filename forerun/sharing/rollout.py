@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from forerun.core import SamplingParams
 from forerun.llm import LLM, Messages, Prompt
+from forerun.sharing.branches import run_sync
 from forerun.sharing.branching import BranchOn
-from forerun.sharing.growth import run_sync
 from forerun.sharing.rollout_config import SAMPLING, RolloutConfig, Score
 from forerun.sharing.rounds import Rollout
 from forerun.sharing.tree import RolloutTree

@@ -17,8 +17,8 @@ from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import MAX_LOGPROBS
 from forerun.recipes.diversity import Group
-from forerun.sharing.branching import Brancher, Point, step_starts
-from forerun.sharing.growth import Branch, all_of, checked_score, grow
+from forerun.sharing.branches import Branch, all_of, checked_score, grow
+from forerun.sharing.branching import Brancher, BranchPoint, step_starts
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.tree import Cost, RolloutNode, RolloutTree, Status
 
@@ -120,11 +120,11 @@ class Rollout:
         asked = len(self.tree.root.token_ids) + self.params.max_tokens
         return min(asked, limits.max_model_len, limits.capacity)
 
-    def _longest(self, point: Point) -> int:
+    def _longest(self, point: BranchPoint) -> int:
         """Tokens that may follow a branch's first one."""
         return self._limit() - len(self.tree.prefix(point.node, point.at)) - 1
 
-    def _points(self) -> list[Point]:
+    def _points(self) -> list[BranchPoint]:
         nodes = [node for node in self.tree.nodes if self._may_branch(node)]
         if self.config.score is not None:
             values = {node.id: value for node in nodes if (value := self.tree.value(node)) is not None}
@@ -148,7 +148,7 @@ class Rollout:
             return False
         return any(leaf.status == "finished" for leaf in node.leaves())
 
-    def _start(self, point: Point, reserved: int) -> Start:
+    def _start(self, point: BranchPoint, reserved: int) -> Start:
         node, parent = point.node, point.node.parent
         assert parent is not None
         prompt, most = [*self.tree.prefix(node, point.at), point.token.token_id], self._longest(point)
@@ -227,7 +227,7 @@ class Rollout:
             start.node.cost = Cost(prefill, usage.completion_tokens, usage.cached_tokens)
 
 
-def _one_per_place(points: list[Point]) -> list[Point]:
+def _one_per_place(points: list[BranchPoint]) -> list[BranchPoint]:
     """Where siblings would branch at their common start, the first of them does."""
     places: set[tuple[int, int]] = set()
     kept = []

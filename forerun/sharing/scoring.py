@@ -1,7 +1,7 @@
 """Log-probabilities of given continuations: one prefill of what they share, then one pass over all of them.
 
-Runs between the engine's steps on pages borrowed from the pool. The shared part is read from the prefix tree as far as
-it is known there and becomes known to it; nothing is forgotten. Knows tokens only, not what they are scored for.
+Runs between the engine's steps, on pages under a lease. The shared part is read from the prefix tree as far as it is
+known there and becomes known to it. Knows tokens only, not what they are scored for.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadRequest, OutOfPages
 from forerun.llm import LLM
 from forerun.models.execution.runner import Span
+from forerun.runtime.lease import EngineLease
 
 
 @dataclass(frozen=True)
-class Scored:
+class ContinuationScores:
     """Log-probabilities of the tokens of each continuation, and what they cost."""
 
     logprobs: list[list[float]]
@@ -37,12 +38,12 @@ class Scored:
         return [sum(tokens) / len(tokens) for tokens in self.logprobs]
 
 
-def score_continuations(llm: LLM, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> Scored:
+def score_continuations(llm: LLM, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> ContinuationScores:
     """Log-probability of every token of every continuation after one prefix, under the model itself."""
     return score_each(llm, [(prefix, continuations)])[0]
 
 
-def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[Scored]:
+def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[ContinuationScores]:
     """The same for several prefixes; what they share is computed once, as far as the prefix cache is on."""
     for prefix, continuations in pairs:
         for i, continuation in enumerate(continuations):
@@ -51,16 +52,13 @@ def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[
             llm.engine.check([*prefix, *continuation], SamplingParams())
         llm.engine.check(list(prefix), SamplingParams())
 
-    def use(engine: Engine) -> list[Scored]:
-        llm._driver.check_open()
-        return [_Scorer(engine, list(prefix)).run(continuations) for prefix, continuations in pairs]
-
-    return llm._driver.visit(use)  # nobody steps the engine meanwhile, whoever waits goes on afterwards
+    with llm.driver.lease() as lease:
+        return [_Scorer(llm.engine, lease, list(prefix)).run(continuations) for prefix, continuations in pairs]
 
 
 @dataclass(eq=False)
 class _Job:
-    """One continuation: prefix and continuation without its last token run, nobody needs what follows that."""
+    """One continuation. Prefix and continuation run without the last token: what follows that is not needed."""
 
     ids: list[int]
     last: int
@@ -70,74 +68,60 @@ class _Job:
 
 
 class _Scorer:
-    """Continuations of one prefix. The prefix's whole pages are everybody's; what is left of it runs with each."""
+    """Continuations of one prefix. The prefix's whole pages are shared; the rest of it runs with each continuation."""
 
-    def __init__(self, engine: Engine, prefix: list[int]) -> None:
-        self.engine, self.pool, self.chunk, self.prefix = (
-            engine,
-            engine.pool,
-            engine.config.max_num_batched_tokens,
-            prefix,
-        )
+    def __init__(self, engine: Engine, lease: EngineLease, prefix: list[int]) -> None:
+        self.engine, self.lease, self.prefix = engine, lease, prefix
+        self.pool, self.chunk = engine.pool, engine.config.max_num_batched_tokens
         self.shared = (len(prefix) - 1) // self.pool.page_size * self.pool.page_size  # its last token runs: for logits
         self.stem = array("i")
         self.cached = self.computed = 0
 
-    def run(self, continuations: Sequence[Sequence[int]]) -> Scored:
+    def run(self, continuations: Sequence[Sequence[int]]) -> ContinuationScores:
         jobs = [_Job([*self.prefix, *c[:-1]], c[-1], array("i"), self.shared) for c in continuations]
-        try:
-            self._prefill()
-            wave: list[_Job] = []
-            for job in jobs:  # as many at once as there is room for
+        self._prefill()
+        with self.lease.exclusive():
+            try:
+                self._run_in_waves(jobs)
+            finally:
+                self._close(jobs)
+                self.lease.pages.drop(self.stem)
+        return ContinuationScores([job.logprobs for job in jobs], self.cached, self.computed)
+
+    def _run_in_waves(self, jobs: list[_Job]) -> None:
+        """As many continuations at once as there are pages for."""
+        wave: list[_Job] = []
+        for job in jobs:
+            if not self._open(job):
+                self._run(wave)
+                self._close(wave)
+                wave = []
                 if not self._open(job):
-                    self._run(wave)
-                    self._close(wave)
-                    wave = []
-                    if not self._open(job):
-                        raise self._too_large(len(job.ids))
-                wave.append(job)
-            self._run(wave)
-        finally:
-            self._close(jobs)
-            self.pool.release(self.stem)
-        return Scored([job.logprobs for job in jobs], self.cached, self.computed)
+                    raise self._too_large(len(job.ids))
+            wave.append(job)
+        self._run(wave)
 
     def _prefill(self) -> None:
         """Whole pages of the prefix: known ones, then computed ones, which become known."""
-        tree = self.engine.tree if self.engine.config.enable_prefix_caching else None
         ids = self.prefix[: self.shared]
-        if tree is not None:
-            known = tree.match(ids)
-            self.pool.retain(known)
-            self.stem.extend(known)
-        self.cached = len(self.stem) * self.pool.page_size
-        if not self._extend(self.stem, self.shared):
-            raise self._too_large(self.shared)
-        for first in range(self.cached, self.shared, self.chunk):
-            piece = ids[first : first + self.chunk]
-            self.engine.runner.forward([Span(piece, first, self.stem, ())])
-            self.computed += len(piece)
-        if tree is not None:
-            tree.insert(ids, self.stem)
-
-    def _extend(self, pages: array[int], entries: int) -> bool:
-        missing = self.pool.pages_for(entries) - len(pages)
-        if not self.engine.scheduler.make_room(missing):
-            return False
-        pages.extend(self.pool.allocate(missing, after=pages[-1] if pages else None))
-        return True
+        with self.lease.exclusive() as engine:
+            self.stem = self.lease.hold_prefix(engine, ids)
+            self.cached = len(self.stem) * self.pool.page_size
+            if not self.lease.pages.extend(self.stem, self.shared):
+                raise self._too_large(self.shared)
+        self.lease.prefill(ids, self.stem, self.cached)
+        self.computed = self.shared - self.cached
 
     def _open(self, job: _Job) -> bool:
-        pages = array("i", self.stem)
-        if not self._extend(pages, len(job.ids)):
-            return False
-        self.pool.retain(self.stem)
-        job.pages = pages
-        return True
+        job.pages = self.lease.pages.hold(self.stem)
+        if self.lease.pages.extend(job.pages, len(job.ids)):
+            return True
+        self._close([job])
+        return False
 
     def _close(self, jobs: list[_Job]) -> None:
         for job in jobs:
-            self.pool.release(job.pages)
+            self.lease.pages.drop(job.pages)
             job.pages = array("i")
 
     def _run(self, jobs: list[_Job]) -> None:

@@ -13,7 +13,6 @@ from forerun.sharing.session import Session
 from forerun.sharing.session_files import SessionFiles, State
 
 if TYPE_CHECKING:
-    from forerun.engine.engine import Engine
     from forerun.llm import LLM
     from forerun.runtime.driver import Driver
 
@@ -69,14 +68,11 @@ class SessionBook:
 
     def _pin(self, session: Session) -> None:
         """From now on its K/V stays for its time to live; what of it is in the pool already, too."""
-
-        def pin(engine: Engine) -> None:
+        with self.driver.exclusive() as engine:
             pins = engine.scheduler.pins
             pins.open(session.name, session.ttl)
             if engine.config.enable_prefix_caching:
                 pins.hold(session.name, engine.tree.match(session._state.tokens))
-
-        self.driver.visit(pin)
 
     def save(self, session: Session) -> None:
         if self._files is not None:
@@ -85,7 +81,8 @@ class SessionBook:
     def close(self, session: Session, forget: bool) -> None:
         with self._lock:
             self._open.pop(session.name, None)
-        self.driver.visit(lambda engine: engine.scheduler.pins.close(session.name))
+        with self.driver.exclusive() as engine:
+            engine.scheduler.pins.close(session.name)
         if self._files is not None and forget:
             self._files.remove(session.name)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.recipes.compare import Sampled, independent, sampled
-from forerun.sharing.growth import run_sync
+from forerun.sharing.branches import run_sync
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.tree import RolloutTree, Trajectory

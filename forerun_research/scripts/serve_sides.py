@@ -155,7 +155,7 @@ def _params(ask: Ask) -> Any:
 
 def _batch(llm: Any, asks: list[Ask]) -> tuple[float, int, list[str]]:
     start = time.perf_counter()
-    runs = llm._driver.run([(llm.encode(ask.messages), _params(ask)) for ask in asks])  # `chat` has one set of params
+    runs = llm.driver.run([(llm.encode(ask.messages), _params(ask)) for ask in asks])  # `chat` has one set of params
     seconds = time.perf_counter() - start
     texts = ["".join(event.text for event in events) for events in runs]
     return seconds, sum(len(event.token_ids) for events in runs for event in events), texts

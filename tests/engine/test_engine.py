@@ -249,7 +249,7 @@ def test_many_requests_leave_nothing_behind(folder: Path):
 def assert_no_state(engine: Engine) -> None:
     engine.clear_cache()
     assert engine.pool.used == 0 and engine.pool.free == engine.pool.num_pages
-    assert not engine._texts and engine.idle
+    assert not engine.output.open_texts and engine.idle
 
 
 def test_an_answer_ends_where_a_pool_of_uneven_size_ends(folder: Path):

@@ -55,7 +55,7 @@ def prefiller(engine: Engine) -> FakePrefiller:
 def assert_clean(engine: Engine) -> None:
     assert engine.idle and leaked(engine) == 0 and not prefiller(engine).open_states
     engine.clear_cache()
-    assert engine.pool.used == 0 and not engine._texts
+    assert engine.pool.used == 0 and not engine.output.open_texts
 
 
 def test_a_perfect_draft_answers_like_exact_prefill(make: Callable[..., Engine], truth: Callable[..., list[int]]):

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from forerun.runtime.mailbox import Mail
+from forerun.runtime.mailbox import Mailbox
 
 
 async def test_everything_arrives_in_order_from_several_threads() -> None:
-    mail: Mail[tuple[int, int]] = Mail(asyncio.get_running_loop())
+    mailbox: Mailbox[tuple[int, int]] = Mailbox(asyncio.get_running_loop())
     inboxes: list[asyncio.Queue[tuple[int, int]]] = [asyncio.Queue() for _ in range(4)]
 
     def send(number: int) -> None:
         for i in range(2000):
-            mail.put(inboxes[i % 4], (number, i))
+            mailbox.put(inboxes[i % 4], (number, i))
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -33,19 +33,19 @@ async def test_one_wake_up_for_all_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
     loop, calls = asyncio.get_running_loop(), []
     call = loop.call_soon_threadsafe
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda f: calls.append(call(f)))
-    mail: Mail[int] = Mail(loop)
+    mailbox: Mailbox[int] = Mailbox(loop)
     inbox: asyncio.Queue[int] = asyncio.Queue()
     for step in range(2):
         for i in range(64):
-            mail.put(inbox, i)
+            mailbox.put(inbox, i)
         assert [await inbox.get() for _ in range(64)] == list(range(64)) and len(calls) == step + 1
 
 
 def test_a_closed_loop_is_an_error_every_time() -> None:
     loop = asyncio.new_event_loop()
-    mail: Mail[int] = Mail(loop)
+    mailbox: Mailbox[int] = Mailbox(loop)
     loop.close()
     inbox: asyncio.Queue[int] = asyncio.Queue()
     for _ in range(2):  # whoever sends must hear of it each time, and can end its request
         with pytest.raises(RuntimeError):
-            mail.put(inbox, 1)
+            mailbox.put(inbox, 1)

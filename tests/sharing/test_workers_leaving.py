@@ -112,10 +112,10 @@ def test_a_request_beside_a_paused_iterator_of_its_own_thread_does_not_wait_for_
 ):
     with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         running = paused(llm)
-        with pytest.raises(OutOfPages, match="29 of 32 pages belong to an iterator of workers") as caught:
+        with pytest.raises(OutOfPages, match="29 of 32 are leased to an iterator of workers") as caught:
             llm.generate([7] * 100, params(4))
         assert "close it" in caught.value.hint
-        with pytest.raises(OutOfPages, match="finds no room"):  # it was let in, and then had no page to go on
+        with pytest.raises(OutOfPages, match="no pages for this request"):  # admitted, then without a page to go on
             llm.generate([7] * 40, params(40))
         assert len(tokens_of(list(running), 2)[1]) == 200  # the group goes on as if nothing had happened
         assert len(llm.generate([7] * 100, params(4))[0].choices[0].token_ids) == 4
@@ -135,12 +135,12 @@ def test_a_request_elsewhere_waits_for_workers_who_go_on(tiny_folder: Callable[[
 def test_pages_of_an_abandoned_iterator_are_taken_back(
     tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("forerun.engine.leases.PATIENCE", 0.05)
+    monkeypatch.setattr("forerun.engine.leases.LEASE_IDLE_S", 0.05)
     with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         running = paused(llm)
         with ThreadPoolExecutor(1) as other:
             assert len(other.submit(llm.generate, [7] * 100, params(4)).result(30)[0].choices[0].token_ids) == 4
-        with pytest.raises(OutOfPages, match="taken back"):
+        with pytest.raises(OutOfPages, match="revoked"):
             list(running)
         running = paused(llm)
         assert len(asyncio.run(llm.agenerate([8] * 100, params(4))).choices[0].token_ids) == 4
@@ -151,6 +151,7 @@ def test_an_iterator_may_end_while_its_thread_has_the_engine(llm: LLM):
     """As when a garbage collector ends it in the middle of a step."""
     running = workers(llm, PROMPT, 2, params(50))
     next(running)
-    llm._driver.visit(lambda engine: running.close())  # type: ignore[attr-defined]
+    with llm.driver.exclusive():
+        running.close()  # type: ignore[attr-defined]
     llm.generate("twelve", params(2))
     assert_no_page_is_held(llm)
