@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,15 @@ _HOME = {
 }
 
 
-_PARTS = ("plan", "sharing")  # modules of public names: forerun.recipes.plan.solve, forerun.sharing.best_of_n
+_PARTS = ("recipes", "sharing")  # packages of public names: forerun.recipes.best_of_n, forerun.sharing.RolloutConfig
 
 
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return import_module(f"forerun.{name}")
+    if name == "plan":  # its old place, for one release
+        warnings.warn("forerun.plan is forerun.recipes.plan now", DeprecationWarning, stacklevel=2)
+        return import_module("forerun.recipes.plan")
     if name not in _HOME:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -7,6 +7,7 @@ engine's business; who steps it, the driver's.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,10 @@ from forerun.runtime.driver import Driver
 
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
+    from forerun.sharing.branching import BranchOn
+    from forerun.sharing.rollout_config import Score
     from forerun.sharing.session import Session
-    from forerun.sharing.session_book import SessionBook
+    from forerun.sharing.session_registry import SessionRegistry
     from forerun.sharing.tree import RolloutTree
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
@@ -125,7 +128,8 @@ class LLM:
         keep = self._tiers(tiers, loose) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
         self.driver = Driver(self.engine)
-        self._sessions: SessionBook | None = None
+        self._sessions: SessionRegistry | None = None
+        self._sessions_lock = threading.Lock()
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
         """`loose`: bits depend on the batch they came from; nobody who was promised others may read them."""
@@ -220,25 +224,67 @@ class LLM:
         return self.sessions.open(name, ttl, create)
 
     @property
-    def sessions(self) -> SessionBook:
+    def sessions(self) -> SessionRegistry:
         """All sessions by name, those on disk too."""
-        if self._sessions is None:
-            from forerun.sharing.session_book import SessionBook
+        from forerun.sharing.session_registry import SessionRegistry
 
-            self._sessions = SessionBook(self, self.driver)
-        return self._sessions
+        with self._sessions_lock:  # one registry: two would open the same session twice
+            if self._sessions is None:
+                self._sessions = SessionRegistry(self, self.driver)
+            return self._sessions
 
-    def workers(self, prompt: Prompt | Messages, n: int, **more: Any) -> Iterator[Event]:
-        """Workers who see what the others write as they write it; `Event.index` says whose words an event brings."""
+    def workers(
+        self,
+        prompt: Prompt | Messages,
+        n: int,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prefixes: Sequence[Prompt] | None = None,
+    ) -> Iterator[Event]:
+        """n answers to one prompt that are generated at once, each seeing the others' tokens as they appear.
+
+        `Event.index` is the worker's number, from 0. `params`: for all workers, or one for each. `prefixes`: what each
+        worker's answer starts with; None: its number. Closing the iterator ends all workers.
+        """
         from forerun.sharing.workers import workers
 
-        return workers(self, prompt, n, **more)
+        return workers(self, prompt, n, params, prefixes)
 
-    def rollout(self, prompt: Prompt | Messages, width: int, depth: int, token_budget: int, **more: Any) -> RolloutTree:
-        """A tree of answers that share whatever they have in common; `more` as in `RolloutConfig`."""
+    def rollout(
+        self,
+        prompt: Prompt | Messages,
+        width: int,
+        depth: int,
+        token_budget: int,
+        branch_on: BranchOn = "step",
+        score: Score | None = None,
+        params: SamplingParams | None = None,
+        *,
+        separator: str = "\n",
+        keep: float = 0.5,
+        prune_below: float | None = None,
+        min_distance: float = 0.0,
+        min_prob: float = 0.02,
+        seed: int | None = None,
+    ) -> RolloutTree:
+        """A tree of answers to one prompt that share their common prefixes; see `RolloutConfig` for the values."""
         from forerun.sharing.rollout import rollout
 
-        return rollout(self, prompt, width, depth, token_budget, **more)
+        return rollout(
+            self,
+            prompt,
+            width,
+            depth,
+            token_budget,
+            branch_on,
+            score,
+            params,
+            separator=separator,
+            keep=keep,
+            prune_below=prune_below,
+            min_distance=min_distance,
+            min_prob=min_prob,
+            seed=seed,
+        )
 
     def stats(self) -> Stats:
         """How prompt tokens were served and what answers cost so far, in total and by session."""
@@ -249,6 +295,12 @@ class LLM:
     def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> Outline:
         """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
         ids = [] if prompt is None else self.encode(prompt)
+        unknown = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
+        if unknown is not None:
+            raise BadRequest(
+                f"token id {unknown} is not in the vocabulary of {self.config.vocab_size}",
+                "encode with this model's tokenizer",
+            )
         with self.driver.exclusive() as engine:
             return outline(engine.tree, ids, most)
 

@@ -43,9 +43,11 @@ RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in pac
 
 # (importing module, imported module): why the import may point upward. All of them are inside functions.
 ALLOWED_UPWARD: dict[tuple[str, str], str] = {
+    ("forerun.llm", "forerun.sharing.branching"): "the type of an argument of LLM.rollout",
+    ("forerun.llm", "forerun.sharing.rollout_config"): "the type of an argument of LLM.rollout",
     ("forerun.llm", "forerun.sharing.rollout"): "LLM.rollout: a method people look for on LLM",
     ("forerun.llm", "forerun.sharing.session"): "the type of what LLM.session returns",
-    ("forerun.llm", "forerun.sharing.session_book"): "LLM.sessions: made when first used",
+    ("forerun.llm", "forerun.sharing.session_registry"): "LLM.sessions: made when first used",
     ("forerun.llm", "forerun.sharing.tree"): "the type of what LLM.rollout returns",
     ("forerun.llm", "forerun.sharing.workers"): "LLM.workers: a method people look for on LLM",
 }
@@ -56,10 +58,7 @@ KNOWN_UPWARD: set[tuple[str, str]] = {
     ("forerun.cli", "forerun_research.commands.lab"),
     ("forerun.commands.demo", "forerun.cli"),
     ("forerun.commands.stats_command", "forerun_research.bench.agent_trace"),
-    ("forerun.sharing", "forerun.recipes.candidates"),
-    ("forerun.sharing", "forerun.recipes.compare"),
-    ("forerun.sharing", "forerun.recipes.consensus"),
-    ("forerun.sharing.rounds", "forerun.recipes.diversity"),
+    ("forerun.sharing.rounds", "forerun.sharing.diversity"),
 }
 
 

@@ -244,3 +244,10 @@ def test_bits_that_depend_on_a_batch_are_not_read_from_disk(tiny_folder: Callabl
     assert served(weights="int8") == served(weights="int8", batch_invariant=False) == 96
     assert served(weights="float32", batch_invariant=False) == 0
     assert served(weights="float32") == 96  # no such promise: nothing differs
+
+
+@pytest.mark.parametrize("token", [10**12, -1])
+def test_a_prompt_outside_the_vocabulary_has_no_prefixes(llm: LLM, token: int):
+    with pytest.raises(BadRequest, match=f"token id {token} is not in the vocabulary") as caught:
+        llm.prefixes([5, token])
+    assert caught.value.hint

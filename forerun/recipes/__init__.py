@@ -1,0 +1,27 @@
+"""Recipes: prompting on top of `LLM`. They know its public methods and those of `forerun.sharing`, not the engine.
+
+from forerun import recipes
+
+    recipes.best_of_n(llm, prompt, 8, score)
+    recipes.plan.solve(llm, task, tools)
+"""
+
+from forerun.recipes import plan
+from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
+from forerun.recipes.compare import Comparison, compare
+from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
+
+__all__ = [
+    "Best",
+    "Candidate",
+    "Comparison",
+    "Ranking",
+    "Vote",
+    "Wording",
+    "best_of_n",
+    "compare",
+    "equilibrium_ranking",
+    "plan",
+    "sample",
+    "self_consistency",
+]

@@ -6,7 +6,6 @@ All answers branch from one prefill and run together; each is looked at as soon 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from forerun.engine.sequence import FinishReason
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
 from forerun.sharing.branches import Branch, all_of, checked_score, grow, run_sync
-from forerun.sharing.rollout_config import SAMPLING
+from forerun.sharing.rollout_config import SAMPLING, answer_seed, group_seed
 
 MOST = 256
 
@@ -68,7 +67,7 @@ def best_of_n(
     n: int,
     score: Callable[[Candidate], float],
     params: SamplingParams = SAMPLING,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Best:
     """n answers from one prefill, best score first. `score` is called in a thread, one answer at a time, while others
     run; an answer it fails on carries the error. Raises only where it failed on all."""
@@ -88,7 +87,7 @@ def self_consistency(
     n: int,
     extract: Callable[[str], Hashable],
     params: SamplingParams = SAMPLING,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Vote:
     """n answers from one prefill, and what most of them say. `extract` finds the final answer in a text; None: there is
     none, and no vote."""
@@ -119,7 +118,7 @@ def self_consistency(
 
 
 def sample(
-    llm: LLM, prompt: Prompt | Messages, n: int, params: SamplingParams = SAMPLING, seed: int = 0
+    llm: LLM, prompt: Prompt | Messages, n: int, params: SamplingParams = SAMPLING, seed: int | None = None
 ) -> list[Candidate]:
     """n answers from one prefill, in the order they were started."""
     return _judged(llm, prompt, n, params, seed, lambda candidate: None)
@@ -130,7 +129,7 @@ def _judged(
     prompt: Prompt | Messages,
     n: int,
     params: SamplingParams,
-    seed: int,
+    seed: int | None,
     judge: Callable[[Candidate], Any],
 ) -> list[Candidate]:
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST:
@@ -139,7 +138,7 @@ def _judged(
         raise BadRequest(f"params has n={params.n}, beside {n} candidates", "leave n out of params")
     ids = llm.encode(prompt)
     llm.engine.check(ids, params)
-    found = run_sync(_run(llm, ids, n, params, seed, judge))
+    found = run_sync(_run(llm, ids, n, params, group_seed(seed, params), judge))
     if all(candidate.error is not None for candidate in found):
         assert found[0].error is not None
         raise found[0].error
@@ -152,8 +151,7 @@ async def _run(
     loop, logprobs = asyncio.get_running_loop(), params.logprobs or 0
 
     async def one(index: int) -> Candidate:
-        own = random.Random(f"{seed}/{index}").getrandbits(63)
-        b = await grow(llm, Branch(ids, replace(params, logprobs=logprobs, seed=own)))
+        b = await grow(llm, Branch(ids, replace(params, logprobs=logprobs, seed=answer_seed(seed, index))))
         candidate = Candidate(b.text, b.token_ids, b.logprobs, b.finish_reason, b.usage)
         try:
             await loop.run_in_executor(thread, judge, candidate)

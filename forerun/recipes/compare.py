@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from forerun.llm import LLM, Messages, Prompt
-from forerun.recipes.diversity import count_distinct, mean_pairwise_distance
 from forerun.sharing.branches import run_sync
+from forerun.sharing.diversity import count_distinct, mean_pairwise_distance
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.rounds import Rollout
 from forerun.sharing.tree import RolloutTree, Trajectory

@@ -23,7 +23,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.keys import Key
 from forerun.serve.tool_calls import CallReader
 from forerun.sharing.session import Session, completed
-from forerun.sharing.session_book import DEFAULT_TTL
+from forerun.sharing.session_registry import DEFAULT_TTL
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""What stands on `LLM` and shares its cache. Sessions, rollouts and workers are methods of `LLM`; these are beside it:
-`from forerun import sharing; sharing.best_of_n(llm, prompt, 8, score)`.
+"""What stands on `LLM` and shares its cache: sessions, rollouts, workers, scoring. Sessions, rollouts and workers are
+methods of `LLM`; these names are beside it: `from forerun import sharing; sharing.token_advantages(tree)`.
 """
 
-from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
-from forerun.recipes.compare import Comparison, compare
-from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
+import warnings
+from importlib import import_module
+from typing import Any
+
 from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
@@ -12,25 +13,30 @@ from forerun.sharing.scoring import ContinuationScores, score_continuations
 from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
 
 __all__ = [
-    "Best",
-    "Candidate",
-    "Comparison",
     "ContinuationScores",
-    "Ranking",
     "RolloutConfig",
     "RolloutNode",
     "RolloutTree",
     "Trajectory",
-    "Vote",
-    "Wording",
     "arollout",
-    "best_of_n",
-    "compare",
-    "equilibrium_ranking",
     "group_relative",
     "node_advantages",
-    "sample",
     "score_continuations",
-    "self_consistency",
     "token_advantages",
 ]
+
+# Names that moved; their old place works for one release
+_MOVED = (
+    *("Best", "Candidate", "Vote", "best_of_n", "sample", "self_consistency"),
+    *("Comparison", "compare", "Ranking", "Wording", "equilibrium_ranking"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Scored":
+        warnings.warn("forerun.sharing.Scored is called ContinuationScores now", DeprecationWarning, stacklevel=2)
+        return ContinuationScores
+    if name not in _MOVED:
+        raise AttributeError(f"module 'forerun.sharing' has no attribute {name!r}")
+    warnings.warn(f"forerun.sharing.{name} is forerun.recipes.{name} now", DeprecationWarning, stacklevel=2)
+    return getattr(import_module("forerun.recipes"), name)

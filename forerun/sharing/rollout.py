@@ -25,18 +25,29 @@ def rollout(
     token_budget: int,
     branch_on: BranchOn = "step",
     score: Score | None = None,
-    params: SamplingParams = SAMPLING,
+    params: SamplingParams | None = None,
     *,
     separator: str = "\n",
     keep: float = 0.5,
     prune_below: float | None = None,
     min_distance: float = 0.0,
     min_prob: float = 0.02,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> RolloutTree:
     """Grow a tree of answers to one prompt; see `RolloutConfig` for what the values mean."""
     config = RolloutConfig(
-        width, depth, token_budget, branch_on, score, params, separator, keep, prune_below, min_distance, min_prob, seed
+        width,
+        depth,
+        token_budget,
+        branch_on,
+        score,
+        SAMPLING if params is None else params,
+        separator,
+        keep,
+        prune_below,
+        min_distance,
+        min_prob,
+        seed,
     )
     return run_sync(arollout(llm, prompt, config))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,20 @@ from forerun.sharing.tree import Trajectory
 Score = Callable[[Trajectory], float]
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=256)
+
+
+def group_seed(seed: int | None, params: SamplingParams) -> int:
+    """The seed of a group of answers: given beside the parameters or in them, else 0."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise BadRequest(f"seed is {seed!r}, it must be a whole number", "leave it out for 0")
+    if seed is not None and params.seed is not None and seed != params.seed:
+        raise BadRequest(f"seed is {seed}, params.seed is {params.seed}", "give one of them")
+    return next((value for value in (seed, params.seed) if value is not None), 0)
+
+
+def answer_seed(seed: int, number: int) -> int:
+    """The seed of one answer of a group: another one for each number, the same in every run."""
+    return random.Random(f"{seed}/{number}").getrandbits(63)
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class RolloutConfig:
         0.0  # branches of one point are stopped where their mean pairwise prefix edit distance is less
     )
     min_prob: float = 0.02  # least probability of a token that a branch starts with
-    seed: int = 0
+    seed: int | None = None  # of everything random; None: that of params, or 0
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "token_budget"):
@@ -54,9 +69,13 @@ class RolloutConfig:
                 raise BadRequest(f"{name} is {value!r}, allowed is {low} to {high}", "choose a value in that range")
         if not isinstance(self.separator, str) or not self.separator:
             raise BadRequest(f"separator is {self.separator!r}, it must be text", "leave it out for lines")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise BadRequest(f"seed is {self.seed!r}, it must be a whole number", "leave it out for 0")
         self._check_params()
+        group_seed(self.seed, self.params)
+
+    @property
+    def tree_seed(self) -> int:
+        """What everything random in the tree starts from."""
+        return group_seed(self.seed, self.params)
 
     def _check_params(self) -> None:
         p = self.params

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import MAX_LOGPROBS
-from forerun.recipes.diversity import Group
 from forerun.sharing.branches import Branch, all_of, checked_score, grow
 from forerun.sharing.branching import Brancher, BranchPoint, step_starts
-from forerun.sharing.rollout_config import RolloutConfig
+from forerun.sharing.diversity import Group
+from forerun.sharing.rollout_config import RolloutConfig, answer_seed
 from forerun.sharing.tree import Cost, RolloutNode, RolloutTree, Status
 
 ALTERNATIVES = 8  # likeliest tokens kept at every position: what a branch may start with
@@ -58,7 +58,7 @@ class Rollout:
         self.tree = RolloutTree(stem, llm.tokenizer, config.token_budget)
         eos = llm.config.eos_ids
         self.brancher = Brancher(config.branch_on, llm.tokenizer, config.separator, config.min_prob, config.width, eos)
-        self.rng = random.Random(config.seed)
+        self.rng = random.Random(config.tree_seed)
         self._stem_booked = False
         self._running: dict[int, Start] = {}
         self._scorer = ThreadPoolExecutor(1, "forerun-score")  # one at a time: score functions need not be thread-safe
@@ -67,7 +67,7 @@ class Rollout:
         try:
             while starts := self._next():
                 await all_of(self._grow(start) for start in starts)
-                self._book(starts)
+                self._registry(starts)
         finally:
             self._scorer.shutdown(wait=False, cancel_futures=True)
         return self.tree
@@ -167,7 +167,7 @@ class Rollout:
             node.status, node.finish_reason = "finished", "length"
             await self._score(node)
             return
-        seed = random.Random(f"{self.config.seed}/{node.id}").getrandbits(63)
+        seed = answer_seed(self.config.tree_seed, node.id)
         params = replace(self.params, max_tokens=start.most, seed=seed)
         start.branch = branch = Branch(start.prompt_ids, params, node.token_ids, node.logprobs)
         self._running[node.id] = start
@@ -213,7 +213,7 @@ class Rollout:
             node.status, node.error, node.score = "failed", error, None
         return node.score
 
-    def _book(self, starts: list[Start]) -> None:
+    def _registry(self, starts: list[Start]) -> None:
         """What the round's branches cost. The stem's own cost is the root's: its first branch computed it."""
         for start in starts:
             if start.branch is None:

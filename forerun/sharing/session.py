@@ -3,7 +3,7 @@
 A session is its tokens. Each turn appends to them, asks for an answer and keeps it token by token, so that the next
 turn reads all of it from the cache. After a turn its K/V stays in the pool until its time to live is over, and goes to
 the disk tier where there is one: then a new process finds the session by its name. Which sessions there are is the
-business of `session_book`. Knows no pages.
+business of `session_registry`. Knows no pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forerun.core import SamplingParams
-from forerun.engine.sequence import Event, Request
+from forerun.engine.sequence import Event, FinishReason, Request
 from forerun.engine.stats import Account
 from forerun.errors import BadRequest
 from forerun.inputs import as_params
@@ -25,7 +25,7 @@ from forerun.sharing.session_files import State
 
 if TYPE_CHECKING:
     from forerun.llm import Messages
-    from forerun.sharing.session_book import SessionBook
+    from forerun.sharing.session_registry import SessionRegistry
 
 
 class Session:
@@ -37,8 +37,8 @@ class Session:
     Text and token ids are continued as they are; messages go through the chat template. One turn at a time.
     """
 
-    def __init__(self, book: SessionBook, name: str, ttl: float, state: State) -> None:
-        self._book, self.name, self.ttl, self._state = book, name, ttl, state
+    def __init__(self, registry: SessionRegistry, name: str, ttl: float, state: State) -> None:
+        self._registry, self.name, self.ttl, self._state = registry, name, ttl, state
         self._busy = threading.Lock()
         self.closed = False
         self.encoder: Callable[[Messages], list[int]] | None = None  # how messages become a prompt; None: as usual
@@ -60,7 +60,7 @@ class Session:
     @property
     def stats(self) -> Account:
         """How the prompt tokens of its turns were served, and what they cost."""
-        return self._book.llm.stats().sessions.get(self.name, Account())
+        return self._registry.llm.stats().sessions.get(self.name, Account())
 
     def append(self, content: str | list[int] | dict[str, Any] | Messages) -> None:
         """Add text, token ids, a message or messages; the next answer is about them."""
@@ -73,7 +73,7 @@ class Session:
             else:
                 self._append_text(content)  # type: ignore[arg-type]
             self._state.pending = before
-            self._book.save(self)
+            self._registry.save(self)
 
     def _append_messages(self, messages: Messages) -> None:
         if self._state.tokens and not self._state.messages:
@@ -93,7 +93,7 @@ class Session:
                 f"session {self.name!r} is a conversation, it cannot take plain text",
                 "append {'role': 'user', 'content': ...}",
             )
-        llm = self._book.llm
+        llm = self._registry.llm
         if isinstance(content, str) and content and self._state.tokens:  # no BOS token in the middle
             self._state.tokens += llm.tokenizer.encode(content)
         else:
@@ -123,19 +123,19 @@ class Session:
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = as_params(params)
-        self._book.llm.prepare(params)
+        self._registry.llm.prepare(params)
         _check_one(params)
         return params
 
     def _request(self, params: SamplingParams) -> Request:
-        return self._book.llm.request(self._prompt(), params, self.name)
+        return self._registry.llm.request(self._prompt(), params, self.name)
 
     def _stream(self, params: SamplingParams, turn: _Turn) -> Iterator[Event]:
         with self._alone("answer in"):
             request = self._request(params)
             turn.prompt += request.prompt_ids
-            for event in self._book.driver.stream(request):
-                if turn.take(event):
+            for event in self._registry.driver.stream(request):
+                if turn.add(event):
                     self._end(turn)
                 yield event
 
@@ -143,17 +143,28 @@ class Session:
         with self._alone("answer in"):
             request = asked if isinstance(asked, Request) else await asyncio.to_thread(self._request, asked)
             turn.prompt += request.prompt_ids
-            async with aclosing(self._book.driver.astream(request)) as events:  # type: ignore[type-var]
+            async with aclosing(self._registry.driver.astream(request)) as events:  # type: ignore[type-var]
                 async for event in events:
-                    if turn.take(event):
+                    if turn.add(event):
                         await completed(asyncio.to_thread(self._end, turn))  # it waits for the disk
                     yield event
 
     def _end(self, turn: _Turn) -> None:
         """The answer is there: from here on it is kept, whatever becomes of this process."""
-        self._state.end_turn(turn.prompt, turn.said, turn.text)
-        self._book.save(self)
-        self._book.driver.save(self._state.tokens)
+        self._state.end_turn(turn.prompt, self._kept(turn), turn.text)
+        self._registry.save(self)
+        self._registry.driver.save(self._state.tokens)
+
+    def _kept(self, turn: _Turn) -> list[int]:
+        """The answer's tokens, without what a stop string cut from its text: the next prompt is about the text."""
+        llm, tokens = self._registry.llm, turn.said
+        if turn.finish_reason != "stop" or tokens[-1] in llm.config.eos_ids:
+            return tokens
+        kept, decode = len(tokens), llm.tokenizer.decode
+        while not turn.text.startswith(decode(tokens[:kept])):
+            kept -= 1
+        rest = turn.text[len(decode(tokens[:kept])) :]  # of a token that the stop string begins in
+        return [*tokens[:kept], *(llm.tokenizer.encode(rest) if rest else [])]
 
     @property
     def pending(self) -> bool:
@@ -167,7 +178,7 @@ class Session:
 
     def _prompt(self) -> list[int]:
         """What the model is asked: all tokens so far as they were, then what is new."""
-        state, llm = self._state, self._book.llm
+        state, llm = self._state, self._registry.llm
         if not state.messages:
             if not state.tokens:
                 raise BadRequest(f"session {self.name!r} is empty", "append something first")
@@ -191,7 +202,7 @@ class Session:
     def fork(self, name: str, ttl: float | None = None) -> Session:
         """Another session that begins as this one is now; what both have in common is in the cache once."""
         with self._alone("fork"):
-            return self._book.fork(self, name, self.ttl if ttl is None else ttl)
+            return self._registry.fork(self, name, self.ttl if ttl is None else ttl)
 
     def rewind(self, *, turns: int | None = None, tokens: int | None = None) -> None:
         """Take back the last turns (what waits for an answer counts as one), or tokens of a plain text."""
@@ -202,7 +213,7 @@ class Session:
                 self._rewind_turns(turns)
             elif tokens is not None:
                 self._rewind_tokens(tokens)
-            self._book.save(self)
+            self._registry.save(self)
 
     def _rewind_turns(self, turns: int) -> None:
         starts = [*self._state.marks, *([self._state.pending] if self._state.pending is not None else [])]
@@ -218,11 +229,11 @@ class Session:
     def close(self, forget: bool = False) -> None:
         """Its K/V may go, and this object is of no more use. Where there is a disk tier the session can be opened again
         by its name, unless it is to `forget`."""
-        if self.closed or self._book.driver.closed:
+        if self.closed or self._registry.driver.closed:
             self.closed = True
             return
         with self._alone("close"):
-            self._book.close(self, forget)
+            self._registry.close(self, forget)
             self.closed = True
 
     def __enter__(self) -> Session:
@@ -235,7 +246,7 @@ class Session:
     def _alone(self, what: str) -> Iterator[None]:
         if self.closed:
             raise BadRequest(f"cannot {what} session {self.name!r}: it is closed", "open it with llm.session(name)")
-        self._book.driver.check_open()
+        self._registry.driver.check_open()
         if not self._busy.acquire(blocking=False):
             raise BadRequest(
                 f"cannot {what} session {self.name!r}: a turn of it is running",
@@ -254,12 +265,14 @@ class _Turn:
     prompt: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
     text: str = ""
+    finish_reason: FinishReason | None = None
 
-    def take(self, event: Event) -> bool:
-        """Whether that was the whole answer."""
+    def add(self, event: Event) -> bool:
+        """Whether the answer is complete with this event."""
         if not event.provisional:
             self.said += event.token_ids
             self.text += event.text
+        self.finish_reason = event.finish_reason
         return event.finish_reason in ("stop", "length")
 
 

@@ -42,6 +42,9 @@ class FakePrefiller:
             return BadRequest("the source of prefill is 'impossible'", "use another")
         return None
 
+    def has_source(self, settings: Prefill) -> bool:
+        return True
+
     def source(self, settings: Prefill) -> object:
         return self
 

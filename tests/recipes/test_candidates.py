@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ def test_all_answers_branch_from_one_prefill(llm: LLM):
     assert len({tuple(c.token_ids) for c in found}) == 6
     assert [c.token_ids for c in sample(llm, ids, 6, PARAMS)] == [c.token_ids for c in found]
     assert [c.token_ids for c in sample(llm, ids, 6, PARAMS, seed=1)] != [c.token_ids for c in found]
+
+
+def test_the_seed_of_the_parameters_decides(llm: LLM):
+    def ask(seed: int) -> list[list[int]]:
+        return [c.token_ids for c in sample(llm, "The lamp", 4, replace(PARAMS, seed=seed))]
+
+    first = ask(7)
+    assert first == ask(7) != ask(8) and len({tuple(tokens) for tokens in first}) == 4
+    best = best_of_n(llm, "The lamp", 4, lambda c: 0.0, replace(PARAMS, seed=7))
+    vote = self_consistency(llm, "The lamp", 4, lambda text: text, replace(PARAMS, seed=7))
+    assert [c.token_ids for c in best.candidates] == [c.token_ids for c in vote.candidates] == first
+    with pytest.raises(BadRequest, match="seed is 8, params.seed is 7") as caught:
+        sample(llm, "The lamp", 4, replace(PARAMS, seed=7), seed=8)
+    assert caught.value.hint
 
 
 def test_best_of_n_is_the_best(llm: LLM):

@@ -73,6 +73,17 @@ def test_logprobs_are_those_of_the_model(llm: LLM):
     assert branched.text == llm.tokenizer.decode(branched.token_ids)
 
 
+def test_the_seed_of_the_parameters_decides_too(llm: LLM):
+    def ask(seed: int) -> list[list[int]]:
+        own = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=seed)
+        return [t.token_ids for t in rollout(llm, STEM, 3, 1, 1000, params=own).trajectories()]
+
+    first = ask(5)
+    assert first == ask(5) != ask(6) and len({tuple(tokens) for tokens in first}) == 3
+    with pytest.raises(BadRequest, match="seed is 4, params.seed is 5"):
+        RolloutConfig(2, 1, 1000, params=SamplingParams(seed=5), seed=4)
+
+
 def test_the_seed_decides(llm: LLM):
     first, again, other = (grow(llm, seed=seed).trajectories() for seed in (5, 5, 6))
     assert [t.token_ids for t in first] == [t.token_ids for t in again]

@@ -22,7 +22,7 @@ Tool = Callable[[str], Any]  # may be a coroutine function
 
 
 @dataclass(frozen=True)
-class Call:
+class CallResult:
     """One call as it was made."""
 
     name: str  # the step: "#E1"
@@ -51,17 +51,17 @@ def run_plan(
     parallel: int = 8,
     timeout_s: float | None = None,
     result_chars: int = 2000,
-) -> list[Call]:
+) -> list[CallResult]:
     """Every call of a plan, in the plan's order."""
     check_tools(tools)
     plan.check(tools, MOST_STEPS)
-    start, done = time.perf_counter(), dict[str, Call]()
+    start, done = time.perf_counter(), dict[str, CallResult]()
     waiting, running = list(plan.steps), dict[str, tuple[Step, float]]()
-    ended: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
     while waiting or running:
         for step in [step for step in waiting if all(name in done for name in step.needs)]:
             if broken := [name for name in step.needs if done[name].failed]:
-                done[step.name] = Call(step.name, step.tool, step.argument, f"not run: {broken[0]} failed", True)
+                done[step.name] = CallResult(step.name, step.tool, step.argument, f"not run: {broken[0]} failed", True)
             elif len(running) < parallel:
                 began = time.perf_counter()
                 running[step.name] = (step, began)
@@ -75,9 +75,9 @@ def run_plan(
     return [done[step.name] for step in plan.steps]
 
 
-def run_step(step: Step, tool: Tool, timeout_s: float | None, result_chars: int) -> Call:
+def run_step(step: Step, tool: Tool, timeout_s: float | None, result_chars: int) -> CallResult:
     """One call, waited for; in a thread of its own, so that it can be given up and coroutines have a loop to run in."""
-    ended: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
     _start(step, step.argument, tool, 0.0, result_chars, ended)
     try:
         return ended.get(timeout=timeout_s)
@@ -86,7 +86,7 @@ def run_step(step: Step, tool: Tool, timeout_s: float | None, result_chars: int)
         return _late(step, timeout_s, 0.0, timeout_s)
 
 
-def _call(step: Step, tool: Tool, argument: str, result_chars: int, since: float) -> Call:
+def _call(step: Step, tool: Tool, argument: str, result_chars: int, since: float) -> CallResult:
     start = time.perf_counter()
     try:
         found = tool(argument)
@@ -95,11 +95,11 @@ def _call(step: Step, tool: Tool, argument: str, result_chars: int, since: float
         result, failed = _clipped(str(found), result_chars), False
     except Exception as error:  # a tool is foreign code: whatever goes wrong in it is a result like any other
         result, failed = _clipped(f"error: {type(error).__name__}: {error}", result_chars), True
-    return Call(step.name, step.tool, argument, result, failed, since, time.perf_counter() - start)
+    return CallResult(step.name, step.tool, argument, result, failed, since, time.perf_counter() - start)
 
 
 def _start(
-    step: Step, argument: str, tool: Tool, since: float, result_chars: int, ended: queue.SimpleQueue[Call]
+    step: Step, argument: str, tool: Tool, since: float, result_chars: int, ended: queue.SimpleQueue[CallResult]
 ) -> None:
     def run() -> None:
         ended.put(_call(step, tool, argument, result_chars, since))
@@ -110,8 +110,8 @@ def _start(
 
 def _collect(
     running: dict[str, tuple[Step, float]],
-    done: dict[str, Call],
-    ended: queue.SimpleQueue[Call],
+    done: dict[str, CallResult],
+    ended: queue.SimpleQueue[CallResult],
     timeout_s: float | None,
     start: float,
 ) -> None:
@@ -130,9 +130,9 @@ def _collect(
                 done[name] = _late(step, timeout_s, began - start, now - began)
 
 
-def _late(step: Step, timeout_s: float, since: float, seconds: float) -> Call:
+def _late(step: Step, timeout_s: float, since: float, seconds: float) -> CallResult:
     result = f"error: no result within {timeout_s:g} s"
-    return Call(step.name, step.tool, step.argument, result, True, since, seconds)
+    return CallResult(step.name, step.tool, step.argument, result, True, since, seconds)
 
 
 async def _awaited(found: Any) -> Any:

@@ -20,7 +20,7 @@ from forerun.recipes.planning.asking import (
     checked_params,
     described,
 )
-from forerun.recipes.planning.calls import Call, Tool, check_tools, run_step
+from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_step
 from forerun.recipes.planning.examples import Example, as_turns
 from forerun.recipes.planning.template import PlanError, Step, turn_grammar
 
@@ -38,7 +38,7 @@ _ANSWER = re.compile(r"^\s*Answer:\s*(.+)", re.MULTILINE | re.DOTALL)
 class LoopResult:
     """A task's answer and the calls on the way to it."""
 
-    calls: list[Call]
+    calls: list[CallResult]
     answer: str
     usage: PlanUsage
 
@@ -67,7 +67,7 @@ def interleaved(
         *as_turns(examples),
         {"role": "user", "content": task},
     ]
-    calls: list[Call] = []
+    calls: list[CallResult] = []
     wrong = 0
     while True:
         may_call = len(calls) < limits.max_calls

@@ -23,7 +23,7 @@ from forerun.recipes.planning.asking import (
     checked_params,
     described,
 )
-from forerun.recipes.planning.calls import Call, Tool, check_tools, run_plan
+from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_plan
 from forerun.recipes.planning.examples import Example, as_plans, results_text
 from forerun.recipes.planning.template import Plan, PlanError, fill, parse, plan_grammar
 
@@ -40,7 +40,7 @@ class PlanResult:
     """A task's answer and how it came about."""
 
     plan: Plan
-    calls: list[Call]
+    calls: list[CallResult]
     answer: str
     usage: PlanUsage
     tries: int = 1  # plans that were asked for; 0: it was given

@@ -20,7 +20,7 @@ DEFAULT_TTL = 600.0  # seconds
 MOST_NAME = 200  # characters
 
 
-class SessionBook:
+class SessionRegistry:
     """The sessions of one LLM by name: those that are open, and those that the disk tier has kept."""
 
     def __init__(self, llm: LLM, driver: Driver) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.recipes.diversity import FIRST_LOOK, Group, edit_distance, mean_pairwise_distance
+from forerun.sharing.diversity import FIRST_LOOK, Group, edit_distance, mean_pairwise_distance
 
 
 def slow_distance(a: list[int], b: list[int]) -> int:
