@@ -322,7 +322,7 @@ class LLM:
 
     def speculation(self) -> dict[str, Any]:
         """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
-        return self.engine.speculator.figures()
+        return self.engine.speculator.stats()
 
     def upgrade(self) -> None:
         """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens

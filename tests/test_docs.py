@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.decode.drafters.base import _KINDS
+from forerun.decode.drafters.base import _REGISTRY
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,8 +30,8 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "speculation.md")
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_speculation_page_run(example: str, smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known = dict(_KINDS)
+    known = dict(_REGISTRY)
     exec(compile(example, "example", "exec"), {})
-    _KINDS.clear()
-    _KINDS.update(known)
+    _REGISTRY.clear()
+    _REGISTRY.update(known)
     assert capsys.readouterr().out.strip()

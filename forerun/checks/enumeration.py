@@ -50,11 +50,11 @@ class EveryOutcome:
 
     def _throw(self, outcomes: list[tuple[int, float]]) -> int:
         possible = [(value, prob) for value, prob in outcomes if prob > 0.0]
-        turn = len(self.options)
-        if turn == len(self.script):
+        place = len(self.options)
+        if place == len(self.script):
             self.script.append(0)
         self.options.append(len(possible))
-        value, prob = possible[self.script[turn]]
+        value, prob = possible[self.script[place]]
         self.prob *= prob
         return value
 
@@ -178,7 +178,7 @@ class PairResult:
 class Proposes(Protocol):
     """All that is asked of a drafter here."""
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]: ...
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]: ...
 
 
 def drafts_of(drafter: Proposes, params: SamplingParams, num_prompt: int = 2, nodes: int = 4) -> MakeDraft:
@@ -186,7 +186,7 @@ def drafts_of(drafter: Proposes, params: SamplingParams, num_prompt: int = 2, no
 
     def make(tokens: list[int], rng: Rng) -> Draft:
         context = Context(params, list(tokens), num_prompt, seed=0)
-        return drafter.propose([DraftRequest(0, context, depth=3, nodes=nodes, pages=array("i"))])[0]
+        return drafter.propose([DraftRequest(0, context, max_depth=3, max_nodes=nodes, pages=array("i"))])[0]
 
     return make
 
@@ -231,13 +231,16 @@ class _OnlyEven:
 
 def tiny_targets() -> list[TinyTarget]:
     """One of each kind that shapes a distribution, greedy included."""
-    ask = SamplingParams
     return [
-        TinyTarget("temperature 0.8", tiny_logits(0.3), ask(temperature=0.8)),
-        TinyTarget("top-k 2", tiny_logits(0.7), ask(temperature=1.2, top_k=2)),
-        TinyTarget("penalties", tiny_logits(0.5), ask(temperature=1.0, frequency_penalty=1.5, repetition_penalty=1.3)),
-        TinyTarget("grammar", tiny_logits(0.9), ask(temperature=1.0), _OnlyEven),
-        TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)),
+        TinyTarget("temperature 0.8", tiny_logits(0.3), SamplingParams(temperature=0.8)),
+        TinyTarget("top-k 2", tiny_logits(0.7), SamplingParams(temperature=1.2, top_k=2)),
+        TinyTarget(
+            "penalties",
+            tiny_logits(0.5),
+            SamplingParams(temperature=1.0, frequency_penalty=1.5, repetition_penalty=1.3),
+        ),
+        TinyTarget("grammar", tiny_logits(0.9), SamplingParams(temperature=1.0), _OnlyEven),
+        TinyTarget("greedy", tiny_logits(0.2), SamplingParams(temperature=0.0)),
     ]
 
 

@@ -54,7 +54,7 @@ class EverythingPays(Controller):
     ) -> list[list[int]]:
         return [list(range(min(limit, len(draft)))) for limit, draft in zip(limits, drafts, strict=True)]
 
-    def depth(
+    def plan_rounds(
         self,
         stats: list[RequestStats],
         drafts: list[Draft],
@@ -67,15 +67,18 @@ class EverythingPays(Controller):
     ) -> list[int]:
         return list(limits)
 
-    def worth(
+    def stopping_rule(
         self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0, nodes: int = 0
     ) -> Callable[[float, int], bool]:
         return lambda prob, depth: True
 
-    def allows(self, sequences: int, tokens: int, now: float) -> bool:
+    def min_path_probs(self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0) -> list[float]:
+        return []
+
+    def should_draft(self, sequences: int, drafter_named: bool, now: float) -> bool:
         return True
 
-    def asks(self, drafter: str, sequences: int = 1) -> bool:
+    def should_run_free(self, drafter: str, sequences: int = 1) -> bool:
         return True
 
 
@@ -97,8 +100,8 @@ def available(kind: type[base.Drafter]) -> Iterator[None]:
     try:
         yield
     finally:
-        base._KINDS.pop(kind.name, None)
+        base.unregister(kind.name)
 
 
 def forget(engine: Engine, name: str) -> None:
-    engine.speculator.drafter_pool.dismiss(name)
+    engine.speculator.drafter_pool.remove(name)

@@ -149,26 +149,26 @@ def _grammar(answer: Tokens) -> AnswerGrammar:
 
 
 def draft_law(
-    drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, at_random: bool
+    drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, sampled: bool
 ) -> list[tuple[float, Draft]]:
     """All that a drafter can propose after this answer, with probabilities."""
 
-    return list(outcomes(lambda rng: _propose(drafter, ctx, case, answer, at_random, rng)))
+    return list(outcomes(lambda rng: _propose(drafter, ctx, case, answer, sampled, rng)))
 
 
-def _propose(drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, at_random: bool, rng: Rng) -> Draft:
+def _propose(drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
     target, pool = case.target, ctx.pool
     tokens = [*target.prompt, *answer]
     constraint = target.constraint(answer) if target.constraint is not None else None
     context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
     pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
-    ask = DraftRequest(next(_ids), context, DEPTH, case.nodes, pages, at_random=at_random, rng=rng)
+    request = DraftRequest(next(_ids), context, DEPTH, case.nodes, pages, sampled=sampled, rng=rng)
     try:
         if not drafter.free:  # it may read what the target has computed
             ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
-        draft = drafter.propose([ask])[0]
+        draft = drafter.propose([request])[0]
     finally:
-        drafter.finish(ask.id, tokens, len(target.prompt))
+        drafter.finish(request.seq_id, tokens, len(target.prompt))
         pool.release(pages)
     problem = draft.problem(VOCAB)
     if problem is not None:
@@ -184,17 +184,17 @@ class Proposals:
         self.drafts = 0  # different ones, empty ones not counted
         self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
 
-    def of(self, case: Case, at_random: bool) -> MakeDraft:
+    def of(self, case: Case, sampled: bool) -> MakeDraft:
         def make(tokens: list[int], rng: Rng) -> Draft:
-            weights, drafts = self._law(case, at_random, tuple(tokens[len(case.target.prompt) :]))
+            weights, drafts = self._law(case, sampled, tuple(tokens[len(case.target.prompt) :]))
             return drafts[rng.pick(weights)] if len(drafts) > 1 else drafts[0]
 
         return make
 
-    def _law(self, case: Case, at_random: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
-        key = (case.target.name, at_random, answer)
+    def _law(self, case: Case, sampled: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
+        key = (case.target.name, sampled, answer)
         if key not in self._laws:
-            law = draft_law(self.drafter, self.ctx, case, answer, at_random)
+            law = draft_law(self.drafter, self.ctx, case, answer, sampled)
             self.drafts += sum(len(draft) > 0 for _, draft in law)
             self._laws[key] = torch.tensor([c for c, _ in law], dtype=torch.float64), [draft for _, draft in law]
         return self._laws[key]
@@ -244,9 +244,9 @@ def _differences(
     """By target: the largest difference in the probability of any answer."""
     found: dict[str, float] = {}
     for case in targets:
-        at_random = verifier.draws and not case.target.params.greedy
+        sampled = verifier.uses_proposals and not case.target.params.greedy
         # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
-        steps = 1 if at_random and not proposals.drafter.free else 2
-        law = output_distribution(proposals.of(case, at_random), case.target, verifier, LENGTH, steps)
+        steps = 1 if sampled and not proposals.drafter.free else 2
+        law = output_distribution(proposals.of(case, sampled), case.target, verifier, LENGTH, steps)
         found[case.target.name] = difference(law, plain[case.target.name])
     return found

@@ -42,13 +42,13 @@ class Knowing(Drafter):
     def __init__(self, ctx: DraftContext) -> None:
         self._vocab = ctx.runner.decoder.config.vocab_size
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(request) for request in requests]
 
-    def _propose(self, ask: DraftRequest) -> Draft:
-        answer = self.answers.get(tuple(ask.tokens[: ask.context.num_prompt]), [])
-        at, draft = len(ask.tokens) - ask.context.num_prompt, Draft()
-        node, room = ROOT, min(ask.nodes, 10)
+    def _propose(self, request: DraftRequest) -> Draft:
+        answer = self.answers.get(tuple(request.tokens[: request.context.num_prompt]), [])
+        at, draft = len(request.tokens) - request.context.num_prompt, Draft()
+        node, room = ROOT, min(request.max_nodes, 10)
         for depth, token in enumerate(answer[at : at + 4]):
             kind = (at + depth) % 4
             wrong = (token + 1 + kind) % self._vocab

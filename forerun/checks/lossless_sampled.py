@@ -41,7 +41,7 @@ class Sketch(Drafter):
 
     name = "sketch"
     free = False
-    draws = True
+    can_sample = True
     laws: ClassVar[dict[Tokens, Tensor]] = {}
 
     def __init__(self, ctx: DraftContext) -> None: ...
@@ -49,25 +49,25 @@ class Sketch(Drafter):
     def time_round(self, tokens: int, context: int) -> float:
         return 1e-4
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(request) for request in requests]
 
-    def _propose(self, ask: DraftRequest) -> Draft:
-        answer, draft = tuple(ask.tokens[ask.context.num_prompt :]), Draft()
+    def _propose(self, request: DraftRequest) -> Draft:
+        answer, draft = tuple(request.tokens[request.context.num_prompt :]), Draft()
         level, width = [ROOT], 2
-        for _ in range(min(ask.depth, 2)):
+        for _ in range(min(request.max_depth, 2)):
             below: list[int] = []
             for node in level:
-                if len(draft) + width <= ask.nodes:
-                    below += self._draw(ask, draft, answer, node, width)
+                if len(draft) + width <= request.max_nodes:
+                    below += self._draw(request, draft, answer, node, width)
             level, width = below, 1
         return draft
 
-    def _draw(self, ask: DraftRequest, draft: Draft, answer: Tokens, node: int, width: int) -> list[int]:
+    def _draw(self, request: DraftRequest, draft: Draft, answer: Tokens, node: int, width: int) -> list[int]:
         path = tuple(draft.tokens[i] for i in draft.path(node))
         q = rough(self.laws.get((*answer, *path), self.laws[()]))
         draft.proposals[node] = q
-        rng = SeededRng(ask.context.seed, len(ask.tokens), DRAFT_STREAM + ((node + 2) << 40))
+        rng = SeededRng(request.context.seed, len(request.tokens), DRAFT_STREAM + ((node + 2) << 40))
         rest, kids = q.double(), []
         for _ in range(min(width, int((q > 0).sum()))):
             token = rng.pick(rest)
@@ -111,7 +111,7 @@ def check_sampled(
     Sketch.laws = law.looked_into
     with available(Sketch), everything_pays(llm.engine):
         try:
-            rules = [name for name, make in LOSSLESS.items() if make().draws]
+            rules = [name for name, make in LOSSLESS.items() if make().uses_proposals]
             pairs = [(Sketch.name, rule) for rule in rules]
             pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != Sketch.name]
             for drafter, rule in pairs:

@@ -1,7 +1,8 @@
-"""The drafters of one engine: made when first needed, asked with care, told when requests end.
+"""The drafters of one engine: made when first needed, called with their errors contained, notified when requests end.
 
-A drafter may be anybody's. One that raises or proposes nonsense is left out of the request it failed on, with one
-warning in the log, and nobody else notices. Knows drafters and what forwards cost; not which drafts are kept.
+A drafter may come from a user. One that raises or returns a malformed draft is dropped for the request it failed on,
+with one warning in the log; other requests keep it. Knows drafters and what their rounds cost; not which drafts are
+verified.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from forerun.errors import BadRequest, ForerunError, OutOfPages
 
 log = logging.getLogger("forerun")
 
-FREE = ("grammar", "lookup", "copy", "suffix")  # who guesses under `auto`, beside a draft model where there is one
+AUTO_FREE_DRAFTERS = ("grammar", "lookup", "copy", "suffix")  # of `auto`, in order, beside a draft model's drafter
 
 
 class DrafterPool:
     def __init__(self, ctx: DraftContext, controller: Controller) -> None:
         self.ctx, self.controller = ctx, controller
         self._drafters: dict[str, Drafter] = {}
-        self._failed: set[str] = set()
+        self._warned: set[str] = set()
 
     def __getitem__(self, name: str) -> Drafter:
         return self._drafters[name]
 
-    # -- who is there --------------------------------------------------------------------------------------------------
+    # -- which drafters ------------------------------------------------------------------------------------------------
 
     def names(self, params: SamplingParams) -> list[str]:
-        """Drafters a request asks for; a grammar always guesses for the answers it constrains."""
-        asked = params.speculation.drafter
+        """The drafters of a request; `grammar` always drafts for answers with a grammar."""
+        wanted = params.speculation.drafter
         if params.speculation.off:
             return []
-        if asked != "auto":
-            names = [name.strip() for name in asked.split("+")]
+        if wanted != "auto":
+            names = [name.strip() for name in wanted.split("+")]
             for name in names:
                 if name not in registered():
                     known = ", ".join(registered())
                     hint = f"use auto, off, one of {known}, or several of these joined by +"
                     raise BadRequest(f"no drafter is called {name!r}", hint)
             return names if params.grammar is None or "grammar" in names else ["grammar", *names]
-        free = [name for name in FREE if name != "grammar" or params.grammar is not None]
+        free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar" or params.grammar is not None]
         draft = self.ctx.draft
         return free if draft is None else [*free, "model" if draft.same_tokens else "cross"]
 
     def check(self, params: SamplingParams) -> None:
-        """Reject a request that names a drafter that is not there or cannot work here."""
+        """Raise where a request names a drafter that does not exist or cannot work here."""
         for name in self.names(params):
             problem = registered()[name].problem(self.ctx)
             if problem is not None:
@@ -62,47 +63,47 @@ class DrafterPool:
     def ready(self, params: SamplingParams) -> bool:
         return all(name in self._drafters for name in self.names(params))
 
-    def dismiss(self, name: str) -> None:
-        """Make it anew when it is asked for again."""
+    def remove(self, name: str) -> None:
+        """Make it anew when a request next needs it."""
         self._drafters.pop(name, None)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Make the drafters a request names, between steps: timing one or searching its layers can take long."""
+        """Make the drafters of a request, between steps: timing one or searching its layers can take long."""
         self.check(params)
         for name in self.names(params):
             if name not in self._drafters:
                 self._make(name)
 
-    def able(self, params: SamplingParams) -> list[str]:
+    def available(self, params: SamplingParams) -> list[str]:
         """The drafters of a request that starts, without those that cannot be made."""
         names = []
         for name in self.names(params):
-            if registered()[name].remembers and not params.cache:
+            if registered()[name].cross_request and not params.cache:
                 continue
             try:
                 if name not in self._drafters:
                     self._make(name)
                 names.append(name)
             except ForerunError as error:
-                self.report(name, str(error))
+                self._warn(name, str(error))
         return names
 
     def _make(self, name: str) -> None:
-        """One that runs a model tells what that costs; it joins only when both worked."""
+        """A paid drafter is timed too; it joins only when both worked."""
         try:
             drafter = registered()[name](self.ctx)
             if not drafter.free and name not in self.controller.drafters:
-                self.controller.drafters[name] = self._time(drafter)
+                self.controller.drafters[name] = self._round_costs(drafter)
         except ForerunError:
             raise
         except Exception as error:
             problem = f"the drafter {name!r} cannot be made: {type(error).__name__}: {error}"
-            raise BadRequest(problem, "mend it, or name another") from error
+            raise BadRequest(problem, "repair it, or name another") from error
         self._drafters[name] = drafter
 
-    def _time(self, drafter: Drafter) -> CostCurve:
-        """With whatever pages are free."""
-        limit = min(self.limit, drafter.longest)
+    def _round_costs(self, drafter: Drafter) -> CostCurve:
+        """Timed with as many pages as are free."""
+        limit = min(self.max_timed_tokens, drafter.max_context)
         while True:
             try:
                 return CostCurve.within(drafter.time_round, limit)
@@ -112,81 +113,81 @@ class DrafterPool:
                 limit //= 2
 
     @property
-    def limit(self) -> int:
-        """Tokens of the longest forward that can be timed."""
+    def max_timed_tokens(self) -> int:
+        """Of the longest forward that can be timed, its context included."""
         pool = self.ctx.pool
         return min(self.ctx.max_context, pool.num_pages * pool.page_size)
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- drafting ------------------------------------------------------------------------------------------------------
 
-    def behind(self, drafter: Drafter, turn: DraftTask) -> int:
+    def catch_up_tokens(self, drafter: Drafter, task: DraftTask) -> int:
         try:
-            return int(drafter.behind(turn.ask(1)))
+            return int(drafter.catch_up_tokens(task.request(1)))
         except Exception as error:
-            self._give_up(drafter.name, turn, f"{type(error).__name__}: {error}")
+            self._drop(drafter.name, task, f"{type(error).__name__}: {error}")
             return 1 << 20
 
-    def propose(self, drafter: Drafter, turns: list[DraftTask], asks: list[DraftRequest]) -> list[Draft]:
-        """What a drafter proposes; nothing, and never again for that request, where it fails."""
-        if not asks:
+    def propose(self, drafter: Drafter, tasks: list[DraftTask], requests: list[DraftRequest]) -> list[Draft]:
+        """A drafter's drafts, one per request; an empty one, and none ever again for that sequence, where it fails."""
+        if not requests:
             return []
         try:
-            drafts: list[Any] = list(drafter.propose(asks))
-            problem = None if len(drafts) == len(asks) else f"{len(drafts)} drafts for {len(asks)} sequences"
+            drafts: list[Any] = list(drafter.propose(requests))
+            problem = None if len(drafts) == len(requests) else f"{len(drafts)} drafts for {len(requests)} sequences"
         except Exception as error:
             drafts, problem = [], f"{type(error).__name__}: {error}"
         if problem is not None:
-            if len(asks) > 1:  # one of them may be at fault; the others keep their drafter
-                return [d for t, a in zip(turns, asks, strict=True) for d in self.propose(drafter, [t], [a])]
-            self._give_up(drafter.name, turns[0], problem)
+            if len(requests) > 1:  # one of them may have caused it; the others keep their drafter
+                return [d for t, r in zip(tasks, requests, strict=True) for d in self.propose(drafter, [t], [r])]
+            self._drop(drafter.name, tasks[0], problem)
             return [Draft()]
-        return [self._checked(drafter.name, t, a, d) for t, a, d in zip(turns, asks, drafts, strict=True)]
+        return [self._validated(drafter.name, t, r, d) for t, r, d in zip(tasks, requests, drafts, strict=True)]
 
-    def _checked(self, name: str, turn: DraftTask, ask: DraftRequest, draft: Any) -> Draft:
+    def _validated(self, name: str, task: DraftTask, request: DraftRequest, draft: Any) -> Draft:
         try:
-            wrong = self._wrong(ask, draft)
+            problem = self._draft_problem(request, draft)
         except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong is not None:
-            self._give_up(name, turn, wrong)
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._drop(name, task, problem)
             return Draft()
-        draft.sources = [name] * len(draft)  # whatever it calls itself
+        draft.sources = [name] * len(draft)  # a drafter cannot draft in another's name
         return draft
 
-    def _wrong(self, ask: DraftRequest, draft: Any) -> str | None:
+    def _draft_problem(self, request: DraftRequest, draft: Any) -> str | None:
         if not isinstance(draft, Draft):
             return f"a {type(draft).__name__} is no Draft"
         vocab = self.ctx.runner.decoder.config.vocab_size
         if draft.proposals:
-            if not ask.at_random:
-                return "proposals where the likeliest tokens were asked for"
-            if len(draft) > ask.nodes:
-                return f"{len(draft)} nodes drawn at random, {ask.nodes} were asked for"
+            if not request.sampled:
+                return "proposals for a request that wants the most probable tokens"
+            if len(draft) > request.max_nodes:
+                return f"{len(draft)} sampled nodes, the limit is {request.max_nodes}"
             if any(not torch.is_tensor(q) or q.shape != (vocab,) for q in draft.proposals.values()):
                 return f"a proposal that is not a distribution over {vocab} tokens"
         return draft.problem(vocab)
 
-    def _give_up(self, name: str, turn: DraftTask, problem: str) -> None:
-        turn.spec_state.names = [other for other in turn.spec_state.names if other != name]
-        self.report(name, problem)
+    def _drop(self, name: str, task: DraftTask, problem: str) -> None:
+        task.spec_state.drafter_names = [other for other in task.spec_state.drafter_names if other != name]
+        self._warn(name, problem)
 
-    def report(self, name: str, problem: str) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
+    def _warn(self, name: str, problem: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
             log.warning("drafter %r failed and is left out of the requests it fails on: %s", name, problem)
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- after a request -----------------------------------------------------------------------------------------------
 
     def finish(self, spec_state: SpeculationState) -> None:
         for drafter in self._drafters.values():
-            if drafter.remembers and not spec_state.context.params.cache:
+            if drafter.cross_request and not spec_state.context.params.cache:
                 continue
             try:
-                drafter.finish(spec_state.id, spec_state.context.tokens, spec_state.context.num_prompt)
+                drafter.finish(spec_state.seq_id, spec_state.context.tokens, spec_state.context.num_prompt)
             except Exception as error:
-                self.report(drafter.name, f"{type(error).__name__}: {error}")
+                self._warn(drafter.name, f"{type(error).__name__}: {error}")
 
     def forget(self) -> None:
-        """Drop what drafters remember of requests that are over."""
+        """Drop what drafters remember of requests that ended."""
         for drafter in self._drafters.values():
             drafter.forget()

@@ -1,9 +1,9 @@
-"""Speculation in one place: who guesses for a sequence, which guesses are checked, and what is learnt from the outcome.
+"""The drafting side of a step: runs the drafters of each sequence, merges their drafts, and records the outcome.
 
-Each step `draft` asks the free drafters, lets the controller say whether a paid one is worth its forwards, joins the
-trees and keeps the nodes that pay; `settle` tells everybody what came of it. A drafter that fails is dropped for the
-requests it failed on, which go on without it. Knows drafters and the controller; not the scheduler, the target's logits
-or how guesses are accepted.
+Each step `draft` runs the free drafters, then the paid ones where the controller expects them to pay, merges the trees
+and keeps the nodes that pay to verify; `record_outcome` compares all drafts with the tokens that came. A drafter that
+fails is dropped for the requests it failed on. Knows drafters and the controller; not the scheduler, the target's
+logits or how drafts are accepted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from forerun.decode.sampling import Context
 from forerun.decode.state import DraftTask, SpeculationState
 from forerun.decode.verifiers import make_verifier
 
-THINKING = 0.02  # share of time that may go into drafts that come to nothing
-PATIENCE, CROWD = 4, 16  # empty steps before a rest; sequences from which one is enough
-LONGEST_REST = 64
-ENOUGH = 8.0  # tokens that one free drafter can expect to be right about: then no other is asked
-MODEL_WEIGHT = 4.0  # of a model's word against a free drafter's, where both guess at the same place
+SUFFICIENT_TOKENS = 8.0  # expected of one free drafter's draft: from here the other free drafters only take time
+SUFFICIENT_NODES_SHARE = 0.7  # the same, as a share of the nodes that can be of use
+MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
+MIN_CATCH_UP_TOKENS = 8  # fewer run along in the first round and cost nothing extra
 
 
 class Speculator:
@@ -39,12 +38,10 @@ class Speculator:
         if controller is None:
             self.controller.target = self._target_costs()
         self.totals = Usage()
-        self._empty, self._rest = 0, 0  # steps in a row without a draft; steps to come without an attempt
-        self._made = 0  # tokens since the last step began
-        self.drafter_pool.prepare(SamplingParams())
+        self.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
-        time_forward, limit = self.ctx.runner.time_forward, self.drafter_pool.limit
+        time_forward, limit = self.ctx.runner.time_forward, self.drafter_pool.max_timed_tokens
         curve = CostCurve.within(lambda tokens, context: time_forward(tokens, context, repeats=2), limit)
         nodes, context = 8, min(256, limit - 9)
         if context > 0:
@@ -55,151 +52,175 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def check(self, params: SamplingParams) -> None:
-        """Reject a request that names a drafter or a verifier there is none of."""
-        make_verifier(params.speculation)
+        """Raise where a request names a drafter or a verifier that does not exist or cannot work here."""
+        spec = params.speculation
+        if spec.off and spec.verify == "auto" and not spec.bound:
+            return
+        make_verifier(spec)
         self.drafter_pool.check(params)
+
+    def ready(self, params: SamplingParams) -> bool:
+        """Whether all drafters of a request have been made."""
+        return params.speculation.off or self.drafter_pool.ready(params)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Make the drafters of a request; between steps, since timing one or searching its layers can take long."""
+        self.drafter_pool.prepare(params)
 
     def open(self, seq_id: int, context: Context, usage: Usage) -> SpeculationState | None:
         """Speculation for a new sequence; None where it is off."""
         if context.params.speculation.off:
             return None
-        verifier, names = make_verifier(context.params.speculation), self.drafter_pool.able(context.params)
-        self._empty = self._rest = 0  # it may be more predictable than those before
-        draws = verifier.draws and not context.params.greedy and any(self.drafter_pool[name].draws for name in names)
-        return SpeculationState(seq_id, context, usage, names, verifier, self.controller.open(), draws)
+        verifier, names = make_verifier(context.params.speculation), self.drafter_pool.available(context.params)
+        sampled = (
+            verifier.uses_proposals
+            and not context.params.greedy
+            and any(self.drafter_pool[name].can_sample for name in names)
+        )
+        return SpeculationState(seq_id, context, usage, names, verifier, self.controller.new_request(), sampled)
+
+    def finish(self, spec_state: SpeculationState) -> None:
+        """The sequence ended: drafters drop its state, or learn from its text."""
+        self.drafter_pool.finish(spec_state)
+
+    def forget(self) -> None:
+        """Drop what drafters remember of requests that ended."""
+        self.drafter_pool.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def draft(self, turns: list[DraftTask]) -> None:
-        """Give each turn a draft, maybe an empty one."""
+    def should_draft(self, batch: list[SpeculationState]) -> bool:
+        """Whether this step drafts at all. Called once before every step that could."""
+        named = any(state.context.params.speculation.drafter != "auto" for state in batch)
+        return self.controller.should_draft(len(batch), named, time.perf_counter())
+
+    def draft(self, tasks: list[DraftTask]) -> None:
+        """Give each task a draft, which may be empty."""
         start = time.perf_counter()
-        context = sum(len(turn.spec_state.context.tokens) for turn in turns) // len(turns)
-        for turn in turns:
-            turn.spec_state.proposed, turn.spec_state.asked = [], {}
-        able = [turn for turn in turns if turn.nodes > 0]
-        self._ask_free([turn for turn in able if not turn.spec_state.at_random])
-        self._join(able)
-        paid_s = self._ask_paid(able, context)
-        self._select(turns, context, paid_s)
+        context = sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
+        for task in tasks:
+            task.spec_state.drafts, task.spec_state.free_run_s = [], {}
+        with_room = [task for task in tasks if task.max_nodes > 0]
+        self._run_free([task for task in with_room if not task.spec_state.sampled])
+        self._merge(with_room)
+        paid_s = self._run_paid(with_room, context)
+        self._select(tasks, context, paid_s)
         seconds = time.perf_counter() - start
-        self._settle_down(turns, seconds)
+        self.controller.record_drafting([task.draft for task in tasks], seconds)
         self.totals.draft_s += seconds
-        for turn in turns:
-            turn.spec_state.usage.draft_s += seconds
+        for task in tasks:
+            task.spec_state.usage.draft_s += seconds
 
-    def rests(self, batch: list[SpeculationState]) -> bool:
-        """Whether to decode plainly in this step without thinking about it. To be asked once a step."""
-        allowed = self.controller.allows(len(batch), self._made, time.perf_counter())
-        self._made = 0
-        self._rest -= self._rest > 0
-        named = any(g.context.params.speculation.drafter != "auto" for g in batch)  # who names one wants it to guess
-        return self._rest > 0 or not (allowed or named)
-
-    def _settle_down(self, turns: list[DraftTask], seconds: float) -> None:
-        """Where thinking about drafts takes long for a step and comes to nothing, think less often."""
-        self._empty = 0 if any(len(turn.draft) for turn in turns) else self._empty + 1
-        share = seconds / self.controller.target.seconds(len(turns), len(turns))
-        if self._empty >= (PATIENCE if len(turns) < CROWD else 1):
-            self._rest = min(LONGEST_REST, int(share / THINKING))
-
-    def _ask_free(self, turns: list[DraftTask]) -> None:
-        for name in dict.fromkeys(name for turn in turns for name in turn.spec_state.names):
-            drafter = self.drafter_pool[name]
-            mine = [turn for turn in turns if name in turn.spec_state.names]
-            if not drafter.free or not mine or not self.controller.asks(name, len(turns)):
+    def _run_free(self, tasks: list[DraftTask]) -> None:
+        for drafter, own in self._by_drafter(tasks, free=True):
+            if not self.controller.should_run_free(drafter.name, len(tasks)):
                 continue
             start = time.perf_counter()
-            drafts = self.drafter_pool.propose(drafter, mine, [turn.ask(turn.nodes) for turn in mine])
-            seconds = (time.perf_counter() - start) / len(mine)
-            usual = all(turn.spec_state.usage.steps > 1 for turn in mine)  # the first time a drafter reads the prompt
-            for turn, draft in zip(mine, drafts, strict=True):
-                if usual:
-                    turn.spec_state.asked[name] = seconds
-                self._offer(turn, draft)
-            if len(turns) == 1 and self._foresees(turns[0]):
+            drafts = self.drafter_pool.propose(drafter, own, [task.request(task.max_nodes) for task in own])
+            seconds = (time.perf_counter() - start) / len(own)
+            typical = all(
+                task.spec_state.usage.steps > 1 for task in own
+            )  # in its first step a drafter reads the prompt
+            for task, draft in zip(own, drafts, strict=True):
+                if typical:
+                    task.spec_state.free_run_s[drafter.name] = seconds
+                self._add_candidate(task, draft)
+            if len(tasks) == 1 and self._sufficient(tasks[0]):
                 return
 
-    @staticmethod
-    def _foresees(turn: DraftTask) -> bool:
-        """Whether the last offer goes so far that others would only take time."""
-        return bool(turn.offers) and sum(tree.path_probs(turn.offers[-1])) > min(ENOUGH, 0.7 * turn.nodes)
+    def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
+        """The free or the paid drafters of these tasks, each with the tasks that use it."""
+        names = dict.fromkeys(name for task in tasks for name in task.spec_state.drafter_names)
+        drafters = [self.drafter_pool[name] for name in names]
+        return [
+            (drafter, [task for task in tasks if drafter.name in task.spec_state.drafter_names])
+            for drafter in drafters
+            if drafter.free == free
+        ]
 
-    def _ask_paid(self, turns: list[DraftTask], context: int) -> float:
-        """Drafters that run a model, where the controller thinks it pays; returns the seconds that took."""
+    @staticmethod
+    def _sufficient(task: DraftTask) -> bool:
+        """Whether the last draft is expected to go so far that other free drafters would only take time."""
+        limit = min(SUFFICIENT_TOKENS, SUFFICIENT_NODES_SHARE * task.max_nodes)
+        return bool(task.candidates) and sum(tree.path_probs(task.candidates[-1])) > limit
+
+    def _run_paid(self, tasks: list[DraftTask], context: int) -> float:
+        """Drafters that run a model, where the controller expects them to pay; returns the seconds that took."""
         start = time.perf_counter()
-        for name in dict.fromkeys(name for turn in turns for name in turn.spec_state.names):
-            drafter = self.drafter_pool[name]
-            mine = [turn for turn in turns if name in turn.spec_state.names]
-            if drafter.free:
-                continue
-            depths = self._depths(drafter, mine, context)
-            chosen = [turn for turn, depth in zip(mine, depths, strict=True) if depth]
-            asks = [turn.ask(depth) for turn, depth in zip(mine, depths, strict=True) if depth]
-            for turn, ask in zip(chosen, asks, strict=True):
-                ask.offered = turn.draft
-                if not turn.spec_state.depth:
-                    self._limit_cost(drafter, turn, ask, len(chosen), context)
-            for turn, draft in zip(chosen, self.drafter_pool.propose(drafter, chosen, asks), strict=True):
-                self._offer(turn, draft)
+        for drafter, own in self._by_drafter(tasks, free=False):
+            depths = self._depths(drafter, own, context)
+            chosen = [task for task, depth in zip(own, depths, strict=True) if depth]
+            requests = [task.request(depth) for task, depth in zip(own, depths, strict=True) if depth]
+            for task, request in zip(chosen, requests, strict=True):
+                request.candidates = task.draft
+                if not task.spec_state.fixed_depth:
+                    self._limit_cost(drafter, task, request, len(chosen), context)
+            for task, draft in zip(chosen, self.drafter_pool.propose(drafter, chosen, requests), strict=True):
+                self._add_candidate(task, draft)
             for ran in drafter.rounds if chosen else ():
-                self.controller.observe_round(name, ran.tokens, ran.sequences, context, ran.seconds)
-            self._join(chosen)
+                self.controller.observe_round(drafter.name, ran.tokens, ran.sequences, context, ran.seconds)
+            self._merge(chosen)
         return time.perf_counter() - start
 
-    def _limit_cost(self, drafter: Drafter, turn: DraftTask, ask: DraftRequest, sequences: int, context: int) -> None:
-        """Tell a paid drafter when to stop."""
-        stats = turn.spec_state.stats
-        if drafter.on_device:
-            ask.least = self.controller.least(stats, drafter.name, sequences, context)
+    def _limit_cost(
+        self, drafter: Drafter, task: DraftTask, request: DraftRequest, sequences: int, context: int
+    ) -> None:
+        """Give a paid drafter its stopping rule."""
+        stats = task.spec_state.stats
+        if drafter.stops_on_device:
+            request.min_path_probs = self.controller.min_path_probs(stats, drafter.name, sequences, context)
         else:
-            ask.worth = self.controller.worth(stats, drafter.name, sequences, context)
+            request.keep_drafting = self.controller.stopping_rule(stats, drafter.name, sequences, context)
 
-    def _depths(self, drafter: Drafter, turns: list[DraftTask], context: int) -> list[int]:
+    def _depths(self, drafter: Drafter, tasks: list[DraftTask], context: int) -> list[int]:
         curve = self.controller.drafters[drafter.name]
-        behind = [self.drafter_pool.behind(drafter, turn) for turn in turns]
-        depths = self.controller.depth(
-            [turn.spec_state.stats for turn in turns],
-            [turn.draft for turn in turns],
-            [turn.draft.probs for turn in turns],
+        catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
+        depths = self.controller.plan_rounds(
+            [task.spec_state.stats for task in tasks],
+            [task.draft for task in tasks],
+            [task.draft.probs for task in tasks],
             drafter.name,
-            [turn.nodes for turn in turns],
+            [task.max_nodes for task in tasks],
             context,
-            start_s=[curve.seconds(tokens) if tokens > 8 else 0.0 for tokens in behind],
-            remaining=[turn.spec_state.remaining for turn in turns],
+            start_s=[curve.seconds(tokens) if tokens > MIN_CATCH_UP_TOKENS else 0.0 for tokens in catch_up],
+            remaining=[task.spec_state.expected_remaining for task in tasks],
         )
-        return [turn.spec_state.depth or depth for turn, depth in zip(turns, depths, strict=True)]
+        return [task.spec_state.fixed_depth or depth for task, depth in zip(tasks, depths, strict=True)]
 
-    def _offer(self, turn: DraftTask, draft: Draft) -> None:
-        """Join a drafter's guesses to what a turn has, with probabilities that experience has corrected."""
-        g = turn.spec_state
-        if g.context.constraint is not None and not draft.proposals:
-            draft = prune(draft, g.context.constraint)
+    def _add_candidate(self, task: DraftTask, draft: Draft) -> None:
+        """Add a draft to a task, with calibrated probabilities; a sampled draft becomes the task's draft as it is."""
+        state = task.spec_state
+        if state.context.constraint is not None and not draft.proposals:
+            draft = prune(draft, state.context.constraint)
         if not len(draft):
             return
-        g.proposed.append(draft)
+        state.drafts.append(draft)
         if draft.proposals:
-            turn.draft = draft
+            task.draft = draft
             return
-        turn.offers.append(replace(draft, probs=self.controller.calibrate(g.stats, draft)))
+        task.candidates.append(replace(draft, probs=self.controller.calibrate(state.stats, draft)))
 
-    def _join(self, turns: list[DraftTask]) -> None:
-        """One tree of everything offered to each turn. A model has seen the whole text, so its word counts for more."""
-        for turn in turns:
-            if not turn.draft.proposals:
-                weights = [1.0 if self.drafter_pool[draft.sources[0]].free else MODEL_WEIGHT for draft in turn.offers]
-                turn.draft = tree.merge(turn.offers, weights)
+    def _merge(self, tasks: list[DraftTask]) -> None:
+        """One tree of all candidates of each task."""
+        for task in tasks:
+            if not task.draft.proposals:
+                free = [self.drafter_pool[draft.sources[0]].free for draft in task.candidates]
+                task.draft = tree.merge(task.candidates, [1.0 if each else MODEL_MERGE_WEIGHT for each in free])
 
-    def _select(self, turns: list[DraftTask], context: int, spent_s: float) -> None:
-        drafts = [turn.draft for turn in turns]
+    def _select(self, tasks: list[DraftTask], context: int, paid_s: float) -> None:
+        """Keep the nodes that pay to verify."""
+        drafts = [task.draft for task in tasks]
         if not any(len(draft) for draft in drafts):
             return
         probs = [draft.probs for draft in drafts]
-        stats = [turn.spec_state.stats for turn in turns]
-        kept = self.controller.select(stats, drafts, probs, [turn.nodes for turn in turns], context, spent_s)
-        for turn, nodes in zip(turns, kept, strict=True):
-            if not turn.draft.proposals:
-                deep = turn.spec_state.depth
-                turn.draft = tree.keep(turn.draft, tree.likeliest(turn.draft, turn.nodes, deep) if deep else nodes)
+        stats = [task.spec_state.stats for task in tasks]
+        selected = self.controller.select(stats, drafts, probs, [task.max_nodes for task in tasks], context, paid_s)
+        for task, nodes in zip(tasks, selected, strict=True):
+            if task.draft.proposals:
+                continue
+            if depth := task.spec_state.fixed_depth:
+                nodes = tree.most_probable_nodes(task.draft, task.max_nodes, depth)
+            task.draft = tree.subtree(task.draft, nodes)
 
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
@@ -211,12 +232,12 @@ class Speculator:
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
-    def settle(self, spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
-        """Book a draft's outcome, and learn from it: every guess that was made, checked or not."""
+    def record_outcome(self, spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
+        """Count what was drafted and accepted, and learn from every draft of the step, verified or not."""
         path = verdict.path[: len(emitted)]  # an answer may end inside it
-        self._made += len(emitted)
+        self.controller.record_emitted(len(emitted))
         spec_state.usage.lengths.append(len(path))
-        if not spec_state.asked and not spec_state.proposed:
+        if not spec_state.free_run_s and not spec_state.drafts:
             return
         for usage in (spec_state.usage, self.totals):
             usage.drafted += len(draft)
@@ -228,17 +249,17 @@ class Speculator:
         if len(draft):
             spec_state.usage.verifier = spec_state.verifier.name
             spec_state.usage.lossless = spec_state.verifier.lossless
-        gained = {proposed.sources[0]: tree.came_true(proposed, emitted) for proposed in spec_state.proposed}
-        known = 0  # to those who were asked before: only what goes further is a drafter's own merit
-        for name, seconds in spec_state.asked.items():
-            self.controller.asked(name, seconds, max(0, gained.get(name, 0) - known))
-            known = max(known, gained.get(name, 0))
-        for proposed in spec_state.proposed:
-            self.controller.learn(spec_state.stats, proposed, emitted)
-        spec_state.proposed, spec_state.asked = [], {}
+        accepted = {each.sources[0]: tree.accepted_length(each, emitted) for each in spec_state.drafts}
+        covered = 0  # tokens that drafters before it had right: only what goes further counts for a drafter
+        for name, seconds in spec_state.free_run_s.items():
+            self.controller.record_free_run(name, seconds, max(0, accepted.get(name, 0) - covered))
+            covered = max(covered, accepted.get(name, 0))
+        for each in spec_state.drafts:
+            self.controller.record_draft(spec_state.stats, each, emitted)
+        spec_state.drafts, spec_state.free_run_s = [], {}
 
-    def figures(self) -> dict[str, Any]:
-        """Guesses of all requests so far, and what the controller goes by."""
+    def stats(self) -> dict[str, Any]:
+        """Drafted and accepted tokens of all requests so far, and the controller's measurements."""
         t = self.totals
         by_drafter = {name: {"drafted": d.drafted, "accepted": d.accepted} for name, d in t.drafters.items()}
         return {
@@ -248,5 +269,5 @@ class Speculator:
             "drafters": by_drafter,
             "draft_s": t.draft_s,
             "verify_s": t.verify_s,
-            "control": self.controller.report(),
+            "control": self.controller.stats(),
         }

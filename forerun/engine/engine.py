@@ -110,7 +110,9 @@ class Engine:
 
     def _guess(self, work: list[Work]) -> None:
         guessed = [w for w in work if w.seq.spec_state is not None and w.decodes and not w.meets_guide]
-        if not guessed or self.speculator.rests([w.seq.spec_state for w in guessed if w.seq.spec_state is not None]):
+        if not guessed or not self.speculator.should_draft(
+            [w.seq.spec_state for w in guessed if w.seq.spec_state is not None]
+        ):
             return
         most = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(work)))
         if any(len(w.draft) for w in work):  # provisional words: they stay within what is sure to be exact
@@ -122,7 +124,7 @@ class Engine:
             nodes = self.scheduler.reserve(w.seq, useful)
             assert w.seq.spec_state is not None
             turns.append(DraftTask(w.seq.spec_state, w.seq.pages, nodes))
-        if any(turn.nodes > 0 for turn in turns):
+        if any(turn.max_nodes > 0 for turn in turns):
             self.speculator.draft(turns)
             for w, turn in zip(guessed, turns, strict=True):
                 w.draft = turn.draft
@@ -172,7 +174,7 @@ class Engine:
             event.confirmed, event.retracted = seq.provisional.judge(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
         elif seq.spec_state is not None:
-            self.speculator.settle(seq.spec_state, work.draft, ruling.verdict, seq.tokens[first:])
+            self.speculator.record_outcome(seq.spec_state, work.draft, ruling.verdict, seq.tokens[first:])
         if seq.real is not None:
             say(seq, event, self.scheduler, ends=reason is not None)
             self._send(seq.real, event)
@@ -200,7 +202,7 @@ class Engine:
         self.scheduler.finish(seq)
         self.output.finish(seq, reason, event)
         if seq.spec_state is not None:
-            self.speculator.drafter_pool.finish(seq.spec_state)
+            self.speculator.finish(seq.spec_state)
         self._send(seq, event)
 
     def _leaves(self, seq: Sequence) -> None:
@@ -220,12 +222,12 @@ class Engine:
 
     def prepared(self, params: SamplingParams) -> bool:
         """Whether the drafters and the prefill source that these parameters name exist."""
-        return self.speculator.drafter_pool.ready(params) and self.drafting.ready(params.prefilling)
+        return self.speculator.ready(params) and self.drafting.ready(params.prefilling)
 
     def prepare(self, params: SamplingParams) -> None:
         """Make them; between steps, since that may time forwards."""
         self.speculator.check(params)
-        self.speculator.drafter_pool.prepare(params)
+        self.speculator.prepare(params)
         self.drafting.prepare(params.prefilling)
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -291,4 +293,4 @@ class Engine:
                 cache.clear()
         for keeper in self.scheduler.keepers:
             keeper.clear()
-        self.speculator.drafter_pool.forget()
+        self.speculator.forget()

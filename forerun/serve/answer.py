@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.core import SamplingParams, Usage
-from forerun.decode.drafter_pool import FREE
+from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.engine.sequence import Event, Request
 from forerun.llm import LLM
 from forerun.serve.config import ServeConfig
@@ -79,7 +79,7 @@ class Service:
             hint = "leave forerun.speculate as it is, or leave prediction out"
             raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
         for name in names:
-            if name not in FREE and not drafter_pool.ready(SamplingParams(speculate=name)):
+            if name not in AUTO_FREE_DRAFTERS and not drafter_pool.ready(SamplingParams(speculate=name)):
                 hint = "use auto or off, or have the server started with --drafter"
                 raise ApiError(400, f"this server has not prepared the drafter {name}", hint)
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.cache.outline import Run
-from forerun.decode.drafter_pool import FREE
+from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.errors import ForerunError
 from forerun.params import PREFILLS, Prefill
 from forerun.serve.answer import Service
@@ -83,7 +83,11 @@ def _about(service: Service) -> dict[str, Any]:
         "device": llm.decoder.device.type,
         "max_body_bytes": config.max_body_bytes,
         "prefill": {mode: _why_not(service, mode) for mode in PREFILLS},
-        "speculate": ["auto", "off", *dict.fromkeys((*(name for name in FREE if name != "grammar"), *config.drafters))],
+        "speculate": [
+            "auto",
+            "off",
+            *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),
+        ],
         "shows_prompts": config.show_prompts,
     }
 

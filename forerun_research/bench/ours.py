@@ -149,7 +149,7 @@ class ForerunSide:
 
     def bound(self, survival: list[float], drafter: str | None) -> float:
         """The speedup that the measured cost curves allow where drafts survive like this."""
-        return self.llm.engine.speculator.controller.bound(survival, drafter)
+        return self.llm.engine.speculator.controller.max_speedup(survival, drafter)
 
     def _first_token(self, ids: list[int]) -> Sample:
         usage = self.llm.generate(ids, SamplingParams(max_tokens=1, ignore_eos=True))[0].usage

@@ -64,7 +64,7 @@ def trees(llm: LLM, prompt: list[int], args: argparse.Namespace) -> list[tuple[D
         runner.forward([Span(tokens[done:-1], done, pages, ())])
         done = len(tokens) - 1
         context = Context(params, tokens, len(prompt), seed=args.seed + at)
-        draft = drafter.propose([DraftRequest(id(pages), context, args.depth, args.nodes, pages, at_random=True)])[0]
+        draft = drafter.propose([DraftRequest(id(pages), context, args.depth, args.nodes, pages, sampled=True)])[0]
         if len(draft) == 0:
             continue
         span = Span([tokens[-1], *draft.tokens], done, pages, range(1 + len(draft)), done + 1, draft.parents)

@@ -77,10 +77,13 @@ def test_several_steps_in_a_row():
 
 def test_drafters_of_the_engine_are_asked_as_the_engine_asks():
     class Echo:
-        def propose(self, asks):
-            assert asks[0].context.num_prompt == 2
+        def propose(self, requests):
+            assert requests[0].context.num_prompt == 2
             return [
-                Draft.chain(ask.tokens[: ask.nodes], [0.5] * min(len(ask.tokens), ask.nodes), "echo") for ask in asks
+                Draft.chain(
+                    request.tokens[: request.max_nodes], [0.5] * min(len(request.tokens), request.max_nodes), "echo"
+                )
+                for request in requests
             ]
 
     assert gap(drafts_of(Echo(), SamplingParams(temperature=0.8)), TraversalVerifier()) < EXACT

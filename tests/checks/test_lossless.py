@@ -92,7 +92,7 @@ class Wishful(Verifier):
     """Rejection sampling without its residual: what follows a rejection is drawn as if nothing had been tried."""
 
     name = "wishful"
-    draws = True
+    uses_proposals = True
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         children, node, path = draft.children(), ROOT, list[int]()
@@ -112,8 +112,8 @@ class Tepid(ChainDrafter):
 
     name = "tepid"
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        drafts = super().propose(asks)
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        drafts = super().propose(requests)
         for draft in drafts:
             draft.proposals = {node: torch.softmax(q.log() * 2.0, -1) for node, q in draft.proposals.items()}
         return drafts
@@ -145,7 +145,7 @@ def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     with available(Tepid):
         monkeypatch.setattr(lossless_sampled, "_paid", lambda llm: ["model-chain", "tepid"])
         findings = list(check_sampled(llm, PROMPTS, temperature=0.12, samples=256))
-        llm.engine.speculator.drafter_pool.dismiss("tepid")
+        llm.engine.speculator.drafter_pool.remove("tepid")
     passed = {finding.name: finding.passed for finding in findings}
     assert not passed.pop("sketch, wishful") and not passed.pop("tepid, rejection")
     assert passed.keys() == {

@@ -277,9 +277,9 @@ BAD = [
 
 @pytest.mark.parametrize(("kind", "source", "message"), BAD, ids=[f"{k}-{i}" for i, (k, _, _) in enumerate(BAD)])
 def test_bad_grammars(small: GrammarCompiler, kind: str, source: str, message: str) -> None:
-    for ask in (small.compile, small.constraint):
+    for request in (small.compile, small.constraint):
         with pytest.raises(BadRequest, match=message) as caught:
-            ask(Grammar(kind, source))  # type: ignore[arg-type]
+            request(Grammar(kind, source))  # type: ignore[arg-type]
         assert caught.value.hint and "\n" not in str(caught.value)
         assert "llguidance {" not in str(caught.value) and len(str(caught.value)) < 400
 

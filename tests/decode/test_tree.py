@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import ROOT, Draft
-from forerun.decode.tree import came_true, keep, merge
+from forerun.decode.tree import accepted_length, merge, subtree
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
@@ -33,18 +33,18 @@ def test_merged_chances_are_means_of_those_who_guess_there():
 
 def test_keeping_lays_the_surest_branch_first_and_branches_in_one_piece():
     draft = Draft([1, 2, 3, 4, 5, 6], [ROOT, ROOT, 0, 1, 3, 1], [0.3, 0.6, 0.9, 0.5, 0.8, 0.4], list("abcdef"))
-    kept = keep(draft, [0, 1, 2, 3, 4, 5])
+    kept = subtree(draft, [0, 1, 2, 3, 4, 5])
     assert kept.tokens == [2, 4, 5, 6, 1, 3] and kept.parents == [ROOT, 0, 1, 0, ROOT, 4]
     assert kept.sources == list("bdefac")
-    assert paths(keep(draft, [1, 3, 0])) == {(2,), (2, 4), (1,)}
-    assert len(keep(draft, [])) == 0
+    assert paths(subtree(draft, [1, 3, 0])) == {(2,), (2, 4), (1,)}
+    assert len(subtree(draft, [])) == 0
 
 
 def test_what_came_true_is_the_deepest_path_of_the_tokens():
     draft = Draft([1, 2, 1, 3, 4], [ROOT, 0, 1, 0, 3], [0.5] * 5, ["x"] * 5)
-    assert came_true(draft, [1, 3, 4, 9]) == 3
-    assert came_true(draft, [1, 2]) == 2
-    assert came_true(draft, [2, 1]) == 0 == came_true(Draft(), [1])
+    assert accepted_length(draft, [1, 3, 4, 9]) == 3
+    assert accepted_length(draft, [1, 2]) == 2
+    assert accepted_length(draft, [2, 1]) == 0 == accepted_length(Draft(), [1])
 
 
 def test_problems_of_drafts_are_named():

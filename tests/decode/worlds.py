@@ -142,12 +142,12 @@ class World:
         c = control or make(self.machine)
         rng, span = random.Random(0), self.num // self.requests
         at, live, total, count = [0] * self.size, list(range(self.size)), 0.0, 0
-        stats, request = [c.open() for _ in live], [0] * self.size
+        stats, request = [c.new_request() for _ in live], [0] * self.size
         started = [self.start_s == 0.0] * self.size
         while live:
             for i in live:
                 if at[i] // span != request[i]:
-                    stats[i], request[i], started[i] = c.open(), at[i] // span, self.start_s == 0.0
+                    stats[i], request[i], started[i] = c.new_request(), at[i] // span, self.start_s == 0.0
             rows = [stats[i] for i in live]
             drafts = [self.offer(i, at[i]) for i in live]
             depths = [0] * len(live)
@@ -155,7 +155,7 @@ class World:
                 probs = [c.calibrate(s, draft) for s, draft in zip(rows, drafts, strict=True)]
                 waits = [0.0 if started[i] else self.start_s for i in live]
                 left = [span - at[i] % span for i in live]
-                depths = c.depth(rows, drafts, probs, "paid", [16] * len(live), 0, waits, left)
+                depths = c.plan_rounds(rows, drafts, probs, "paid", [16] * len(live), 0, waits, left)
             spent = 0.0
             for row, i in enumerate(live):
                 if depths[row]:
@@ -174,7 +174,7 @@ class World:
             c.target.observe(tokens, len(live), 0, seconds * noise(rng))
             for row, i in enumerate(live):
                 new = emitted(drafts[row], chosen[row], at[i])
-                c.learn(stats[i], drafts[row], new)
+                c.record_draft(stats[i], drafts[row], new)
                 at[i], count = at[i] + len(new), count + len(new)
             live = [i for i in live if at[i] < self.num]
         return count / total
@@ -182,10 +182,10 @@ class World:
     def draft_paid(
         self, c: Controller, stats: RequestStats, i: int, at: int, draft: Draft, depths: list[int], row: int
     ) -> int:
-        worth = c.worth(stats, "paid", sum(depth > 0 for depth in depths))
+        more = c.stopping_rule(stats, "paid", sum(depth > 0 for depth in depths))
         chain = self.paid[i].chain(at, depths[row])
         path, rounds = 1.0, 0
-        while rounds < depths[row] and (rounds == 0 or worth(path, rounds)):
+        while rounds < depths[row] and (rounds == 0 or more(path, rounds)):
             path *= chain[rounds][1]
             rounds += 1
         merged(draft, chain[:rounds], "paid")

@@ -14,7 +14,7 @@ from forerun.core import ROOT, Draft, SamplingParams, Speculation
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftContext, DraftModel
-from forerun.decode.drafters.base import _KINDS, Drafter, DraftRequest, register
+from forerun.decode.drafters.base import _REGISTRY, Drafter, DraftRequest, register
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
@@ -150,32 +150,32 @@ class Broken(Drafter):
 
     def __init__(self, ctx: DraftContext) -> None: ...
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        if self.how == "raise" and any(len(a.tokens) % 3 == 0 for a in asks):
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        if self.how == "raise" and any(len(a.tokens) % 3 == 0 for a in requests):
             raise RuntimeError("drafter out of order")
         if self.how == "parents":
-            return [Draft([5, 6], [1, ROOT], [0.9, 0.9], ["broken"] * 2) for _ in asks]
+            return [Draft([5, 6], [1, ROOT], [0.9, 0.9], ["broken"] * 2) for _ in requests]
         if self.how == "tokens":
-            return [Draft([10**6], [ROOT], [0.9], ["broken"]) for _ in asks]
+            return [Draft([10**6], [ROOT], [0.9], ["broken"]) for _ in requests]
         if self.how == "count":
             return []
         if self.how == "sources":
-            return [Draft([5], [ROOT], [0.9], None) for _ in asks]  # type: ignore[arg-type]
+            return [Draft([5], [ROOT], [0.9], None) for _ in requests]  # type: ignore[arg-type]
         if self.how == "stranger":
-            return [Draft.chain([5, 6], [0.9, 0.9], "somebody else") for _ in asks]
+            return [Draft.chain([5, 6], [0.9, 0.9], "somebody else") for _ in requests]
         if self.how == "probs":
-            return [Draft([5], [ROOT], [None], ["broken"]) for _ in asks]  # type: ignore[list-item]
+            return [Draft([5], [ROOT], [None], ["broken"]) for _ in requests]  # type: ignore[list-item]
         if self.how == "proposals":
-            return [Draft([5], [ROOT], [0.9], ["broken"], {ROOT: torch.ones(512) / 512}) for _ in asks]
+            return [Draft([5], [ROOT], [0.9], ["broken"], {ROOT: torch.ones(512) / 512}) for _ in requests]
         if self.how == "tuple":
-            return (Draft([-1], [ROOT], [0.9], ["broken"]),) * len(asks)  # type: ignore[return-value]
-        return [None for _ in asks]  # type: ignore[misc]
+            return (Draft([-1], [ROOT], [0.9], ["broken"]),) * len(requests)  # type: ignore[return-value]
+        return [None for _ in requests]  # type: ignore[misc]
 
 
 @pytest.fixture
 def broken() -> Any:
     yield register(Broken)
-    del _KINDS["broken"]
+    del _REGISTRY["broken"]
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,11 @@ class Costly(Drafter):
     name = "costly"
     free = False
 
-    def behind(self, ask: DraftRequest) -> int:
+    def catch_up_tokens(self, request: DraftRequest) -> int:
         raise RuntimeError("lost count")
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [Draft() for _ in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft() for _ in requests]
 
     def time_round(self, tokens: int, context: int) -> float:
         return 1e-4
@@ -281,7 +281,7 @@ def test_a_drafter_that_cannot_even_start(make: Callable[..., Engine], caplog: A
             assert run(engine, PROMPTS, params("stillborn+lookup+costly")) == plain
         assert {r.getMessage().split("'")[1] for r in caplog.records} == {"stillborn", "costly"}
     finally:
-        del _KINDS["costly"], _KINDS["stillborn"]
+        del _REGISTRY["costly"], _REGISTRY["stillborn"]
 
 
 def test_pages_of_guesses_push_nobody_out(make: Callable[..., Engine]):

@@ -1,7 +1,7 @@
 """What a forward costs: seconds against its tokens, its sequences and their context.
 
-A curve starts from a few timed forwards and is corrected by every step that follows. Knows no model and no drafter; it
-only ever sees numbers.
+A curve starts from a few timed forwards and is corrected by every step that follows. Knows no model and no drafter,
+only numbers.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-NOISE = 0.05  # share by which a quiet machine's steps vary
-LARGEST_SURPRISE = 0.3  # of one observation, in log seconds: more is the operating system's doing
-FASTEST, SLOWEST = 0.25, 0.02  # share of a surprise that a size believes at once: when new, when well known
-COMMON = 0.05  # share that all sizes believe: another program, a warmer processor
-REFRESH = 16  # observations between two rebuilds of the table
-LARGEST_TABLE = 1024  # tokens; above, seconds are computed one by one
+STEP_NOISE_SHARE = 0.05  # by which steps vary on a quiet machine
+MAX_LOG_ERROR = 0.3  # of one observation, in log seconds: more is caused by the operating system
+NEW_SIZE_RATE, KNOWN_SIZE_RATE = 0.25, 0.02  # learning rate of one size: at first, and after many observations
+COMMON_RATE = 0.05  # learning rate of the factor of all sizes: another program, a warmer processor
+REBUILD_OBSERVATIONS = 16  # between two rebuilds of the table
+MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
-DEEPEST = 16  # rounds a paid drafter is planned for
-LOOK_AHEAD = 3  # rounds that the next one may need to pay
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the forwards that are timed at the start
-CONTEXTS = (32, 512)
+MAX_ROUNDS = 16  # of a paid drafter in one step
+LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
+TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards that are timed at the start
+TIMED_CONTEXTS = (32, 512)  # tokens before them
 
 
 class CostCurve:
@@ -44,7 +44,7 @@ class CostCurve:
         self._timed = dict(zip(self._sizes, self._logs, strict=True))
         self._visits = {size: 2 for size in self._sizes}
         self._common = 0.0  # log of the factor between now and when the points were timed
-        self._spread = NOISE
+        self._spread = STEP_NOISE_SHARE
         self._pending = 0
         self.version = 0  # changes whenever `seconds` may
         self._table: list[float] = []  # seconds by tokens, without context
@@ -74,25 +74,25 @@ class CostCurve:
     @classmethod
     def within(cls, time_forward: Callable[[int, int], float], limit: int) -> CostCurve:
         """`measure` at a few sizes and contexts of at most `limit` tokens in all."""
-        sizes = [size for size in SIZES if size <= max(1, limit // 4)]
-        contexts = sorted({min(context, limit - sizes[-1]) for context in CONTEXTS})
+        sizes = [size for size in TIMED_TOKENS if size <= max(1, limit // 4)]
+        contexts = sorted({min(context, limit - sizes[-1]) for context in TIMED_CONTEXTS})
         return cls.measure(time_forward, sizes, contexts)
 
     def seconds(self, tokens: int, sequences: int = 1, context: int = 0) -> float:
-        """Of a forward with so many tokens in all, of so many sequences with `context` entries each (on average)."""
+        """Of one forward: tokens of all sequences, number of sequences, and their mean context in entries."""
         table = self._table
         base = table[tokens] if tokens < len(table) else self._beyond(tokens)
         return base + context * (sequences * self.per_context + tokens * self.per_context_token)
 
-    def row(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
+    def seconds_range(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
         """`seconds` of every number of tokens from `first` to `last`."""
         around, each = context * sequences * self.per_context, context * self.per_context_token
-        return [s + around + tokens * each for tokens, s in enumerate(self._bare(first, last), first)]
+        return [s + around + tokens * each for tokens, s in enumerate(self._without_context(first, last), first)]
 
-    def side_by_side(self, last: int, context: int = 0) -> list[float]:
-        """`seconds` of 0 to `last` sequences with one token each; none take no time."""
+    def one_token_each(self, last: int, context: int = 0) -> list[float]:
+        """`seconds` of 0 to `last` sequences with one token each; 0 for none."""
         each = context * (self.per_context + self.per_context_token)
-        return [0.0, *[s + n * each for n, s in enumerate(self._bare(1, last), 1)]]
+        return [0.0, *[s + n * each for n, s in enumerate(self._without_context(1, last), 1)]]
 
     def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
         """Correct the curve by a step that held nothing but these tokens."""
@@ -100,30 +100,30 @@ class CostCurve:
             return
         around = context * (sequences * self.per_context + tokens * self.per_context_token)
         expected = math.exp(self._log_at(tokens) + self._common) + around
-        surprise = math.log(seconds / expected)
-        # What counts is the middle of the observations, not their mean: surprises are cut to about their usual size.
-        limit = min(LARGEST_SURPRISE, 2.0 * self._spread)
-        cut = max(-limit, min(limit, surprise))
-        self._spread += 0.05 * (max(NOISE, min(LARGEST_SURPRISE, abs(surprise))) - self._spread)
+        error = math.log(seconds / expected)
+        # The median of the observations counts, not their mean: errors are cut to about their usual size.
+        limit = min(MAX_LOG_ERROR, 2.0 * self._spread)
+        cut = max(-limit, min(limit, error))
+        self._spread += 0.05 * (max(STEP_NOISE_SHARE, min(MAX_LOG_ERROR, abs(error))) - self._spread)
         place = bisect_left(self._sizes, tokens)
         if place == len(self._sizes) or self._sizes[place] != tokens:
-            if tokens >= LARGEST_TABLE:
+            if tokens >= MAX_TABLE_TOKENS:
                 return
             self._logs.insert(place, self._log_at(tokens))
             self._sizes.insert(place, tokens)
         visits = self._visits[tokens] = self._visits.get(tokens, 0) + 1
-        self._common += COMMON * cut
-        self._logs[place] += max(SLOWEST, FASTEST / visits) * cut
+        self._common += COMMON_RATE * cut
+        self._logs[place] += max(KNOWN_SIZE_RATE, NEW_SIZE_RATE / visits) * cut
         self._pending += 1
-        if self._pending >= REFRESH:
+        if self._pending >= REBUILD_OBSERVATIONS:
             self._build()
 
-    def calm(self, share: float) -> None:
-        """Return by so much to what was timed first, where nothing is run any more that could correct the curve."""
+    def relax_to_timed(self, share: float) -> None:
+        """Return by this share to what was timed first, where no forward runs any more that could correct the curve."""
         self._pending += 1
-        if self._pending < REFRESH:
+        if self._pending < REBUILD_OBSERVATIONS:
             return
-        share *= REFRESH
+        share *= REBUILD_OBSERVATIONS
         self._common -= share * self._common
         for i, size in enumerate(self._sizes):
             if size in self._timed:
@@ -131,7 +131,7 @@ class CostCurve:
         self._build()
 
     def points(self) -> dict[int, float]:
-        """Seconds at every size that was timed or met, without context."""
+        """Seconds at every size that was timed or observed, without context."""
         return {size: self.seconds(size) for size in self._sizes}
 
     def _log_at(self, tokens: int) -> float:
@@ -151,7 +151,7 @@ class CostCurve:
     def _beyond(self, tokens: int) -> float:
         return self._table[-1] + self._slope * (tokens - len(self._table) + 1)
 
-    def _bare(self, first: int, last: int) -> list[float]:
+    def _without_context(self, first: int, last: int) -> list[float]:
         """Seconds of `first` to `last` tokens, without context."""
         table, slope = self._table, self._slope
         found = table[first : last + 1]
@@ -161,7 +161,7 @@ class CostCurve:
         return found
 
     def _build(self) -> None:
-        """Seconds of every size up to the largest, never falling: what falls is pooled with its neighbours."""
+        """Seconds of every size up to the largest, never falling: sizes that fall are pooled with their neighbours."""
         self._pending = 0
         self.version += 1
         values: list[tuple[float, float, int]] = []  # log seconds, weight, how many sizes
@@ -179,6 +179,6 @@ class CostCurve:
             step = (pooled[i] - pooled[i - 1]) / (sizes[i] - sizes[i - 1])
             table.extend(pooled[i - 1] + step * n for n in range(1, sizes[i] - sizes[i - 1] + 1))
         self._table = table
-        # The slope goes on from a wide stretch: two neighbouring sizes may lie on one step of a ragged pass.
+        # The slope goes on from a wide stretch: two neighbouring sizes may lie on one step of the curve.
         half = sizes[-1] // 2
         self._slope = (table[-1] - table[half]) / (sizes[-1] - half)

@@ -1,4 +1,4 @@
-"""Whether and how deep a drafter that runs a model should draft, by what it costs and by what it is known to get right.
+"""Whether and how deep a paid drafter should draft, by what it costs and by how often its tokens are accepted.
 
 Plans one step before anything is drafted. Knows no records and no requests, only probabilities and seconds.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from forerun.decode.control.cost import DEEPEST, LOOK_AHEAD, CostCurve
+from forerun.decode.control.cost import LOOKAHEAD_ROUNDS, MAX_ROUNDS, CostCurve
 from forerun.decode.control.selection import Selection
 
-MARGIN = 0.01  # gain below which nothing is drafted, for every doubling of the batch: it would be lost in variance
-UNLIKELY = 0.02  # probability of a path below which nobody would draft on
+MIN_GAIN_PER_DOUBLING = 0.01  # of the rate, for every doubling of the batch: less would be lost in variance
+MIN_PATH_PROB = 0.02  # deeper nodes of a path below this are not planned for: they cost more than they can gain
 
 
 class DepthPlan:
-    """The rate of a batch as a paid drafter adds rounds to it."""
+    """The tokens per second of a batch as a paid drafter adds rounds to it."""
 
     def __init__(self, target: CostCurve, rounds: CostCurve, context: int, free: Selection) -> None:
         """`free`: the step as it is without the drafter."""
         self.target, self.rounds, self.context, self.free = target, rounds, context, free
         self.sequences, self.size, self.tokens = len(free.gains), free.size, sum(free.gains)
         self.rate = self.tokens / free.seconds
-        self.least = self.rate * (1.0 + MARGIN * self.sequences.bit_length())  # rate from which drafting is worth it
+        self.min_rate = self.rate * (1.0 + MIN_GAIN_PER_DOUBLING * self.sequences.bit_length())  # worth drafting for
 
     def seconds(self, size: int) -> float:
         return self.target.seconds(size, self.sequences, self.context)
@@ -31,13 +31,13 @@ class DepthPlan:
         return self.rounds.seconds(active, active, self.context) if active else 0.0
 
     def can_pay(self) -> bool:
-        """Whether drafts that are always right would be worth it, for one sequence or for all."""
+        """Whether drafts that are always accepted would be worth it, for one sequence or for all."""
         for active in {1, self.sequences}:
             one = self.round_s(active)
             for k in (1, 2, 4, 8):
-                size = self.sequences + active * k  # also the tokens, where all are right
+                size = self.sequences + active * k  # also the tokens, where all are accepted
                 step_s = self.seconds(max(size, self.size)) + k * one
-                if max(size, self.tokens) > self.least * step_s:
+                if max(size, self.tokens) > self.min_rate * step_s:
                     return True
         return False
 
@@ -49,33 +49,31 @@ class DepthPlan:
         start_s: list[float],
         remaining: list[int],
     ) -> tuple[dict[int, int], float]:
-        """Rounds by sequence, none where they do not pay; a step's time then over a plain one's.
+        """Rounds by sequence, none where they do not pay; and how many times as long as a plain step it then takes.
 
         By sequence: acceptance by depth, the probability by depth that a free draft reaches it, most rounds, what the
-        drafter needs before it can begin, and the tokens by which that must have paid.
+        drafter needs before its first round, and the tokens by which that must have paid.
         """
-        asked = list(range(self.sequences))
-        while asked:
-            depths, rate, slower = self._best_of(asked, ahead, reach, limits)
-            saved = (
-                (1.0 / self.rate - 1.0 / rate) * self.sequences / max(1, len(depths))
-            )  # per token of such a sequence
-            stay = [i for i in asked if i in depths and remaining[i] * saved >= start_s[i]]
-            if len(stay) == len(depths):
-                return depths, slower
-            asked = stay
+        rows = list(range(self.sequences))
+        while rows:
+            depths, rate, slowdown = self._best_of(rows, ahead, reach, limits)
+            saved_s = (1.0 / self.rate - 1.0 / rate) * self.sequences / max(1, len(depths))  # per token of a sequence
+            paying = [i for i in rows if i in depths and remaining[i] * saved_s >= start_s[i]]
+            if len(paying) == len(depths):
+                return depths, slowdown
+            rows = paying
         return {}, 1.0
 
     def _best_of(
-        self, asked: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
+        self, rows: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
     ) -> tuple[dict[int, int], float, float]:
         """Of these sequences: rounds of each that pays, the rate then, a step's time over a plain one's."""
-        steps = self._steps(asked, ahead, reach, limits)
-        active = [0] * (DEEPEST + 1)
-        rounds = self.rounds.side_by_side(len(asked), self.context)
-        seconds = self.target.row(self.size, self.size + len(steps), self.sequences, self.context)
-        tokens, spent, best, best_rate = self.tokens, 0.0, 0, self.least
-        for n, (_, _, depth, gain) in enumerate(steps, 1):
+        nodes = self._nodes(rows, ahead, reach, limits)
+        active = [0] * (MAX_ROUNDS + 1)  # sequences in each round
+        rounds = self.rounds.one_token_each(len(rows), self.context)
+        seconds = self.target.seconds_range(self.size, self.size + len(nodes), self.sequences, self.context)
+        tokens, spent, best, best_rate = self.tokens, 0.0, 0, self.min_rate
+        for n, (_, _, depth, gain) in enumerate(nodes, 1):
             now = active[depth]
             spent += rounds[now + 1] - rounds[now]
             active[depth] = now + 1
@@ -83,27 +81,28 @@ class DepthPlan:
             rate = tokens / (seconds[n] + spent)
             if rate > best_rate:
                 best, best_rate = n, rate
-            elif n > best + LOOK_AHEAD * len(asked) and rate < 0.9 * best_rate and self.size == self.sequences:
+            elif n > best + LOOKAHEAD_ROUNDS * len(rows) and rate < 0.9 * best_rate and self.size == self.sequences:
                 break  # gains only fall from here, as no free draft covers the first of them
         depths: dict[int, int] = {}
         tokens = self.tokens
-        for _, i, depth, gain in steps[:best]:
+        for _, i, depth, gain in nodes[:best]:
             depths[i] = depth + 1
             tokens += gain
         return depths, best_rate, tokens / best_rate / self.seconds(self.sequences)
 
     @staticmethod
-    def _steps(
-        asked: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
+    def _nodes(
+        rows: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
     ) -> list[tuple[float, int, int, float]]:
-        """Path's probability, sequence, depth, gain over the free draft: all that could be drafted, likeliest first."""
-        steps: list[tuple[float, int, int, float]] = []
-        for i in asked:
+        """(path probability, sequence, depth, gain over the free draft) of all that could be drafted, most probable
+        first."""
+        nodes: list[tuple[float, int, int, float]] = []
+        for i in rows:
             path, free = 1.0, reach[i]
             for depth, prob in enumerate(ahead[i][: limits[i]]):
                 path *= prob
-                if path < UNLIKELY:
+                if path < MIN_PATH_PROB:
                     break
-                steps.append((path, i, depth, path - min(path, free[depth]) if depth < len(free) else path))
-        steps.sort(key=itemgetter(0), reverse=True)
-        return steps
+                nodes.append((path, i, depth, path - min(path, free[depth]) if depth < len(free) else path))
+        nodes.sort(key=itemgetter(0), reverse=True)
+        return nodes

@@ -1,7 +1,7 @@
-"""Whether a batch is better off guessing at all, by the clock: tokens a second with and without, measured in turns.
+"""Whether a batch is faster with drafts at all, by the clock: tokens per second with and without, timed in alternation.
 
 The controller's estimates leave out what it cannot see, such as the host's own time around a device. For one sequence
-that is little; for many it adds up, and then only the clock knows. Knows step times and token counts, nothing else.
+that is little; for many it adds up, and only the clock shows it. Knows step times and token counts, nothing else.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-COMPARED = 6  # steps of each kind in a comparison
-FIRST_REST, LONGEST_REST = 64, 4096  # plain steps after guessing lost; twice as many each time
-CROWD = 4  # sequences for which that is so; the more there are, the less a trial promises
-GO = 256  # steps after it won, before plain ones are timed again
-SPIKE = 2.0  # a step that took so many times the median counts as no more than that
-HOPELESS, LOOKED = 0.8, 2  # where guessing is so much slower after so many steps, the comparison is over
+TIMED_STEPS = 6  # of each kind in a comparison
+FIRST_PAUSE_STEPS = 64  # plain steps after drafting lost a comparison; doubled with every further loss
+MAX_PAUSE_STEPS = 4096
+SEQS_PER_FIRST_PAUSE = 4  # the first pause is taken once per this many sequences: large batches rarely gain
+TRUSTED_STEPS = 256  # drafting steps after it won, before plain ones are timed again
+MAX_STEP_OVER_MEDIAN = 2.0  # a step counts as no longer than this: one hiccup must not decide a comparison
+CLEARLY_SLOWER_RATIO = 0.8  # of the plain rate: drafting below it loses without the rest of the comparison,
+MIN_COMPARED_STEPS = 2  # after this many steps
 
 
 @dataclass
-class Rate:
-    """Tokens a second over some steps."""
+class StepRate:
+    """Tokens per second over some steps."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -30,73 +32,73 @@ class Rate:
 
     @property
     def full(self) -> bool:
-        return len(self.tokens) >= COMPARED
+        return len(self.tokens) >= TIMED_STEPS
 
     def value(self) -> float:
-        most = SPIKE * statistics.median(self.seconds)
-        return sum(self.tokens) / max(1e-9, sum(min(s, most) for s in self.seconds))
+        limit = MAX_STEP_OVER_MEDIAN * statistics.median(self.seconds)
+        return sum(self.tokens) / max(1e-9, sum(min(s, limit) for s in self.seconds))
 
 
 @dataclass
-class _Size:
+class _BatchSize:
     """What is known about batches of about one size."""
 
-    plain: Rate = field(default_factory=Rate)
-    guessed: Rate = field(default_factory=Rate)
-    spec_state: bool = False  # what is being timed now
-    left: int = 0  # steps to go on without timing
-    first_rest: int = FIRST_REST
-    rest: int = FIRST_REST
+    first_pause: int
+    pause: int  # plain steps after the next loss
+    plain: StepRate = field(default_factory=StepRate)
+    drafted: StepRate = field(default_factory=StepRate)
+    drafting: bool = False  # the kind of step that runs, and is timed, now
+    untimed_steps: int = 0  # left until the next comparison
 
     @property
-    def hopeless(self) -> bool:
-        return len(self.guessed.tokens) >= LOOKED and self.guessed.value() < HOPELESS * self.plain.value()
+    def clearly_slower(self) -> bool:
+        enough = len(self.drafted.tokens) >= MIN_COMPARED_STEPS
+        return enough and self.drafted.value() < CLEARLY_SLOWER_RATIO * self.plain.value()
 
-    def next(self) -> None:
-        """After a comparison's half: time the other kind, or decide."""
-        if not self.spec_state:
-            self.spec_state = True
-        elif self.guessed.value() >= self.plain.value():
-            self.spec_state, self.left, self.rest = True, GO, self.first_rest
-            self.plain, self.guessed = Rate(), Rate()
+    def next_phase(self) -> None:
+        """After the plain half of a comparison time drafting; after both, go on with the faster kind."""
+        if not self.drafting:
+            self.drafting = True
+            return
+        if self.drafted.value() >= self.plain.value():
+            self.untimed_steps, self.pause = TRUSTED_STEPS, self.first_pause
         else:
-            self.spec_state, self.left = False, self.rest
-            self.rest = min(LONGEST_REST, 2 * self.rest)
-            self.plain, self.guessed = Rate(), Rate()
+            self.drafting, self.untimed_steps = False, self.pause
+            self.pause = min(MAX_PAUSE_STEPS, 2 * self.pause)
+        self.plain, self.drafted = StepRate(), StepRate()
 
 
 class Governor:
-    """To be asked once before every step; one sequence alone is the controller's business."""
+    """Asked once before every step. One sequence alone always may: the controller's estimates suffice for it."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = {}
-        self._last: tuple[int, float, bool] | None = None  # sequences, when their step began, whether it guessed
+        self._sizes: dict[int, _BatchSize] = {}
+        self._last: tuple[int, float, bool] | None = None  # sequences, when their step began, whether it drafted
 
-    def allows(self, sequences: int, tokens: int, now: float) -> bool:
-        """Whether the coming step of so many sequences may guess; the step before it gave `tokens`, until `now`."""
+    def should_draft(self, sequences: int, tokens: int, now: float) -> bool:
+        """Whether the coming step of so many sequences may draft; the step before it gave `tokens`, until `now`."""
         if sequences < 2:
             self._last = None
             return True
         if sequences.bit_length() not in self._sizes:
-            rest = FIRST_REST * max(1, sequences // CROWD)
-            self._sizes[sequences.bit_length()] = _Size(first_rest=rest, rest=rest)
+            pause = FIRST_PAUSE_STEPS * max(1, sequences // SEQS_PER_FIRST_PAUSE)
+            self._sizes[sequences.bit_length()] = _BatchSize(pause, pause)
         size = self._sizes[sequences.bit_length()]
         if self._last is not None and self._last[0] == sequences:
-            self._book(size, tokens, now - self._last[1], self._last[2])
-        guesses = size.spec_state
-        self._last = sequences, now, guesses
-        return guesses
+            self._record_step(size, tokens, now - self._last[1], self._last[2])
+        self._last = sequences, now, size.drafting
+        return size.drafting
 
     @staticmethod
-    def _book(size: _Size, tokens: int, seconds: float, guessed: bool) -> None:
-        if size.left:
-            size.left -= 1
-            if size.left == 0:
-                size.spec_state = False  # plain steps are timed first
+    def _record_step(size: _BatchSize, tokens: int, seconds: float, drafted: bool) -> None:
+        if size.untimed_steps:
+            size.untimed_steps -= 1
+            if size.untimed_steps == 0:
+                size.drafting = False  # a comparison starts with plain steps
             return
-        if guessed != size.spec_state:
+        if drafted != size.drafting:
             return
-        rate = size.guessed if guessed else size.plain
+        rate = size.drafted if drafted else size.plain
         rate.add(tokens, seconds)
-        if rate.full or (guessed and size.hopeless):
-            size.next()
+        if rate.full or (drafted and size.clearly_slower):
+            size.next_phase()

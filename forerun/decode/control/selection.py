@@ -1,24 +1,24 @@
 """Which drafted tokens to verify: those that make the tokens per second of the whole batch largest.
 
-Chances are taken as given, and so is what a forward costs. Knows no drafter and no history.
+Probabilities and the cost of a forward are given. Knows no drafter and no history.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.core import ROOT, Draft
+from forerun.core import Draft
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.tree import side_branches
+from forerun.decode.tree import path_probs, side_branches
 
 
 @dataclass(slots=True)
 class Selection:
-    """The nodes of each draft that are verified, and what that promises."""
+    """The nodes of each draft that are verified, and the expected outcome."""
 
     nodes: list[list[int]]
     paths: list[list[float]]  # of every node, chosen or not: the probability that it and all above it are accepted
-    gains: list[float]  # tokens that each sequence can expect
+    gains: list[float]  # expected tokens of each sequence
     seconds: float  # of the target
 
     @property
@@ -44,11 +44,12 @@ def select(
     limits: list[int],
     context: int,
     spent_s: float,
-    owed: list[int],
+    lagging: list[int],
 ) -> Selection:
-    """`spent_s` was spent on drafting; `owed` are sequences that this step must not slow down."""
+    """`probs` are calibrated, `limits` the most nodes of each draft; `spent_s` was spent on drafting; `lagging` are
+    sequences that this step must not slow down."""
     sequences = len(drafts)
-    paths = [_paths(draft, prob) for draft, prob in zip(drafts, probs, strict=True)]
+    paths = [path_probs(draft, prob) for draft, prob in zip(drafts, probs, strict=True)]
     found = Selection([[] for _ in drafts], paths, [1.0] * sequences, 0.0)
     flat: list[float] = []  # paths of all nodes that can be left out
     owners: list[int] = []
@@ -56,7 +57,7 @@ def select(
     firsts = [0] * sequences  # where a sequence's nodes begin in `flat`
     for i, draft in enumerate(drafts):
         firsts[i] = len(flat)
-        if draft.proposals:  # dropping what was drawn because of what was drawn would bias the answer
+        if draft.proposals:  # dropping sampled tokens because of what was sampled would bias the answer
             found.nodes[i] = list(range(len(draft)))
             found.gains[i] += sum(paths[i])
         else:
@@ -67,11 +68,11 @@ def select(
     if not flat:
         found.seconds = target.seconds(size, sequences, context)
         return found
-    seconds = target.row(size, size + len(flat), sequences, context)
-    plain_s = target.seconds(sequences, sequences, context) if owed else 0.0
+    seconds = target.seconds_range(size, size + len(flat), sequences, context)
+    plain_s = target.seconds(sequences, sequences, context) if lagging else 0.0
     branch_s = target.per_branch if any(sides) else 0.0
     extra = [branch_s if side else 0.0 for side in sides]
-    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, spent_s, plain_s, owed)
+    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, spent_s, plain_s, lagging)
     for place in taken:
         i = owners[place]
         found.gains[i] += flat[place]
@@ -90,13 +91,13 @@ def _best_nodes(
     seconds: list[float],
     spent_s: float,
     plain_s: float,
-    owed: list[int],
+    lagging: list[int],
 ) -> tuple[list[int], float]:
-    """Places of the nodes to verify, and the target's seconds with them: `seconds[n]` with n nodes, and `extra`."""
+    """Indices in `flat` of the nodes to verify, and the target's seconds with them: `seconds[n]` plus their `extra`."""
     tokens, best, best_s = sum(gains), 0, seconds[0]
     best_rate = tokens / (best_s + spent_s)
     most = tokens + sum(flat)
-    waiting = {i: gains[i] for i in owed}
+    lagging_tokens = {i: gains[i] for i in lagging}
     taken: list[int] = []
     room, extra_s = list(limits), 0.0
     # Parents come first: their paths are no less likely, and equals keep their order.
@@ -111,18 +112,10 @@ def _best_nodes(
         extra_s += extra[place]
         step_s = seconds[len(taken)] + extra_s
         taken_s = step_s + spent_s
-        if i in waiting:
-            waiting[i] += path
-        if tokens > best_rate * taken_s and (not waiting or step_s <= plain_s * min(waiting.values())):
+        if i in lagging_tokens:
+            lagging_tokens[i] += path
+        if tokens > best_rate * taken_s and (not lagging_tokens or step_s <= plain_s * min(lagging_tokens.values())):
             best_rate, best, best_s = tokens / taken_s, len(taken), step_s
         elif most <= best_rate * taken_s:
             break  # not even all the others could make up for what they cost
     return taken[:best], best_s
-
-
-def _paths(draft: Draft, probs: list[float]) -> list[float]:
-    """The probability that a node and all above it are accepted."""
-    paths: list[float] = []
-    for parent, prob in zip(draft.parents, probs, strict=True):
-        paths.append(prob if parent == ROOT else paths[parent] * prob)
-    return paths

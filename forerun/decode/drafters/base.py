@@ -1,9 +1,8 @@
-"""The drafting contract: what a drafter may know of a sequence (`DraftRequest`), what it gives (`Draft`), and the list
-of names.
+"""The drafting contract: what a drafter reads (`DraftRequest`), what it returns (`Draft`), and the registry.
 
-A drafter of your own is one class: derive from `Drafter`, give it a name, and `@register` it. It need not be right: a
-draft is verified, and one that raises or is malformed only ends drafting for that request. Knows no verifier, no
-controller and no scheduler.
+A drafter of your own is one class: derive from `Drafter`, give it a name, and `@register` it (`forerun.drafters` has an
+example). It need not be right: a draft is verified, and a drafter that raises or returns a malformed draft is only
+dropped for that request. Knows no verifier, no controller and no scheduler.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ if TYPE_CHECKING:
     from forerun.decode.draft_context import DraftContext
 
 
-CATCH_UP = 512  # tokens of a prompt that a draft model reads in one step at most, so that others do not wait for all
+MAX_CATCH_UP_TOKENS = 512  # of a prompt that a draft model reads in one step, so that other sequences are not held up
 
 
 @dataclass
 class DraftRequest:
-    """One sequence that wants guesses about what follows its last token. Nothing here may be changed."""
+    """One sequence that needs a draft of what follows its last token. Drafters must not change anything in here."""
 
-    id: int  # the same for all asks of a sequence
+    seq_id: int  # the same for all requests of a sequence
     context: Context  # its tokens, sampling parameters and grammar
-    depth: int  # longest path that can be of use
-    nodes: int  # most tokens
-    pages: array[int]  # its pages; they hold `len(tokens) + nodes` entries
-    offered: Draft | None = None  # what free drafters guessed, for drafters that can tell how good it is
-    at_random: bool = False  # draw from the drafter's own distribution and give it as `proposals`
-    rng: Rng | None = None  # what to draw with; None: numbers of the request's own seed
-    least: Sequence[
-        float
-    ] = ()  # the same for drafters that decide on a device: path probabilities to go on from, by depth
-    worth: Callable[[float, int], bool] | None = None  # (probability of the path, depth): is one more forward worth it?
+    max_depth: int  # longest path that can be of use
+    max_nodes: int  # most tokens of the draft
+    pages: array[int]  # its pages; they hold `len(tokens) + max_nodes` entries
+    candidates: Draft | None = None  # what free drafters proposed, for drafters that can score it
+    sampled: bool = False  # draw from the drafter's own distribution and return that as `Draft.proposals`
+    rng: Rng | None = None  # what to draw with; None: random numbers of the request's own seed
+    min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
+    keep_drafting: Callable[[float, int], bool] | None = (
+        None  # (path probability, depth) -> is one more round worth it?
+    )
 
     @property
     def tokens(self) -> list[int]:
@@ -48,7 +47,7 @@ class DraftRequest:
 
 
 class DraftRound(NamedTuple):
-    """One forward of a paid drafter that held nothing but new nodes."""
+    """One forward of a paid drafter that ran new nodes and nothing else."""
 
     tokens: int
     sequences: int
@@ -59,51 +58,56 @@ class Drafter(ABC):
     """`propose` is called with the sequences of one step, at most once a step."""
 
     name: ClassVar[str]
-    free: ClassVar[bool] = True  # costs no forward of a model
-    remembers: ClassVar[bool] = False  # guesses from what other requests said
-    draws: ClassVar[bool] = False  # can draw at random and tell its distribution (`DraftRequest.at_random`)
-    longest: int = 1 << 30  # of paid drafters: tokens their model's context holds
-    on_device: bool = False  # decides by `DraftRequest.least`, not `DraftRequest.worth`, when to stop
+    free: ClassVar[bool] = True  # runs no model; a drafter that does is *paid*
+    cross_request: ClassVar[bool] = False  # drafts from the text of other requests
+    can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
+    max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
+    stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, ctx: DraftContext) -> None:  # noqa: B027
-        """Made once per engine, when a request first asks for it."""
+        """Made once per engine, when a request first names it."""
 
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
-        """Why this drafter cannot work here, if it cannot: asked before it is made."""
+        """Why this drafter cannot work here, if it cannot; called before it is made."""
         return None
 
     @abstractmethod
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        """One draft for each ask, in order; an empty one where there is nothing to guess."""
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        """One draft for each request, in order; an empty one where there is nothing to propose."""
 
-    def behind(self, ask: DraftRequest) -> int:
-        """Tokens a paid drafter must run before it can guess for this sequence."""
+    def catch_up_tokens(self, request: DraftRequest) -> int:
+        """Tokens that a paid drafter must run before it can draft for this sequence."""
         return 0
 
     def time_round(self, tokens: int, context: int) -> float:
         """Of paid drafters: seconds of one round with so many tokens, after a context of this length."""
         raise BadRequest(
-            f"the drafter {self.name!r} runs a model and does not tell what a round costs", "give it time_round"
+            f"the drafter {self.name!r} runs a model and has no time_round", "implement time_round: seconds of a round"
         )
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:  # noqa: B027
-        """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or keep state."""
+        """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or hold state."""
 
     def forget(self) -> None:  # noqa: B027
-        """Drop whatever was learnt from requests that are over."""
+        """Drop what was learnt from requests that ended."""
 
 
-_KINDS: dict[str, type[Drafter]] = {}
+_REGISTRY: dict[str, type[Drafter]] = {}
 
 
 def register(kind: type[Drafter]) -> type[Drafter]:
     """Make a drafter available by its name: `@register` above a class whose constructor takes a `DraftContext`."""
-    _KINDS[kind.name] = kind
+    _REGISTRY[kind.name] = kind
     return kind
+
+
+def unregister(name: str) -> None:
+    """Take a name out of the registry; engines that have made the drafter keep it."""
+    _REGISTRY.pop(name, None)
 
 
 def registered() -> dict[str, type[Drafter]]:
     """All drafters by name."""
-    return dict(sorted(_KINDS.items()))
+    return dict(sorted(_REGISTRY.items()))

@@ -112,16 +112,16 @@ class CopyDrafter(Drafter):
     def __init__(self, ctx: DraftContext) -> None:
         self._pointers: dict[int, Pointer] = {}
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(request) for request in requests]
 
-    def _propose(self, ask: DraftRequest) -> Draft:
-        context, tokens, start = ask.context, ask.tokens, ask.context.num_prompt
+    def _propose(self, request: DraftRequest) -> Draft:
+        context, tokens, start = request.context, request.tokens, request.context.num_prompt
         if context.params.prediction:  # takes the prompt's place
             tokens, start = [*context.params.prediction, *tokens[start:]], len(context.params.prediction)
-        pointer = self._pointers.get(ask.id)
+        pointer = self._pointers.get(request.seq_id)
         if pointer is None or pointer.size > len(tokens):
-            pointer = self._pointers[ask.id] = Pointer(tokens, start)
+            pointer = self._pointers[request.seq_id] = Pointer(tokens, start)
             if context.params.prediction:  # is expected to be copied from its beginning
                 pointer.next, pointer.run, pointer.share = 0, _SOLID, 1.0
         pointer.follow(tokens)
@@ -143,7 +143,7 @@ class CopyDrafter(Drafter):
                 children.append((token, prob, [(w / weight, place, run) for w, place, run in group]))
             return children
 
-        return grow(places, expand, ask, self.name)
+        return grow(places, expand, request, self.name)
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._pointers.pop(seq_id, None)

@@ -15,7 +15,7 @@ import torch
 
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, DraftRound, register
+from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS, Drafter, DraftRequest, DraftRound, register
 from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, shares, whole_characters
 from forerun.decode.drafters.spare import SparePages
 from forerun.errors import BadRequest
@@ -40,7 +40,7 @@ class _State:
 class _Growth:
     """One draft in the making: a chain of the draft model's tokens, and the target's tokens that it amounts to."""
 
-    ask: DraftRequest
+    request: DraftRequest
     state: _State
     rounds: int
     drafted: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class CrossDrafter(Drafter):
         self._runner, self._pool = runner, ctx.pool
         self._target, self._draft = ctx.tokenizer, draft.tokenizer
         self._ends = {*draft.decoder.config.eos_ids, *draft.tokenizer.eos_ids, *draft.tokenizer.special_ids}
-        self.longest = min(ctx.max_context, draft.decoder.config.max_context)
+        self.max_context = min(ctx.max_context, draft.decoder.config.max_context)
         assert ctx.draft_plane is not None
         self._spare = SparePages(ctx.pool, ctx.draft_plane, ctx.make_room)
         self.rounds: list[DraftRound] = []
@@ -94,8 +94,8 @@ class CrossDrafter(Drafter):
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        grown = [_Growth(ask, self._state(ask), ask.depth + EXTRA) for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        grown = [_Growth(request, self._state(request), request.max_depth + EXTRA) for request in requests]
         ready = self._catch_up(grown)
         self.rounds = []
         while ready := [g for g in ready if self._goes_on(g)]:
@@ -104,8 +104,8 @@ class CrossDrafter(Drafter):
             self.rounds.append(DraftRound(len(ready), len(ready), time.perf_counter() - start))
         return [self._finished(g) for g in grown]
 
-    def behind(self, ask: DraftRequest) -> int:
-        state = self._state(ask)
+    def catch_up_tokens(self, request: DraftRequest) -> int:
+        state = self._state(request)
         return len(state.transcript.ids) - len(state.ran)
 
     def time_round(self, tokens: int, context: int) -> float:
@@ -118,12 +118,12 @@ class CrossDrafter(Drafter):
 
     # -- catching up with the target -----------------------------------------------------------------------------------
 
-    def _state(self, ask: DraftRequest) -> _State:
+    def _state(self, request: DraftRequest) -> _State:
         """What the draft model has of the text as it is now: drafts that came true stay."""
-        state = self._states.get(ask.id)
+        state = self._states.get(request.seq_id)
         if state is None:
-            state = self._states[ask.id] = _State(ask.id, Transcript(self._target, self._draft))
-        state.transcript.follow(ask.tokens)
+            state = self._states[request.seq_id] = _State(request.seq_id, Transcript(self._target, self._draft))
+        state.transcript.follow(request.tokens)
         ids = state.transcript.ids
         here = self._spare.intact(state.id, state.pages) * self._pool.page_size
         most = max(0, min(len(ids) - 1, len(state.ran), here))  # one token must run, or there would be no logits
@@ -139,11 +139,11 @@ class CrossDrafter(Drafter):
         for g in grown:
             state, ids = g.state, g.state.transcript.ids
             entries = len(ids) + g.rounds
-            if not ids or entries > self.longest:
+            if not ids or entries > self.max_context:
                 continue
             if not self._spare.extend(state.id, state.pages, self._pool.pages_for(entries)):
                 continue
-            new = ids[len(state.ran) : len(state.ran) + CATCH_UP]
+            new = ids[len(state.ran) : len(state.ran) + MAX_CATCH_UP_TOKENS]
             complete = len(state.ran) + len(new) == len(ids)
             span = Span(new, len(state.ran), state.pages, [len(new) - 1] if complete else ())
             if complete:
@@ -159,14 +159,14 @@ class CrossDrafter(Drafter):
     # -- growing -------------------------------------------------------------------------------------------------------
 
     def _goes_on(self, g: _Growth) -> bool:
-        if g.over or len(g.drafted) >= g.rounds or len(g.tokens) >= g.ask.depth:
+        if g.over or len(g.drafted) >= g.rounds or len(g.tokens) >= g.request.max_depth:
             return False
-        return g.ask.worth is None or g.ask.worth(g.path, max(1, len(g.tokens)))
+        return g.request.keep_drafting is None or g.request.keep_drafting(g.path, max(1, len(g.tokens)))
 
     def _run(self, growing: list[_Growth], spans: list[Span]) -> None:
         """One forward, and the likeliest next tokens of each."""
         logits = self._runner.forward(spans).logits
-        heat = [1.0 if g.ask.context.params.greedy else g.ask.context.params.temperature for g in growing]
+        heat = [1.0 if g.request.context.params.greedy else g.request.context.params.temperature for g in growing]
         probs = torch.softmax(logits / torch.tensor(heat, device=logits.device)[:, None], -1)
         top = probs.topk(CHOICES, -1)
         for g, span, tokens, probs in zip(growing, spans, top.indices.tolist(), top.values.tolist(), strict=True):
@@ -200,13 +200,13 @@ class CrossDrafter(Drafter):
     def _cut(self, g: _Growth, text: bytes) -> list[int]:
         """Drafted text as tokens of the target that continue the sequence."""
         new = whole_characters(text)[len(g.state.transcript.rest) :]
-        return retokenise(self._target, g.ask.tokens, new) if new else []
+        return retokenise(self._target, g.request.tokens, new) if new else []
 
     # -- the draft -----------------------------------------------------------------------------------------------------
 
     def _finished(self, g: _Growth) -> Draft:
         """The target's tokens with their share of the probabilities, and a token for each other way to go on."""
-        most = g.ask.nodes
+        most = g.request.max_nodes
         chain = g.tokens[:most]
         draft = Draft.chain(chain, self._probs(g, g.parts, chain), self.name)
         known = set(zip(draft.parents, draft.tokens, strict=True))

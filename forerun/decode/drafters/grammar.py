@@ -66,15 +66,15 @@ class GrammarDrafter(Drafter):
         """Sequences bring their own grammars; nothing of the draft context is needed."""
         self._letters: Letters | None = None
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         drafts = []
-        for ask in asks:
+        for request in requests:
             drafts.append(Draft())
-            constraint = ask.context.constraint
+            constraint = request.context.constraint
             if isinstance(constraint, AnswerGrammar):
                 if self._letters is None or self._letters.vocabulary is not constraint.vocabulary:
                     self._letters = Letters(constraint.vocabulary)
-                _grow(drafts[-1], constraint, self._letters, min(ask.depth, ask.nodes))
+                _grow(drafts[-1], constraint, self._letters, min(request.max_depth, request.max_nodes))
         return drafts
 
 

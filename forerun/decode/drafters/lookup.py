@@ -44,19 +44,19 @@ def prob_of(log_odds: float) -> float:
     return 1.0 / (1.0 + exp(-log_odds))
 
 
-def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], ask: DraftRequest, source: str) -> Draft:
+def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], request: DraftRequest, source: str) -> Draft:
     """The likeliest paths of a tree that `expand` unfolds, best first, until the ask's nodes or depth are used up."""
     draft = Draft()
     tokens, parents, probs = draft.tokens, draft.parents, draft.probs
     frontier: list[tuple[float, int, int, float, int, int, State]] = []
     made, node, depth, path, state = 0, ROOT, 1, 1.0, root
     while True:
-        if depth <= ask.depth:
+        if depth <= request.max_depth:
             for token, prob, child in expand(state):
                 if path * prob >= _LEAST:
                     made += 1  # ties go to the older, and states are never compared
                     heappush(frontier, (-path * prob, made, token, prob, node, depth, child))
-        if not frontier or len(tokens) >= ask.nodes:
+        if not frontier or len(tokens) >= request.max_nodes:
             break
         key, _, token, prob, parent, depth, state = heappop(frontier)
         node, path, depth = len(tokens), -key, depth + 1
@@ -124,19 +124,19 @@ class LookupDrafter(Drafter):
     def __init__(self, ctx: DraftContext) -> None:
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [self._propose(ask) for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [self._propose(request) for request in requests]
 
-    def _propose(self, ask: DraftRequest) -> Draft:
-        tokens = ask.tokens
-        index = self._indices.get(ask.id)
+    def _propose(self, request: DraftRequest) -> Draft:
+        tokens = request.tokens
+        index = self._indices.get(request.seq_id)
         if index is None or index.size >= len(tokens):
-            index = self._indices[ask.id] = NgramIndex()
+            index = self._indices[request.seq_id] = NgramIndex()
         index.extend(tokens, len(tokens) - 1)
         matches = index.matches(tokens, tokens, len(tokens))
         if not matches:
             return Draft()
-        size, num_prompt = len(tokens), ask.context.num_prompt
+        size, num_prompt = len(tokens), request.context.num_prompt
 
         def expand(matches: list[Continuation]) -> list[Child[list[Continuation]]]:
             groups: dict[int, list[Continuation]] = {}
@@ -146,7 +146,7 @@ class LookupDrafter(Drafter):
                 groups.setdefault(tokens[place], []).append((length + 1, place + 1, period))
             return self._weigh(groups, len(matches), num_prompt)
 
-        return grow([(length, place, size - place) for length, place in matches], expand, ask, self.name)
+        return grow([(length, place, size - place) for length, place in matches], expand, request, self.name)
 
     @staticmethod
     def _weigh(groups: dict[int, list[Continuation]], matches: int, num_prompt: int) -> list[Child[list[Continuation]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafters.base import CATCH_UP, Drafter, DraftRequest, DraftRound, register
+from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS, Drafter, DraftRequest, DraftRound, register
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import distribution, shape
 from forerun.errors import BadRequest
@@ -41,7 +41,7 @@ class _State:
 class ModelDrafter(Drafter):
     name = "model"
     free = False
-    draws = True
+    can_sample = True
     _short_head: ShortHead | None = None
     side_branches = 2  # nodes beside the surest that may run in a round
     children = 3  # likeliest tokens that become children of a node
@@ -55,8 +55,8 @@ class ModelDrafter(Drafter):
         self._states: dict[int, _State] = {}
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
-        self.on_device = self._runner.can_chain
-        self.longest = min(ctx.max_context, self._runner.decoder.config.max_context)
+        self.stops_on_device = self._runner.can_chain
+        self.max_context = min(ctx.max_context, self._runner.decoder.config.max_context)
         self.rounds: list[DraftRound] = []
 
     @classmethod
@@ -75,17 +75,19 @@ class ModelDrafter(Drafter):
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self.rounds = []
-        grown = [TreeBuilder(ask, self.name) for ask in asks]
-        fitting = [g for g in grown if len(g.ask.tokens) + max(g.ask.depth, g.ask.nodes) < self.longest]
-        ready = [g for g in fitting if self._catch_up(g.ask)]
+        grown = [TreeBuilder(request, self.name) for request in requests]
+        fitting = [
+            g for g in grown if len(g.request.tokens) + max(g.request.max_depth, g.request.max_nodes) < self.max_context
+        ]
+        ready = [g for g in fitting if self._catch_up(g.request)]
         if ready and not self._grow_chains(ready):
             self._first_round(ready)
             while growing := [(g, nodes) for g in ready if (nodes := self._next_nodes(g))]:
                 self._round(growing)
         for g in ready:
-            self._states[g.ask.id].run = g.straight()
+            self._states[g.request.seq_id].run = g.straight()
         return [g.draft for g in grown]
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
@@ -95,24 +97,24 @@ class ModelDrafter(Drafter):
     def time_round(self, tokens: int, context: int) -> float:
         return self._runner.time_forward(tokens, context, repeats=2)
 
-    def behind(self, ask: DraftRequest) -> int:
+    def catch_up_tokens(self, request: DraftRequest) -> int:
         """Tokens of a sequence that the draft model has not seen yet."""
-        return len(ask.tokens) - self._state(ask).valid
+        return len(request.tokens) - self._state(request).valid
 
     # -- catching up with the target -----------------------------------------------------------------------------------
 
-    def _state(self, ask: DraftRequest) -> _State:
+    def _state(self, request: DraftRequest) -> _State:
         """What is computed for the tokens as they are now: drafts that came true stay, whole shared pages count."""
-        state = self._states.get(ask.id)
-        if state is None or state.pages is not ask.pages:
-            state = self._states[ask.id] = _State(ask.pages, self._filled(ask.pages))
+        state = self._states.get(request.seq_id)
+        if state is None or state.pages is not request.pages:
+            state = self._states[request.seq_id] = _State(request.pages, self._filled(request.pages))
         valid = state.valid
         for token in state.run:
-            if valid >= len(ask.tokens) - 1 or ask.tokens[valid] != token:
+            if valid >= len(request.tokens) - 1 or request.tokens[valid] != token:
                 break
             valid += 1
         self._advance(state, valid)
-        state.run, state.valid = [], min(valid, len(ask.tokens) - 1)
+        state.run, state.valid = [], min(valid, len(request.tokens) - 1)
         return state
 
     def _filled(self, pages: array[int]) -> int:
@@ -121,16 +123,16 @@ class ModelDrafter(Drafter):
             whole += 1
         return whole * size
 
-    def _catch_up(self, ask: DraftRequest) -> bool:
+    def _catch_up(self, request: DraftRequest) -> bool:
         """Run all but the last few missing tokens; False where a long prompt needs another step."""
-        state, tokens = self._state(ask), ask.tokens
+        state, tokens = self._state(request), request.tokens
         missing = len(tokens) - state.valid
         if self._short_head is not None:
             self._short_head.meet(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
         if missing > SCORED + 1:
-            count = min(missing - 1, CATCH_UP)
-            half = self._plane.halfway(ask.id, state.pages, state.valid)
+            count = min(missing - 1, MAX_CATCH_UP_TOKENS)
+            half = self._plane.halfway(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
             span = Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())
             if half is None:
@@ -151,63 +153,63 @@ class ModelDrafter(Drafter):
 
     def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
         """All rounds in one launch, where the device can and the likeliest tokens are wanted; else nothing happens."""
-        if any(g.ask.at_random or g.ask.context.shaped for g in ready):
+        if any(g.request.sampled or g.request.context.shaped for g in ready):
             return False
-        spans = [self._unseen(g.ask) for g in ready]
+        spans = [self._unseen(g.request) for g in ready]
         start = time.perf_counter()
-        chains = self._runner.chains(spans, max(g.ask.depth for g in ready), ready[0].ask.least)
+        chains = self._runner.chains(spans, max(g.request.max_depth for g in ready), ready[0].request.min_path_probs)
         if chains is None:
             return False
         steps = len(chains.tokens[0])
         self.rounds = [DraftRound(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
         for g, tokens, probs in zip(ready, chains.tokens, chains.probs, strict=True):
             node = ROOT
-            for token, prob in list(zip(tokens, probs, strict=True))[: g.ask.depth]:
+            for token, prob in list(zip(tokens, probs, strict=True))[: g.request.max_depth]:
                 node = g.add(token, node, prob)
-            g.entries = list(range(len(tokens) - 1))[: g.ask.depth]  # the last guess did not run
-            self._advance(self._states[g.ask.id], len(g.ask.tokens))
+            g.entries = list(range(len(tokens) - 1))[: g.request.max_depth]  # the last guess did not run
+            self._advance(self._states[g.request.seq_id], len(g.request.tokens))
         return True
 
-    def _unseen(self, ask: DraftRequest) -> Span:
-        valid = self._states[ask.id].valid
-        ids = ask.tokens[valid:]
-        return Span(ids, valid, ask.pages, range(len(ids) - 1, len(ids)))
+    def _unseen(self, request: DraftRequest) -> Span:
+        valid = self._states[request.seq_id].valid
+        ids = request.tokens[valid:]
+        return Span(ids, valid, request.pages, range(len(ids) - 1, len(ids)))
 
     def _first_round(self, ready: list[TreeBuilder]) -> None:
         """The tokens the draft has not seen, and what was offered after them."""
         spans = []
         for g in ready:
-            span = self._unseen(g.ask)
-            g.entries = [] if g.ask.at_random else self._take_offer(g)
+            span = self._unseen(g.request)
+            g.entries = [] if g.request.sampled else self._take_offer(g)
             span.ids = [*span.ids, *(g.draft.tokens[n] for n in g.entries)]
             span.logits_indices = range(span.logits_indices[0], len(span.ids))
-            span.tree_first, span.parents = len(g.ask.tokens), g.parents([])
+            span.tree_first, span.parents = len(g.request.tokens), g.parents([])
             spans.append(span)
         logits = self._runner.forward(spans).logits
         at = 0
         for g in ready:
             nodes = [ROOT, *g.entries]
             self._expand(g, nodes, logits[at : at + len(nodes)])
-            self._advance(self._states[g.ask.id], len(g.ask.tokens))
+            self._advance(self._states[g.request.seq_id], len(g.request.tokens))
             at += len(nodes)
 
     def _take_offer(self, g: TreeBuilder) -> list[int]:
         """Free guesses, to be scored in the same forward: parents come first, so some first nodes are a tree."""
-        offer = g.ask.offered or Draft()
+        offer = g.request.candidates or Draft()
         places: dict[int, int] = {ROOT: ROOT}
-        for node in range(min(SCORED, g.ask.nodes, len(offer))):
+        for node in range(min(SCORED, g.request.max_nodes, len(offer))):
             places[node] = g.add(offer.tokens[node], places[offer.parents[node]], 1.0)
         return list(range(len(g.draft)))
 
     def _next_nodes(self, g: TreeBuilder) -> list[int]:
         """Nodes whose children are worth another forward: the surest, and others that come along for little."""
-        room = g.ask.nodes - len(g.entries)
+        room = g.request.max_nodes - len(g.entries)
         nodes = sorted(g.open_nodes(), key=lambda n: -g.path[n])
         if room <= 0 or not nodes:
             return []
-        if g.ask.worth is not None and not g.ask.worth(g.path[nodes[0]], g.depth[nodes[0]]):
+        if g.request.keep_drafting is not None and not g.request.keep_drafting(g.path[nodes[0]], g.depth[nodes[0]]):
             return []
-        if g.ask.at_random:  # all branches go on: how long they are must not depend on how likely they look
+        if g.request.sampled:  # all branches go on: how long they are must not depend on how likely they look
             return nodes[:room]
         side = nodes[1 : min(1 + self.side_branches, room)]
         return [nodes[0], *(n for n in side if g.path[n] > SIDE)]
@@ -215,9 +217,9 @@ class ModelDrafter(Drafter):
     def _round(self, growing: list[tuple[TreeBuilder, list[int]]]) -> None:
         spans = []
         for g, nodes in growing:
-            first = len(g.ask.tokens) + len(g.entries)
+            first = len(g.request.tokens) + len(g.entries)
             ids = [g.draft.tokens[n] for n in nodes]
-            spans.append(Span(ids, first, g.ask.pages, range(len(ids)), len(g.ask.tokens), g.parents(nodes)))
+            spans.append(Span(ids, first, g.request.pages, range(len(ids)), len(g.request.tokens), g.parents(nodes)))
         start = time.perf_counter()
         logits = self._runner.forward(spans).logits
         ran = sum(len(nodes) for _, nodes in growing)
@@ -231,9 +233,9 @@ class ModelDrafter(Drafter):
     def _expand(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> None:
         """Children of nodes that just ran: the likeliest tokens, or tokens drawn at random."""
         probs = self._probs(g, nodes, logits)  # [nodes, V]
-        if g.ask.at_random:
+        if g.request.sampled:
             for node, q in zip(nodes, probs, strict=True):
-                g.drawn(node, q)
+                g.add_sampled(node, q)
             return
         rows = {node: row for row, node in enumerate(nodes)}
         for node in range(len(g.draft)):  # what was offered gets the draft model's own probability
@@ -241,13 +243,13 @@ class ModelDrafter(Drafter):
                 g.rescore(node, float(probs[rows[g.draft.parents[node]], g.draft.tokens[node]]))
         top = probs.topk(self.children, -1)
         for node, tokens, probs in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
-            g.likeliest(node, tokens, probs)
+            g.add_most_probable(node, tokens, probs)
 
     def _probs(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> Tensor:
         """The draft's distribution over the target's tokens, penalties, grammar and temperature included."""
-        params, logits = g.ask.context.params, logits[:, : self._vocab]
-        shaped = shape(logits, [g.row(node) for node in nodes]) if g.ask.context.shaped else logits
-        if g.ask.at_random:
+        params, logits = g.request.context.params, logits[:, : self._vocab]
+        shaped = shape(logits, [g.row(node) for node in nodes]) if g.request.context.shaped else logits
+        if g.request.sampled:
             return distribution(shaped, [params] * len(nodes))
         return torch.softmax(shaped if params.greedy else shaped / params.temperature, -1)
 

@@ -73,15 +73,15 @@ class SelfDrafter(ModelDrafter):
             )
         return None
 
-    def behind(self, ask: DraftRequest) -> int:
+    def catch_up_tokens(self, request: DraftRequest) -> int:
         return 1
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._states.pop(seq_id, None)
 
-    def _state(self, ask: DraftRequest) -> _State:
+    def _state(self, request: DraftRequest) -> _State:
         """The target has computed all but the last token, in any step."""
-        state = self._states[ask.id] = _State(ask.pages, len(ask.tokens) - 1)
+        state = self._states[request.seq_id] = _State(request.pages, len(request.tokens) - 1)
         return state
 
     def _advance(self, state: _State, valid: int) -> None:

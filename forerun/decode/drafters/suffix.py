@@ -174,7 +174,7 @@ class _Sequence:
 @register
 class SuffixDrafter(Drafter):
     name = "suffix"
-    remembers = True
+    cross_request = True
 
     def __init__(self, ctx: DraftContext, max_states: int = MAX_STATES) -> None:
         self._max_states = max_states // 2  # of each generation
@@ -182,16 +182,16 @@ class SuffixDrafter(Drafter):
         self._sequences: dict[int, _Sequence] = {}
         self._ended: deque[tuple[_Sequence, list[int]]] = deque(maxlen=_ENDED)
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         drafts, budget = [], _CHUNK
         self._take_in_ended()
-        for ask in asks:
-            seq = self._sequences.get(ask.id)
-            if seq is None or seq.size > len(ask.tokens):
-                seq = self._sequences[ask.id] = _Sequence()
-            budget -= self._take_in(seq, ask.tokens, max(budget, _SHARE))
-            automaton, match = self._match(seq, ask.tokens)
-            drafts.append(grow(match, partial(follow, automaton), ask, self.name) if match[1] else Draft())
+        for request in requests:
+            seq = self._sequences.get(request.seq_id)
+            if seq is None or seq.size > len(request.tokens):
+                seq = self._sequences[request.seq_id] = _Sequence()
+            budget -= self._take_in(seq, request.tokens, max(budget, _SHARE))
+            automaton, match = self._match(seq, request.tokens)
+            drafts.append(grow(match, partial(follow, automaton), request, self.name) if match[1] else Draft())
         return drafts
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:

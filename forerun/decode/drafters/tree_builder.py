@@ -19,7 +19,7 @@ MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
 class TreeBuilder:
     """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
 
-    ask: DraftRequest
+    request: DraftRequest
     source: str
     draft: Draft = field(default_factory=Draft)
     path: list[float] = field(default_factory=list)  # probability that each node is reached and accepted
@@ -37,7 +37,7 @@ class TreeBuilder:
         self.path[node] = prob if parent == ROOT else self.path[parent] * prob
 
     def row(self, node: int) -> Row:
-        return Row(self.ask.context, [self.draft.tokens[i] for i in self.draft.path(node)])
+        return Row(self.request.context, [self.draft.tokens[i] for i in self.draft.path(node)])
 
     def straight(self) -> list[int]:
         """Tokens that ran in consecutive entries, each the child of the one before: what may come true in place."""
@@ -57,23 +57,25 @@ class TreeBuilder:
     def open_nodes(self) -> list[int]:
         """Nodes that have not run and may have children."""
         ran = set(self.entries)
-        return [n for n in range(len(self.draft)) if n not in ran and self.depth[n] < self.ask.depth]
+        return [n for n in range(len(self.draft)) if n not in ran and self.depth[n] < self.request.max_depth]
 
-    def likeliest(self, node: int, tokens: list[int], probs: list[float]) -> None:
+    def add_most_probable(self, node: int, tokens: list[int], probs: list[float]) -> None:
         """The likeliest tokens after a node that just ran become its children; those that are there already stay."""
         known = {self.draft.tokens[n] for n in range(len(self.draft)) if self.draft.parents[n] == node}
         for rank, (token, prob) in enumerate(zip(tokens, probs, strict=True)):
             if (rank == 0 or prob >= LEAST) and token not in known:
                 self.add(token, node, prob)
 
-    def drawn(self, node: int, q: Tensor) -> None:
+    def add_sampled(self, node: int, q: Tensor) -> None:
         """Children drawn without replacement from q [V]. How many there are is settled before the first is drawn:
         choosing by what came out would change their distribution."""
         depth = 0 if node == ROOT else self.depth[node]
         count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
-        if len(self.draft) + count > self.ask.nodes:
+        if len(self.draft) + count > self.request.max_nodes:
             return
-        rng = self.ask.rng or SeededRng(self.ask.context.seed, len(self.ask.tokens), DRAFT_STREAM + ((node + 2) << 40))
+        rng = self.request.rng or SeededRng(
+            self.request.context.seed, len(self.request.tokens), DRAFT_STREAM + ((node + 2) << 40)
+        )
         rest = q.double()
         for _ in range(count):
             token = rng.pick(rest)
@@ -84,6 +86,6 @@ class TreeBuilder:
 
     def forks(self) -> int:
         """Levels with two children a node, where all branches can go on to the full depth."""
-        deep, nodes = self.ask.depth, self.ask.nodes
+        deep, nodes = self.request.max_depth, self.request.max_nodes
         fits = [k for k in range(MAX_FORKS + 1) if 2 ** (k + 1) - 2 + 2**k * (deep - k) <= nodes and k <= deep]
         return fits[-1] if fits else 0

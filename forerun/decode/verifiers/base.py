@@ -32,7 +32,7 @@ class TargetView(Protocol):
 class Verifier(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
-    draws: ClassVar[bool] = False  # whether it accepts more of drafts that were sampled (`Draft.proposals`)
+    uses_proposals: ClassVar[bool] = False  # whether it accepts more of drafts that were sampled (`Draft.proposals`)
 
     @abstractmethod
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict: ...

@@ -10,7 +10,7 @@ from forerun.decode.verifiers.traversal import traverse
 
 class BlockVerifier(Verifier):
     name = "block"
-    draws = True
+    uses_proposals = True
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         first = {node: children[:1] for node, children in draft.children().items()}

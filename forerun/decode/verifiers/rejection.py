@@ -14,7 +14,7 @@ from forerun.decode.verifiers.residual import Residual
 
 class RejectionVerifier(Verifier):
     name = "rejection"
-    draws = True
+    uses_proposals = True
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         children = draft.children()

@@ -15,7 +15,7 @@ from forerun.decode.verifiers.traversal import traverse
 
 class TransportVerifier(Verifier):
     name = "transport"
-    draws = True
+    uses_proposals = True
 
     def __init__(self, rare: float = RARE) -> None:
         self.rare = rare

@@ -19,7 +19,7 @@ from forerun.decode.verifiers.residual import RARE, Residual
 
 class TraversalVerifier(Verifier):
     name = "traversal"
-    draws = True
+    uses_proposals = True
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         return traverse(draft, draft.children(), target, rng)

@@ -105,36 +105,36 @@ def test_rounds_that_take_longer_than_was_timed_are_noticed():
 
 def paid_rounds(c: Controller, stats: list[RequestStats], free: Draft | None = None, **start) -> list[int]:
     drafts = [free or Draft() for _ in stats]
-    return c.depth(stats, drafts, [d.probs for d in drafts], "paid", [16] * len(stats), 0, **start)
+    return c.plan_rounds(stats, drafts, [d.probs for d in drafts], "paid", [16] * len(stats), 0, **start)
 
 
 def test_an_unknown_drafter_is_tried_but_not_beside_a_sure_free_draft():
     c = make()
-    assert paid_rounds(c, [c.open()]) == [16]
+    assert paid_rounds(c, [c.new_request()]) == [16]
     sure = Draft.chain(list(range(12)), [0.995] * 12, "free")
-    assert paid_rounds(c, [c.open()], sure) == [0]
+    assert paid_rounds(c, [c.new_request()], sure) == [0]
 
 
 def test_what_cannot_pay_even_if_perfect_is_never_tried():
     steep = Controller(CostCurve({1: 1.0, 64: 64.0, 128: 128.0}), {"paid": CostCurve({1: 0.5, 64: 10.0})})
     for _ in range(300):
-        assert paid_rounds(steep, [steep.open() for _ in range(64)]) == [0] * 64
+        assert paid_rounds(steep, [steep.new_request() for _ in range(64)]) == [0] * 64
 
 
 def test_a_free_drafter_that_takes_long_and_gives_nothing_is_asked_rarely():
     c = make(H200)
-    assert c.asks("suffix")
+    assert c.should_run_free("suffix")
     for _ in range(200):
-        c.asked("suffix", 100e-6, 0.0)
+        c.record_free_run("suffix", 100e-6, 0.0)
     assert 0 < sum(_asked(c) for _ in range(1000)) < 60
     for _ in range(20):
-        c.asked("suffix", 100e-6, 2.0)
-    assert all(c.asks("suffix") for _ in range(20))
+        c.record_free_run("suffix", 100e-6, 2.0)
+    assert all(c.should_run_free("suffix") for _ in range(20))
 
 
 def _asked(c: Controller) -> bool:
-    if c.asks("suffix"):
-        c.asked("suffix", 100e-6, 0.0)
+    if c.should_run_free("suffix"):
+        c.record_free_run("suffix", 100e-6, 0.0)
         return True
     return False
 
@@ -143,18 +143,18 @@ def test_the_bound_is_that_of_the_best_depth():
     c = make()
     survival = [0.9, 0.8, 0.1]
     by_depth = [1.9 * 51 / (53 + 19), 2.7 * 51 / (56.5 + 38), 2.8 * 51 / (60 + 57)]
-    assert c.bound(survival, "paid") == pytest.approx(max(by_depth))
-    assert c.bound([0.9, 0.8], None) == pytest.approx(2.7 * 51 / 56.5)
-    assert c.bound([0.01], "paid") == 1.0
+    assert c.max_speedup(survival, "paid") == pytest.approx(max(by_depth))
+    assert c.max_speedup([0.9, 0.8], None) == pytest.approx(2.7 * 51 / 56.5)
+    assert c.max_speedup([0.01], "paid") == 1.0
 
 
 def test_the_report_is_plain_data():
     c = make()
-    c.learn(c.open(), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])
-    report = json.loads(json.dumps(c.report()))
-    assert report["drafters"]["free"]["by_prob"]["1"]["accepted"] == 1.0
-    assert report["target_s"]["8"] == pytest.approx(0.079)
-    assert report["round_s"]["paid"]["1"] == pytest.approx(0.019)
+    c.record_draft(c.new_request(), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])
+    stats = json.loads(json.dumps(c.stats()))
+    assert stats["drafters"]["free"]["by_prob"]["1"]["accepted"] == 1.0
+    assert stats["target_s"]["8"] == pytest.approx(0.079)
+    assert stats["round_s"]["paid"]["1"] == pytest.approx(0.019)
 
 
 def test_what_a_round_took_corrects_its_drafters_curve_and_no_other():
@@ -164,7 +164,7 @@ def test_what_a_round_took_corrects_its_drafters_curve_and_no_other():
     assert c.drafters["paid"].seconds(1) == pytest.approx(10 * CPU[1][1], rel=0.05)
     assert c.drafters["other"].points() == pytest.approx(CPU[1])
     assert c.target.points() == pytest.approx(CPU[0])
-    assert paid_rounds(c, [c.open()]) == [0]
+    assert paid_rounds(c, [c.new_request()]) == [0]
 
 
 def test_a_drafter_that_was_ruled_out_by_its_costs_is_tried_again_in_the_end():
@@ -172,25 +172,25 @@ def test_a_drafter_that_was_ruled_out_by_its_costs_is_tried_again_in_the_end():
     for _ in range(400):
         c.observe_round("paid", 1, 1, 0, 10 * CPU[1][1])
     for _ in range(20):
-        assert paid_rounds(c, [c.open()]) == [0]
-    assert any(paid_rounds(c, [c.open()]) != [0] for _ in range(12000))
+        assert paid_rounds(c, [c.new_request()]) == [0]
+    assert any(paid_rounds(c, [c.new_request()]) != [0] for _ in range(12000))
 
 
 def test_costs_that_rise_while_a_batch_is_drafted_for_count_at_once():
     c = make()
-    assert c.worth(c.open(), "paid")(0.9, 1)
+    assert c.stopping_rule(c.new_request(), "paid")(0.9, 1)
     for _ in range(400):
         c.observe_round("paid", 1, 1, 0, 10 * CPU[1][1])
-    assert not c.worth(c.open(), "paid")(0.9, 1)
+    assert not c.stopping_rule(c.new_request(), "paid")(0.9, 1)
 
 
 def one_good_one_hopeless() -> tuple[Controller, list[RequestStats]]:
     c = make(({1: 1.0, 64: 1.5}, {1: 0.2, 64: 0.4}))
-    good, hopeless = c.open(), c.open()
+    good, hopeless = c.new_request(), c.new_request()
     guess = Draft.chain([1], [0.8], "paid")
     for _ in range(60):
-        c.learn(good, guess, [1])
-        c.learn(hopeless, guess, [2])
+        c.record_draft(good, guess, [1])
+        c.record_draft(hopeless, guess, [2])
     return c, [good, hopeless]
 
 

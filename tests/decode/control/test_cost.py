@@ -33,7 +33,7 @@ def test_sizes_between_and_beyond_the_measured_ones():
     assert curve.seconds(3) == pytest.approx(0.0565)
     assert curve.seconds(24) == pytest.approx(0.1605)
     assert curve.seconds(64) == pytest.approx(0.2 + 32 * (0.2 - 0.121) / 16)
-    assert curve.row(1, 70, 2, 100) == [curve.seconds(tokens, 2, 100) for tokens in range(1, 71)]
+    assert curve.seconds_range(1, 70, 2, 100) == [curve.seconds(tokens, 2, 100) for tokens in range(1, 71)]
     assert CostCurve({1: 0.02}).seconds(5) == pytest.approx(0.02)
 
 
@@ -86,16 +86,16 @@ def test_calming_returns_to_what_was_timed_and_by_no_more():
         curve.observe(1, 1, 0, 3 * CPU[1])
     slow = curve.seconds(1)
     for _ in range(100):
-        curve.calm(0.001)
+        curve.relax_to_timed(0.001)
     assert 0.85 * slow < curve.seconds(1) < 0.95 * slow
     for _ in range(10_000):
-        curve.calm(0.001)
+        curve.relax_to_timed(0.001)
     assert curve.points() == pytest.approx(CPU, rel=0.001)
 
 
 def test_one_token_of_each_sequence():
     curve = CostCurve(CPU, 1e-6, 1e-7)
-    assert curve.side_by_side(40, 500) == pytest.approx([0.0, *(curve.seconds(n, n, 500) for n in range(1, 41))])
+    assert curve.one_token_each(40, 500) == pytest.approx([0.0, *(curve.seconds(n, n, 500) for n in range(1, 41))])
 
 
 @settings(max_examples=40, deadline=None)
@@ -104,7 +104,7 @@ def test_more_tokens_never_cost_less(observed: list[tuple[int, float]]):
     curve = CostCurve(CPU)
     for tokens, seconds in observed:
         curve.observe(tokens, 1, 0, seconds)
-    row = curve.row(1, 120)
+    row = curve.seconds_range(1, 120)
     assert all(a <= b * (1 + 1e-9) for a, b in zip(row, row[1:], strict=False))
     assert row[0] > 0.0
 

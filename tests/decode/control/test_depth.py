@@ -46,7 +46,7 @@ def test_the_plan_is_the_best_of_all_for_sequences_that_are_alike(machine: Machi
     depths = best(plan, ahead)
     every = itertools.product(range(9), repeat=len(accepted))
     most = max((rate(plan, depths, ahead), depths) for depths in every)
-    if most[0] < plan.least:
+    if most[0] < plan.min_rate:
         assert depths == {}
     else:
         found = tuple(depths.get(i, 0) for i in range(len(accepted)))

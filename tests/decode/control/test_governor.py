@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from forerun.decode.control.governor import FIRST_REST, Governor
+from forerun.decode.control.governor import FIRST_PAUSE_STEPS, Governor
 
 
 def run(steps: int, speedup: float, sequences: int = 16, spikes: tuple[int, ...] = ()) -> tuple[float, float]:
     """(share of steps that guessed, speed against never guessing) where guessing makes a step's tokens worth more."""
-    governor, now, tokens, made, guessed = Governor(), 0.0, 0, 0.0, 0
+    governor, now, tokens, made, drafted = Governor(), 0.0, 0, 0.0, 0
     for step in range(steps):
-        allowed = governor.allows(sequences, tokens, now)
-        guessed += allowed
+        allowed = governor.should_draft(sequences, tokens, now)
+        drafted += allowed
         tokens = sequences * 2 if allowed else sequences
         seconds = 2.0 / speedup if allowed else 1.0
         made += tokens
         now += seconds * (40 if step in spikes else 1)
-    return guessed / steps, made / now / sequences
+    return drafted / steps, made / now / sequences
 
 
 def test_guesses_that_pay_are_made() -> None:
@@ -45,16 +45,16 @@ def test_one_sequence_is_left_alone() -> None:
 
 def test_what_was_lost_is_tried_again() -> None:
     governor, now, tokens, tried = Governor(), 0.0, 0, []
-    for step in range(8 * FIRST_REST):
-        allowed = governor.allows(8, tokens, now)
+    for step in range(8 * FIRST_PAUSE_STEPS):
+        allowed = governor.should_draft(8, tokens, now)
         if allowed:
             tried.append(step)
         tokens, now = 8, now + (2.0 if allowed else 1.0)
-    assert max(tried) - min(tried) > FIRST_REST  # more than one trial
+    assert max(tried) - min(tried) > FIRST_PAUSE_STEPS  # more than one trial
 
 
 def test_steps_of_changing_batches_are_not_compared() -> None:
     governor = Governor()
     for step in range(40):
-        assert not governor.allows(8 + step % 2, 8, float(step)) or step > 0
-    assert not any(governor.allows(8 + step % 2, 8, 100.0 + step) for step in range(40))
+        assert not governor.should_draft(8 + step % 2, 8, float(step)) or step > 0
+    assert not any(governor.should_draft(8 + step % 2, 8, 100.0 + step) for step in range(40))

@@ -6,7 +6,7 @@ from forerun.core import Draft
 from forerun.decode.control.acceptance import RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.depth import DepthPlan
-from forerun.decode.control.probe import SHARE, Probes
+from forerun.decode.control.probe import PROBE_TIME_SHARE, Probes
 from forerun.decode.control.selection import select
 from tests.decode.worlds import CPU
 
@@ -22,7 +22,7 @@ def steps(probes: Probes, stats: list[RequestStats], num: int, start_s: list[flo
     found = []
     for _ in range(num):
         probes.save("paid", plan)
-        found.append(probes.rounds(stats, "paid", plan, [16] * count, start_s or [0.0] * count, list(range(count))))
+        found.append(probes.plan(stats, "paid", plan, [16] * count, start_s or [0.0] * count, list(range(count))))
     return found
 
 
@@ -31,7 +31,7 @@ def test_no_more_is_lost_than_was_set_aside():
     steps(probes, stats, 500)
     cost = plan.round_s(1) + plan.seconds(2) - plan.seconds(1)
     probed = sum(map(sum, steps(probes, stats, 2000)))
-    assert 0.8 <= probed * cost / (2000 * SHARE * plan.seconds(1)) <= 1.05
+    assert 0.8 <= probed * cost / (2000 * PROBE_TIME_SHARE * plan.seconds(1)) <= 1.05
 
 
 def test_a_new_request_is_tried_sooner():

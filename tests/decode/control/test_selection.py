@@ -17,9 +17,9 @@ STAIRS = CostCurve({1: 1.0, 2: 1.02, 3: 1.5, 4: 1.52, 5: 1.53, 6: 2.4, 7: 2.41, 
 
 
 def chosen(
-    target: CostCurve, drafts: list[Draft], limits: list[int], spent_s: float = 0.0, owed: tuple[int, ...] = ()
+    target: CostCurve, drafts: list[Draft], limits: list[int], spent_s: float = 0.0, lagging: tuple[int, ...] = ()
 ) -> Selection:
-    return select(target, drafts, [draft.probs for draft in drafts], limits, 0, spent_s, list(owed))
+    return select(target, drafts, [draft.probs for draft in drafts], limits, 0, spent_s, list(lagging))
 
 
 def random_tree(rng: random.Random, num: int) -> Draft:
@@ -70,9 +70,9 @@ def test_a_step_does_not_slow_down_whom_it_owes():
     steep = CostCurve({1: 1.0, 2: 1.1, 3: 1.5, 8: 2.0})
     drafts = [Draft.chain([1, 2, 3], [0.95] * 3, "free"), Draft()]
     assert chosen(steep, drafts, [8, 8]).nodes == [[0, 1, 2], []]
-    assert chosen(steep, drafts, [8, 8], owed=(1,)).nodes == [[], []]
+    assert chosen(steep, drafts, [8, 8], lagging=(1,)).nodes == [[], []]
     both = [drafts[0], Draft.chain([1], [0.9], "free")]  # now it gains as much as the step takes longer
-    assert chosen(steep, both, [8, 8], owed=(1,)).nodes == [[0, 1, 2], [0]]
+    assert chosen(steep, both, [8, 8], lagging=(1,)).nodes == [[0, 1, 2], [0]]
 
 
 def test_reach_adds_up_the_chosen_nodes_of_a_depth():

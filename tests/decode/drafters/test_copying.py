@@ -20,8 +20,8 @@ DOCUMENT = list(range(100, 200))
 def propose(
     drafter: CopyDrafter, tokens: list[int], num_prompt: int, *, depth: int = 16, nodes: int = 16, id: int = 0
 ) -> Draft:
-    ask = DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
-    (draft,) = drafter.propose([ask])
+    request = DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
+    (draft,) = drafter.propose([request])
     assert draft.problem(1 << 20) is None
     assert len(draft) <= nodes and max(draft.depths(), default=0) <= depth
     return draft

@@ -143,13 +143,13 @@ def test_side_branches_hold_what_the_likeliest_token_misses(spellers: tuple[Path
     prompts = [list(range(40 + i, 70 + i)) for i in range(0, 16, 4)]
     seeded = params("cross", temperature=0.7, seed=4)
     drafts: list[Draft] = []
-    original = engine.speculator.settle
+    original = engine.speculator.record_outcome
 
     def settle(spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         drafts.append(draft)
         original(spec_state, draft, verdict, emitted)
 
-    engine.speculator.settle = settle  # type: ignore[method-assign]
+    engine.speculator.record_outcome = settle  # type: ignore[method-assign]
     assert run(engine, prompts, seeded) == run(engine_of(*spellers), prompts, params("off", temperature=0.7, seed=4))
     assert any(draft.parents != list(range(-1, len(draft) - 1)) for draft in drafts)
     assert all(draft.problem(258) is None for draft in drafts)
@@ -192,7 +192,7 @@ def test_drafts_that_came_true_are_not_run_again(spellers: tuple[Path, Path]):
 
 
 def test_a_long_prompt_is_read_in_parts(spellers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("forerun.decode.drafters.cross.CATCH_UP", 50)
+    monkeypatch.setattr("forerun.decode.drafters.cross.MAX_CATCH_UP_TOKENS", 50)
     prompt = [40 + i % 50 for i in range(180)]
     plain = run(engine_of(*spellers), [prompt], params("off"))
     engine = engine_of(*spellers)

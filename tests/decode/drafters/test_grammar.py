@@ -77,10 +77,10 @@ def test_nothing_without_a_grammar_or_a_budget(real: GrammarCompiler) -> None:
 
 def test_one_draft_for_each_ask_in_order(real: GrammarCompiler) -> None:
     constraints = [None, real.constraint(SCHEMA), None, real.constraint(Grammar("regex", "2024"))]
-    asks = [
+    requests = [
         DraftRequest(i, Context(SamplingParams(), [0], 1, 0, c), 8, 8, array("i")) for i, c in enumerate(constraints)
     ]
-    drafts = GrammarDrafter().propose(asks)
+    drafts = GrammarDrafter().propose(requests)
     assert [b"".join(texts(real, draft)) for draft in drafts] == [b"", b'{\n  "name": "', b"", b"2024<|im_end|>"]
     assert all(draft.problem(real.vocabulary.size) is None for draft in drafts)
 

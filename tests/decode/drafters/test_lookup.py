@@ -13,12 +13,12 @@ from forerun.decode.drafters.lookup import LookupDrafter, NgramIndex, grow
 from forerun.decode.sampling import Context
 
 
-def ask(tokens: list[int], num_prompt: int = 1, *, id: int = 0, depth: int = 16, nodes: int = 16) -> DraftRequest:
+def request(tokens: list[int], num_prompt: int = 1, *, id: int = 0, depth: int = 16, nodes: int = 16) -> DraftRequest:
     return DraftRequest(id, Context(SamplingParams(), tokens, num_prompt, 0), depth, nodes, array("i"))
 
 
 def propose(drafter: LookupDrafter, tokens: list[int], **options: int) -> Draft:
-    (draft,) = drafter.propose([ask(tokens, **options)])
+    (draft,) = drafter.propose([request(tokens, **options)])
     assert draft.problem(1 << 20) is None
     assert set(draft.sources) <= {"lookup"}
     return draft
@@ -95,7 +95,7 @@ def test_limits_are_kept() -> None:
 
 def test_sequences_do_not_mix_and_finish_forgets() -> None:
     drafter = lookup()
-    one, two = ask([1, 2, 3, 1, 2], id=1), ask([4, 5, 6, 4, 5], id=2)
+    one, two = request([1, 2, 3, 1, 2], id=1), request([4, 5, 6, 4, 5], id=2)
     drafts = drafter.propose([one, two])
     assert [d.tokens[0] for d in drafts] == [3, 6]
     drafter.finish(1, one.tokens, 1)
@@ -132,7 +132,7 @@ def test_matches_are_real(tokens: list[int]) -> None:
 
 def test_growth_is_best_first() -> None:
     tree = {"": [(1, 0.6, "a"), (2, 0.4, "b")], "a": [(3, 0.5, "")], "b": [(4, 0.9, "c")], "c": []}
-    draft = grow("", lambda state: tree[state], ask([0], nodes=4, depth=2), "x")
+    draft = grow("", lambda state: tree[state], request([0], nodes=4, depth=2), "x")
     # path probabilities: 1 has 0.6, 2 has 0.4, 4 after 2 has 0.36, 3 after 1 has 0.3
     assert draft.tokens == [1, 2, 4, 3]
     assert draft.parents == [ROOT, ROOT, 1, 0]

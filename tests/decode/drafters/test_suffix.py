@@ -19,12 +19,12 @@ def suffix(**options: int) -> SuffixDrafter:
     return SuffixDrafter(None, **options)  # type: ignore[arg-type]
 
 
-def ask(tokens: list[int], id: int = 0, *, depth: int = 16, nodes: int = 16) -> DraftRequest:
+def request(tokens: list[int], id: int = 0, *, depth: int = 16, nodes: int = 16) -> DraftRequest:
     return DraftRequest(id, Context(SamplingParams(), tokens, 1, 0), depth, nodes, array("i"))
 
 
 def propose(drafter: SuffixDrafter, tokens: list[int], id: int = 0, **options: int) -> Draft:
-    (draft,) = drafter.propose([ask(tokens, id, **options)])
+    (draft,) = drafter.propose([request(tokens, id, **options)])
     assert draft.problem(1 << 20) is None
     return draft
 

@@ -145,8 +145,8 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
 
     monkeypatch.setattr(runner, "forward", counted)
     drafter, tokens = ModelDrafter(ctx), [*IDS, 5]
-    ask = DraftRequest(state.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
-    drafter.propose([ask])
+    request = DraftRequest(state.id, Context(SamplingParams(), tokens, len(IDS), 0), 2, 2, PAGES)
+    drafter.propose([request])
     for mine, true in zip(stored(runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     assert ran and max(ran) <= 2, "the prompt was read again"
