@@ -29,7 +29,7 @@ from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params,
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.load import open_checkpoint
 from forerun.outputs import Choice, Completion, collect
 from forerun.prefill.open_profile import open_profile, prefiller_factory
@@ -123,7 +123,9 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
         )
         prefiller = prefiller_factory(self.profile)
-        self.fingerprint = fingerprint(checkpoint) if tiers.any else ""  # of the weights; samples of them are read
+        kept = tiers.disk is not None  # beyond this process
+        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: whose K/V lies on disk
+        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: whose sessions lie there
         loose = self.precision.name == "int8" and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,15 @@ def tiny_gguf(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempP
         return made[family, kind]
 
     return file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fingerprint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fingerprints of models that live for one session are not left in the user's cache."""
+    folder = tmp_path_factory.mktemp("fingerprints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.models.formats.fingerprint.home", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest, ForerunError, OutOfPages
@@ -232,6 +234,21 @@ def test_the_promise_of_bits_is_about_int8(tiny_folder: Callable[[str], Path], w
         with LLM(str(tiny_folder("qwen3")), weights=weights, threads=1, quiet=True, batch_invariant=wanted) as made:
             found.append(made.decoder.attention.same_bits)  # type: ignore[attr-defined]
     assert found == [strict, False]
+
+
+def test_a_model_with_one_other_neuron_reads_no_kv_of_the_first(tiny_folder: Callable[[str], Path], tmp_path: Path):
+    """An edit between the rows that a sampled fingerprint reads."""
+    edited = Path(shutil.copytree(tiny_folder("qwen3"), tmp_path / "edited"))
+    tensors = load_file(edited / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][37] += 1.0
+    save_file(tensors, edited / "model.safetensors", metadata={"format": "pt"})
+
+    def from_disk(model: Path) -> int:
+        with LLM(str(model), threads=1, quiet=True, disk=tmp_path / "kv") as made:
+            return made.generate([7] * 100, PARAMS)[0].usage.served["disk"]
+
+    assert from_disk(tiny_folder("qwen3")) == 0 and from_disk(tiny_folder("qwen3")) > 90
+    assert from_disk(edited) == 0 and from_disk(edited) > 90
 
 
 def test_bits_that_depend_on_a_batch_are_not_read_from_disk(tiny_folder: Callable[[str], Path], tmp_path: Path):

@@ -19,6 +19,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.dequant import EmbeddingRows
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
 from forerun.models.rotation import Rotation
 
@@ -93,16 +94,17 @@ def build_decoder(
     threads = torch.get_num_threads()
     pool = _workers(device)
     try:
-        ends = pool.submit(builder.ends)  # the longest job goes first
+        ends = pool.submit(builder.head)  # the longest job goes first
         jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
         layers = [job.result() for job in track(jobs, "loading layers", quiet)]
-        lookup, final_norm, head = ends.result()
+        final_norm, head = ends.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers nobody will use
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers that are no longer needed
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
+    checkpoint.release()  # before the embedding is opened, which stays mapped on a CPU
     decoder = Decoder(
         config=config,
-        lookup=lookup,
+        lookup=builder.lookup(head),
         layers=layers,
         final_norm=final_norm,
         head=head,
@@ -111,7 +113,6 @@ def build_decoder(
         device=device,
         basis=builder.basis,
     )
-    checkpoint.release()
     return decoder, precision
 
 
@@ -191,18 +192,18 @@ class _Builder:
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
         )
 
-    def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Linear]:
-        """The two ends of the stack: token ids to embeddings, the last norm, and the head."""
-        tied = self.config.tie_embeddings
-        final_norm, head = self._head("embed" if tied else "head")
+    def lookup(self, head: Linear) -> Callable[[Tensor], Tensor]:
+        """Token ids to embeddings."""
         if self.device.type == "cpu":
-            # a row is read from the mapped file when its token comes: the table never takes memory of its own
-            return lambda ids: self.checkpoint.rows("embed", ids), final_norm, head
+            return EmbeddingRows(*self.checkpoint.stored("embed"))
+        tied = self.config.tie_embeddings
         table = head.weight if tied else self.weights("embed").to(self.precision.dtype)
-        return lambda ids: table.index_select(0, ids), final_norm, head
+        return lambda ids: table.index_select(0, ids)
 
-    def _head(self, name: str) -> tuple[Norm, Linear]:
-        """Like `reading`, some rows at a time: whole and rotated copies of the largest matrix would double the peak."""
+    def head(self) -> tuple[Norm, Linear]:
+        """The last norm and the head: like `reading`, but some rows at a time, since whole and rotated copies of the
+        largest matrix would double the peak."""
+        name = "embed" if self.config.tie_embeddings else "head"
         scale, eps = self.norm("final_norm")
         rotated = self.basis is not None and scale is not None
         norm: Norm = (None, eps) if rotated else (scale, eps)

@@ -1,10 +1,12 @@
 """From a profile's file to what drafts prompts: which profile goes with the models that were opened.
 
-The default model's profile comes with the package, found by the fingerprint of its weights.
+The default model's profile comes with the package. A model's sampled fingerprint names the file, the full one recorded
+in it decides.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.fingerprint import SAMPLED_DIGITS, fingerprint, sampled_fingerprint
 from forerun.prefill.maps import Maps
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
@@ -28,20 +30,38 @@ def open_profile(
     """What was given, if it was made for these models; else the one that comes with the target, if there is one."""
     if given is None:
         path = packaged(target)
-        return None if path is None else Profile.load(path)
+        profile = None if path is None else Profile.load(path)
+        # samples of the weights name the file, all of them decide
+        return profile if profile is not None and profile.target == fingerprint(target) else None
     if not isinstance(given, (str, Path, Profile)):
         raise BadRequest(f"a profile cannot be a {type(given).__name__}: {given!r:.80}", "give the path of a profile")
     profile = given if isinstance(given, Profile) else Profile.load(Path(given))
-    profile.check(fingerprint(target), None if source is None else fingerprint(source))
+    draft = source if profile.kind == "draft" else None
+    profile.check(
+        _fingerprint_like(profile.target, target), None if draft is None else _fingerprint_like(profile.source, draft)
+    )
     return profile
 
 
+def _fingerprint_like(recorded: str, checkpoint: Checkpoint) -> str:
+    """The model's fingerprint of the kind that a profile has recorded; profiles of 0.1 have sampled ones."""
+    if len(recorded) != SAMPLED_DIGITS:
+        return fingerprint(checkpoint)
+    warnings.warn(
+        f"the profile knows {checkpoint.source} by some rows of its weights only, which will not do from the next "
+        "release on: calibrate again",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return sampled_fingerprint(checkpoint)
+
+
 def packaged(target: Checkpoint) -> Path | None:
-    """The profile that comes with the package for this model."""
+    """The file of the profile that comes with the package for models with these samples of weights."""
     folder = Path(str(resources.files("forerun") / "data" / "profiles"))
     if not folder.is_dir():
         return None
-    path = folder / f"{fingerprint(target)}.safetensors"
+    path = folder / f"{sampled_fingerprint(target)}.safetensors"
     return path if path.is_file() else None
 
 

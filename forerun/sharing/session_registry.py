@@ -26,7 +26,7 @@ class SessionRegistry:
     def __init__(self, llm: LLM, driver: Driver) -> None:
         self.llm, self.driver = llm, driver
         disk = None if llm.engine.tiers is None else llm.engine.tiers.disk
-        self._files = None if disk is None else SessionFiles(disk.folder / "sessions", llm.fingerprint)
+        self._files = None if disk is None else SessionFiles(disk.folder / "sessions", llm.model_id)
         self._open: dict[str, Session] = {}
         self._lock = threading.RLock()
 

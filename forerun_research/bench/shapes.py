@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.shapes import expected_shapes
 
 SHAPES = {
@@ -91,13 +93,11 @@ class RandomCheckpoint:
     """A `Checkpoint` whose tensors are drawn when asked for; the same name always gives the same values."""
 
     quantised = False
+    files: tuple[Path, ...] = ()
 
     def __init__(self, shape: str, device: torch.device) -> None:
         self.config, self.device, self.source = SHAPES[shape], device, f"random {shape}"
         self._shapes = expected_shapes(self.config)
-
-    def has(self, name: str) -> bool:
-        return name in self._shapes
 
     def tensor(self, name: str) -> Tensor:
         shape = self._shapes[name]
@@ -109,6 +109,9 @@ class RandomCheckpoint:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         return self.tensor(name)[ids].float()
+
+    def stored(self, name: str) -> tuple[str, Tensor]:
+        return as_stored(self.tensor(name))
 
     def tokenizer(self) -> Any:
         """None: random models are asked with token ids and answer with token ids."""

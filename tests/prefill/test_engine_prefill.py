@@ -18,9 +18,10 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.maps import Maps
+from forerun.prefill.open_profile import open_profile
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
@@ -304,3 +305,12 @@ def test_a_profile_of_another_model_is_refused(tiny_folder: Callable[[str], Path
         LLM(str(tiny_folder("qwen2")), profile=tmp_path / "none.safetensors", threads=1, quiet=True)
     with pytest.raises(BadRequest, match="cannot be a int"):
         LLM(str(tiny_folder("qwen2")), profile=3, threads=1, quiet=True)  # type: ignore[arg-type]
+
+
+def test_a_profile_that_records_samples_is_taken_with_a_warning(tiny_folder: Callable[[str], Path]) -> None:
+    checkpoint, profile = open_checkpoint(tiny_folder("qwen2")), random_profile("self", tiny_folder("qwen2"))
+    profile.target = profile.source = sampled_fingerprint(checkpoint)
+    with pytest.warns(FutureWarning, match="calibrate again"):
+        assert open_profile(profile, checkpoint) is profile
+    with pytest.warns(FutureWarning), pytest.raises(BadProfile, match="made for T"):
+        open_profile(profile, open_checkpoint(tiny_folder("llama")))

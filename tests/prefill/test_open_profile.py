@@ -12,6 +12,7 @@ from forerun.data import text
 from forerun.errors import BadProfile
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
+from forerun.prefill import open_profile as module
 from forerun.prefill.open_profile import open_profile, packaged
 
 EXACT = SamplingParams(max_tokens=8)
@@ -38,3 +39,12 @@ def test_another_model_finds_none_and_may_not_use_it(smollm2: Path, tiny_folder:
     assert mine is not None and mine.stat().st_size < 12_000_000
     with pytest.raises(BadProfile):
         open_profile(mine, other)
+
+
+def test_a_model_with_the_same_samples_but_other_weights_finds_none(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = open_checkpoint(smollm2)
+    assert open_profile(None, target) is not None
+    monkeypatch.setattr(module, "fingerprint", lambda checkpoint: "0" * 64)
+    assert packaged(target) is not None and open_profile(None, target) is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -28,8 +29,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     quantised: bool  # the file's own matrices are quantised (GGUF Qx), so int8 loses little beside it
     source: str  # what to call it in messages
-
-    def has(self, name: str) -> bool: ...
+    files: tuple[Path, ...]  # that hold the weights
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, dequantised to float32, or in its own float dtype."""
@@ -37,6 +37,10 @@ class Checkpoint(Protocol):
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of a matrix as float32 [len(ids), in], without dequantising the rest."""
+        ...
+
+    def stored(self, name: str) -> tuple[str, torch.Tensor]:
+        """A matrix as the file has it, rows in canonical order: its type (`dequantise`) and bytes [out, row_bytes]."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...

@@ -52,6 +52,24 @@ def dequantise(raw: torch.Tensor, kind: str) -> torch.Tensor:
     return out.view(raw.shape[0], -1)
 
 
+@dataclass(frozen=True)
+class EmbeddingRows:
+    """Rows of a table when they are asked for: it stays in the mapped file and takes no memory of its own."""
+
+    kind: str
+    raw: torch.Tensor  # [rows, row_bytes] uint8
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return dequantise(self.raw[ids], self.kind)  # [len(ids), cols] float32
+
+
+def as_stored(matrix: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A matrix of floats as `dequantise` takes it: its type and bytes [rows, row_bytes]."""
+    kinds = {dtype: kind for kind, dtype in _FLOATS.items()}
+    matrix = (matrix if matrix.dtype in kinds else matrix.float()).cpu().contiguous()
+    return kinds[matrix.dtype], matrix.view(torch.uint8)
+
+
 def _fill_as(inference: bool, form: Format, job: tuple[torch.Tensor, torch.Tensor]) -> None:
     """In a thread of its own, which does not inherit the mode that the caller made `out` in."""
     with torch.inference_mode(inference):

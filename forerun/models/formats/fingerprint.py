@@ -1,38 +1,78 @@
-"""Which weights a checkpoint holds, in 32 hex digits: what was fitted to one model must not meet another.
+"""Which weights a checkpoint holds: what was computed with one model must not be read by another.
 
-Reads samples, not everything: all norms and biases, and some rows of every matrix. A fine-tune or another quantisation
-moves nearly every number, so a few thousand of them tell. Looks only at what decides a model's hidden states, and at
-numbers, not at bytes of a file: the precision it is built in later, its name and its format do not count.
+`fingerprint` hashes every stored tensor and the configuration, as far as they decide a model's numbers; names, the
+order of a file and its container do not count. Two files are the same model when their matrices are stored alike.
+Reading gigabytes takes seconds, so the hash of the tensors is cached by the files' paths, sizes and times of change.
+`sampled_fingerprint` reads some rows of each matrix only: good for a file's name, not for trusting what lies under it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from forerun.core.progress import track
 from forerun.models.config import ModelConfig
+from forerun.models.fetch.store import home
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.shapes import expected_shapes
 
-ROWS = 2  # of every matrix of a layer
-EMBED_ROWS = 16  # of the embedding and the head: ordinary tokens lie all over
+SAMPLED_DIGITS = 32  # hex digits of a sampled fingerprint; a full one has 64
+SAMPLED_ROWS, SAMPLED_EMBED_ROWS = 2, 16  # of every matrix of a layer; of the embedding and the head
+HASH_BYTES = 1 << 26  # hashed at a time
 _IGNORED = ("family", "max_context", "eos_ids", "bos_id")  # names, and where texts end: they change no number
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def fingerprint(checkpoint: Checkpoint, quiet: bool = False) -> str:
+    """64 hex digits that depend on every weight."""
+    before = _file_state(checkpoint.files)
+    weights = _read_cached(before)
+    if weights is None:
+        weights = _hash_tensors(checkpoint, quiet)
+        if before and _file_state(checkpoint.files) == before:  # not rewritten meanwhile
+            _write_cached(before, weights)
+    return hashlib.sha256(f"{_canonical(checkpoint.config)} {weights}".encode()).hexdigest()
+
+
+def sampled_fingerprint(checkpoint: Checkpoint) -> str:
+    """32 hex digits that depend on all norms and biases and on some rows of every matrix, read in milliseconds."""
     digest = hashlib.sha256(_canonical(checkpoint.config).encode())
     for name, shape in sorted(expected_shapes(checkpoint.config).items()):
         if len(shape) == 1:
             values = checkpoint.tensor(name)
         else:
-            values = checkpoint.rows(name, _sample(shape[0], ROWS if name.startswith("layers.") else EMBED_ROWS))
-        data = values.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False)
-        digest.update(f"{name} {shape}".encode() + data.tobytes())
-    return digest.hexdigest()[:32]
+            count = SAMPLED_ROWS if name.startswith("layers.") else SAMPLED_EMBED_ROWS
+            values = checkpoint.rows(name, _sample(shape[0], count))
+        digest.update(f"{name} {shape}".encode() + _float_bytes(values))
+    return digest.hexdigest()[:SAMPLED_DIGITS]
+
+
+def _hash_tensors(checkpoint: Checkpoint, quiet: bool) -> str:
+    """Vectors as float32, which formats store differently; matrices as they are stored, block by block."""
+    digest = hashlib.sha256()
+    for name, shape in track(sorted(expected_shapes(checkpoint.config).items()), "checking weights", quiet):
+        if len(shape) == 1:
+            digest.update(f"{name} {shape} ".encode() + _float_bytes(checkpoint.tensor(name)))
+            continue
+        kind, raw = checkpoint.stored(name)
+        digest.update(f"{name} {shape} {kind} ".encode())
+        data = raw.contiguous().view(-1).numpy()  # bytes
+        for start in range(0, len(data), HASH_BYTES):
+            digest.update(data[start : start + HASH_BYTES].data)
+    checkpoint.release()
+    return digest.hexdigest()
+
+
+def _float_bytes(values: torch.Tensor) -> bytes:
+    return values.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
 
 
 def _sample(rows: int, count: int) -> torch.Tensor:
@@ -54,3 +94,49 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+# -- the cache: one small file for each set of weight files, named by their paths --------------------------------------
+
+
+def _file_state(files: Sequence[Path]) -> list[list[Any]]:
+    """Path, size and times of change of each file; the inode's time also moves where the other is set back."""
+    found = []
+    for file in files:
+        try:
+            stat = file.resolve().stat()
+        except OSError:
+            return []
+        found.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+    return found
+
+
+def _cache_file(state: list[list[Any]]) -> Path:
+    paths = "\n".join(entry[0] for entry in state)
+    return home() / "fingerprints" / f"{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
+
+
+def _read_cached(state: list[list[Any]]) -> str | None:
+    """None where nothing is cached for these files as they are now, or what is cached cannot be read."""
+    if not state:
+        return None
+    try:
+        found = json.loads(_cache_file(state).read_text(encoding="utf-8"))
+        weights = found["weights"]
+        known = found["files"] == state and isinstance(weights, str) and len(weights) == 64
+        return weights if known else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _write_cached(state: list[list[Any]], weights: str) -> None:
+    """Whole or not at all; a folder that cannot be written costs the next process another reading."""
+    path = _cache_file(state)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(json.dumps({"files": state, "weights": weights}), encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.file = GGUFFile(path)
         self.source = path.name
+        self.files: tuple[Path, ...] = (path,)
         shapes = {info.name: info.shape for info in self.file.tensors.values()}
         freqs = "rope_freqs.weight"
         table = dequantise(self.file.raw(freqs), self.file.tensors[freqs].type) if freqs in shapes else None
@@ -36,9 +37,6 @@ class GGUFCheckpoint:
         check_shapes(shapes, {name: gguf_name(name) for name in expected_shapes(self.config)}, self.config, self.source)
         matrices = [info.type for info in self.file.tensors.values() if len(info.shape) > 1]
         self.quantised = any(kind.startswith("Q") for kind in matrices)
-
-    def has(self, name: str) -> bool:
-        return gguf_name(name) in self.file.tensors
 
     def tensor(self, name: str) -> torch.Tensor:
         info = self.file.tensors[gguf_name(name)]
@@ -54,6 +52,10 @@ class GGUFCheckpoint:
         order = self._order(name)
         wanted = ids if order is None else order[ids]
         return dequantise(self.file.raw(info.name)[wanted], info.type)  # [len(ids), in]
+
+    def stored(self, name: str) -> tuple[str, torch.Tensor]:
+        info = self.file.tensors[gguf_name(name)]
+        return info.type, self._half_split(name, self.file.raw(info.name))
 
     def _half_split(self, name: str, raw: torch.Tensor) -> torch.Tensor:
         """Rows in the half-split rotary order; a bias is one row of numbers, so it is viewed as rows of one."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from forerun.errors import CorruptModel, ModelNotFound
 from forerun.models.formats.checkpoint import checked, reading
+from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.hf_config import hf_name, read_config
 from forerun.models.formats.shapes import check_shapes, expected_shapes
 
@@ -52,11 +53,12 @@ class FolderCheckpoint:
         root = read_json(folder / "config.json")
         self.config = read_config(root, read_json(generation) if generation.exists() else {}, self.source)
         self._open: dict[Path, Any] = {}
-        self._where, shapes = self._scan(self._files())
+        self.files = self._weight_files()
+        self._where, shapes = self._scan(self.files)
         self._names = self._stored_names()
         check_shapes(shapes, self._names, self.config, self.source)
 
-    def _files(self) -> list[Path]:
+    def _weight_files(self) -> tuple[Path, ...]:
         """The weight files: those the index names, else every .safetensors file of the folder."""
         if (self.folder / _INDEX).exists():
             index = read_json(self.folder / _INDEX)
@@ -72,7 +74,7 @@ class FolderCheckpoint:
             raise ModelNotFound(
                 f"{self.source} has no .safetensors file{found}", "use a safetensors version of the model"
             )
-        return files
+        return tuple(files)
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -82,7 +84,7 @@ class FolderCheckpoint:
                 raise CorruptModel(f"{self.source}: {file.name} is truncated or damaged ({error})", _AGAIN) from error
         return self._open[file]
 
-    def _scan(self, files: list[Path]) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    def _scan(self, files: tuple[Path, ...]) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
         where, shapes = {}, {}
         for file in files:
             handle = self._handle(file)
@@ -102,12 +104,7 @@ class FolderCheckpoint:
         }
         return names | {"head": heads[0] if heads else "lm_head.weight"}
 
-    def has(self, name: str) -> bool:
-        if name == "head" and self.config.tie_embeddings:
-            return False
-        return self._names.get(name) in self._where
-
-    def _stored(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> torch.Tensor:
         stored = self._names[name]
         try:
             return self._handle(self._where[stored]).get_tensor(stored)
@@ -115,13 +112,16 @@ class FolderCheckpoint:
             raise CorruptModel(f"{self.source}: tensor {stored!r} cannot be read ({error})", _AGAIN) from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        value = checked(self._stored(name), self._names[name], self.source)
+        value = checked(self._read(name), self._names[name], self.source)
         if self.config.family == "gemma3" and name.endswith("norm"):
             return value.float() + 1.0  # Gemma stores what is added to one
         return value
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        return self._stored(name)[ids].float()  # [len(ids), in]
+        return self._read(name)[ids].float()  # [len(ids), in]
+
+    def stored(self, name: str) -> tuple[str, torch.Tensor]:
+        return as_stored(self._read(name))
 
     def tokenizer(self) -> Tokenizer:
         from forerun.text.tokenizer import Tokenizer
