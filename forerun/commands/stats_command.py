@@ -60,7 +60,7 @@ def stats(
 
 
 def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, speculate: str) -> Stats:
-    from forerun_research.bench import agent_trace
+    from forerun.commands import agent_trace
 
     asked = agent_trace.read_trace(trace, turns)
     with opened.open() as llm:

@@ -1,7 +1,7 @@
 """Random operations on the page pool, the prefix tree and its tiers, beside a plain dictionary that says what must be.
 
-Every page holds a number that follows from all tokens up to its end, so whoever reads a page knows whether it is the
-right one. After each operation the references of every page are counted: a page that nobody holds must be free.
+Every page holds a number that follows from all tokens up to its end, so a page read back shows whether it is the
+right one. After each operation the references of every page are counted: a page without a reference must be free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RARE = {"restart": 0.03, "crash": 0.03}
 
 
 @dataclass
-class Held:
+class ModelSequence:
     """A text in use, with references of its own."""
 
     tokens: list[int]
@@ -39,7 +39,7 @@ class Held:
 
 
 @dataclass
-class Model:
+class CacheModel:
     """What must be: plain dictionaries and sets of texts as packed tokens, each the beginning up to a page's end."""
 
     tree: dict[bytes, int] = field(default_factory=dict)  # the page of each
@@ -47,7 +47,7 @@ class Model:
     promised: set[bytes] = field(default_factory=set)  # of those, what a clean end has written
 
 
-class Difference(Exception):
+class CacheMismatch(Exception):
     """The cache and the dictionary do not agree."""
 
 
@@ -61,7 +61,7 @@ def run(steps: int = 100_000, seed: int = 0) -> dict[str, Any]:
             for _ in range(steps):
                 world.step()
             leaked = world.end()
-        except Difference as error:
+        except CacheMismatch as error:
             difference, leaked = f"step {sum(world.counts.values())}: {error}", -1
         finally:
             world.stop()
@@ -80,10 +80,10 @@ class World:
     """The cache under test, and the model beside it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.draw, self.model = random.Random(seed), Model()
+        self.draw, self.model = random.Random(seed), CacheModel()
         self.counts: Counter[str] = Counter()
         self.pages_read: Counter[str] = Counter()
-        self.held: list[Held] = []
+        self.held: list[ModelSequence] = []
         self._folders = (folder / str(number) for number in range(1 << 30))
         self._open(next(self._folders))
 
@@ -141,7 +141,7 @@ class World:
         self.tree.insert(tokens, pages)
         for page, text in zip(pages, chain, strict=True):
             self.model.tree.setdefault(text, page)
-        self._hold(Held(tokens, pages))
+        self._hold(ModelSequence(tokens, pages))
 
     def _match(self) -> None:
         tokens = self._text()
@@ -154,7 +154,7 @@ class World:
         if self.held:
             held = self.draw.choice(self.held)
             self.pool.retain(held.pages)
-            self._hold(Held(list(held.tokens), list(held.pages)))
+            self._hold(ModelSequence(list(held.tokens), list(held.pages)))
 
     def _rewind(self) -> None:
         if self.held:
@@ -225,7 +225,7 @@ class World:
         return count <= self.pool.free
 
     def _drop(self, count: int) -> None:
-        """Evict; what can go is what nobody holds, with nothing held below it."""
+        """Evict; only pages without a reference may go, with nothing referenced below them."""
         in_use = {page for held in self.held for page in held.pages} | {
             page for page in self.model.tree.values() if self.pool.refs[page] > 1
         }
@@ -239,7 +239,7 @@ class World:
             text = data[: i * 4 * PAGE]
             self._same("evicted page", page, self.model.tree.pop(text, None))
             if any(len(other) > len(text) and other.startswith(text) for other in self.model.tree):
-                raise Difference("a page was evicted before those that follow it")
+                raise CacheMismatch("a page was evicted before those that follow it")
         self.tiers.spill(data, pages)
         self.model.below |= {data[: i * 4 * PAGE] for i in range(first + 1, first + len(pages) + 1)}
 
@@ -247,7 +247,7 @@ class World:
         assert self.tiers.disk is not None
         lost = [text for text in self.model.promised if self.tiers.keys(text)[-1] not in self.tiers.disk]
         if lost:
-            raise Difference(f"{len(lost)} of {len(self.model.promised)} pages written before are gone")
+            raise CacheMismatch(f"{len(lost)} of {len(self.model.promised)} pages written before are gone")
 
     def _count_references(self, operation: str) -> None:
         expected = np.zeros(POOL, dtype=np.int32)
@@ -255,9 +255,9 @@ class World:
         for held in self.held:
             np.add.at(expected, held.pages, 1)
         if not np.array_equal(expected, self.pool.refs) or self.pool.free != int((expected == 0).sum()):
-            raise Difference(f"after {operation}: references are not those of the tree and the texts in use")
+            raise CacheMismatch(f"after {operation}: references are not those of the tree and the texts in use")
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, held: ModelSequence) -> None:
         self.held.append(held)
         while len(self.held) > SEQUENCES:
             self.pool.release(self.held.pop(0).pages)
@@ -274,11 +274,11 @@ class World:
         k, v = (cache[page * PAGE : (page + 1) * PAGE] for cache in self.pool.kv[0])
         number = _number(text)
         if not bool((k == number).all()) or not bool((v == -number).all()):
-            raise Difference(f"page {page} does not hold what its text of {len(text) // 4} tokens says")
+            raise CacheMismatch(f"page {page} does not hold what its text of {len(text) // 4} tokens says")
 
     def _same(self, what: str, found: Any, expected: Any) -> None:
         if found != expected:
-            raise Difference(f"{what}: {found}, the dictionary says {expected}")
+            raise CacheMismatch(f"{what}: {found}, the dictionary says {expected}")
 
 
 def _ends(text: bytes) -> range:

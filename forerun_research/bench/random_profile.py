@@ -34,7 +34,7 @@ class RandomDraft(RandomCheckpoint):
 
 
 class RandomLLM(LLM):
-    """An LLM whose models have no tokenizer, so that nobody can ask whether their tokens are the same: they are."""
+    """An LLM whose models have no tokenizer, so token ids cannot be compared: both models have the same ones."""
 
     def _open_draft(
         self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool

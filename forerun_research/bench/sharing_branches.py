@@ -1,6 +1,6 @@
 """Branches of one prompt: sharing everything, without shared-prefix attention, and as requests on their own.
 
-Where bits that depend on nobody else cost something (int8 weights on a CPU), sharing is also measured with
+Where bits that do not depend on the batch cost something (int8 weights on a CPU), sharing is also measured with
 `batch_invariant=False`. Requests on their own always run as `LLM` does by default.
 """
 

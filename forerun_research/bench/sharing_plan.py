@@ -41,36 +41,36 @@ EXAMPLES = [
 
 
 @dataclass(frozen=True)
-class Task:
+class ToolTask:
     text: str
     plan: str  # the calls it needs
     right: str  # what a right answer has in it
 
 
 TASKS = [
-    Task(
+    ToolTask(
         "How many more inhabitants has Oakford than Millbay?",
         "#E1 = Inhabitants[Oakford]\n#E2 = Inhabitants[Millbay]\n#E3 = Reckon[#E1 - #E2]",
         "338",
     ),
-    Task(
+    ToolTask(
         "How many inhabitants have Millbay, Sandwick and Thornby together?",
         "#E1 = Inhabitants[Millbay]\n#E2 = Inhabitants[Sandwick]\n#E3 = Inhabitants[Thornby]\n"
         "#E4 = Reckon[#E1 + #E2 + #E3]",
         "3528",
     ),
-    Task("How much is 17 times 23?", "#E1 = Reckon[17 * 23]", "391"),
-    Task(
+    ToolTask("How much is 17 times 23?", "#E1 = Reckon[17 * 23]", "391"),
+    ToolTask(
         "How many inhabitants have Oakford and Sandwick together?",
         "#E1 = Inhabitants[Oakford]\n#E2 = Inhabitants[Sandwick]\n#E3 = Reckon[#E1 + #E2]",
         "1716",
     ),
-    Task(
+    ToolTask(
         "How many more inhabitants has Thornby than Oakford?",
         "#E1 = Inhabitants[Thornby]\n#E2 = Inhabitants[Oakford]\n#E3 = Reckon[#E1 - #E2]",
         "946",
     ),
-    Task("How many inhabitants has Millbay?", "#E1 = Inhabitants[Millbay]", "866"),
+    ToolTask("How many inhabitants has Millbay?", "#E1 = Inhabitants[Millbay]", "866"),
 ]
 LIMITS = plan.Limits(max_calls=5, plan_tokens=128, answer_tokens=32)
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "model_s", "tools_s", "total_s")
@@ -89,7 +89,7 @@ def tools(wait_s: float) -> dict[str, Callable[[str], Any]]:
     return {"Inhabitants": inhabitants, "Reckon": reckon}
 
 
-class Led:
+class ScriptedLLM:
     """An LLM whose first requests give these texts: it generates them token by token as usual, but has no choice. So
     both ways make the same calls, whatever the model would have chosen, and only what the ways cost differs."""
 
@@ -123,7 +123,7 @@ def _ratios(both: dict[str, Any]) -> dict[str, Any]:
     return {name: round(both[INTERLEAVED][key] / max(both[PLAN][key], 1e-9), 3) for name, key in names.items()}
 
 
-def _tasks(way: str, llm: LLM, tasks: list[Task], own: dict[str, Any], led: bool) -> dict[str, Any]:
+def _tasks(way: str, llm: LLM, tasks: list[ToolTask], own: dict[str, Any], led: bool) -> dict[str, Any]:
     sums: dict[str, Any] = dict.fromkeys(SUMS, 0) | {"calls": 0, "right": 0, "failed": 0}
     for task in tasks:
         guide: Any = _led(way, llm, task, own) if led else llm
@@ -145,16 +145,16 @@ def _tasks(way: str, llm: LLM, tasks: list[Task], own: dict[str, Any], led: bool
     return {name: round(value, 3) for name, value in sums.items()}
 
 
-def _led(way: str, llm: LLM, task: Task, own: dict[str, Any]) -> Led:
+def _led(way: str, llm: LLM, task: ToolTask, own: dict[str, Any]) -> ScriptedLLM:
     """The texts that lead to the calls a task needs; the answer is the model's own."""
     if way == PLAN:
-        return Led(llm, [task.plan], None)
+        return ScriptedLLM(llm, [task.plan], None)
     waitless, results, turns = tools(0.0), dict[str, str](), list[str]()
     for step in plan.parse(task.plan).steps:
         argument = fill(step.argument, results)
         results[step.name] = str(waitless[step.tool](argument))
         turns.append(f"Call: {step.tool}[{argument}]")
-    return Led(llm, turns, turn_grammar(own, may_call=False))
+    return ScriptedLLM(llm, turns, turn_grammar(own, may_call=False))
 
 
 def _value(node: ast.AST) -> Any:

@@ -18,10 +18,10 @@ from typing import Any
 from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun_research.bench import common
-from forerun_research.bench.plan import Plan, Work, parse_rule, prepare
 from forerun_research.bench.sides import SideProcess
+from forerun_research.bench.speculate_tasks import BenchPrompts, SpeculateBench, parse_rule, prepare
 from forerun_research.bench.speedups import AUTO, LEAST, PLAIN, Record, copied, goals, speedups, worst
-from forerun_research.bench.tasks import Task
+from forerun_research.bench.tasks import BenchTask
 
 PEER_TASKS = 4  # the peer takes seconds a task
 CONVERSATIONS = 3  # for the prefix cache's hit rate
@@ -29,7 +29,7 @@ CONVERSATIONS = 3  # for the prefix cache's hit rate
 Write = Callable[[dict[str, Any]], None]
 
 
-def run(setup: common.Setup, plan: Plan) -> dict[str, Any]:
+def run(setup: common.Setup, plan: SpeculateBench) -> dict[str, Any]:
     if setup.against == "llama.cpp":
         raise BadRequest("llama-cpp-python is not measured with a draft model here", "use --against transformers")
     if setup.against == "transformers" and plan.temperature:
@@ -48,7 +48,12 @@ def run(setup: common.Setup, plan: Plan) -> dict[str, Any]:
 
 
 def _summary(
-    side: SideProcess, setup: common.Setup, plan: Plan, work: Work, records: list[Record], write: Write
+    side: SideProcess,
+    setup: common.Setup,
+    plan: SpeculateBench,
+    work: BenchPrompts,
+    records: list[Record],
+    write: Write,
 ) -> dict[str, Any]:
     measured = side.call("speculation")
     paid = measured["control"]["round_s"]  # those that run a model have a cost curve; the others cost next to nothing
@@ -78,7 +83,7 @@ def _same_bits(about: dict[str, Any]) -> bool:
     return about["weights"] == "int8" and about["device"] == "cpu"
 
 
-def answers(side: SideProcess, runs: int, plan: Plan, work: Work, write: Write) -> list[Record]:
+def answers(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPrompts, write: Write) -> list[Record]:
     """Every task in every setting, in an order that rotates, `runs` times over."""
     settings = [PLAIN, *plan.settings]
     for name in settings:  # for warmth: cost curves, the draft model's first forward; a GPU compiles for new shapes
@@ -100,7 +105,7 @@ def answers(side: SideProcess, runs: int, plan: Plan, work: Work, write: Write) 
     return records
 
 
-def _batch(side: SideProcess, runs: int, plan: Plan, work: Work, size: int) -> dict[str, Any]:
+def _batch(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPrompts, size: int) -> dict[str, Any]:
     """Tokens a second of `size` mixed requests at once, plain and `auto` in turn."""
     names = [PLAIN, AUTO]
     rates: dict[str, list[float]] = {name: [] for name in names}
@@ -118,7 +123,7 @@ def _batch(side: SideProcess, runs: int, plan: Plan, work: Work, size: int) -> d
     return {**figures, "ratio": common.spread(ratios), "equal": round(equal / (size * runs), 4)}
 
 
-def _rules(side: SideProcess, runs: int, plan: Plan, work: Work, write: Write) -> dict[str, Any]:
+def _rules(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPrompts, write: Write) -> dict[str, Any]:
     """Mean accepted length of each acceptance rule, drafts by the draft model, the same tasks and seeds."""
     sums = {rule: Counter[str]() for rule in plan.rules}
     jobs = [(run, a, rule) for run in range(runs) for a in work.asked for rule in plan.rules]
@@ -138,7 +143,7 @@ def _rules(side: SideProcess, runs: int, plan: Plan, work: Work, write: Write) -
     return result
 
 
-def _prefix_cache(side: SideProcess, plan: Plan, work: Work) -> dict[str, Any]:
+def _prefix_cache(side: SideProcess, plan: SpeculateBench, work: BenchPrompts) -> dict[str, Any]:
     """How much of second turns was read from the prefix tree, with speculation off and on."""
     room = work.context - 2 * plan.tokens
     fitting = [a.task for a in work.mixed if a.two_turns <= room][:CONVERSATIONS]
@@ -151,7 +156,9 @@ def _prefix_cache(side: SideProcess, plan: Plan, work: Work) -> dict[str, Any]:
     return {"hit_rate": rates, "same": rates[PLAIN] == rates[AUTO]}
 
 
-def _peer(peer: SideProcess, plan: Plan, work: Work, records: list[Record], write: Write) -> dict[str, Any]:
+def _peer(
+    peer: SideProcess, plan: SpeculateBench, work: BenchPrompts, records: list[Record], write: Write
+) -> dict[str, Any]:
     """transformers' own generation on the first tasks of different categories, with the draft model and without."""
     chosen = work.mixed[:PEER_TASKS]
     kinds = ("plain",) if plan.draft is None else ("plain", "assisted")
@@ -171,7 +178,7 @@ def _peer(peer: SideProcess, plan: Plan, work: Work, records: list[Record], writ
     return {**peer.about, "tasks": len(tasks), "tokens_per_s": rates, "forerun_tokens_per_s": ours, "ratio": ratio}
 
 
-def _rate(records: list[Record], tasks: list[Task], setting: str) -> float:
+def _rate(records: list[Record], tasks: list[BenchTask], setting: str) -> float:
     """Tokens a second over whole requests, as the peer's are counted."""
     wanted = {(task.category, task.id) for task in tasks}
     found = [r for r in records if r["setting"] == setting and (r["category"], r["task"]) in wanted]

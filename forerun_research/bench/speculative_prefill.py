@@ -28,7 +28,7 @@ TIMES = ("read_s", "repair_s", "check_s")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrefillBench:
     """What is drafted and how, beside the model."""
 
     draft: str | None = None
@@ -71,7 +71,7 @@ def _texts(folder: Path) -> list[str]:
     return texts
 
 
-def run(setup: common.Setup, lengths: list[int], plan: Plan) -> dict[str, Any]:
+def run(setup: common.Setup, lengths: list[int], plan: PrefillBench) -> dict[str, Any]:
     plan.check(setup)
     prompts, lengths = Documents(setup), sorted(set(lengths))
     context = lengths[-1] + ANSWER + 1
@@ -110,10 +110,10 @@ def _length(
     prompts: Documents,
     length: int,
     runs: int,
-    plan: Plan,
+    plan: PrefillBench,
     modes: Sequence[str],
 ) -> dict[str, Any]:
-    """Another piece of text in each run, the same for everybody; the first run is for warmth."""
+    """Another piece of text in each run, the same for all sides; the first run is for warmth."""
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
     theirs: list[Sample] = []
     for run in range(runs + 1):

@@ -110,7 +110,7 @@ def _accepted_by(records: list[Record]) -> Counter[str]:
 
 def survival(records: Iterable[Record]) -> list[float]:
     """Share of decoding passes in which at least 1, 2, 3, ... drafted tokens were accepted. An answer's first pass is
-    its prompt's, which nobody drafts for."""
+    its prompt's, which is never drafted."""
     lengths = [length for record in records for length in record["lengths"][1:]]
     deepest = max(lengths, default=0)
     return [sum(length >= depth for length in lengths) / len(lengths) for depth in range(1, deepest + 1)]

@@ -24,7 +24,7 @@ FOLLOW_UP = "Say the same again in fewer words."  # where a task has only one tu
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """One conversation of a bench: its category and what the user says, turn by turn."""
 
     id: str
@@ -48,16 +48,16 @@ class Task:
         return self.turns[1] if len(self.turns) > 1 else FOLLOW_UP
 
 
-def read_tasks(paths: Sequence[Path] = ()) -> list[Task]:
+def read_tasks(paths: Sequence[Path] = ()) -> list[BenchTask]:
     """Tasks of files and folders, in order; of the package when none are given."""
     if not paths:
-        return [Task(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts()]
+        return [BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts()]
     return [task for path in paths for file in _files(path) for task in _read_file(file)]
 
 
-def select(tasks: Iterable[Task], per_category: int, categories: Sequence[str] = ()) -> list[Task]:
+def select(tasks: Iterable[BenchTask], per_category: int, categories: Sequence[str] = ()) -> list[BenchTask]:
     """The first few tasks of each category, categories in the order they come (or are asked for)."""
-    found: dict[str, list[Task]] = {}
+    found: dict[str, list[BenchTask]] = {}
     for task in tasks:
         found.setdefault(task.category, []).append(task)
     for name in categories:
@@ -66,9 +66,9 @@ def select(tasks: Iterable[Task], per_category: int, categories: Sequence[str] =
     return [task for name in categories or found for task in found[name][:per_category]]
 
 
-def mixed(tasks: Sequence[Task]) -> list[Task]:
+def mixed(tasks: Sequence[BenchTask]) -> list[BenchTask]:
     """The same tasks with categories taking turns, as requests of a service would come."""
-    queues: dict[str, list[Task]] = {}
+    queues: dict[str, list[BenchTask]] = {}
     for task in tasks:
         queues.setdefault(task.category, []).append(task)
     longest = max(map(len, queues.values()), default=0)
@@ -85,9 +85,9 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read_file(path: Path) -> Iterator[Task]:
+def _read_file(path: Path) -> Iterator[BenchTask]:
     if not path.name.endswith(_SUFFIXES):
-        yield from (Task(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts(path))
+        yield from (BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts(path))
         return
     found = False
     for number, line in enumerate(_content(path).splitlines(), 1):
@@ -116,7 +116,7 @@ def _content(path: Path) -> str:
         raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 file of JSON lines, plain or .gz") from None
 
 
-def _task(record: dict[str, Any], path: Path, number: int) -> Task | None:
+def _task(record: dict[str, Any], path: Path, number: int) -> BenchTask | None:
     """A line by its fields; None where it has none that are known."""
     name = str(record.get("task_id", record.get("question_id", record.get("id", number))))
     if "turns" in record:
@@ -132,7 +132,7 @@ def _task(record: dict[str, Any], path: Path, number: int) -> Task | None:
     return None
 
 
-def _checked(name: str, category: Any, turns: Any, raw: bool = False) -> Task | None:
+def _checked(name: str, category: Any, turns: Any, raw: bool = False) -> BenchTask | None:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         return None
-    return Task(name, str(category), tuple(turns), raw)
+    return BenchTask(name, str(category), tuple(turns), raw)

@@ -38,7 +38,7 @@ TaskData = Annotated[
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What is measured, beside whom, how often."""
+    """What is measured, beside which engine, how often."""
 
     model: opt.Model = opt.DEFAULT_MODEL
     weights: opt.Weights = "auto"
@@ -169,7 +169,7 @@ def prefill(
     if shared is not None:
         raise BadRequest("--shared is about exact prefill", "leave it or --speculative out")
     asked = {name: value for name, value in asdict(drafting).items() if name != "speculative"}
-    result = speculative_prefill.run(setup, tokens or [2048, 4096], speculative_prefill.Plan(**asked))
+    result = speculative_prefill.run(setup, tokens or [2048, 4096], speculative_prefill.PrefillBench(**asked))
     common.report(result, prefill_table.table(result, setup.against), as_json)
 
 
@@ -258,11 +258,11 @@ def speculate(
     """
     from forerun_research.bench import common, speculate_table
     from forerun_research.bench import speculate as bench
-    from forerun_research.bench.plan import Plan
+    from forerun_research.bench.speculate_tasks import SpeculateBench
 
     names, rules, sizes = _list(drafters), _list(verify), _sizes(batch)
     found = tuple(data or ())
-    plan = Plan(draft, found, tokens, per_category, _list(categories), names, sizes, temperature, rules, out)
+    plan = SpeculateBench(draft, found, tokens, per_category, _list(categories), names, sizes, temperature, rules, out)
     result = bench.run(common.Setup(model, weights, device, against, runs, threads), plan)
     common.report(result, speculate_table.table(result), as_json)
 

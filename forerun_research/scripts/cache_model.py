@@ -1,6 +1,6 @@
 """Random operations on the cache beside a plain dictionary, seed after seed, until one differs or all are through.
 
-    python forerun_research/scripts/cache_model.py --steps 100000 --seeds 0 1 2 3
+    python -m forerun_research.scripts.cache_model --steps 100000 --seeds 0 1 2 3
 
 Prints a JSON line for each seed; exit status 1 where the cache and the dictionary did not agree or a page leaked.
 """

@@ -1,6 +1,6 @@
 """What the host adds to a launch of the whole decoder: microseconds of each part of a step.
 
-python forerun_research/scripts/cuda_host.py [--model 1.5b]
+python -m forerun_research.scripts.cuda_host [--model 1.5b]
 """
 
 from __future__ import annotations
@@ -8,13 +8,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -1,6 +1,6 @@
 """Checks recorded passes on the GPU at hand: rows that recompute at once leave what the same rows leave layer by layer.
 
-    python forerun_research/scripts/cuda_recompute.py [--shape 0.5b]
+    python -m forerun_research.scripts.cuda_recompute [--shape 0.5b]
 
 K/V of all layers, inputs and queries of picked rows, and the last row's logits, on a random model, for several numbers
 of rows. Small blocks of memory that were free while the passes were recorded are filled first, so that a recording that
@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch

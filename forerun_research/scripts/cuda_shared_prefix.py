@@ -1,6 +1,6 @@
 """Shared-prefix attention on the GPU at hand: checks, then times of the attention alone and of whole forwards.
 
-    python forerun_research/scripts/cuda_shared_prefix.py --json out.json [--parts check,forward,attention,step]
+    python -m forerun_research.scripts.cuda_shared_prefix --json out.json [--parts check,forward,attention,step]
 
 `check` compares the attention with the plain paged kernel and with float64, `forward` logits of graphs and of single
 launches with and without. Both expect the same bits. `attention` times one layer of 28 in a captured graph, by how many
@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import random
-import sys
 import time
 from array import array
 from collections.abc import Iterator
@@ -24,8 +23,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -60,7 +57,7 @@ CASES: list[tuple[list[int], list[tuple[int, int, int]]]] = [
 ]
 
 
-class Case:
+class AttentionCase:
     def __init__(self, config: ModelConfig, stems: list[int], sequences: list[tuple[int, int, int]], layers: int = 1):
         own = [-(-entries // PAGE) for _, entries, _ in sequences]
         order = torch.randperm(sum(stems) + sum(own)).tolist()
@@ -114,7 +111,7 @@ def note(report: dict, part: str, figures: dict[str, Any], ok: bool | None = Non
 def check(report: dict) -> None:
     for name, config in CONFIGS.items():
         for number, (stems, sequences) in enumerate(CASES):
-            case = Case(config, stems, sequences)
+            case = AttentionCase(config, stems, sequences)
             with_, without = case.run(True), case.run(False)
             error, same = relative(with_, case.reference()), torch.equal(with_, without)
             again = torch.equal(with_, case.run(True))
@@ -193,7 +190,7 @@ def forward(report: dict) -> None:
 
 def time_attention(report: dict) -> None:
     for name, seqs, length in itertools.product(("1.5b", "smollm2"), (16, 64, 256), (512, 2048, 8192, 32768)):
-        case = Case(CONFIGS[name], [length // PAGE], [(0, 64, 1)] * seqs, layers=28)
+        case = AttentionCase(CONFIGS[name], [length // PAGE], [(0, 64, 1)] * seqs, layers=28)
         figures: dict[str, Any] = {"shape": name, "seqs": seqs, "shared": length, "spared": case.groups.spared}
         stages = (2, 3, 4) if name == "1.5b" and length == 8192 else (2,)
         for how, share, n in [("plain", False, 2)] + [(f"shared_{n}", True, n) for n in stages]:

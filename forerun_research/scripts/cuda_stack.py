@@ -1,6 +1,6 @@
 """Checks and times forwards on the GPU at hand: one launch (`Stack`), graphs and draft chains, on random models.
 
-    python forerun_research/scripts/cuda_stack.py --json out.json [--parts check,chain,move,time,draft] [--models 1.5b]
+    python -m forerun_research.scripts.cuda_stack --json out.json [--parts check,chain,move,time,draft] [--models 1.5b]
 
 Checks compare with the reference attention backend on a copy of the cache, a row's logits alone with the same row's
 among others bit by bit, and chains with the same steps run one by one.
@@ -13,15 +13,12 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -1,7 +1,7 @@
 """Checks and times the CUDA kernels on the GPU at hand: correctness, tiles of each weight shape, prefill.
 Whole forwards are timed by cuda_stack.py.
 
-    python forerun_research/scripts/cuda_sweep.py --json out.json [--parts check,sweep,prefill] [--models 1.5b,8b]
+    python -m forerun_research.scripts.cuda_sweep --json out.json [--parts check,sweep,prefill] [--models 1.5b,8b]
 
 Products are timed as replays of a captured graph over weights several times larger than L2. TB/s counts the
 weights' bytes once. Partial results are printed as they come; the JSON file is rewritten after every part.
@@ -14,13 +14,10 @@ import itertools
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +31,7 @@ BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Model:
+class KernelShapes:
     hidden: int
     layers: int
     heads: int
@@ -55,8 +52,8 @@ class Model:
 
 
 MODELS = {
-    "1.5b": Model(1536, 28, 12, 2, 8960, 151936),
-    "8b": Model(4096, 32, 32, 8, 14336, 128256),
+    "1.5b": KernelShapes(1536, 28, 12, 2, 8960, 151936),
+    "8b": KernelShapes(4096, 32, 32, 8, 14336, 128256),
 }
 
 

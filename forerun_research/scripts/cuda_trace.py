@@ -1,6 +1,6 @@
 """Where one launch of the whole decoder spends its time: cycles of each step of a layer, seen from some programs.
 
-    python forerun_research/scripts/cuda_trace.py [--models 1.5b] [--clock 1.82]
+    python -m forerun_research.scripts.cuda_trace [--models 1.5b] [--clock 1.82]
 
 Patches clock reads around every meeting of the programs into the source that `Stack` compiles, so times are a little
 longer than without.
@@ -11,10 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import random
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -1,6 +1,6 @@
 """Pictures of the page for the documents: a provisional answer while it is provisional, and the race.
 
-    python forerun_research/scripts/page_screenshots.py
+    python -m forerun_research.scripts.page_screenshots
 
 A real server, a real browser (any Chromium; `make browser` installs one), and the model as it is: nothing is staged but
 the moment. Needs a profile, as provisional answers do: the default model has one.
@@ -28,7 +28,7 @@ from forerun.serve.server import Server, listen
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 PATIENCE = 300_000  # milliseconds for an answer
-FIRST = ("handbook.txt", "From the handbook above: how is the weather log kept, and by whom?")
+FIRST = ("handbook.txt", "From the handbook above: how is the weather log kept, and where?")
 SECOND = ("depot.py", "What does the code above do, in a few sentences?")
 RACE = ("handbook.txt", "From the handbook above: what is the oldest bird ever caught?")
 

@@ -1,6 +1,6 @@
 """Distinct trajectories per 1,000 computed tokens: rollout trees beside independent sampling, on GSM8K questions.
 
-    python forerun_research/scripts/rollouts.py --model smollm2-135m-instruct --data gsm8k.jsonl --prompts 6 --budget
+    python -m forerun_research.scripts.rollouts --model smollm2-135m-instruct --data gsm8k.jsonl --prompts 6 --budget
     2000
 
 Every question is answered with the same budget of computed tokens by independent sampling, which shares the prompt's

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from forerun_research.scripts.serve_requests import Ask
+from forerun_research.scripts.serve_requests import LoadRequest
 
 
 @dataclass
-class Answer:
+class ClientAnswer:
     """What came back for one request."""
 
-    ask: Ask
+    ask: LoadRequest
     status: int = 0
     raw: bytearray = field(default_factory=bytearray)
     first_s: float = 0.0  # from before the connection to the first event with text
@@ -60,8 +60,8 @@ def dechunked(body: bytes) -> bytes:
     return b"".join(found)
 
 
-async def ask_once(host: str, port: int, model: str, ask: Ask) -> Answer:
-    answer, start = Answer(ask), time.perf_counter()
+async def ask_once(host: str, port: int, model: str, ask: LoadRequest) -> ClientAnswer:
+    answer, start = ClientAnswer(ask), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except OSError as error:
@@ -97,7 +97,7 @@ def whole(raw: bytearray) -> bool:
     return bool(found) and bool(lengths) and len(body) >= int(lengths[0])
 
 
-async def together(host: str, port: int, model: str, asks: list[Ask]) -> tuple[float, list[Answer]]:
+async def together(host: str, port: int, model: str, asks: list[LoadRequest]) -> tuple[float, list[ClientAnswer]]:
     """All at once; seconds until the last is complete."""
     start = time.perf_counter()
     answers = await asyncio.gather(*(ask_once(host, port, model, ask) for ask in asks))
@@ -105,10 +105,10 @@ async def together(host: str, port: int, model: str, asks: list[Ask]) -> tuple[f
 
 
 async def keep_asking(
-    host: str, port: int, model: str, asks: Iterator[Ask], clients: int, seconds: float
-) -> list[Answer]:
+    host: str, port: int, model: str, asks: Iterator[LoadRequest], clients: int, seconds: float
+) -> list[ClientAnswer]:
     """`clients` of them, each asking again as soon as it has its answer, until the time is over."""
-    answers: list[Answer] = []
+    answers: list[ClientAnswer] = []
     end = time.perf_counter() + seconds
 
     async def client() -> None:
@@ -122,10 +122,10 @@ async def keep_asking(
     return answers
 
 
-def outcomes(answers: list[Answer]) -> Counter[str]:
+def outcomes(answers: list[ClientAnswer]) -> Counter[str]:
     """How many ended in which way."""
 
-    def outcome(answer: Answer) -> str:
+    def outcome(answer: ClientAnswer) -> str:
         if answer.error:
             return answer.error
         if answer.left:

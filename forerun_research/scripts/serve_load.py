@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """The load run: many streaming clients on a real `forerun serve`, and what the server costs beside the library.
 
-    .venv/bin/python forerun_research/scripts/serve_load.py [--clients 64] [--seconds 300] [--model NAME] [--threads 2]
+    python -m forerun_research.scripts.serve_load [--clients 64] [--seconds 300] [--model NAME] [--threads 2]
     [--out FILE]
 
 Three parts. `first`: at one client, the same short questions to the server and to the library in turn; how much later
@@ -28,11 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from forerun_research.scripts.serve_clients import Answer, ask_once, keep_asking, outcomes, together  # noqa: E402
-from forerun_research.scripts.serve_requests import mixed, short  # noqa: E402
-from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide  # noqa: E402
+from forerun_research.scripts.serve_clients import ClientAnswer, ask_once, keep_asking, outcomes, together
+from forerun_research.scripts.serve_requests import mixed, short
+from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
 
 DISTINCT = 3  # requests of the load for each client; clients go round them all
 FILLING = 1 / 3  # of the load's time, until the pool has been written to everywhere
@@ -155,7 +152,7 @@ def load(server: ServerSide, library: LibrarySide, args: argparse.Namespace) -> 
     }
 
 
-def example(answer: Answer, expected: str) -> dict[str, str]:
+def example(answer: ClientAnswer, expected: str) -> dict[str, str]:
     return {"prompt": answer.ask.content[-120:], "server": answer.text, "library": expected}
 
 

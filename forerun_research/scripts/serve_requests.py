@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from forerun import data  # noqa: E402
+from forerun import data
 
 PATH = "/v1/chat/completions"
 LENGTHS = (16, 32, 48, 64, 96)  # tokens of answers
@@ -22,7 +18,7 @@ WORDS = (150, 300, 500)  # of a document
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request; `leave_after`: events of its stream after which the client goes away, 0: it stays."""
 
     content: str
@@ -57,7 +53,7 @@ class Ask:
         return f"{head}\r\n\r\n".encode() + body
 
 
-def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> list[Ask]:
+def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> list[LoadRequest]:
     """Requests of all kinds; `leaving` and `sampled`: shares of those. The same seed, the same list."""
     rng = random.Random(seed)
     questions = [prompt.text for prompt in data.read_prompts() if len(prompt.text) < 600]
@@ -69,7 +65,7 @@ def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> 
             start = rng.randrange(6) * 200
             content = f"{' '.join(words[start : start + rng.choice(WORDS)])}\n\n{content}"
         asks.append(
-            Ask(
+            LoadRequest(
                 content,
                 rng.choice(LENGTHS),
                 0.8 if rng.random() < sampled else 0.0,
@@ -80,7 +76,7 @@ def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> 
     return asks
 
 
-def short(count: int, seed: int) -> list[Ask]:
+def short(count: int, seed: int) -> list[LoadRequest]:
     """Short questions of two tokens each: for the time to the first."""
     asked = mixed(count, seed, sampled=0.0)
-    return [Ask(ask.content[-200:], 2, 0.0, 0) for ask in asked]
+    return [LoadRequest(ask.content[-200:], 2, 0.0, 0) for ask in asked]

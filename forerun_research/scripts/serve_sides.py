@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from forerun_research.scripts.serve_requests import Ask
+from forerun_research.scripts.serve_requests import LoadRequest
 
 NAME = "load"
 OPTIONS = ("model", "threads", "kv_cache_tokens", "max_model_len")
@@ -118,11 +118,11 @@ class LibrarySide:
         self._process.start()
         theirs.close()
 
-    def batch(self, asks: list[Ask]) -> tuple[float, int, list[str]]:
+    def batch(self, asks: list[LoadRequest]) -> tuple[float, int, list[str]]:
         """Seconds, tokens and texts of all requests as one batch."""
         return self._call("batch", asks)
 
-    def first(self, ask: Ask) -> float:
+    def first(self, ask: LoadRequest) -> float:
         """Seconds to the first token of a stream, the prompt's encoding included."""
         return self._call("first", ask)
 
@@ -147,13 +147,13 @@ def _library(pipe: Connection, settings: dict[str, Any]) -> None:
             pipe.send(_batch(llm, value) if name == "batch" else _first(llm, value))
 
 
-def _params(ask: Ask) -> Any:
+def _params(ask: LoadRequest) -> Any:
     from forerun import SamplingParams
 
     return SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed)
 
 
-def _batch(llm: Any, asks: list[Ask]) -> tuple[float, int, list[str]]:
+def _batch(llm: Any, asks: list[LoadRequest]) -> tuple[float, int, list[str]]:
     start = time.perf_counter()
     runs = llm.driver.run([(llm.encode(ask.messages), _params(ask)) for ask in asks])  # `chat` has one set of params
     seconds = time.perf_counter() - start
@@ -161,7 +161,7 @@ def _batch(llm: Any, asks: list[Ask]) -> tuple[float, int, list[str]]:
     return seconds, sum(len(event.token_ids) for events in runs for event in events), texts
 
 
-def _first(llm: Any, ask: Ask) -> float:
+def _first(llm: Any, ask: LoadRequest) -> float:
     start, first = time.perf_counter(), 0.0
     for event in llm.stream(ask.messages, _params(ask)):
         if event.text and not first:

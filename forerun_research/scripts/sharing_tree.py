@@ -1,6 +1,6 @@
 """What the prefix tree costs as it grows: time of a request and bytes of a node, from small trees to large ones.
 
-    python forerun_research/scripts/sharing_tree.py --nodes 100 1000 10000 --tokens-per-node 1000
+    python -m forerun_research.scripts.sharing_tree --nodes 100 1000 10000 --tokens-per-node 1000
 
 Prints a JSON line for each size. The goal of `forerun bench sharing` is about 1,000 nodes with 1,000,000 tokens.
 """

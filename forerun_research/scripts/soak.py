@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Thousands of tiny requests through one engine: does memory stay flat, and is every page given back?
 
-    .venv/bin/python forerun_research/scripts/soak.py [--requests 10000] [--model PATH]
+    python -m forerun_research.scripts.soak [--requests 10000] [--model PATH]
 
 Without --model, a tiny random model of the tests is made in a temporary folder. Requests differ in everything a request
 can differ in: prompts (some share prefixes), lengths, sampling, stop strings, n, log-probabilities; some are cancelled
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,11 +19,9 @@ import psutil
 from rich.console import Console
 from rich.progress import track
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from forerun import LLM, SamplingParams  # noqa: E402
-from forerun.errors import BadRequest  # noqa: E402
-from forerun.inputs import Prompt  # noqa: E402
+from forerun import LLM, SamplingParams
+from forerun.errors import BadRequest
+from forerun.inputs import Prompt
 
 BATCH = 10  # requests of one call; every tenth call is a stream that is left early
 SHARED = [list(range(3 + 7 * k, 3 + 7 * k + 48)) for k in range(8)]  # beginnings that requests have in common

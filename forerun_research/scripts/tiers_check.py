@@ -1,7 +1,7 @@
 """Tiers on a device: what leaves the pool comes back bit for bit, from host memory, from disk and after a restart.
 
-    python forerun_research/scripts/tiers_check.py --device cuda
-    python forerun_research/scripts/tiers_check.py --device cuda --model qwen2.5-coder-1.5b-instruct --tokens 4000
+    python -m forerun_research.scripts.tiers_check --device cuda
+    python -m forerun_research.scripts.tiers_check --device cuda --model qwen2.5-coder-1.5b-instruct --tokens 4000
 
 First page by page with random K/V in a small pool, then with a model whose pool holds one prompt at a time: answers
 must be those of a pool that holds everything, and usage must say where prompts were read from. Raises where anything

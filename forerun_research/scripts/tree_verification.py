@@ -1,6 +1,6 @@
 """Accepted length of the verifiers on the same drawn trees: does a better rule pay?
 
-    python forerun_research/scripts/tree_verification.py --model 1.5B.gguf --draft 0.5B.gguf --data HumanEval.jsonl.gz
+    python -m forerun_research.scripts.tree_verification --model 1.5B.gguf --draft 0.5B.gguf --data HumanEval.jsonl.gz
     --out trees.jsonl
 
 Trees are drawn by the draft model along answers that the target itself drew, one every few tokens; every verifier

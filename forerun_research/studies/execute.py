@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.errors import BadRequest
 from forerun_research.studies.plots import draw
-from forerun_research.studies.prefill_agreement import Agreement, Copy
+from forerun_research.studies.prefill_agreement import Agreement, CopyMeasure
 from forerun_research.studies.prefill_answers import Identical, Rag, Summarization
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong
@@ -24,14 +24,14 @@ from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_measure import Found, Measure, Row
 from forerun_research.studies.prefill_needle import Needle
 from forerun_research.studies.prefill_signals import Signals
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.results import Results
 from forerun_research.studies.study import Study, Variant, options
 
 MEASURES: dict[str, type[Measure]] = {
     kind.name: kind
     for kind in (
-        *(Agreement, Copy, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
+        *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
         *(Signals, Layers, Chunks, Compounding),
     )
 }
@@ -54,13 +54,15 @@ def run(study: Study, out: Path, say: Say = lambda text: None) -> dict[str, Any]
     asked = measures(study)
     results = Results(out, study)
     for variant in study.variants:
-        with Subject(study, variant) as subject:
+        with StudySubject(study, variant) as subject:
             for measure in asked:
                 _measure(study, variant, subject, measure, results, say)
     return report(study, out)
 
 
-def _measure(study: Study, variant: Variant, subject: Subject, measure: Measure, results: Results, say: Say) -> None:
+def _measure(
+    study: Study, variant: Variant, subject: StudySubject, measure: Measure, results: Results, say: Say
+) -> None:
     settings = study.settings_of(variant)
     conditions = measure.conditions(settings, subject.layers)
     done = results.of(variant.name, measure.name)

@@ -17,9 +17,9 @@ from forerun.core import PrefillReport
 from forerun_research.studies.intervals import bootstrap
 from forerun_research.studies.plots import Figure
 from forerun_research.studies.prefill_drop import holding
-from forerun_research.studies.prefill_measure import Case, Found, Measure, Record, Row, bars, costs
+from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase, bars, costs
 from forerun_research.studies.prefill_score import agreement, divergence, figures
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import EXACT, Setting
 
 
@@ -36,12 +36,12 @@ class Agreement(Measure):
     texts: tuple[str, ...] = ("stdlib", "essays")
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length + self.continuation, self.prompts, self.seed)
-        return [Case(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
+        return [StudyCase(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         follow: list[int] = case.more["follow"]
         with subject.scorer.hold(case.ids, None, len(follow)) as held:
@@ -55,7 +55,9 @@ class Agreement(Measure):
                     yield setting.name, self._record(case, held.seconds, held.report, reference, held.logits(follow))
 
     @staticmethod
-    def _record(case: Case, seconds: float, report: PrefillReport | None, reference: Tensor, logits: Tensor) -> Record:
+    def _record(
+        case: StudyCase, seconds: float, report: PrefillReport | None, reference: Tensor, logits: Tensor
+    ) -> Record:
         kl, same = divergence(reference, logits), agreement(reference, logits)
         return {
             "group": case.id.rpartition(" ")[0],
@@ -91,7 +93,7 @@ def _row(records: Sequence[Record]) -> Row:
 
 
 @dataclass(frozen=True)
-class Copy(Measure):
+class CopyMeasure(Measure):
     """Code that ends by repeating a span of itself: after the first tokens of the repeat, is the rest predicted?"""
 
     name: ClassVar[str] = "copy"
@@ -103,7 +105,7 @@ class Copy(Measure):
     text: str = "stdlib"
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         body = self.length - self.shown
         pieces = subject.texts.mixed([self.text], body, self.prompts, self.seed)
         draw = random.Random(self.seed)
@@ -111,11 +113,11 @@ class Copy(Measure):
         for name, ids in pieces:
             at = draw.randrange(body // 10, body - 2 * self.span)  # neither at the very start nor in the tail
             span = ids[at : at + self.span]
-            cases.append(Case(name, ids + span[: self.shown], {"follow": span[self.shown :], "at": at}))
+            cases.append(StudyCase(name, ids + span[: self.shown], {"follow": span[self.shown :], "at": at}))
         return cases
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         follow: list[int] = case.more["follow"]
         for setting in (None, *settings):

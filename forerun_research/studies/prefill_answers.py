@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.errors import BadRequest
-from forerun_research.studies.prefill_measure import Case, Record, TaskMeasure
-from forerun_research.studies.prefill_subject import Answer, Subject
+from forerun_research.studies.prefill_measure import Record, StudyCase, TaskMeasure
+from forerun_research.studies.prefill_subject import StudyAnswer, StudySubject
 from forerun_research.studies.rouge import rouge_l
 from forerun_research.studies.study import Setting
 
@@ -25,10 +25,10 @@ class _Questions(TaskMeasure):
     least: int = 0  # leave out prompts of fewer tokens
     file: str = "spec_bench_half.jsonl"
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         records = subject.texts.records(self.file, ("question_id", "category", "turns"))
         cases = [
-            Case(str(record["question_id"]), subject.ask(str(record["turns"][0])))
+            StudyCase(str(record["question_id"]), subject.ask(str(record["turns"][0])))
             for record in records
             if record["category"] == self.category
         ]
@@ -37,10 +37,10 @@ class _Questions(TaskMeasure):
             raise BadRequest(f"{self.file} has no question of category {self.category} that fits", "see its `category`")
         return fitting[: self.prompts]
 
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer:
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer:
         return subject.answer(case.ids, setting, self.tokens)
 
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         return {"score": rouge_l(answer, exact), "same": answer == exact}
 
 
@@ -55,15 +55,15 @@ class Identical(TaskMeasure):
     texts: tuple[str, ...] = ("stdlib", "essays")
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length - 64, self.prompts, self.seed)  # room for the question
         decode = subject.tokenizer.decode
-        return [Case(name, subject.ask(f"{decode(ids)}\n\n{self.question}")) for name, ids in pieces]
+        return [StudyCase(name, subject.ask(f"{decode(ids)}\n\n{self.question}")) for name, ids in pieces]
 
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer:
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer:
         return subject.answer(case.ids, setting, self.tokens)
 
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         return {"score": float(answer == exact)}
 
 

@@ -15,9 +15,9 @@ from forerun.params import Prefill
 from forerun.prefill.sources.chunk import ChunkSource
 from forerun_research.studies.intervals import bootstrap
 from forerun_research.studies.plots import Figure, Line
-from forerun_research.studies.prefill_measure import Case, Found, Measure, Record, Row, costs
-from forerun_research.studies.prefill_score import Scorer, agreement, divergence, figures, prefiller_of
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase, costs
+from forerun_research.studies.prefill_score import PromptScorer, agreement, divergence, figures, prefiller_of
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 
 
@@ -35,15 +35,15 @@ class Chunks(Measure):
     texts: tuple[str, ...] = ("essays", "stdlib")
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length + self.continuation, self.prompts, self.seed)
-        return [Case(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
+        return [StudyCase(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
 
     def conditions(self, settings: Sequence[Setting], layers: int) -> list[str]:
         return [f"{chooser} {share}" for chooser in self.choosers for share in self.shares]
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         follow: list[int] = case.more["follow"]
         with subject.scorer.hold(case.ids, None, len(follow)) as held:
@@ -66,7 +66,7 @@ class Chunks(Measure):
         finally:
             source.clear()
 
-    def _meet(self, scorer: Scorer, source: ChunkSource, ids: list[int]) -> None:
+    def _meet(self, scorer: PromptScorer, source: ChunkSource, ids: list[int]) -> None:
         """Every chunk alone, exactly, as an earlier request would have left it."""
         for lo in range(0, len(ids), self.chunk):
             alone = ids[lo : lo + self.chunk]

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun_research.studies.prefill_measure import Case, Record, TaskMeasure
-from forerun_research.studies.prefill_subject import Answer, Subject
+from forerun_research.studies.prefill_measure import Record, StudyCase, TaskMeasure
+from forerun_research.studies.prefill_subject import StudyAnswer, StudySubject
 from forerun_research.studies.sandbox import run_program
 from forerun_research.studies.study import Setting
 
@@ -27,7 +27,7 @@ def code_of(answer: str) -> str:
     return max(blocks, key=len) if blocks else answer
 
 
-def filler(subject: Subject, text: str, tokens: int, number: int, seed: int) -> str:
+def filler(subject: StudySubject, text: str, tokens: int, number: int, seed: int) -> str:
     """About so many tokens of code that have nothing to do with the task, other ones for each."""
     pieces = subject.texts.pieces(text, tokens, seed)
     return subject.tokenizer.decode(pieces[number % len(pieces)])
@@ -45,19 +45,19 @@ class HumanEvalLong(TaskMeasure):
     file: str = "HumanEval.jsonl.gz"
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         keys = ("task_id", "prompt", "test", "entry_point")
         return [self._case(subject, r, i) for i, r in enumerate(subject.texts.records(self.file, keys)[: self.prompts])]
 
-    def _case(self, subject: Subject, record: dict[str, Any], number: int) -> Case:
+    def _case(self, subject: StudySubject, record: dict[str, Any], number: int) -> StudyCase:
         before = filler(subject, self.text, self.context, number, self.seed)
         ids = subject.tokenizer.encode(f"{before}\n\n\n{record['prompt']}", add_special=True)
-        return Case(record["task_id"], ids, {key: record[key] for key in ("prompt", "test", "entry_point")})
+        return StudyCase(record["task_id"], ids, {key: record[key] for key in ("prompt", "test", "entry_point")})
 
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer:
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer:
         return subject.answer(case.ids, setting, self.tokens, STOPS)
 
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         more = case.more
         program = f"{more['prompt']}{answer}\n\n{more['test']}\n\ncheck({more['entry_point']})\n"
         outcome = run_program(program, self.seconds)
@@ -78,21 +78,21 @@ class Edits(TaskMeasure):
     file: str = "humanevalpack_python.jsonl"
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         keys = ("task_id", "prompt", "buggy_solution", "test")
         return [self._case(subject, r, i) for i, r in enumerate(subject.texts.records(self.file, keys)[: self.prompts])]
 
-    def _case(self, subject: Subject, record: dict[str, Any], number: int) -> Case:
+    def _case(self, subject: StudySubject, record: dict[str, Any], number: int) -> StudyCase:
         asked = _EDIT.format(record["prompt"] + record["buggy_solution"])
         if self.context:
             before = filler(subject, self.text, self.context, number, self.seed)
             asked = f"Another file of the project, for reference:\n\n```python\n{before}\n```\n\n{asked}"
-        return Case(record["task_id"], subject.ask(asked), {"test": record["test"], "prompt": record["prompt"]})
+        return StudyCase(record["task_id"], subject.ask(asked), {"test": record["test"], "prompt": record["prompt"]})
 
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer:
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer:
         return subject.answer(case.ids, setting, self.tokens)
 
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         # Imports of the file come first, in case the answer left them out: they are not what is tested.
         imports = "\n".join(line for line in case.more["prompt"].splitlines() if line.startswith(("import", "from ")))
         outcome = run_program(f"{imports}\n{code_of(answer)}\n\n{case.more['test']}\n", self.seconds)

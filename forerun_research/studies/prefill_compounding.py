@@ -18,9 +18,9 @@ from torch import Tensor
 from forerun.core import SamplingParams
 from forerun_research.studies.intervals import bootstrap
 from forerun_research.studies.plots import Figure, Line
-from forerun_research.studies.prefill_measure import Case, Found, Measure, Record, Row
+from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase
 from forerun_research.studies.prefill_score import agreement, divergence, figures
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 
 
@@ -42,16 +42,16 @@ class Compounding(Measure):
         if any(not 0 < n < self.tokens for n in self.upgrades):
             raise ValueError(f"upgrades {self.upgrades} must lie within the {self.tokens} tokens of the answer")
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length - 64, self.prompts, self.seed)  # room for the question
         decode = subject.tokenizer.decode
-        return [Case(name, subject.ask(f"{decode(ids)}\n\n{self.question}")) for name, ids in pieces]
+        return [StudyCase(name, subject.ask(f"{decode(ids)}\n\n{self.question}")) for name, ids in pieces]
 
     def conditions(self, settings: Sequence[Setting], layers: int) -> list[str]:
         return [name for s in settings for name in (s.name, *(_upgraded(s.name, n) for n in self.upgrades))]
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
         subject.llm.clear_cache()

@@ -20,7 +20,7 @@ from forerun.core import PrefillReport
 from forerun.errors import BadRequest
 from forerun.prefill.choosers import select
 from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, drop_tokens
-from forerun_research.studies.prefill_score import Held, Scorer, prefiller_of, read_all
+from forerun_research.studies.prefill_score import PromptPages, PromptScorer, prefiller_of, read_all
 from forerun_research.studies.study import Setting
 
 DROP = "drop"
@@ -45,7 +45,9 @@ class Dropped:
 
 
 @contextmanager
-def holding(scorer: Scorer, ids: list[int], setting: Setting | None, room: int) -> Iterator[Held | Dropped]:
+def holding(
+    scorer: PromptScorer, ids: list[int], setting: Setting | None, room: int
+) -> Iterator[PromptPages | Dropped]:
     """A prompt under any setting, to be scored once."""
     if setting is not None and setting.prefill.source == DROP:
         with dropping(scorer, ids, setting, room) as dropped:
@@ -56,7 +58,7 @@ def holding(scorer: Scorer, ids: list[int], setting: Setting | None, room: int) 
 
 
 @contextmanager
-def dropping(scorer: Scorer, ids: list[int], setting: Setting, room: int) -> Iterator[Dropped]:
+def dropping(scorer: PromptScorer, ids: list[int], setting: Setting, room: int) -> Iterator[Dropped]:
     """`setting.share` of the tokens before the tail is kept."""
     if setting.share is None:
         raise BadRequest(
@@ -78,7 +80,7 @@ def dropping(scorer: Scorer, ids: list[int], setting: Setting, room: int) -> Ite
         yield Dropped(run, first, report, seconds)
 
 
-def _scores(scorer: Scorer, ids: list[int], setting: Setting) -> tuple[np.ndarray, int, float]:
+def _scores(scorer: PromptScorer, ids: list[int], setting: Setting) -> tuple[np.ndarray, int, float]:
     """What the draft's attention says of each token, the tail's length, and the work it took, in target tokens.
 
     The maps run, too, since the draft source reads for them; they are cheap, and counted.

@@ -16,9 +16,9 @@ from torch import Tensor
 from forerun.errors import BadRequest
 from forerun_research.studies.intervals import bootstrap
 from forerun_research.studies.plots import Figure, Line
-from forerun_research.studies.prefill_measure import Case, Found, Measure, Record, Row
+from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase
 from forerun_research.studies.prefill_score import agreement, divergence
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 
 PARTS = ("key", "value", "both", "above")
@@ -48,15 +48,15 @@ class Layers(Measure):
         if unknown:
             raise ValueError(f"parts has {', '.join(unknown)}; known are {', '.join(PARTS)}")
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length + self.continuation, self.prompts, self.seed)
-        return [Case(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
+        return [StudyCase(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
 
     def conditions(self, settings: Sequence[Setting], layers: int) -> list[str]:
         return [f"{part} {layer}" for part in self.parts for layer in range(layers)]
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         setting, follow = chosen(settings, self.setting), case.more["follow"]
         with (

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from forerun_research.studies.intervals import bootstrap, relative, wilson
 from forerun_research.studies.plots import Figure, Line
-from forerun_research.studies.prefill_subject import Answer, Subject
+from forerun_research.studies.prefill_subject import StudyAnswer, StudySubject
 from forerun_research.studies.study import EXACT, Setting
 
 Record = dict[str, Any]
@@ -24,7 +24,7 @@ Row = dict[str, Any]  # of a table: column -> value
 
 
 @dataclass(frozen=True)
-class Case:
+class StudyCase:
     """One prompt of a measure."""
 
     id: str
@@ -37,7 +37,7 @@ class Measure(ABC):
     score: ClassVar[str] = "score"  # key of a record that tells how good it is: more is better
 
     @abstractmethod
-    def cases(self, subject: Subject) -> list[Case]: ...
+    def cases(self, subject: StudySubject) -> list[StudyCase]: ...
 
     def conditions(self, settings: Sequence[Setting], layers: int) -> list[str]:
         """Under what each case is measured: exact prefill and the study's settings, unless the measure has its own."""
@@ -45,7 +45,7 @@ class Measure(ABC):
 
     @abstractmethod
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         """Records of the wanted conditions. `done`: records of this measure from before."""
 
@@ -60,14 +60,14 @@ class TaskMeasure(Measure):
     """A measure whose cases are answered in words and judged one by one."""
 
     @abstractmethod
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer: ...
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer: ...
 
     @abstractmethod
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         """At least a `score`; `exact` is the answer after exact prefill."""
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         before = done.get(EXACT, {}).get(case.id)
         exact = "" if before is None else str(before["answer"])
@@ -79,7 +79,7 @@ class TaskMeasure(Measure):
             if setting.name in wanted:
                 yield setting.name, self._record(case, self.answer(subject, case, setting), exact)
 
-    def _record(self, case: Case, found: Answer, exact: str) -> Record:
+    def _record(self, case: StudyCase, found: StudyAnswer, exact: str) -> Record:
         judged = self.judge(case, found.text, exact)
         about = {"group": case.more["group"]} if "group" in case.more else {}
         return {**about, **judged, "tokens": len(case.ids), "answer": found.text, **found.figures}

@@ -13,8 +13,8 @@ from typing import ClassVar
 from forerun.errors import BadRequest
 from forerun.text.tokenizer import Tokenizer
 from forerun_research.studies.plots import Figure
-from forerun_research.studies.prefill_measure import Case, Found, Record, TaskMeasure, bars
-from forerun_research.studies.prefill_subject import Answer, Subject
+from forerun_research.studies.prefill_measure import Found, Record, StudyCase, TaskMeasure, bars
+from forerun_research.studies.prefill_subject import StudyAnswer, StudySubject
 from forerun_research.studies.study import Setting
 
 CITIES = (
@@ -89,14 +89,14 @@ class Needle(TaskMeasure):
     distractor: bool = True
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         hay = Haystack.of(subject.texts.documents(self.text), subject.tokenizer)
         fitting = [length for length in self.lengths if subject.fits(length + self.tokens)]
         if not fitting:
             raise BadRequest(f"no needle of {self.lengths} fits into the model's context", "ask for shorter ones")
         return [self.case(subject, hay, length, i) for length in fitting for i in range(self.prompts)]
 
-    def case(self, subject: Subject, hay: Haystack, length: int, number: int) -> Case:
+    def case(self, subject: StudySubject, hay: Haystack, length: int, number: int) -> StudyCase:
         draw = random.Random(f"{self.seed} {length} {number}")
         city, other = draw.sample(CITIES, 2)
         wanted, distractor = draw.sample(range(10 ** (self.digits - 1), 10**self.digits), 2)
@@ -113,12 +113,12 @@ class Needle(TaskMeasure):
                 break
             room -= len(ids) - length
         more = {"group": str(length), "wanted": str(wanted), "depth": depth, "distractor": str(distractor)}
-        return Case(f"{length} {number}/{self.prompts}", ids, more)
+        return StudyCase(f"{length} {number}/{self.prompts}", ids, more)
 
-    def answer(self, subject: Subject, case: Case, setting: Setting | None) -> Answer:
+    def answer(self, subject: StudySubject, case: StudyCase, setting: Setting | None) -> StudyAnswer:
         return subject.answer(case.ids, setting, self.tokens)
 
-    def judge(self, case: Case, answer: str, exact: str) -> Record:
+    def judge(self, case: StudyCase, answer: str, exact: str) -> Record:
         plain = answer.replace(",", "")
         return {
             "score": float(case.more["wanted"] in plain),

@@ -34,7 +34,7 @@ _ids = itertools.count(1 << 40)  # far from those of sequences
 
 
 @dataclass
-class Held:
+class PromptPages:
     """A prompt whose entries before `end` have K/V; from there on it is run again with every score."""
 
     engine: Engine
@@ -79,14 +79,14 @@ def run(engine: Engine, pages: array[int], ids: list[int], first: int) -> None:
         engine.runner.forward([Span(ids[lo : lo + chunk], first + lo, pages, ())])
 
 
-class Scorer:
+class PromptScorer:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @contextmanager
     def hold(
         self, ids: list[int], setting: Setting | None = None, room: int = 0, repair: bool = True, keep: bool = False
-    ) -> Iterator[Held]:
+    ) -> Iterator[PromptPages]:
         """Prefill a prompt; None: exactly. `room`: tokens that will follow it. Without `repair` the source's K/V stays
         as it was read. `keep`: leave what earlier requests left behind, for sources that live on it."""
         engine, pool = self.engine, self.engine.pool
@@ -104,15 +104,15 @@ class Scorer:
         finally:
             pool.release(pages)
 
-    def _exact(self, ids: list[int], pages: array[int]) -> Held:
-        held = Held(self.engine, ids, pages, max(0, len(ids) - TAIL))
+    def _exact(self, ids: list[int], pages: array[int]) -> PromptPages:
+        held = PromptPages(self.engine, ids, pages, max(0, len(ids) - TAIL))
         start = time.perf_counter()
         held.run(ids[: held.end], 0)
         self._wait()
         held.seconds = time.perf_counter() - start
         return held
 
-    def _drafted(self, ids: list[int], pages: array[int], setting: Setting, repair: bool) -> Held:
+    def _drafted(self, ids: list[int], pages: array[int], setting: Setting, repair: bool) -> PromptPages:
         start = time.perf_counter()
         with self.reading(ids, pages, setting if repair else replace(setting, share=0.0)) as state:
             prefiller, chunk = prefiller_of(self.engine), self.engine.config.max_num_batched_tokens
@@ -121,7 +121,7 @@ class Scorer:
                     prefiller.advance(state, chunk)
             else:
                 read_all(prefiller.source(setting.prefill), state, chunk)
-        held = Held(self.engine, ids, pages, state.end, state.report)
+        held = PromptPages(self.engine, ids, pages, state.end, state.report)
         if state.stage is PrefillStage.EXACT:
             held.run(ids[: held.end], 0)
         self._wait()

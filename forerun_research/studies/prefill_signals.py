@@ -21,9 +21,9 @@ from forerun.core import PrefillReport
 from forerun_research.studies.intervals import auc, bootstrap
 from forerun_research.studies.plots import Figure
 from forerun_research.studies.prefill_layers import FIRST, relative_error
-from forerun_research.studies.prefill_measure import Case, Found, Measure, Record, Row, bars
-from forerun_research.studies.prefill_score import Held, agreement, divergence, figures
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase, bars
+from forerun_research.studies.prefill_score import PromptPages, agreement, divergence, figures
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 
 COSINES = ("attention", "hidden")  # more is better: they count as 1 - cosine
@@ -70,15 +70,15 @@ class Signals(Measure):
     texts: tuple[str, ...] = ("stdlib", "essays")
     seed: int = 0
 
-    def cases(self, subject: Subject) -> list[Case]:
+    def cases(self, subject: StudySubject) -> list[StudyCase]:
         pieces = subject.texts.mixed(self.texts, self.length + self.continuation, self.prompts, self.seed)
-        return [Case(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
+        return [StudyCase(name, ids[: self.length], {"follow": ids[self.length :]}) for name, ids in pieces]
 
     def conditions(self, settings: Sequence[Setting], layers: int) -> list[str]:
         return [*(setting.name for setting in settings), *([SPANS] if self.spans else [])]
 
     def run(
-        self, subject: Subject, case: Case, settings: Sequence[Setting], wanted: Sequence[str], done: Found
+        self, subject: StudySubject, case: StudyCase, settings: Sequence[Setting], wanted: Sequence[str], done: Found
     ) -> Iterator[tuple[str, Record]]:
         follow: list[int] = case.more["follow"]
         with subject.scorer.hold(case.ids, None, len(follow)) as exact:
@@ -94,7 +94,7 @@ class Signals(Measure):
                 with subject.scorer.hold(case.ids, settings[0], len(follow), repair=False) as held:
                     yield SPANS, {"spans": list(self._spans(truth, held))}
 
-    def _spans(self, truth: _Truth, drafted: Held) -> Iterator[Record]:
+    def _spans(self, truth: _Truth, drafted: PromptPages) -> Iterator[Record]:
         """The damage of single spans, spread over the prompt."""
         starts = np.linspace(FIRST, truth.exact.end - self.span, self.spans).astype(int)
         for start in dict.fromkeys(starts.tolist()):
@@ -123,12 +123,14 @@ class Signals(Measure):
 class _Truth:
     """A prompt after exact prefill, and what another one is compared with."""
 
-    def __init__(self, exact: Held, follow: list[int], tail: int, logits: Tensor, look: _Look, layers: int) -> None:
+    def __init__(
+        self, exact: PromptPages, follow: list[int], tail: int, logits: Tensor, look: _Look, layers: int
+    ) -> None:
         self.exact, self.follow, self.tail, self.logits, self.look = exact, follow, tail, logits, look
         self.layers = layers
         self.kv = [[exact.entry(i, part) for part in (0, 1)] for i in range(layers)]
 
-    def errors(self, held: Held, place: slice) -> dict[str, float]:
+    def errors(self, held: PromptPages, place: slice) -> dict[str, float]:
         found = {}
         for part, name in enumerate(("true key", "true value")):
             found[name] = fmean(
@@ -136,7 +138,7 @@ class _Truth:
             )
         return found
 
-    def compare(self, held: Held, signals: dict[str, float]) -> Record:
+    def compare(self, held: PromptPages, signals: dict[str, float]) -> Record:
         """Damage on the continuation. The KL of its first token is a signal: it is what the tail can tell."""
         look = _Look(self.tail)
         logits = held.logits(self.follow, look)

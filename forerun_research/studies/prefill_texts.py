@@ -29,7 +29,7 @@ def held_out(path: Path) -> bool:
     return zlib.crc32(path.name.encode()) % _EIGHTH == 0
 
 
-class Texts:
+class StudyTexts:
     """Whole documents by the name of a collection, and pieces of them in tokens."""
 
     def __init__(self, folder: Path | None, tokenizer: Tokenizer) -> None:

@@ -31,13 +31,13 @@ exec(code, {"__name__": "__main__"})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     passed: bool  # it ended by itself with status 0
     timed_out: bool = False
     error: str = ""  # the last line it wrote to stderr
 
 
-def run_program(program: str, seconds: float = 10.0) -> Outcome:
+def run_program(program: str, seconds: float = 10.0) -> ProgramResult:
     """Whether a Python program ends well within so many seconds."""
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
         path = Path(folder) / "program.py"
@@ -55,11 +55,11 @@ def run_program(program: str, seconds: float = 10.0) -> Outcome:
         try:
             _, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return Outcome(False, timed_out=True, error=f"still running after {seconds:g} s")
+            return ProgramResult(False, timed_out=True, error=f"still running after {seconds:g} s")
         finally:
             _end(process)
     lines = stderr.decode("utf-8", errors="replace").strip().splitlines()
-    return Outcome(process.returncode == 0, error=lines[-1][:200] if lines and process.returncode else "")
+    return ProgramResult(process.returncode == 0, error=lines[-1][:200] if lines and process.returncode else "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -68,7 +68,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """`measures`: names with their options, in order; each is checked by whoever measures."""
+    """`measures`: names with their options, in order; each is checked by its measure."""
 
     title: str
     model: str

@@ -15,9 +15,9 @@ from forerun.core import SamplingParams
 from forerun.errors import BadRequest
 from forerun_research.bench import speculate
 from forerun_research.bench.common import Setup
-from forerun_research.bench.plan import Plan
 from forerun_research.bench.sides import SideSpec
 from forerun_research.bench.speculate_table import table
+from forerun_research.bench.speculate_tasks import SpeculateBench
 from tests import tiny
 
 PROMPTS = ["Count the ships.", "Read the letters.", "Light the lamp."]
@@ -106,7 +106,7 @@ def setup(tiny_folder: Callable[[str], Path]) -> Setup:
 
 
 def test_settings_take_turns_on_every_task(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
-    speculate.run(setup, Plan(data=(data,), tokens=9, drafters=("auto", "lookup")))
+    speculate.run(setup, SpeculateBench(data=(data,), tokens=9, drafters=("auto", "lookup")))
     asked = [(ids, name) for ids, name in sides[0].asked if ids != "closed"]
     warm, measured = asked[:3], asked[3:]
     assert [name for _, name in warm] == ["off", "auto", "lookup"]
@@ -119,7 +119,7 @@ def test_settings_take_turns_on_every_task(setup: Setup, data: Path, sides: list
 
 def test_figures_goals_and_the_file(setup: Setup, data: Path, sides: list[ScriptedSide], tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    plan = Plan(data=(data,), tokens=9, drafters=("auto", "lookup"), batches=(1, 4), out=out)
+    plan = SpeculateBench(data=(data,), tokens=9, drafters=("auto", "lookup"), batches=(1, 4), out=out)
     result = speculate.run(setup, plan)
     a = result["categories"]["a"]
     assert a["tasks"] == 2 and a["auto"]["decode"]["median"] == pytest.approx(3.0, abs=1e-3)
@@ -139,7 +139,7 @@ def test_answers_that_part_fail_where_bits_must_agree(
     setup: Setup, data: Path, sides: list[ScriptedSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedSide, "parts", True)
-    result = speculate.run(setup, Plan(data=(data,), tokens=9, drafters=("auto", "lookup")))
+    result = speculate.run(setup, SpeculateBench(data=(data,), tokens=9, drafters=("auto", "lookup")))
     assert result["goals"]["same_answers"]["missed"] == ["a", "b"]
     assert result["categories"]["b"]["lookup"]["parted"] == [{"task": "2", "token": 8}] * 2
     assert result["categories"]["b"]["auto"]["equal"] == 1.0
@@ -147,21 +147,21 @@ def test_answers_that_part_fail_where_bits_must_agree(
 
 def test_rules_are_compared_with_the_first(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
     rules = ("match", "bounded:0.1")
-    plan = Plan(data=(data,), tokens=9, draft="small", temperature=0.8, rules=rules, drafters=("auto",))
+    plan = SpeculateBench(data=(data,), tokens=9, draft="small", temperature=0.8, rules=rules, drafters=("auto",))
     found = speculate.run(setup, plan)["rules"]["bounded:0.1"]
     assert found == {"accepted_length": 3.0, "against_first": 1.0, "steps": 18, "drafted": 48, "accepted": 36}
 
 
 def test_the_peer_gets_the_same_pair(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
     against = Setup(setup.model, against="transformers", runs=1, threads=1)
-    result = speculate.run(against, Plan(data=(data,), tokens=9, draft="small", drafters=("auto",)))
+    result = speculate.run(against, SpeculateBench(data=(data,), tokens=9, draft="small", drafters=("auto",)))
     assert [side.spec.engine for side in sides] == ["forerun", "transformers"]
     assert all(side.spec.draft == "small" for side in sides)
     peer = result["transformers"]
     assert peer["tokens_per_s"] == {"plain": 4.5, "assisted": 9.0}
     assert peer["ratio"] == pytest.approx(9 / (1 + 1 / 3) / 9, abs=1e-2)
     with pytest.raises(BadRequest, match="greedily"):
-        speculate.run(against, Plan(data=(data,), tokens=9, temperature=0.8))
+        speculate.run(against, SpeculateBench(data=(data,), tokens=9, temperature=0.8))
 
 
 def test_rules_without_drafts_are_not_compared(
@@ -169,7 +169,9 @@ def test_rules_without_drafts_are_not_compared(
 ) -> None:
     answer = ScriptedSide.answer
     monkeypatch.setattr(ScriptedSide, "answer", lambda *args: answer(*args) | {"drafted": 0, "accepted": 0})
-    plan = Plan(data=(data,), tokens=9, draft="small", temperature=0.8, rules=("match", "block"), drafters=("auto",))
+    plan = SpeculateBench(
+        data=(data,), tokens=9, draft="small", temperature=0.8, rules=("match", "block"), drafters=("auto",)
+    )
     result = speculate.run(setup, plan)
     assert result["rules"]["block"]["against_first"] is None
     text = io.StringIO()
@@ -179,7 +181,7 @@ def test_rules_without_drafts_are_not_compared(
 
 
 def test_the_table_shows_every_part(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
-    plan = Plan(data=(data,), tokens=9, draft="small", temperature=0.8, rules=("match",), batches=(2,))
+    plan = SpeculateBench(data=(data,), tokens=9, draft="small", temperature=0.8, rules=("match",), batches=(2,))
     result = speculate.run(setup, plan)
     rates = {"plain": 4.5, "assisted": 9.0}
     result["transformers"] = {"weights": "float32", "tasks": 3, "tokens_per_s": rates, "ratio": 0.75}
@@ -202,15 +204,15 @@ def test_the_table_shows_every_part(setup: Setup, data: Path, sides: list[Script
 
 def test_where_nothing_can_be_written_or_compared(setup: Setup, data: Path, sides: list[ScriptedSide]) -> None:
     with pytest.raises(BadRequest, match="cannot write"):
-        speculate.run(setup, Plan(data=(data,), tokens=9, out=data.parent / "no" / "where.jsonl"))
+        speculate.run(setup, SpeculateBench(data=(data,), tokens=9, out=data.parent / "no" / "where.jsonl"))
     with pytest.raises(BadRequest, match="llama"):
-        speculate.run(Setup(setup.model, against="llama.cpp"), Plan(data=(data,)))
+        speculate.run(Setup(setup.model, against="llama.cpp"), SpeculateBench(data=(data,)))
     assert sides == []
 
 
 def test_a_tiny_pair_answers_as_it_does_alone(setup: Setup, data: Path, tmp_path: Path) -> None:
     draft = tiny.write_folder(tmp_path / "draft", "llama", num_hidden_layers=2)
-    plan = Plan(data=(data,), tokens=12, per_category=1, draft=str(draft), batches=(3,))
+    plan = SpeculateBench(data=(data,), tokens=12, per_category=1, draft=str(draft), batches=(3,))
     result = speculate.run(Setup(setup.model, "float32", "cpu", "none", 1, 1), plan)
     for figures in result["categories"].values():
         assert all(figures[name]["equal"] == 1.0 for name in result["settings"])

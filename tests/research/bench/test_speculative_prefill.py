@@ -65,12 +65,12 @@ def test_the_table_says_what_was_measured() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(BadRequest, match="beside the random shape tiny"):
-        bench.Plan().check(Setup("m", shape="tiny"))
+        bench.PrefillBench().check(Setup("m", shape="tiny"))
     with pytest.raises(BadRequest, match="random profile"):
-        bench.Plan(draft="tiny", profile="p").check(Setup("m", shape="tiny"))
-    bench.Plan(draft="tiny").check(Setup("m", shape="tiny"))
-    assert bench.Plan(budget=0.4).prefill("speculative").budget == 0.4
-    assert bench.Plan(budget=0.4).prefill("exact") == Prefill()
+        bench.PrefillBench(draft="tiny", profile="p").check(Setup("m", shape="tiny"))
+    bench.PrefillBench(draft="tiny").check(Setup("m", shape="tiny"))
+    assert bench.PrefillBench(budget=0.4).prefill("speculative").budget == 0.4
+    assert bench.PrefillBench(budget=0.4).prefill("exact") == Prefill()
 
 
 def test_documents_of_a_folder(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import BadRequest
-from forerun_research.bench.tasks import FOLLOW_UP, Task, mixed, read_tasks, select
+from forerun_research.bench.tasks import FOLLOW_UP, BenchTask, mixed, read_tasks, select
 
 RECORDS = {
     "spec.jsonl": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
@@ -56,8 +56,8 @@ def test_shipped_prompts_need_no_files() -> None:
     assert {"code", "question"} <= {task.category for task in tasks}
 
 
-def many() -> list[Task]:
-    return [Task(f"{c}{i}", c, ("?",)) for c, count in (("a", 3), ("b", 1), ("c", 2)) for i in range(count)]
+def many() -> list[BenchTask]:
+    return [BenchTask(f"{c}{i}", c, ("?",)) for c, count in (("a", 3), ("b", 1), ("c", 2)) for i in range(count)]
 
 
 def test_select_takes_the_first_of_each_category() -> None:

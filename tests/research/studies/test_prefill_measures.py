@@ -14,12 +14,12 @@ import pytest
 from forerun.errors import BadProfile, BadRequest
 from forerun.params import Prefill
 from forerun_research.studies import execute
-from forerun_research.studies.prefill_agreement import Agreement, Copy
+from forerun_research.studies.prefill_agreement import Agreement, CopyMeasure
 from forerun_research.studies.prefill_answers import Identical
 from forerun_research.studies.prefill_needle import Haystack, Needle, place, sentences
 from forerun_research.studies.prefill_score import adjusted, prefiller_of
-from forerun_research.studies.prefill_subject import Subject
-from forerun_research.studies.prefill_texts import Texts
+from forerun_research.studies.prefill_subject import StudySubject
+from forerun_research.studies.prefill_texts import StudyTexts
 from forerun_research.studies.study import EXACT, Setting
 from tests.research.studies.common import make_study, write_data, write_profile
 
@@ -38,9 +38,9 @@ def profile(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def subject(tiny_folder: Callable[[str], Path], data: Path, profile: Path) -> Iterator[Subject]:
+def subject(tiny_folder: Callable[[str], Path], data: Path, profile: Path) -> Iterator[StudySubject]:
     study = make_study(tiny_folder("qwen2"), data, ["agreement"], profile)
-    with Subject(study, study.variants[0]) as subject:
+    with StudySubject(study, study.variants[0]) as subject:
         yield subject
 
 
@@ -48,7 +48,7 @@ def records(found: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def test_exact_prefill_agrees_with_itself(subject: Subject) -> None:
+def test_exact_prefill_agrees_with_itself(subject: StudySubject) -> None:
     measure = Agreement(**TEXTS)
     cases = measure.cases(subject)
     assert len(cases) == 2 and all(len(c.ids) == 1700 and len(c.more["follow"]) == 8 for c in cases)
@@ -56,7 +56,7 @@ def test_exact_prefill_agrees_with_itself(subject: Subject) -> None:
     assert found["kl"] == 0.0 and found["top1"] == 1.0 and found["cost"] == 1.0
 
 
-def test_exact_prefill_in_pieces_gives_the_logits_of_one_pass(subject: Subject) -> None:
+def test_exact_prefill_in_pieces_gives_the_logits_of_one_pass(subject: StudySubject) -> None:
     ids, follow = subject.texts.pieces("essays", 1700)[0], [5, 6, 7, 8]
     whole = subject.engine.score(ids + follow[:-1])
     with subject.scorer.hold(ids, None, len(follow)) as held:
@@ -66,7 +66,7 @@ def test_exact_prefill_in_pieces_gives_the_logits_of_one_pass(subject: Subject) 
     assert subject.engine.pool.used == 0
 
 
-def test_drafted_prefill_is_told_apart_and_full_repair_is_exact(subject: Subject) -> None:
+def test_drafted_prefill_is_told_apart_and_full_repair_is_exact(subject: StudySubject) -> None:
     measure = Agreement(**TEXTS)
     case = measure.cases(subject)[0]
     all_ = Setting("all", Prefill("speculative", source="draft"), share=1.0)
@@ -77,8 +77,8 @@ def test_drafted_prefill_is_told_apart_and_full_repair_is_exact(subject: Subject
     assert subject.engine.pool.used == 0
 
 
-def test_a_prompt_of_copies_shows_the_span_and_its_beginning(subject: Subject) -> None:
-    measure = Copy(prompts=2, length=1700, span=64, shown=16, text="essays")
+def test_a_prompt_of_copies_shows_the_span_and_its_beginning(subject: StudySubject) -> None:
+    measure = CopyMeasure(prompts=2, length=1700, span=64, shown=16, text="essays")
     for case in measure.cases(subject):
         at = case.more["at"]
         assert len(case.ids) == 1700 and case.ids[-16:] == case.ids[at : at + 16]
@@ -88,7 +88,7 @@ def test_a_prompt_of_copies_shows_the_span_and_its_beginning(subject: Subject) -
 
 
 @pytest.mark.parametrize(("number", "depth"), [(0, 0.125), (1, 0.375), (3, 0.875)])
-def test_a_needle_lies_at_its_depth_in_a_prompt_of_its_length(subject: Subject, number: int, depth: float) -> None:
+def test_a_needle_lies_at_its_depth_in_a_prompt_of_its_length(subject: StudySubject, number: int, depth: float) -> None:
     hay = Haystack.of(subject.texts.documents("essays"), subject.tokenizer)
     measure = Needle(lengths=(1750,), prompts=4, text="essays")
     case = measure.case(subject, hay, 800, number)
@@ -111,8 +111,8 @@ def test_inserts_are_counted_in_tokens() -> None:
     assert place(parts, [(0.5, "X"), (0.0, "Y"), (1.0, "Z")]) == "Y a b X c d Z"
 
 
-def test_pieces_do_not_overlap_and_are_asked_for_within_reason(subject: Subject, data: Path) -> None:
-    texts = Texts(data, subject.tokenizer)
+def test_pieces_do_not_overlap_and_are_asked_for_within_reason(subject: StudySubject, data: Path) -> None:
+    texts = StudyTexts(data, subject.tokenizer)
     pieces = texts.pieces("essays", 100)
     assert len({tuple(piece) for piece in pieces}) == len(pieces) > 8
     assert texts.pieces("essays", 100) == pieces != texts.pieces("essays", 100, seed=1)
@@ -141,7 +141,7 @@ def test_a_study_runs_reports_and_goes_on(
     assert execute.run(study, tmp_path, said.append) == found and not said
 
 
-def test_a_setting_holds_only_while_it_is_measured(subject: Subject) -> None:
+def test_a_setting_holds_only_while_it_is_measured(subject: StudySubject) -> None:
     prefiller = prefiller_of(subject.engine)
     assert prefiller.profile is not None
     before = prefiller.profile.share, prefiller.policy
@@ -150,7 +150,7 @@ def test_a_setting_holds_only_while_it_is_measured(subject: Subject) -> None:
     assert (prefiller.profile.share, prefiller.policy) == before
 
 
-def test_provisional_answers_are_those_of_exact_prefill(subject: Subject) -> None:
+def test_provisional_answers_are_those_of_exact_prefill(subject: StudySubject) -> None:
     measure = Identical(prompts=1, length=1750, tokens=6, texts=("essays",))
     setting = Setting("provisional", Prefill("provisional"))
     case = measure.cases(subject)[0]
@@ -162,6 +162,6 @@ def test_provisional_answers_are_those_of_exact_prefill(subject: Subject) -> Non
 
 def test_settings_without_a_profile_are_refused(tiny_folder: Callable[[str], Path], data: Path) -> None:
     study = make_study(tiny_folder("qwen2"), data, ["agreement"])
-    with Subject(study, study.variants[0]) as bare, pytest.raises(BadProfile):
+    with StudySubject(study, study.variants[0]) as bare, pytest.raises(BadProfile):
         case = Agreement(**TEXTS).cases(bare)[0]
         records(Agreement().run(bare, case, [DRAFT], ["draft"], {}))

@@ -16,7 +16,7 @@ from forerun_research.studies.prefill_compounding import Compounding
 from forerun_research.studies.prefill_failures import failures
 from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_signals import Signals, checkpoint_signals
-from forerun_research.studies.prefill_subject import Subject
+from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 from tests.research.studies.common import make_study, write_data, write_profile
 
@@ -25,14 +25,14 @@ DRAFT = Setting("draft", Prefill("speculative", source="draft"), share=0.0)
 
 
 @pytest.fixture(scope="module")
-def subject(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def subject(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[StudySubject]:
     folder, data = tiny_folder("qwen2"), write_data(tmp_path_factory.mktemp("data"))
     study = make_study(folder, data, ["layers"], write_profile(folder, data / "tiny.safetensors"))
-    with Subject(study, study.variants[0]) as subject:
+    with StudySubject(study, study.variants[0]) as subject:
         yield subject
 
 
-def run(measure: Any, subject: Subject, settings: list[Setting]) -> dict[str, dict[str, Any]]:
+def run(measure: Any, subject: StudySubject, settings: list[Setting]) -> dict[str, dict[str, Any]]:
     """All conditions of all cases, as the results of a study hold them."""
     found: dict[str, dict[str, Any]] = {}
     for case in measure.cases(subject):
@@ -42,7 +42,7 @@ def run(measure: Any, subject: Subject, settings: list[Setting]) -> dict[str, di
     return found
 
 
-def test_layers_are_drafted_one_at_a_time(subject: Subject) -> None:
+def test_layers_are_drafted_one_at_a_time(subject: StudySubject) -> None:
     measure = Layers(continuation=8, **TEXTS)
     found = run(measure, subject, [DRAFT])
     rows = {(row["part"], row["layer"]): row for row in measure.summary(found)}
@@ -55,7 +55,7 @@ def test_layers_are_drafted_one_at_a_time(subject: Subject) -> None:
     assert [line.name for line in measure.figures(found)[0].lines] == ["key", "value", "both", "above"]
 
 
-def test_signals_are_taken_from_checks_tail_and_truth(subject: Subject) -> None:
+def test_signals_are_taken_from_checks_tail_and_truth(subject: StudySubject) -> None:
     measure = Signals(continuation=8, spans=3, span=32, threshold=1e-3, span_threshold=1e-6, **TEXTS)
     found = run(measure, subject, [DRAFT])
     record = next(iter(found["draft"].values()))
@@ -75,7 +75,7 @@ def test_cosines_count_as_distances() -> None:
     assert checkpoint_signals(PrefillReport(fell_back="too short")) == {} == checkpoint_signals(None)
 
 
-def test_chunks_met_alone_are_repaired_by_recomputing_them(subject: Subject) -> None:
+def test_chunks_met_alone_are_repaired_by_recomputing_them(subject: StudySubject) -> None:
     measure = Chunks(continuation=8, chunk=160, shares=(0.0, 0.5), choosers=("deviation", "start", "random"), **TEXTS)
     found = run(measure, subject, [])
     rows = {(row["chooser"], row["share"]): row for row in measure.summary(found)}
@@ -85,7 +85,7 @@ def test_chunks_met_alone_are_repaired_by_recomputing_them(subject: Subject) -> 
     assert rows["random", 0.5]["cost"] > rows["random", 0.0]["cost"]
 
 
-def test_errors_are_followed_along_the_exact_answer(subject: Subject) -> None:
+def test_errors_are_followed_along_the_exact_answer(subject: StudySubject) -> None:
     measure = Compounding(tokens=24, upgrades=(8,), bin=8, **TEXTS)
     found = run(measure, subject, [DRAFT])
     plain, upgraded = (next(iter(found[name].values())) for name in ("draft", "draft, upgraded after 8"))

@@ -1,4 +1,4 @@
-"""The load run's own parts: whoever judges a server must read its answers right."""
+"""The load run's own parts: a judge of servers must read their answers right."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from forerun_research.scripts import serve_load
-from forerun_research.scripts.serve_clients import Answer, ask_once, dechunked, outcomes
-from forerun_research.scripts.serve_requests import Ask, mixed
+from forerun_research.scripts.serve_clients import ClientAnswer, ask_once, dechunked, outcomes
+from forerun_research.scripts.serve_requests import LoadRequest, mixed
 from forerun_research.scripts.serve_sides import Memory
 
-ASK = Ask("Who counts the ships?", 8, 0.0, 1)
+ASK = LoadRequest("Who counts the ships?", 8, 0.0, 1)
 
 
 def test_requests_are_the_same_each_time_and_of_all_kinds():
@@ -40,7 +40,7 @@ def says(text: str) -> dict[str, Any]:
 USAGE = {"choices": [], "usage": {"completion_tokens": 2}}
 
 
-async def serve_bytes(data: bytes, ask: Ask = ASK) -> Answer:
+async def serve_bytes(data: bytes, ask: LoadRequest = ASK) -> ClientAnswer:
     """One answer from a server that says just that, in two pieces, and hangs up."""
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +69,7 @@ async def test_an_answer_that_ends_too_soon_is_an_error():
 
 
 async def test_a_client_that_leaves_is_no_error():
-    leaving = Ask("x", 8, 0.0, 1, leave_after=1)
+    leaving = LoadRequest("x", 8, 0.0, 1, leave_after=1)
     answer = await serve_bytes(response(*[says("word")] * 50), leaving)
     assert answer.left and outcomes([answer]) == {"left by the client": 1}
 

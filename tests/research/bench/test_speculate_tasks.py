@@ -11,13 +11,13 @@ import pytest
 
 from forerun.errors import BadRequest
 from forerun_research.bench.common import Setup
-from forerun_research.bench.plan import Plan, parse_rule, prepare
+from forerun_research.bench.speculate_tasks import SpeculateBench, parse_rule, prepare
 
 
 def test_settings_are_those_that_can_do_something() -> None:
-    assert Plan().settings == ("auto", "lookup", "suffix", "copy")
-    assert Plan(draft="d").settings == ("auto", "model", "lookup", "suffix", "copy")
-    assert Plan(draft="d", drafters=("auto",)).settings == ("auto",)
+    assert SpeculateBench().settings == ("auto", "lookup", "suffix", "copy")
+    assert SpeculateBench(draft="d").settings == ("auto", "model", "lookup", "suffix", "copy")
+    assert SpeculateBench(draft="d", drafters=("auto",)).settings == ("auto",)
 
 
 def test_rules_are_names_with_bounds() -> None:
@@ -42,7 +42,7 @@ def test_rules_are_names_with_bounds() -> None:
 )
 def test_plans_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
-        Plan(**wrong)
+        SpeculateBench(**wrong)
     assert caught.value.hint
 
 
@@ -55,14 +55,14 @@ def test_prompts_are_the_models_own_tokens(tiny_folder: Callable[[str], Path], t
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     setup = Setup(str(tiny_folder("llama")))
-    work = prepare(setup, Plan(data=(file,), per_category=1, tokens=8, batches=(1, 7)))
+    work = prepare(setup, SpeculateBench(data=(file,), per_category=1, tokens=8, batches=(1, 7)))
     assert [a.task.turns[0].strip()[:3] for a in work.asked] == ["fog", "oil"]
     assert [a.number for a in work.asked] == [0, 1] and work.mixed == work.asked
     assert len({tuple(ids) for ids in work.crowd}) == 7  # three prompts: the others are numbered
     assert work.context >= max(len(a.ids) for a in work.asked) + 16
-    assert prepare(setup, Plan(data=(file,))).crowd == []
+    assert prepare(setup, SpeculateBench(data=(file,))).crowd == []
     with pytest.raises(BadRequest, match="holds 2048"):
-        prepare(setup, Plan(data=(file,), tokens=2044))
+        prepare(setup, SpeculateBench(data=(file,), tokens=2044))
     file.write_text(json.dumps({"prompt": "fog " * 4000}))
     with pytest.raises(BadRequest, match="task 1"):
-        prepare(setup, Plan(data=(file,)))
+        prepare(setup, SpeculateBench(data=(file,)))

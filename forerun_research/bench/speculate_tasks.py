@@ -1,4 +1,7 @@
-"""What `forerun bench speculate` measures (`Plan`) and the tasks as one model gets them (`Work`). Runs nothing."""
+"""What `forerun bench speculate` measures (`SpeculateBench`) and its tasks as token ids of one model (`BenchPrompts`).
+
+Runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from forerun.errors import BadRequest
 from forerun.text.tokenizer import Tokenizer
 from forerun_research.bench.common import Setup
 from forerun_research.bench.speedups import AUTO, PLAIN
-from forerun_research.bench.tasks import Task, mixed, read_tasks, select
+from forerun_research.bench.tasks import BenchTask, mixed, read_tasks, select
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeculateBench:
     """What is asked and measured, beside the model."""
 
     draft: str | None = None
@@ -68,31 +71,31 @@ def parse_rule(text: str) -> Speculation:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchPrompt:
     """A task as a model gets it."""
 
-    task: Task
+    task: BenchTask
     number: int  # seeds its sampling
     ids: list[int]
     two_turns: int  # tokens of its first two turns, with room for what a template puts around them
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchPrompts:
     """All that is asked of a model."""
 
-    asked: list[Asked]
+    asked: list[BenchPrompt]
     crowd: list[list[int]]  # prompts for batches, as different from each other as the data allows
     context: int  # holds the longest task with two answers, if the model can
 
     @property
-    def mixed(self) -> list[Asked]:
+    def mixed(self) -> list[BenchPrompt]:
         """Categories taking turns."""
         found = {a.task: a for a in self.asked}
         return [found[task] for task in mixed(list(found))]
 
 
-def prepare(setup: Setup, plan: Plan) -> Work:
+def prepare(setup: Setup, plan: SpeculateBench) -> BenchPrompts:
     from forerun.models.fetch.store import resolve
     from forerun.models.formats.load import open_checkpoint
 
@@ -111,15 +114,15 @@ def prepare(setup: Setup, plan: Plan) -> Work:
     context = min(limit, max(a.two_turns for a in asked) + 2 * plan.tokens)
     wanted = plan.most if plan.batches else 0
     candidates = mixed(select(everything, len(everything), plan.categories))
-    return Work(asked, _crowd(candidates, tokenizer, wanted, context - plan.tokens), context)
+    return BenchPrompts(asked, _crowd(candidates, tokenizer, wanted, context - plan.tokens), context)
 
 
-def _asked(task: Task, number: int, tokenizer: Tokenizer) -> Asked:
+def _asked(task: BenchTask, number: int, tokenizer: Tokenizer) -> BenchPrompt:
     ids = task.ids(tokenizer)
-    return Asked(task, number, ids, len(ids) + len(tokenizer.encode(task.follow_up)) + 64)
+    return BenchPrompt(task, number, ids, len(ids) + len(tokenizer.encode(task.follow_up)) + 64)
 
 
-def _crowd(tasks: list[Task], tokenizer: Tokenizer, count: int, longest: int) -> list[list[int]]:
+def _crowd(tasks: list[BenchTask], tokenizer: Tokenizer, count: int, longest: int) -> list[list[int]]:
     """`count` different prompts of at most `longest` tokens; past the end of the data they are numbered anew."""
     found: list[list[int]] = []
     for turn in range(count):

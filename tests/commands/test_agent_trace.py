@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM
+from forerun.commands.agent_trace import AgentTrace, TraceTurn, read_trace, replay
 from forerun.errors import BadRequest
-from forerun_research.bench.agent_trace import Trace, Turn, read_trace, replay
 
 HEAD = {"trace": "mine", "system": "You keep the light."}
 FIRST = {"id": "a", "session": "main", "role": "user", "content": "Is the lamp lit?"}
@@ -74,9 +74,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_most_of_a_growing_conversation_is_read_from_cache(tiny_folder: Callable[[str], Path]) -> None:
-    turns = [Turn(str(i), "main", str(i - 1) if i else None, "user", f"Ship {i} passes.", 4) for i in range(10)]
-    turns.append(Turn("side", "side", "4", "tool", "fog until noon", 4))
-    trace = Trace("ships", "You count ships and write their names. " * 3, tuple(turns))
+    turns = [TraceTurn(str(i), "main", str(i - 1) if i else None, "user", f"Ship {i} passes.", 4) for i in range(10)]
+    turns.append(TraceTurn("side", "side", "4", "tool", "fog until noon", 4))
+    trace = AgentTrace("ships", "You count ships and write their names. " * 3, tuple(turns))
     with LLM(str(tiny_folder("llama")), threads=1, quiet=True, weights="float32") as llm:
         plain, spec_state = (replay(llm, trace, name) for name in ("off", "lookup+suffix"))
         assert plain.cached_share == spec_state.cached_share > 0.75

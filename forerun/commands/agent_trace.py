@@ -29,7 +29,7 @@ _KEYS = {"id", "session", "from", "role", "content", "max_tokens"}
 
 
 @dataclass(frozen=True)
-class Turn:
+class TraceTurn:
     """What reaches the agent, and after which turn."""
 
     id: str
@@ -47,10 +47,10 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Trace:
+class AgentTrace:
     name: str
     system: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TraceTurn, ...]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Replay:
         }
 
 
-def read_trace(path: Path | None = None, most: int | None = None) -> Trace:
+def read_trace(path: Path | None = None, most: int | None = None) -> AgentTrace:
     """A trace of the user's own or the shipped one; `most`: only its first turns."""
     source = SHIPPED if path is None else str(path)
     try:
@@ -91,18 +91,18 @@ def read_trace(path: Path | None = None, most: int | None = None) -> Trace:
     head = _object(lines[0], source)
     if not isinstance(head.get("system"), str) or not head["system"].strip():
         raise BadRequest(f"{source}, line {lines[0][0]}: no `system` text", 'begin with {"system": "You are ..."}')
-    turns: dict[str, Turn] = {}
+    turns: dict[str, TraceTurn] = {}
     last: dict[str, str] = {}  # turn by session
     for line in lines[1:]:
         turn = _turn(line, source, turns, last)
         turns[turn.id] = turn
         last[turn.session] = turn.id
-    return Trace(str(head.get("trace", source)), head["system"], tuple(turns.values())[:most])
+    return AgentTrace(str(head.get("trace", source)), head["system"], tuple(turns.values())[:most])
 
 
 def replay(
     llm: LLM,
-    trace: Trace,
+    trace: AgentTrace,
     speculate: str = "auto",
     say: Callable[[str], None] = lambda text: None,
 ) -> Replay:
@@ -127,7 +127,7 @@ def replay(
     return found
 
 
-def _turn(line: tuple[int, str], source: str, turns: dict[str, Turn], last: dict[str, str]) -> Turn:
+def _turn(line: tuple[int, str], source: str, turns: dict[str, TraceTurn], last: dict[str, str]) -> TraceTurn:
     number, record = line[0], _object(line, source)
     where = f"{source}, line {number}"
     if unknown := sorted(set(record) - _KEYS):
@@ -145,7 +145,7 @@ def _turn(line: tuple[int, str], source: str, turns: dict[str, Turn], last: dict
     limit = record.get("max_tokens", 32)
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise BadRequest(f"{where}: max_tokens is {limit!r}", "give a whole number of at least 1")
-    return Turn(name, session, after, role, content, limit)
+    return TraceTurn(name, session, after, role, content, limit)
 
 
 def _object(line: tuple[int, str], source: str) -> dict[str, Any]:
