@@ -43,6 +43,7 @@ class RequestWalk:
 
     functions: list[tuple[str, str]]  # file below the package, qualified name
     hops: list[tuple[str, str]]
+    entries: dict[str, list[str]]  # file: "function (from the file that called it first)"
 
     @property
     def files(self) -> list[str]:
@@ -120,7 +121,13 @@ def walk_of(calls: dict[tuple[CodeType | None, CodeType], None]) -> RequestWalk:
     entered = [callee for caller, callee in calls if caller is None or caller.co_filename != callee.co_filename]
     hops = [code for code in dict.fromkeys(entered) if goes_on(code, set())]
     functions = dict.fromkeys(callee for _, callee in calls)
-    return RequestWalk([place(code) for code in functions], [place(code) for code in hops])
+    entries: dict[str, list[str]] = {}
+    for caller, callee in calls:
+        file, function = place(callee)
+        source = place(caller)[0] if caller is not None else "the caller"
+        if source != file:
+            entries.setdefault(file, []).append(f"{function} (from {source})")
+    return RequestWalk([place(code) for code in functions], [place(code) for code in hops], entries)
 
 
 def exact_walk(llm: LLM) -> RequestWalk:
@@ -166,7 +173,9 @@ def main() -> None:
         print(f"{number:>2}. {file}: {function}")
     also = [file for file in walk.files if file not in {hop[0] for hop in walk.hops}]
     print(f"{len(walk.hops)} hops, {len(walk.files)} files, {len(walk.functions)} functions")
-    print("files without a hop:", ", ".join(also))
+    print("files without a hop:")
+    for file in also:
+        print(f"    {file}: {', '.join(walk.entries.get(file, []))}")
 
 
 if __name__ == "__main__":
