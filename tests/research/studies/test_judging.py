@@ -10,7 +10,7 @@ import pytest
 
 from forerun_research.studies.intervals import auc, bootstrap, relative, wilson
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong, code_of
-from forerun_research.studies.prefill_measure import Case
+from forerun_research.studies.prefill_measure import StudyCase
 from forerun_research.studies.rouge import common_subsequence, rouge_l
 from forerun_research.studies.sandbox import run_program
 
@@ -87,11 +87,11 @@ def test_code_is_taken_from_the_longest_block() -> None:
 
 def test_completions_and_edits_are_judged_by_their_tests() -> None:
     more = {"prompt": "def double(x):\n", "test": "def check(f):\n    assert f(2) == 4\n", "entry_point": "double"}
-    case = Case("HumanEval/0", [1], more)
+    case = StudyCase("HumanEval/0", [1], more)
     measure = HumanEvalLong()
     assert measure.judge(case, "    return 2 * x\n", "")["score"] == 1.0
     wrong = measure.judge(case, "    return x\n", "")
     assert wrong["score"] == 0.0 and wrong["error"].startswith("AssertionError")
-    edit = Case("Python/0", [1], {"prompt": "import math\n\ndef f(x):\n", "test": "assert f(4) == 2"})
+    edit = StudyCase("Python/0", [1], {"prompt": "import math\n\ndef f(x):\n", "test": "assert f(4) == 2"})
     answer = "Fixed:\n```python\ndef f(x):\n    return math.isqrt(x)\n```"
     assert Edits().judge(edit, answer, answer) == {"score": 1.0, "error": "", "same": True}
