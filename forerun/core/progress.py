@@ -1,36 +1,67 @@
-"""Progress bars for anything longer than a moment, on a terminal only. Knows nothing of what is tracked."""
+"""Progress on stderr of jobs that take longer than two seconds: a bar on a terminal, elsewhere a plain line every five
+seconds. Knows nothing of what is tracked.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 T = TypeVar("T")
 
-MIN_JOB_S = 0.5  # a job that ends sooner shows nothing
+SHOW_AFTER_S = 2.0  # a job that ends sooner shows nothing
+LINE_INTERVAL_S = 5.0  # between two plain lines
 
 
-def track(items: Sequence[T], label: str, quiet: bool = False) -> Iterator[T]:
-    """Yield the items; on a terminal, show a bar on stderr once the job has taken a moment."""
-    if quiet or not sys.stderr.isatty():
+def track(
+    items: Sequence[T],
+    label: str,
+    quiet: bool = False,
+    *,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[T]:
+    """Yield the items and show how many are done, on `stream` (stderr). `quiet`: show nothing."""
+    stream = sys.stderr if stream is None else stream
+    if quiet:
         yield from items
-        return
+    elif stream.isatty():
+        yield from _with_bar(items, label, stream, clock)
+    else:
+        yield from _with_lines(items, label, stream, clock)
+
+
+def _with_bar(items: Sequence[T], label: str, stream: TextIO, clock: Callable[[], float]) -> Iterator[T]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    start, shown = time.monotonic(), False
+    progress = Progress(*columns, console=Console(file=stream), transient=True)
+    start, shown = clock(), False
     task = progress.add_task(label, total=len(items))
     try:
         for item in items:
             yield item
             progress.advance(task)
-            if not shown and time.monotonic() - start > MIN_JOB_S:
+            if not shown and clock() - start > SHOW_AFTER_S:
                 progress.start()
                 shown = True
     finally:
         if shown:
             progress.stop()
+
+
+def _with_lines(items: Sequence[T], label: str, stream: TextIO, clock: Callable[[], float]) -> Iterator[T]:
+    start = clock()
+    due, shown = start + SHOW_AFTER_S, False
+    for done, item in enumerate(items, 1):
+        yield item
+        now = clock()
+        if done == len(items) and shown:
+            print(f"{label}: {done} of {len(items)} in {now - start:.0f} s", file=stream, flush=True)
+        elif done < len(items) and now > due:
+            left = (now - start) / done * (len(items) - done)
+            print(f"{label}: {done} of {len(items)}, about {left:.0f} s left", file=stream, flush=True)
+            due, shown = now + LINE_INTERVAL_S, True
