@@ -17,56 +17,57 @@ from forerun.errors import BadRequest
 from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
+    from forerun.serve.api_keys import ApiKeys
     from forerun.serve.config import ServeConfig
-    from forerun.serve.keys import Keys
 
 KEYS_VARIABLE = "FORERUN_API_KEYS"
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 _listening = functools.partial(typer.Option, rich_help_panel="Listening")
 _limiting = functools.partial(typer.Option, rich_help_panel="Limits")
-_admitting = functools.partial(typer.Option, rich_help_panel="Who may ask")
-_watching = functools.partial(typer.Option, rich_help_panel="Watching")
+_access = functools.partial(typer.Option, rich_help_panel="Access")
+_observing = functools.partial(typer.Option, rich_help_panel="Observability")
 
-Host = Annotated[str, _listening("--host", help="Address to listen on; 0.0.0.0: for everybody.")]
+Host = Annotated[str, _listening("--host", help="Address to listen on; 0.0.0.0: all interfaces.")]
 Port = Annotated[int, _listening("--port", "-p", min=0, max=65535, help="0: any free one.")]
-Name = Annotated[str | None, _listening("--name", help="The model as clients call it; default: as --model.")]
+Name = Annotated[str | None, _listening("--name", help="The model's name for clients; default: as --model.")]
 
 MaxNumSeqs = Annotated[int, _limiting("--max-num-seqs", min=1, help="Answers that are computed at once.")]
-MaxQueue = Annotated[int, _limiting("--max-queue", min=0, help="Answers that may wait beside them; more get 429.")]
+MaxQueue = Annotated[int, _limiting("--max-queue", min=0, help="Answers that may be queued beside them; more get 429.")]
 MaxBody = Annotated[float, _limiting("--max-body", help="Largest request in MB; larger ones get 413.")]
-Timeout = Annotated[float, _limiting("--timeout", help="Longest time for an answer, waiting included, in seconds.")]
+Timeout = Annotated[float, _limiting("--timeout", help="Longest time of a request, queueing included, in seconds.")]
 Drain = Annotated[float, _limiting("--drain", help="Seconds for open answers to end after SIGTERM or Ctrl-C.")]
 MaxSessions = Annotated[
-    int, _limiting("--max-sessions", min=1, help="Sessions open at once; with --disk, more wait there.")
+    int, _limiting("--max-sessions", min=1, help="Sessions open at once; with --disk, more are stored there.")
 ]
 SessionTtl = Annotated[
-    float, _limiting("--session-ttl", help="Longest that sessions may keep K/V in the pool, in seconds.")
+    float, _limiting("--session-ttl", help="Longest time that sessions may hold K/V in the pool, in seconds.")
 ]
 Drafters = Annotated[
     list[str] | None, _limiting("--drafter", help="A drafter that requests may name; may be repeated.")
 ]
 
-ApiKeys = Annotated[
+ApiKeysFile = Annotated[
     Path | None,
-    _admitting("--api-keys", help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."),
+    _access("--api-keys", help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."),
 ]
-Cors = Annotated[list[str] | None, _admitting("--cors", help="An origin whose pages may ask; may be repeated.")]
+Cors = Annotated[list[str] | None, _access("--cors", help="An origin whose pages may send requests; may be repeated.")]
 AllowedHost = Annotated[
     list[str] | None,
-    _admitting("--allowed-host", help="A name that requests may call this server by; may be repeated; *: any."),
+    _access("--allowed-host", help="A host name that requests may use; may be repeated; *: any."),
 ]
 
-Traces = Annotated[
-    str | None, _watching("--traces", help="Send OpenTelemetry traces to this OTLP URL; default: OTEL_* say.")
+TracesUrl = Annotated[
+    str | None,
+    _observing("--traces", help="OTLP URL for OpenTelemetry traces; default: the OTEL_* variables."),
 ]
-LogPrompts = Annotated[bool, _watching("--log-prompts", help="Write what people ask into the log.")]
-ShowPrompts = Annotated[bool, _watching("--show-prompts", help="The page shows everybody how cached texts begin.")]
+LogPrompts = Annotated[bool, _observing("--log-prompts", help="Write prompts into the log.")]
+ShowPrompts = Annotated[bool, _observing("--show-prompts", help="The page shows all clients how cached texts begin.")]
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How the server behaves; see `ServeConfig`."""
+    """Options of the server; see `ServeConfig`."""
 
     host: Host = "127.0.0.1"
     port: Port = 8000
@@ -79,10 +80,10 @@ class ServerOptions:
     max_sessions: MaxSessions = 256
     session_ttl: SessionTtl = 3600.0
     drafter: Drafters = None
-    api_keys: ApiKeys = None
+    api_keys: ApiKeysFile = None
     cors: Cors = None
     allowed_host: AllowedHost = None
-    traces: Traces = None
+    traces: TracesUrl = None
     log_prompts: LogPrompts = False
     show_prompts: ShowPrompts = False
 
@@ -106,7 +107,7 @@ class ServerOptions:
         )
 
     def _hosts(self) -> tuple[str, ...]:
-        """A server for this machine answers to its names only; one for others to any, unless it was given names."""
+        """On a local address only local names are accepted; on others any, unless names were given."""
         from forerun.serve.config import LOCAL_HOSTS
 
         named = tuple(host.lower() for host in self.allowed_host or ())
@@ -115,7 +116,7 @@ class ServerOptions:
 
 @opt.grouped
 def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
-    """Serve a model to OpenAI clients, and a page to watch it on.
+    """Serve a model to OpenAI clients, with a web page.
 
     The address for clients is printed at the start; the page is at its root. Ctrl-C lets open answers end.
 
@@ -138,19 +139,19 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
     from forerun.serve.app import create_app
     from forerun.serve.server import Server, listen
-    from forerun.serve.tracing import Traced, open_traces
+    from forerun.serve.tracing import TracingMiddleware, open_traces
 
     console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
-    # A port that is taken is told before a model is loaded
+    # A port that is taken is an error before a model is loaded
     with listen(host, server.port) as sock, run_in_thread(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
         app = run_in_thread(lambda: create_app(llm, config))  # warms up
         if traces is not None:
-            app.add_middleware(Traced, traces=traces)
+            app.add_middleware(TracingMiddleware, traces=traces)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         console.print(f"{config.model_name} at {where}/v1, the page at {where}/", markup=False, soft_wrap=True)
         console.print("Ctrl-C lets open answers end", style="dim")
         if config.keys is None and host not in LOCAL:
-            warning = f"everybody who can reach {host} may ask: consider --api-keys"
+            warning = f"any client that can reach {host} may send requests: consider --api-keys"
             console.print(warning, style="yellow", markup=False, soft_wrap=True)
         Server(app, config).run(sockets=[sock])
 
@@ -161,13 +162,13 @@ def _bytes(megabytes: float) -> int:
     return int(megabytes * 1e6)
 
 
-def _keys(path: Path | None) -> Keys | None:
-    from forerun.serve.keys import Keys
+def _keys(path: Path | None) -> ApiKeys | None:
+    from forerun.serve.api_keys import ApiKeys
 
     if path is not None:
-        return Keys.load(path)
+        return ApiKeys.load(path)
     given = os.environ.get(KEYS_VARIABLE)
-    return None if given is None else Keys.parse(given, KEYS_VARIABLE)
+    return None if given is None else ApiKeys.parse(given, KEYS_VARIABLE)
 
 
 def _model_name(model: str) -> str:

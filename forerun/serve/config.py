@@ -1,4 +1,4 @@
-"""The limits and manners of one server; every value is checked on creation. Knows no model."""
+"""Limits and settings of one server; every value is checked on creation. Knows no model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from forerun.errors import BadRequest
-from forerun.serve.keys import Keys
+from forerun.serve.api_keys import ApiKeys
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*|\*")
@@ -15,7 +15,7 @@ _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*|\*")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What a server allows. The defaults are for one machine and its own user: no keys, no other origins."""
+    """What a server allows. The defaults are for one machine and its own user: no API keys, no other origins."""
 
     model_name: str  # what clients call the model
     max_body_bytes: int = 8 * 2**20
@@ -24,15 +24,15 @@ class ServeConfig:
     max_header_s: float = 10.0  # for a connection's first line and headers
     max_body_s: float = 30.0  # for a body to arrive
     max_request_s: float = 600.0  # for an answer, waiting included
-    max_sessions: int = 256  # open at once; with a disk tier, others wait there
-    max_session_ttl: float = 3600.0  # seconds that requests may have K/V kept in the pool
-    drafters: tuple[str, ...] = ()  # that requests may name, beside those that `auto` takes
+    max_sessions: int = 256  # open at once; with a disk tier, more are stored there
+    max_session_ttl: float = 3600.0  # longest time to live of a session's K/V in the pool, in seconds
+    drafters: tuple[str, ...] = ()  # that requests may name, beside those of `auto`
     drain_s: float = 30.0  # for open answers to end after SIGTERM
-    keys: Keys | None = None  # None: anybody who can connect may ask
+    keys: ApiKeys | None = None  # None: requests need no key
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = LOCAL_HOSTS  # names that requests may call this server by; "*": any
+    allowed_hosts: tuple[str, ...] = LOCAL_HOSTS  # `Host` headers that are accepted; "*": any
     log_prompts: bool = False
-    show_prompts: bool = False  # whoever may ask sees how the texts of others begin, on the page
+    show_prompts: bool = False  # the page shows how cached texts begin, those of other clients too
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name.strip():

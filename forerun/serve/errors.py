@@ -22,12 +22,12 @@ _TYPES = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-_SHOULD = "Input should be "  # how pydantic begins where a value is of the wrong type
+_SHOULD = "Input should be "  # pydantic's message where a value has the wrong type
 _CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
 
 
 class ApiError(Exception):
-    """An answer other than 2xx."""
+    """A response other than 2xx."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         text = f"{self.message} ({self.hint})" if self.hint else self.message
         error = {"message": text, "type": kind, "param": self.param, "code": self.code, "hint": self.hint}
-        return {"error": {name: _plain(value) for name, value in error.items()}}
+        return {"error": {name: _encodable(value) for name, value in error.items()}}
 
     @property
     def response(self) -> JSONResponse:
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
-        """What a client is told of any error; nothing of an unexpected one, as it may hold anybody's text."""
+        """Any error as clients get it; of an unexpected one no message, as it may contain a prompt."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, (BadRequest, OutOfPages, BadProfile, DeadEnd)):
@@ -69,7 +69,7 @@ class ApiError(Exception):
 
 
 def timeout() -> ApiError:
-    """Whoever got no answer in time would get none the second time either: clients are told not to try again."""
+    """A second attempt would time out, too: the header tells clients not to retry."""
     hint = "ask for fewer tokens, or have the server's limit raised"
     return ApiError(408, "the request took longer than this server allows", hint, headers={"x-should-retry": "false"})
 
@@ -79,7 +79,7 @@ async def on_api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """What the framework refuses: unknown paths, wrong methods, bodies that cannot be read."""
+    """Refused by the framework: unknown paths, wrong methods, bodies that cannot be decoded."""
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:
@@ -90,33 +90,33 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
-    """A body that is JSON but not a request, or no JSON: the first thing that is wrong with it."""
+    """A body that is JSON but not a request, or no JSON: its first mistake."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}").response
-    parts, meant = _meant(error)
+    parts, errors = _first_mistake(error)
     path = ".".join(map(str, parts))
-    if meant[0]["type"] == "extra_forbidden":
+    if errors[0]["type"] == "extra_forbidden":
         return ApiError(400, f"{path} is not supported here", "leave it out", param=path).response
-    what = f"{path or 'the body'}: {_wanted(meant)}"
+    what = f"{path or 'the body'}: {_expected(errors)}"
     return ApiError(400, what, "send application/json" if not path else "", param=path or None).response
 
 
-def _meant(error: RequestValidationError) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
-    """Where the first mistake is, and all that was said about that place.
+def _first_mistake(error: RequestValidationError) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
+    """Where the first mistake is, and all errors about that place.
 
-    A value of several allowed forms is measured against each: the form it came furthest with is the one that was meant.
+    A value of several allowed types is validated against each: the type that it fits furthest is the intended one.
     """
-    found = [(_place(one, error.body), one) for one in error.errors()]
+    found = [(_path(one, error.body), one) for one in error.errors()]
     first = found[0][0]
     within = [place for place, _ in found if place[: len(first)] == first]
     meant = max(within, key=len)  # the first of the longest
     return meant, [one for place, one in found if place == meant]
 
 
-def _place(one: dict[str, Any], body: Any) -> tuple[Any, ...]:
-    """The way to a value as its sender knows it, without the names of forms that it was measured against."""
+def _path(one: dict[str, Any], body: Any) -> tuple[Any, ...]:
+    """The path to a value in the body, without the type names that pydantic adds for unions."""
     place: list[Any] = []
     for part in one["loc"][1:]:  # after "body"
         inside = range(len(body)) if isinstance(body, list) else body if isinstance(body, dict) else ()
@@ -126,7 +126,7 @@ def _place(one: dict[str, Any], body: Any) -> tuple[Any, ...]:
     return (*place, one["loc"][-1]) if one["type"] == "missing" and len(one["loc"]) > 1 else tuple(place)
 
 
-def _wanted(meant: list[dict[str, Any]]) -> str:
+def _expected(meant: list[dict[str, Any]]) -> str:
     """What a value should have been, in one sentence."""
     ours = [one["msg"].removeprefix("Value error, ") for one in meant]
     close = [text for text in ours if not text.startswith(_SHOULD)]  # of the right type
@@ -136,6 +136,6 @@ def _wanted(meant: list[dict[str, Any]]) -> str:
     return _SHOULD + " or ".join(dict.fromkeys(wanted))
 
 
-def _plain(value: str | None) -> str | None:
-    """Text that UTF-8 can hold: messages repeat what was sent, lone surrogates too."""
+def _encodable(value: str | None) -> str | None:
+    """Text that UTF-8 can encode: messages quote values of the request, lone surrogates too."""
     return None if value is None else value.encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
-"""What clients may send, as OpenAI's reference words it, with Forerun's own options under `forerun`.
+"""Request bodies as OpenAI's reference has them, with Forerun's own options under `forerun`.
 
-Types are strict (no text for numbers) and unknown fields are refused: a field that had no effect would be a lie. Limits
-of values are those of `SamplingParams`. Knows no engine and no tokenizer.
+Sampling, prefill and speculation options are derived from the dataclasses in `forerun.params`. Unknown fields are
+refused. Knows no engine and no tokenizer.
 """
 
 from __future__ import annotations
@@ -10,117 +10,91 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from forerun.errors import BadRequest
-from forerun.params import MAX_LOGPROBS, Grammar, Prefill, SamplingParams, Speculation
-from forerun.serve.tool_schema import MOST_TOOLS, Choice, Tool, ToolCall, chosen
-from forerun.serve.tools import Chat, Dialect, ToolUse, chat
+from forerun.params import MAX_LOGPROBS, PREFILLS, Grammar, Prefill, SamplingParams, Speculation
+from forerun.serve.derived import StrictModel, derived, described
+from forerun.serve.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, chosen
+from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
 MAX_TOKENS = 10_000_000
-ROLES = {"developer": "system"}  # what a role is called in chat templates
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-def _from(low: float, high: float) -> Any:
-    """Limits for readers of the OpenAPI document; `SamplingParams` keeps them, and says them in its own words."""
-    return Field(default=None, json_schema_extra={"minimum": low, "maximum": high})
+TEMPLATE_ROLES = {"developer": "system"}  # in chat templates
 
 
 def _no_dots(name: str) -> str:
-    if name in (".", ".."):  # clients take them for steps in a path: the session could not be deleted
+    if name in (".", ".."):  # clients resolve them in a path: the session could not be deleted
         raise ValueError(f"a session cannot be called {name}")
     return name
+
+
+def _doc(options: type) -> str:
+    """The first paragraph of a dataclass's docstring."""
+    return " ".join((options.__doc__ or "").split("\n\n")[0].split())
 
 
 SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.*\S)?$"), AfterValidator(_no_dots)]
 
 
-class PrefillOptions(_Model):
-    """`Prefill`, field by field."""
-
-    mode: Literal["exact", "speculative", "provisional"] = "exact"
-    budget: float | None = None
-    quality: float | None = None
-    source: str = "auto"
-    chooser: str = "auto"
-    allow_exact: bool = False
-
-    def prefill(self) -> Prefill:
-        return Prefill(**self.model_dump())
+PrefillMode: Any = Literal[PREFILLS]
+PrefillOptions: Any = derived("PrefillOptions", Prefill)
+SpeculateOptions: Any = derived("SpeculateOptions", Speculation)
+_ForerunFields: Any = derived(
+    "_ForerunFields", SamplingParams, "cache", "top_k", "min_p", "repetition_penalty", "ignore_eos"
+)
+# OpenAI's names for fields of `SamplingParams`; left out, they are as the library has them
+_SAMPLING = ("n", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
+_SamplingFields: Any = derived("_SamplingFields", SamplingParams, *_SAMPLING, optional=True)
 
 
-class SpeculateOptions(_Model):
-    """`Speculation`, field by field."""
-
-    drafter: str = "auto"
-    nodes: int = 64
-    depth: int = 0
-    verify: str = "auto"
-    bound: float = 0.0
-
-    def speculation(self) -> Speculation:
-        return Speculation(**self.model_dump())
-
-
-class SessionOptions(_Model):
-    """A conversation that the server keeps."""
+class SessionOptions(StrictModel):
+    """A conversation whose history the server stores."""
 
     name: SessionName
-    ttl: float | None = None  # seconds that its K/V stays in the pool after a turn
-    create: bool = True  # False: an unknown name is an error
+    ttl: float | None = Field(default=None, description="Seconds that its K/V stays in the pool after a turn.")
+    create: bool = Field(default=True, description="False: an unknown name is an error.")
 
 
-class ForerunOptions(_Model):
-    """Forerun's own part of a request; clients that know nothing of it leave it out."""
+class ForerunOptions(_ForerunFields):
+    """Forerun's own options; all of them may be left out."""
 
-    prefill: Literal["exact", "speculative", "provisional"] | PrefillOptions = "exact"
-    speculate: str | SpeculateOptions = "auto"
-    statistics: bool | Literal["steps"] = False  # all that was counted; with steps: each of them, and live counts
-    session: SessionName | SessionOptions | None = None
-    cache: bool = True  # False: reads nothing that other requests left, and leaves nothing for them
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
+    prefill: PrefillMode | PrefillOptions = Field(default=Prefill.mode, description=_doc(Prefill))
+    speculate: str | SpeculateOptions = Field(default=Speculation.drafter, description=_doc(Speculation))
+    statistics: bool | Literal["steps"] = Field(
+        default=False, description="True: all counts and times; steps: of every step, and live counts in streams."
+    )
+    session: SessionName | SessionOptions | None = Field(default=None, description="A session's name, or its options.")
 
     @property
-    def conversation(self) -> SessionOptions | None:
+    def session_options(self) -> SessionOptions | None:
         if self.session is not None and not self.cache:
             raise BadRequest("a session is in the cache, and cache is false", "leave one of them out")
         return SessionOptions(name=self.session) if isinstance(self.session, str) else self.session
 
     def params(self) -> dict[str, Any]:
-        prefill = self.prefill.prefill() if isinstance(self.prefill, PrefillOptions) else Prefill(self.prefill)
-        guess = self.speculate
-        return {
-            "prefill": prefill,
-            "cache": self.cache,
+        prefill, speculate = self.prefill, self.speculate
+        return {name: getattr(self, name) for name in _ForerunFields.model_fields} | {
+            "prefill": Prefill(prefill) if isinstance(prefill, str) else Prefill(**prefill.model_dump()),
+            "speculate": Speculation(speculate)
+            if isinstance(speculate, str)
+            else Speculation(**speculate.model_dump()),
             "timeline": self.statistics == "steps",
-            "speculate": guess.speculation() if isinstance(guess, SpeculateOptions) else Speculation(guess),
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "ignore_eos": self.ignore_eos,
         }
 
 
-class StreamOptions(_Model):
+class StreamOptions(StrictModel):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against readers of encrypted lengths: never sent
+    include_obfuscation: bool = False  # padding that hides lengths from network observers: never sent
 
 
-class JsonSchema(_Model):
+class JsonSchema(StrictModel):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # answers always fit the schema
+    strict: bool | None = None  # outputs always fit the schema
 
 
-class ResponseFormat(_Model):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -132,18 +106,18 @@ class ResponseFormat(_Model):
         return Grammar("json_object") if self.type == "json_object" else None
 
 
-class TextPart(_Model):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(_Model):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
-    name: str | None = None  # no template of ours shows it
+    name: str | None = None  # not part of any chat template
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
-    # What answers carry: clients send them back as they came
+    # Fields of responses, which clients send back unchanged
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -157,10 +131,10 @@ class Message(_Model):
 
     @property
     def template_role(self) -> str:
-        return ROLES.get(self.role, self.role)
+        return TEMPLATE_ROLES.get(self.role, self.role)
 
     def check(self) -> None:
-        """What fits together; types alone do not say."""
+        """What types alone cannot express."""
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise BadRequest(f"a message of role {self.role} has no content", "give it text")
         if self.tool_calls and self.role != "assistant":
@@ -169,23 +143,16 @@ class Message(_Model):
             raise BadRequest(f"a message of role {self.role} and its tool_call_id", "only results have one, and all do")
 
 
-class _Asked(_Model):
+class _CompletionBody(_SamplingFields):
     """What both kinds of request have."""
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = _from(1, 256)
-    temperature: float | None = _from(0, 100)
-    top_p: float | None = _from(0.01, 1)
-    max_tokens: int | None = _from(1, MAX_TOKENS)
-    stop: str | list[str] | None = None
-    seed: int | None = _from(-(2**63), 2**64)
-    presence_penalty: float | None = _from(-2, 2)
-    frequency_penalty: float | None = _from(-2, 2)
-    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = described(SamplingParams, "stop")
+    logit_bias: dict[str, float] | None = described(SamplingParams, "logit_bias")
     forerun: ForerunOptions = Field(default_factory=ForerunOptions)
-    # Accepted because many clients send them; about accounts and storage, of which there are none here
+    # Accepted because many clients send them; about accounts and storage, which this server does not have
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -199,11 +166,10 @@ class _Asked(_Model):
         return max(1, self.n or 1)
 
     def _params(self, max_tokens: int, room: int, **more: Any) -> SamplingParams:
-        """`None` is as good as leaving a field out; what is left out is as the library has it."""
+        """Null means left out. `room`: tokens that the context has left for the output."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is about streams, and stream is not true", "leave it out")
-        names = ("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in _SAMPLING}
         values = {name: value for name, value in given.items() if value is not None}
         values["max_tokens"] = min(max_tokens, room) if max_tokens <= MAX_TOKENS else max_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -215,7 +181,7 @@ class _Asked(_Model):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class Prediction(_Model):
+class Prediction(StrictModel):
     type: Literal["content"]
     content: str | list[TextPart]
 
@@ -224,16 +190,16 @@ class Prediction(_Model):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(_Asked):
+class ChatRequest(_CompletionBody):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = _from(1, MAX_TOKENS)
+    max_completion_tokens: int | None = described(SamplingParams, "max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = _from(0, MAX_LOGPROBS)
+    top_logprobs: int | None = described(SamplingParams, "logprobs")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Prediction | None = None  # what the answer may well be; see `SamplingParams.prediction`
+    prediction: Prediction | None = described(SamplingParams, "prediction")
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         """`room`: tokens that the context has left for the answer."""
@@ -256,23 +222,23 @@ class ChatRequest(_Asked):
             prediction=tuple(encode(self.prediction.text)[: min(longest, room)]) if self.prediction else (),
         )
 
-    def tool_use(self, dialect: Dialect) -> ToolUse | None:
-        """None: the answer is text."""
+    def tool_use(self, dialect: ToolDialect) -> ToolUse | None:
+        """None: the output is text only."""
         tools, must = chosen(self.tools, self.tool_choice, self.parallel_tool_calls)
         return ToolUse(dialect, tuple(tools), must, self.parallel_tool_calls is not False) if tools else None
 
-    def continued(self, dialect: Dialect) -> Callable[[list[dict[str, Any]]], list[int]]:
-        """How all messages of a session become a prompt of this request."""
+    def session_encoder(self, dialect: ToolDialect) -> Callable[[list[dict[str, Any]]], list[int]]:
+        """Encodes all messages of a session as the prompt of this request."""
         use, tokenizer = self.tool_use(dialect), dialect.tokenizer
 
         def encode(messages: list[dict[str, Any]]) -> list[int]:
-            known = [Message.model_validate(message) for message in messages]
-            return chat(dialect, known, use.tools if use else ()).encode(tokenizer)
+            parsed = [Message.model_validate(message) for message in messages]
+            return chat_prompt(dialect, parsed, use.tools if use else ()).encode(tokenizer)
 
         return encode
 
-    def conversation(self, dialect: Dialect, whole: bool = True) -> Chat:
-        """`whole`: every result must follow its call; what only goes on with a conversation may answer earlier ones."""
+    def chat_prompt(self, dialect: ToolDialect, whole: bool = True) -> ChatPrompt:
+        """`whole`: every result must follow its call; messages that continue a session may belong to earlier calls."""
         called: set[str] = set()
         for message in self.messages:
             message.check()
@@ -281,17 +247,17 @@ class ChatRequest(_Asked):
                 hint = "send the assistant's message with the call before its result"
                 raise BadRequest(f"no call before it has the tool_call_id {message.tool_call_id!r:.80}", hint)
         use = self.tool_use(dialect)
-        return chat(dialect, self.messages, use.tools if use else ())
+        return chat_prompt(dialect, self.messages, use.tools if use else ())
 
 
-class CompletionRequest(_Asked):
-    # a list of ids is one prompt, as long as the context allows; of others there may be so many
+class CompletionRequest(_CompletionBody):
+    # a list of ids is one prompt, as long as the context allows; of other lists the length is limited
     prompt: (
         str
         | Annotated[list[int], Field(min_length=1)]
         | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=1024)]
     )
-    logprobs: int | None = _from(0, MAX_LOGPROBS)
+    logprobs: int | None = described(SamplingParams, "logprobs")
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 

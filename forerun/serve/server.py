@@ -1,7 +1,7 @@
-"""The application on a socket: uvicorn, with connections that must speak in time, and an end that lets answers end.
+"""The application on a socket: uvicorn with timeouts for idle connections, and a graceful shutdown.
 
-On SIGTERM or Ctrl-C new requests get 503 while the open ones go on; when the last has ended, or the time for that is
-over, the server leaves. A second signal makes it leave at once.
+On SIGTERM or Ctrl-C new requests get 503 while open ones continue; when the last has ended, or the time for that is
+over, the server exits. A second signal makes it exit at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
 
-LINGER_S = 2.0  # for whoever was answered before all was sent: to read that answer, and stop
-LEAVING_S = 1  # for connections to close, once nobody is waited for any more
+UNREAD_BODY_TIMEOUT_S = 2.0  # for a client to read a response that came before the end of its body
+SHUTDOWN_GRACE_S = 1  # for connections to close, once no request is open
 
 
 class Server(uvicorn.Server):
@@ -35,21 +35,21 @@ class Server(uvicorn.Server):
             server_header=False,
             access_log=False,  # requests are logged where their tokens are known
             log_level="warning",
-            timeout_graceful_shutdown=LEAVING_S,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )
         super().__init__(settings)
-        self._gate, self._drain_s = app.state.gate, config.drain_s
+        self._admission, self._drain_s = app.state.admission, config.drain_s
         self._deadline = float("inf")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._gate.draining:
+        if self._admission.draining:
             self.should_exit = True
             return
-        self._gate.draining = True
+        self._admission.draining = True
         self._deadline = time.monotonic() + self._drain_s
 
     async def on_tick(self, counter: int) -> bool:
-        if self._gate.draining and (not self._gate.open or time.monotonic() > self._deadline):
+        if self._admission.draining and (not self._admission.num_open or time.monotonic() > self._deadline):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -72,47 +72,47 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 whose connections are closed when a request's headers do not arrive within some seconds, and when bodies
-    go on after their answer. Whatever comes of those is thrown away."""
+    """HTTP/1.1 whose connections are closed when a request's headers do not arrive in time, and when a body continues
+    after its response. What arrives of such a body is discarded."""
 
     class Protocol(H11Protocol):
-        _patience: asyncio.TimerHandle | None = None
+        _header_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._watch()
+            self._update_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._watch()
+            self._update_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_watching()
+            self._stop_timer()
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.conn.their_state is h11.SEND_BODY:
-                self.loop.call_later(LINGER_S, self._hang_up)
+                self.loop.call_later(UNREAD_BODY_TIMEOUT_S, self._close_unread)
 
-        def _hang_up(self) -> None:
+        def _close_unread(self) -> None:
             if self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
                 self.transport.close()
 
-        def _watch(self) -> None:
-            """Between requests uvicorn's own keep-alive counts; from a request's first byte on, this."""
+        def _update_timer(self) -> None:
+            """Between requests uvicorn's own keep-alive timeout applies; from a request's first byte on, this one."""
             if self.conn.their_state is not h11.IDLE:
-                self._stop_watching()
-            elif self._patience is None:
-                self._patience = self.loop.call_later(seconds, self._give_up)
+                self._stop_timer()
+            elif self._header_timer is None:
+                self._header_timer = self.loop.call_later(seconds, self._on_header_timeout)
 
-        def _stop_watching(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
+        def _stop_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
 
-        def _give_up(self) -> None:
-            self._patience = None
+        def _on_header_timeout(self) -> None:
+            self._header_timer = None
             if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
                 self.transport.close()
 

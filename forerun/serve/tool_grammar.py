@@ -1,6 +1,6 @@
-"""Grammars that make an answer call functions, with arguments that fit their schemas, in the model's own form.
+"""Grammars that constrain an output to tool calls whose arguments fit their schemas, in the model's own form.
 
-Written in llguidance's Lark. Each schema is a document of its own, so that its references keep their meaning. Knows no
+Written in llguidance's Lark. Each schema is a document of its own, so that its references resolve within it. Knows no
 template and no tokenizer.
 """
 
@@ -11,42 +11,42 @@ from collections.abc import Sequence
 
 from forerun.errors import BadRequest
 from forerun.params import Grammar
-from forerun.serve.tool_calls import BEGIN, END, TAG
+from forerun.serve.tool_parser import CALL_BEGIN, CALL_END, PYTHON_TAG
 from forerun.serve.tool_schema import Tool
 
-# As `json.dumps` writes it and templates show it: free white space is where small models never come to an end
+# As `json.dumps` writes it and templates show it: with free white space small models repeat it without end
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-MOST_CALLS = 16  # in one answer that must call: without an end small models never come to one
+MAX_FORCED_CALLS = 16  # in one output that must call: without a limit small models repeat calls until the context ends
 
 
 def calls_only(tools: Sequence[Tool], llama: bool, parallel: bool) -> Grammar:
-    """An answer that is nothing but calls."""
-    more = f"({_text(_between(llama))} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+    """Calls only."""
+    more = f"({_text(_between(llama))} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
     return Grammar("lark", f"start: call {more}\n{_call(tools, llama, marked=not llama)}")
 
 
 def calls_or_text(tools: Sequence[Tool], llama: bool, parallel: bool, tag: bool) -> Grammar:
-    """Text in which every call fits. `tag`: the vocabulary has Llama's mark before calls."""
-    if llama:  # a call is the whole answer, and whatever begins as an object is one
-        mark = f"{TAG}? " if tag else ""
-        more = f"({_text(_between(True))} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+    """Text in which every call fits its schema. `tag`: the vocabulary has Llama's mark before calls."""
+    if llama:  # a call is the whole output, and an output that begins as an object is a call
+        mark = f"{PYTHON_TAG}? " if tag else ""
+        more = f"({_text(_between(True))} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
         rules = f"start: TEXT | {mark}call {more}\nTEXT: /[^{{](.|\\n)*/\n"
         return Grammar("lark", rules + _call(tools, True, marked=False))
-    # What is lazy ends as soon as it can: text cannot go past a mark
+    # A lazy rule ends as soon as it can: text cannot go past a mark
     start = "start: tagged* TEXT" if parallel else "start: TEXT | tagged"
-    rules = f"{start}\ntagged: mark call\nmark[lazy]: TEXT {_text(BEGIN)}\nTEXT: /(.|\\n)*/\n"
-    return Grammar("lark", rules + _call(tools, False, marked=False, after=f"\n{END}", before="\n"))
+    rules = f"{start}\ntagged: mark call\nmark[lazy]: TEXT {_text(CALL_BEGIN)}\nTEXT: /(.|\\n)*/\n"
+    return Grammar("lark", rules + _call(tools, False, marked=False, after=f"\n{CALL_END}", before="\n"))
 
 
 def calls_or_json(tools: Sequence[Tool], content: Grammar, llama: bool, parallel: bool) -> Grammar:
     """Calls, or content of a JSON grammar."""
     schema = content.source if content.kind == "json_schema" else '{"type": "object"}'
-    if llama:  # both begin as objects: told apart only where both are schemas, spaced alike, and there is one call
+    if llama:  # both begin as objects: unambiguous only as schemas with the same spacing, and with one call
         given = json.loads(schema)
         spaced = json.dumps(given | _SPACED if isinstance(given, dict) else given)
         rules = [f"start: content | {_any(tools)}", f"content: %json {spaced}", *_objects(tools)]
         return Grammar("lark", "\n".join(rules))
-    more = f"({_text(_between(llama))} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+    more = f"({_text(_between(llama))} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
     return Grammar("lark", f"start: content | call {more}\ncontent: %json {schema}\n{_call(tools, llama, marked=True)}")
 
 
@@ -73,9 +73,9 @@ def _any(tools: Sequence[Tool]) -> str:
 
 
 def _call(tools: Sequence[Tool], llama: bool, marked: bool, before: str = "", after: str = "") -> str:
-    """The rule of one call: of which function it may be, and what its arguments are."""
+    """The rule of one call: its functions, and their arguments."""
     if marked:
-        before, after = f"{BEGIN}\n", f"\n{END}"
+        before, after = f"{CALL_BEGIN}\n", f"\n{CALL_END}"
     key = "parameters" if llama else "arguments"
     rules = [f"call: {_text(before)} ({_any(tools)}) {_text(after)}"]
     for i, tool in enumerate(tools):

@@ -1,4 +1,4 @@
-"""Tools as clients describe them, and the calls in messages, in OpenAI's words. Knows no template and no model."""
+"""Tools as requests describe them, and the calls in messages, in OpenAI's form. Knows no template and no model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.errors import BadRequest
 
-MOST_TOOLS = 128
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
@@ -23,13 +23,13 @@ class Function(_Model):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments fit `parameters` whenever the model calls it, not only where it must
+    strict: bool | None = None  # arguments fit `parameters` in every call, not only where `tool_choice` forces one
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """Of its arguments, which are always an object."""
+        """The schema of its arguments, which are always an object."""
         if self.parameters is None:
-            return NOTHING
+            return NO_PARAMETERS
         if self.parameters.get("type", "object") != "object":
             kind = self.parameters["type"]
             raise BadRequest(f"the parameters of {self.name} are of type {kind!r:.40}", "describe an object")
@@ -50,7 +50,7 @@ class NamedTool(_Model):
     function: NamedFunction
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(_Model):
@@ -59,7 +59,7 @@ class CalledFunction(_Model):
 
     @property
     def values(self) -> Any:
-        """The arguments as templates expect them; as they are where they are no JSON, which models may write."""
+        """The arguments as templates expect them; unparsed where a model wrote invalid JSON."""
         try:
             return json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -70,10 +70,10 @@ class ToolCall(_Model):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # left in by clients that put a stream together
+    index: int | None = None  # sent by clients that assembled it from a stream
 
 
-def chosen(tools: list[Tool] | None, choice: Choice | None, parallel: bool | None) -> tuple[list[Tool], bool]:
+def chosen(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> tuple[list[Tool], bool]:
     """The tools that the model may call, and whether it must."""
     if not tools:
         if isinstance(choice, NamedTool) or choice == "required":

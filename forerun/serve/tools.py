@@ -1,8 +1,8 @@
-"""Tools of one request: how the model is told of them, what grammar its answer follows, how its calls are read.
+"""Tools of one request: how they are put into the prompt, which grammar the output follows, how calls are parsed.
 
-A model's chat template says which form of calls it was taught. Templates that know no tools, or a form that nobody here
-can read, get a system instruction in Qwen's form, and calls and results of earlier turns as text: that works with any
-chat model, the better the larger it is. Knows no HTTP and no engine.
+A model's chat template shows which form of calls it was trained on. For templates without tools, or with a form that
+`tool_parser` does not parse, there is a system instruction in Qwen's form, with calls and results of earlier turns as
+text: that works with any chat model, the better the larger it is. Knows no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forerun.params import Grammar
-from forerun.serve.tool_calls import BEGIN, END, TAG, CallReader
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
+from forerun.serve.tool_parser import CALL_BEGIN, CALL_END, PYTHON_TAG, ToolCallParser
 from forerun.serve.tool_schema import Tool
 from forerun.text.tokenizer import Tokenizer
 
@@ -33,22 +33,24 @@ Results come between <tool_response> tags."""
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """How one model is told of tools and calls them."""
+class ToolDialect:
+    """How tools are described to one model, and the form of its calls."""
 
     tokenizer: Tokenizer
-    native: bool = True  # its template takes tools, calls and results; False: all of that is put into text
+    native: bool = True  # its template takes tools, calls and results; False: they are put into text
     llama: bool = False  # else Qwen's form
-    tag: bool = False  # it has Llama's mark before calls
+    tag: bool = False  # its vocabulary has Llama's mark before calls
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Dialect:
+    def of(cls, tokenizer: Tokenizer) -> ToolDialect:
         text = tokenizer.tool_template
         if "tools" in text:
-            if BEGIN in text and "<function=" not in text:
+            if CALL_BEGIN in text and "<function=" not in text:
                 return cls(tokenizer)
-            if re.search(r'\\?"parameters\\?"', text) or TAG in text:
-                return cls(tokenizer, llama=True, tag=tokenizer.backend.token_to_id(TAG) in tokenizer.special_ids)
+            if re.search(r'\\?"parameters\\?"', text) or PYTHON_TAG in text:
+                return cls(
+                    tokenizer, llama=True, tag=tokenizer.backend.token_to_id(PYTHON_TAG) in tokenizer.special_ids
+                )
         return cls(tokenizer, native=False)
 
 
@@ -56,16 +58,16 @@ class Dialect:
 class ToolUse:
     """`tools`: what the model may call; `must`: whether it has to."""
 
-    dialect: Dialect
+    dialect: ToolDialect
     tools: tuple[Tool, ...]
     must: bool = False
     parallel: bool = True
 
-    def reader(self) -> CallReader:
-        return CallReader({tool.function.name for tool in self.tools}, only=self.must)
+    def parser(self) -> ToolCallParser:
+        return ToolCallParser({tool.function.name for tool in self.tools}, only=self.must)
 
     def grammar(self, content: Grammar | None) -> Grammar | None:
-        """`content`: of what is said beside calls. The model is free unless somebody asked for more."""
+        """`content`: grammar of the text beside calls. None: nothing in the request constrains the output."""
         llama, parallel = self.dialect.llama, self.parallel
         if self.must:
             return calls_only(self.tools, llama, parallel)
@@ -77,8 +79,8 @@ class ToolUse:
 
 
 @dataclass(frozen=True)
-class Chat:
-    """A conversation as a chat template takes it."""
+class ChatPrompt:
+    """Messages and tools as a chat template takes them."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -87,24 +89,24 @@ class Chat:
         return tokenizer.apply_chat_template(self.messages, self.tools)
 
 
-def chat(dialect: Dialect, messages: Sequence[Message], tools: Sequence[Tool]) -> Chat:
+def chat_prompt(dialect: ToolDialect, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:
     described = [tool.model_dump(exclude_none=True) for tool in tools]
     if dialect.native:
-        return Chat(_native(messages), described or None)
-    told = _as_text(messages)
+        return ChatPrompt(_native(messages), described or None)
+    entries = _as_text(messages)
     if described:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in described)
-        instruction = _INSTRUCTION.format(tools=lines, begin=BEGIN, end=END)
-        if told and told[0]["role"] == "system":
-            told[0]["content"] += f"\n\n{instruction}"
+        instruction = _INSTRUCTION.format(tools=lines, begin=CALL_BEGIN, end=CALL_END)
+        if entries and entries[0]["role"] == "system":
+            entries[0]["content"] += f"\n\n{instruction}"
         else:
-            told.insert(0, {"role": "system", "content": instruction})
-    return Chat(told)
+            entries.insert(0, {"role": "system", "content": instruction})
+    return ChatPrompt(entries)
 
 
 def _native(messages: Sequence[Message]) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for message in messages:
         entry: dict[str, Any] = {"role": message.template_role, "content": message.text}
         if message.tool_calls:
@@ -119,13 +121,13 @@ def _native(messages: Sequence[Message]) -> list[dict[str, Any]]:
             ]
         if message.tool_call_id is not None:
             entry |= {"tool_call_id": message.tool_call_id, "name": names.get(message.tool_call_id, "")}
-        told.append(entry)
-    return told
+        entries.append(entry)
+    return entries
 
 
 def _as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same without tools: calls as the model would write them, results as what the user says."""
-    told: list[dict[str, Any]] = []
+    """The same without tools: calls as the model would write them, results as user messages."""
+    entries: list[dict[str, Any]] = []
     results = False
     for message in messages:
         role, text = message.template_role, message.text
@@ -133,14 +135,14 @@ def _as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
             text = "\n".join([*([text] if text else []), *map(_written, message.tool_calls)])
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if results:  # one message for all results of a turn: templates want roles to take turns
-                told[-1]["content"] += f"\n{text}"
+            if results:  # one message for all results of a turn: templates require alternating roles
+                entries[-1]["content"] += f"\n{text}"
                 continue
-        told.append({"role": "user" if role == "tool" else role, "content": text})
+        entries.append({"role": "user" if role == "tool" else role, "content": text})
         results = role == "tool"
-    return told
+    return entries
 
 
 def _written(call: Any) -> str:
     body = json.dumps({"name": call.function.name, "arguments": call.function.values}, ensure_ascii=False)
-    return f"{BEGIN}\n{body}\n{END}"
+    return f"{CALL_BEGIN}\n{body}\n{CALL_END}"

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: one span for each request for answers, with what it went through as its children.
+"""OpenTelemetry traces: one span for each completion request, with its phases as children.
 
-Everything is recorded when a request has ended, from times that were taken anyway: while an answer is made, tracing
-does nothing. Spans have counts and times, never text. The packages are an extra, `pip install forerun[otel]`, and are
-imported only where traces were asked for.
+Spans are recorded when a request has ended, from times that were measured anyway: while the engine works, tracing does
+nothing. Spans have counts and times, never text. The packages are an extra, `pip install forerun[otel]`, and are
+imported only where tracing is on.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from starlette.types import ASGIApp, Scope
 
 import forerun
 from forerun.errors import BadRequest
-from forerun.serve.outcome import Outcome
+from forerun.serve.observer import RequestObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
     from forerun.core import Usage
-    from forerun.serve.answer import Answer
+    from forerun.serve.response import CompletionResponse
 
 log = logging.getLogger("forerun.serve")
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-NANO = 1_000_000_000
+NANOSECONDS_PER_S = 1_000_000_000
 _HINT = "pip install 'forerun[otel]'"
 
 
-def open_traces(endpoint: str | None, environ: Mapping[str, str] = os.environ) -> Traces | None:
-    """Traces sent to `endpoint`, or to where OTEL_* variables say; None where neither asks for any."""
+def open_traces(endpoint: str | None, environ: Mapping[str, str] = os.environ) -> TraceRecorder | None:
+    """TraceRecorder sent to `endpoint`, or to that of the OTEL_* variables; None where neither is set."""
     named = any(environ.get(name) for name in ENDPOINTS) or environ.get("OTEL_TRACES_EXPORTER") == "otlp"
     off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
     if endpoint is None and (off or not named):
@@ -48,10 +48,10 @@ def open_traces(endpoint: str | None, environ: Mapping[str, str] = os.environ) -
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         if endpoint is not None:
-            raise BadRequest(f"--traces needs a package that is not here: {error.name}", _HINT) from None
-        log.warning("OTEL_* variables ask for traces, but %s is not installed: %s", error.name, _HINT)
+            raise BadRequest(f"--traces needs a package that is not installed: {error.name}", _HINT) from None
+        log.warning("OTEL_* variables turn traces on, but %s is not installed: %s", error.name, _HINT)
         return None
-    return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=where)))
+    return TraceRecorder(BatchSpanProcessor(OTLPSpanExporter(endpoint=where)))
 
 
 def _url(endpoint: str) -> str:
@@ -62,8 +62,8 @@ def _url(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 
 
-class Traces:
-    """Makes spans and hands them to a processor; a caller's `traceparent` is honoured, its sampling too."""
+class TraceRecorder:
+    """Makes spans and hands them to a processor; a request's `traceparent` is honoured, its sampling too."""
 
     def __init__(self, processor: SpanProcessor, environ: Mapping[str, str] = os.environ) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -78,9 +78,9 @@ class Traces:
         self._tracer = self._provider.get_tracer("forerun", forerun.__version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, scope: Scope, status: int, arrived: float, answer: Answer | None) -> None:
-        """The spans of a request that has just ended; `arrived` by the clock of `time.perf_counter`. `answer`: None
-        where it was refused before there was any."""
+    def record(self, scope: Scope, status: int, arrived: float, response: CompletionResponse | None) -> None:
+        """The spans of a request that has just ended; `arrived` by the clock of `time.perf_counter`.
+        `response`: None where the request was refused before there was one."""
         from opentelemetry.trace import SpanKind
 
         clock, path = _Clock(), scope["path"]
@@ -90,17 +90,17 @@ class Traces:
             f"{scope['method']} {path}", parent, SpanKind.SERVER, attributes, start_time=clock(arrived)
         )
         if root.is_recording():
-            if answer is not None:
-                self._answered(root, path, answer, arrived, clock)
-            _judge(root, status)
+            if response is not None:
+                self._add_phases(root, path, response, arrived, clock)
+            _set_status(root, status)
         root.end()
 
-    def _answered(self, root: Span, path: str, answer: Answer, arrived: float, clock: _Clock) -> None:
+    def _add_phases(self, root: Span, path: str, response: CompletionResponse, arrived: float, clock: _Clock) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        usage, start, inside = answer.usage, answer.submitted, set_span_in_context(root)
-        root.set_attributes(_attributes(path, answer))
-        if start is None:  # gone or refused while it was read
+        usage, start, parent_context = response.usage, response.submitted, set_span_in_context(root)
+        root.set_attributes(_attributes(path, response))
+        if start is None:  # disconnected or refused before it was submitted
             return
         queued, first, end = start + usage.queued_s, start + usage.ttft_s, start + usage.total_s
         parts: list[tuple[str, float, float, dict[str, Any]]] = [("prepare", arrived, start, {})]
@@ -113,11 +113,11 @@ class Traces:
         if usage.provisional_s:
             root.add_event("first_provisional_token", timestamp=clock(start + usage.provisional_s))
         for name, begins, ends, attributes in parts:
-            span = self._tracer.start_span(name, inside, attributes=attributes, start_time=clock(begins))
+            span = self._tracer.start_span(name, parent_context, attributes=attributes, start_time=clock(begins))
             span.end(clock(max(begins, ends)))
 
     def close(self) -> None:
-        """Send what is still here."""
+        """Send what is still buffered."""
         self._provider.shutdown()
 
 
@@ -128,28 +128,28 @@ class _Clock:
         self._offset = time.time() - time.perf_counter()
 
     def __call__(self, moment: float) -> int:
-        return int((moment + self._offset) * NANO)
+        return int((moment + self._offset) * NANOSECONDS_PER_S)
 
 
-def _attributes(path: str, answer: Answer) -> dict[str, Any]:
-    """Names as OpenTelemetry has them for generative models; what it has no name for is under `forerun`."""
-    usage = answer.usage
-    reasons = [part.finish_reason for part in answer.collected if part.finish_reason is not None]
+def _attributes(path: str, response: CompletionResponse) -> dict[str, Any]:
+    """Attributes of OpenTelemetry's conventions for generative models; what they lack is under `forerun`."""
+    usage = response.usage
+    reasons = [part.finish_reason for part in response.choices if part.finish_reason is not None]
     found: dict[str, Any] = {
         "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "forerun",
-        "gen_ai.request.model": answer.form.model,
-        "gen_ai.response.id": answer.form.id,
+        "gen_ai.request.model": response.encoder.model,
+        "gen_ai.response.id": response.encoder.id,
         "gen_ai.response.finish_reasons": reasons,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        "forerun.outputs": len(answer.collected),
-        "forerun.stream": bool(answer.asked.stream),
+        "forerun.outputs": len(response.choices),
+        "forerun.stream": bool(response.request_body.stream),
     }
-    if answer.params is not None:
-        found["gen_ai.request.max_tokens"] = answer.params.max_tokens
-        found["gen_ai.request.temperature"] = float(answer.params.temperature)
+    if response.params is not None:
+        found["gen_ai.request.max_tokens"] = response.params.max_tokens
+        found["gen_ai.request.temperature"] = float(response.params.temperature)
     return found
 
 
@@ -176,8 +176,8 @@ def _decode(usage: Usage) -> dict[str, Any]:
     return found
 
 
-def _judge(root: Span, status: int) -> None:
-    """A server's span has failed where the server has; what clients got wrong is told, but is no failure of its."""
+def _set_status(root: Span, status: int) -> None:
+    """A server's span is an error from 500 on; what clients did wrong is an attribute only."""
     from opentelemetry.trace import Status, StatusCode
 
     if status >= 400:
@@ -186,15 +186,15 @@ def _judge(root: Span, status: int) -> None:
         root.set_status(Status(StatusCode.ERROR))
 
 
-class Traced(Outcome):
-    """Records the spans of every request for answers, when it has ended."""
+class TracingMiddleware(RequestObserver):
+    """Records the spans of every completion request when it has ended."""
 
-    def __init__(self, app: ASGIApp, traces: Traces) -> None:
+    def __init__(self, app: ASGIApp, traces: TraceRecorder) -> None:
         super().__init__(app)
         self.traces = traces
 
-    def wanted(self, scope: Scope) -> bool:
-        return super().wanted(scope) and scope["path"] in OPERATIONS
+    def observes(self, scope: Scope) -> bool:
+        return super().observes(scope) and scope["path"] in OPERATIONS
 
-    def ended(self, scope: Scope, status: int, arrived: float, answer: Answer | None) -> None:
-        self.traces.record(scope, status, arrived, answer)
+    def on_end(self, scope: Scope, status: int, arrived: float, response: CompletionResponse | None) -> None:
+        self.traces.record(scope, status, arrived, response)

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Route, expect
 
 from forerun import LLM, SamplingParams
-from forerun.serve.keys import Keys
+from forerun.serve.api_keys import ApiKeys
 from tests.page.common import Script, Visit, plain, says
 from tests.page.conftest import visiting
 from tests.serve.common import NAME, Running, running
@@ -120,7 +120,7 @@ def test_a_question_is_needed(visit: Visit):
 
 
 def test_a_server_with_keys_is_asked_with_one(browser: Browser, served: Running):
-    keys = Keys.parse(f"ann {hashlib.sha256(b'right').hexdigest()}", "test")
+    keys = ApiKeys.parse(f"ann {hashlib.sha256(b'right').hexdigest()}", "test")
     with running(served.llm, keys=keys) as made:
         for visit in visiting(browser, made):
             page = visit.page

@@ -109,7 +109,7 @@ def test_one_byte_at_a_time_is_too_slow(llm: LLM):
             thread.join(20)
         assert len(cut) == len(starts) and max(cut) < 5
         assert sum(b" 408 " in answer for answer in answers) == 8
-        assert made.app.state.gate.open == 0
+        assert made.app.state.admission.num_open == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -120,10 +120,10 @@ def test_half_a_goodbye_is_one(llm: LLM, stream: bool):
         body = json.dumps(ENDLESS | {"stream": stream}).encode()
         with connected(made) as sock:
             sock.sendall(head(f"Content-Length: {len(body)}") + body)
-            wait_for(lambda: made.app.state.gate.open == 1 and bool(llm.engine.scheduler.running))
+            wait_for(lambda: made.app.state.admission.num_open == 1 and bool(llm.engine.scheduler.running))
             sock.shutdown(socket.SHUT_WR)
             received(sock)
-        wait_for(lambda: made.app.state.gate.open == 0 and llm.engine.idle, 3)
+        wait_for(lambda: made.app.state.admission.num_open == 0 and llm.engine.idle, 3)
         with connected(made) as sock:  # in the middle of a body
             sock.sendall(head("Content-Length: 1000") + b"{")
             sock.shutdown(socket.SHUT_WR)

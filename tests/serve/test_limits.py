@@ -211,7 +211,7 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM, stream: bool):
             body = json.dumps(ENDLESS | {"stream": stream}).encode()
             sock.sendall(head(len(body)) + body)
             wait_for(lambda: bool(engine.scheduler.running) and engine.scheduler.running[0].num_generated > 5)
-        wait_for(lambda: engine.idle and made.app.state.gate.open == 0)
+        wait_for(lambda: engine.idle and made.app.state.admission.num_open == 0)
         assert len(steps) <= cancelled[0] + 1 < 900  # gone in the step after the one that was running
         llm.clear_cache()
         assert engine.pool.used == 0
@@ -235,7 +235,7 @@ def test_a_full_queue_says_when_to_come_again(narrow: LLM):
             made.client().chat.completions.create(**ASKED)
         assert "n" in error(made.post(CHAT, ASKED | {"n": 2}), 400)["hint"]
         assert one.join().endswith("data: [DONE]\n\n")
-        wait_for(lambda: made.app.state.gate.open == 0)
+        wait_for(lambda: made.app.state.admission.num_open == 0)
         assert made.post(CHAT, ASKED).status_code == 200
     patch.undo()
 

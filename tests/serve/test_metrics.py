@@ -17,6 +17,7 @@ from forerun import LLM
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Running, running, slowed, wait_for
 
 Figures = dict[str, float]
+FORCED = {"drafter": "lookup", "depth": 4}  # drafts at every step, whatever it costs
 
 
 def read(made: Running) -> Figures:
@@ -42,7 +43,7 @@ def by_label(before: Figures, after: Figures, name: str) -> dict[str, float]:
 
 
 def asked(made: Running, **more: Any) -> dict[str, Any]:
-    body = ASKED | {"forerun": {"statistics": True, "ignore_eos": True, "speculate": "lookup"}} | more
+    body = ASKED | {"forerun": {"statistics": True, "ignore_eos": True, "speculate": FORCED}} | more
     return made.post(CHAT, body).json()["forerun"]["statistics"]
 
 
@@ -123,7 +124,7 @@ def test_what_a_client_left_is_counted(llm: LLM):
             head = "\r\n".join([f"POST {CHAT} HTTP/1.1", *lines])
             sock.sendall(head.encode() + b"\r\n\r\n" + body)
             wait_for(lambda: bool(llm.engine.scheduler.running) and llm.engine.scheduler.running[0].num_generated > 5)
-        wait_for(lambda: llm.engine.idle and made.app.state.gate.open == 0)
+        wait_for(lambda: llm.engine.idle and made.app.state.admission.num_open == 0)
         patch.undo()
         gone = "forerun_requests_total{path=/v1/chat/completions,status=499}"
         wait_for(lambda: grown(before, read(made), gone) == 1)

@@ -58,7 +58,7 @@ def test_requests_for_answers(small: Running, path: str, mode: GenerationMode):
     answered = statuses(small, schema[path]["POST"], mode, 50)
     assert set(answered) <= ({200, 400, 404, 429} if mode == RIGHT else {200, 400, 404, 405}) and answered[400]
     assert small.post(CHAT, ASKED).status_code == 200
-    assert not small.app.state.gate.open and not small.app.state.service.sessions.busy
+    assert not small.app.state.admission.num_open and not small.app.state.context.sessions.busy
 
 
 def test_all_others(small: Running):

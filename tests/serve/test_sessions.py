@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve.keys import Keys
+from forerun.serve.api_keys import ApiKeys
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, error, running, slowed, wait_for
 
 USER: Any = {"role": "user", "content": "And who counts the lamps?"}
@@ -114,7 +114,7 @@ def test_one_turn_at_a_time(llm: LLM, slow: None):
         assert delete(made, "one") == 409
         assert made.post(CHAT, ASKED | own("another")).status_code == 200
         assert holding.join().endswith("data: [DONE]\n\n")
-        wait_for(lambda: made.app.state.gate.open == 0)
+        wait_for(lambda: made.app.state.admission.num_open == 0)
         assert told(made, ASKED | {"messages": [USER]} | own("one"))["forerun"]["session"]["turn"] == 2
 
 
@@ -127,7 +127,7 @@ def test_a_turn_that_comes_to_nothing_is_taken_back(llm: LLM):
     with running(llm, max_request_s=0.3) as made:
         endless = ENDLESS | {"forerun": ENDLESS["forerun"] | {"session": "late"}}
         assert "longer than this server allows" in made.post(CHAT, endless).text
-        wait_for(lambda: made.app.state.gate.open == 0)
+        wait_for(lambda: made.app.state.admission.num_open == 0)
         assert "late" not in names(made)  # it never came to an answer
         patch.undo()
         first = told(made, ASKED | own("late"))
@@ -150,7 +150,7 @@ def test_whoever_goes_away_leaves_the_session_as_it_was(llm: LLM):
         endless = ENDLESS | {"messages": [USER], "forerun": ENDLESS["forerun"] | {"session": "left"}}
         with httpx.stream("POST", made.url + CHAT, json=endless, timeout=30) as response:
             next(response.iter_text())
-        wait_for(lambda: made.app.state.gate.open == 0 and not made.app.state.service.sessions.busy, 3)
+        wait_for(lambda: made.app.state.admission.num_open == 0 and not made.app.state.context.sessions.busy, 3)
         wait_for(lambda: llm.engine.idle, 3)
         patch.undo()
         assert told(made, ASKED | {"messages": [USER]} | own("left"))["forerun"]["session"]["turn"] == 2
@@ -160,7 +160,7 @@ def test_whoever_goes_away_leaves_the_session_as_it_was(llm: LLM):
 def test_every_key_has_sessions_of_its_own(llm: LLM):
     lines = [f"{name} {hashlib.sha256(name.encode()).hexdigest()}" for name in ("ann", "ann/x")]
     ann, other = ({"authorization": f"Bearer {name}"} for name in ("ann", "ann/x"))
-    with running(llm, keys=Keys.parse("\n".join(lines), "here")) as made:
+    with running(llm, keys=ApiKeys.parse("\n".join(lines), "here")) as made:
         told(made, ASKED | own("x mine"), headers=ann)
         told(made, ASKED | {"messages": [USER]} | own("mine"), headers=other)
         assert told(made, ASKED | {"messages": [USER]} | own("x mine"), headers=ann)["forerun"]["session"]["turn"] == 2
@@ -207,7 +207,7 @@ def test_sessions_that_are_gone_leave_no_figures_behind(served: Running):
         cut_off = ENDLESS | {"forerun": ENDLESS["forerun"] | {"session": f"cut off {number}"}}
         with httpx.stream("POST", served.url + CHAT, json=cut_off, timeout=30) as response:
             next(response.iter_text())
-        wait_for(lambda: served.llm.engine.idle and not served.app.state.service.sessions.busy, 3)  # pages are free
+        wait_for(lambda: served.llm.engine.idle and not served.app.state.context.sessions.busy, 3)  # pages are free
     assert delete(served, "brief") == 200
     assert served.get("/forerun/stats").json()["sessions"] == before
 
@@ -233,7 +233,7 @@ def test_sessions_that_nobody_comes_back_to_are_closed_and_wait_on_disk(kept: Ca
         told(made, ASKED | own({"name": "short", "ttl": 0.01}))
         for name in ("a", "b", "c"):
             told(made, ASKED | own(name))
-        assert set(names(made)) == {"short", "a", "b", "c"} and len(made.app.state.service.sessions._used) == 2
+        assert set(names(made)) == {"short", "a", "b", "c"} and len(made.app.state.context.sessions._used) == 2
         assert told(made, ASKED | {"messages": [USER]} | own("short"))["forerun"]["session"]["turn"] == 2
     with kept() as llm, running(llm) as made:
         again = told(made, ASKED | {"messages": [USER]} | own({"name": "a", "create": False}))["forerun"]["session"]

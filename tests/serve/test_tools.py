@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.serve.tools import Dialect
+from forerun.serve.tools import ToolDialect
 from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
 
 # Short relatives of the templates that models bring: what they have in common with them is the form of calls
@@ -260,7 +260,7 @@ def test_what_is_refused(qwen: Running, change: dict[str, Any], words: str | Non
 
 def test_the_form_of_calls_follows_from_the_template(made: Running, request: Any):
     kind = request.node.callspec.id
-    found = Dialect.of(made.llm.tokenizer)
+    found = ToolDialect.of(made.llm.tokenizer)
     assert (found.native, found.llama) == {"qwen": (True, False), "llama": (True, True), "none": (False, False)}[kind]
 
 

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from forerun import LLM
 from forerun.errors import BadRequest
 from forerun.serve import ServeConfig, create_app
-from forerun.serve.tracing import Traced, Traces, _url, open_traces
+from forerun.serve.tracing import TraceRecorder, TracingMiddleware, _url, open_traces
 from tests.serve.common import ASKED, CHAT, NAME, Running, serving, wait_for
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -32,7 +32,7 @@ def exported() -> InMemorySpanExporter:
 def traced(llm: LLM, exported: InMemorySpanExporter) -> Iterator[Running]:
     config = ServeConfig(NAME)
     app = create_app(llm, config)
-    app.add_middleware(Traced, traces=Traces(SimpleSpanProcessor(exported), {}))
+    app.add_middleware(TracingMiddleware, traces=TraceRecorder(SimpleSpanProcessor(exported), {}))
     with serving(llm, app, config) as made:
         yield made
 
@@ -53,7 +53,7 @@ def seconds(span: ReadableSpan) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_and_what_it_went_through(traced: Running, exported: InMemorySpanExporter, stream: bool):
-    own = {"statistics": True, "ignore_eos": True, "speculate": "lookup"}
+    own = {"statistics": True, "ignore_eos": True, "speculate": {"drafter": "lookup", "depth": 4}}
     messages = [{"role": "user", "content": f"{SECRET} one two {SECRET} one two {SECRET} one two"}]
     body = ASKED | {"stream": stream, "forerun": own, "messages": messages, "max_tokens": 40}
     response = traced.post(CHAT, body)

@@ -11,8 +11,8 @@ import pytest
 from forerun.decode.grammar import GrammarCompiler
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Grammar
-from forerun.serve.tool_calls import TAG, CallReader
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
+from forerun.serve.tool_parser import PYTHON_TAG, ToolCallParser
 from forerun.serve.tool_schema import Tool
 from forerun.text.tokenizer import Tokenizer
 from tests.tiny import VOCAB, write_tokenizer
@@ -22,7 +22,7 @@ Call = tuple[str, str]
 
 def read(text: str, sizes: list[int]) -> tuple[str, list[Call]]:
     """The text in pieces of these sizes, over and over; what is told in pieces is what was read."""
-    reader, pieces, at = CallReader({"f", "g"}), [], 0
+    reader, pieces, at = ToolCallParser({"f", "g"}), [], 0
     while at < len(text):
         size = sizes[at % len(sizes)]
         pieces += reader.push(text[at : at + size])
@@ -105,7 +105,7 @@ def test_text_of_any_kind_is_never_lost():
 
 
 def test_where_only_calls_are_an_answer_what_is_cut_off_is_none():
-    reader = CallReader({"f"}, only=True)
+    reader = ToolCallParser({"f"}, only=True)
     pieces = reader.push(f"<tool_call>\n{F}\n</tool_call>\n<tool_ca") + reader.finish()
     assert [call.name for call in reader.calls] == ["f"] and not any(piece.content for piece in pieces)
 
@@ -157,10 +157,10 @@ def test_grammars(compiler: GrammarCompiler, grammar: Grammar, fits: list[str], 
 def test_the_mark_of_llama_models_may_stand_before_a_call(tmp_path: Path):
     write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
-    file.write_text(file.read_text().replace("<|im_start|>", TAG))
+    file.write_text(file.read_text().replace("<|im_start|>", PYTHON_TAG))
     tokenizer = Tokenizer.from_folder(tmp_path, eos_ids=[2])
     answer = GrammarCompiler(tokenizer, VOCAB).constraint(calls_or_text(tools(), True, False, tag=True))
-    mark = tokenizer.backend.token_to_id(TAG)
+    mark = tokenizer.backend.token_to_id(PYTHON_TAG)
     assert mark in tokenizer.special_ids
     good, wrong = (tokenizer.encode(text) for text in (LLAMA, "hello"))
     assert answer.accepts((), [mark, *good]) == len(good) + 1 and answer.accepts((), good) == len(good)

@@ -1,7 +1,7 @@
 """The page at `/`: its files as the package has them, served from memory under a strict Content-Security-Policy.
 
-Only files that are part of the package can be asked for, and nothing on the page comes from anywhere else. Knows no
-engine: what the page shows comes through the same paths as for every other client, and through `watch.py`.
+Only files of the package are served, and the page loads nothing from other origins. Knows no
+engine: what the page shows comes through the same paths as for every other client, and through `page_api.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, but asked about: a new version is seen at once
+    "cache-control": "no-cache",  # cached, but revalidated: a new version is shown at once
 }
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the page's own: no key is needed to look at it."""
+    """Whether a path is one of the page's files, which need no API key."""
     return path == "/" or path.startswith(FOLDER)
 
 
-def add_page(app: FastAPI) -> None:
-    files = {file.name: _Stored(file) for file in resources.files("forerun.serve").joinpath("page").iterdir()}
+def add_page_files(app: FastAPI) -> None:
+    files = {file.name: _PageFile(file) for file in resources.files("forerun.serve").joinpath("page").iterdir()}
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(request: Request) -> Response:
@@ -46,7 +46,7 @@ def add_page(app: FastAPI) -> None:
         return files[name].response(request)
 
 
-class _Stored:
+class _PageFile:
     """One file of the page."""
 
     def __init__(self, file: Traversable) -> None:

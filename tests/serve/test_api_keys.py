@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM
 from forerun.errors import BadRequest
-from forerun.serve.keys import Keys
+from forerun.serve.api_keys import ApiKeys
 from tests.serve.common import ASKED, CHAT, Holding, Running, error, running, wait_for
 
 
@@ -20,7 +20,7 @@ def digest(key: str) -> str:
 
 
 def test_api_keys(llm: LLM, slow: None):
-    keys = Keys.parse(f"ann {digest('secret-a')} 1  # one at a time\nbob {digest('secret-b')}", "here")
+    keys = ApiKeys.parse(f"ann {digest('secret-a')} 1  # one at a time\nbob {digest('secret-b')}", "here")
     with running(llm, keys=keys) as made:
         for headers in ({}, {"authorization": "Bearer secret-c"}, {"authorization": "secret-a"}):
             for response in (made.post(CHAT, ASKED, headers=headers), made.get("/metrics", headers=headers)):
@@ -35,7 +35,7 @@ def test_api_keys(llm: LLM, slow: None):
         assert made.client("secret-b").chat.completions.create(**ASKED).choices
         assert "limit is 1" in error(made.post(CHAT, ASKED | {"n": 2}, headers=ann), 400)["message"]
         one.join()
-        wait_for(lambda: made.app.state.gate.open == 0)
+        wait_for(lambda: made.app.state.admission.num_open == 0)
         assert made.post(CHAT, ASKED, headers=ann).status_code == 200
         assert made.get("/metrics", headers=bob).status_code == 200
 
@@ -46,16 +46,16 @@ def test_api_keys(llm: LLM, slow: None):
 def test_key_files_with_mistakes(text: str, tmp_path: Path):
     (tmp_path / "keys").write_text(text)
     with pytest.raises(BadRequest) as caught:
-        Keys.load(tmp_path / "keys")
+        ApiKeys.load(tmp_path / "keys")
     assert "secret" not in str(caught.value)
     with pytest.raises(BadRequest, match="cannot read"):
-        Keys.load(tmp_path / "none")
+        ApiKeys.load(tmp_path / "none")
 
 
 def test_other_origins_may_ask_only_where_they_are_named(served: Running, llm: LLM):
     asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in served.post(CHAT, ASKED, headers=asking).headers
-    keys = Keys.parse(f"ann {digest('secret-a')}", "here")
+    keys = ApiKeys.parse(f"ann {digest('secret-a')}", "here")
     with running(llm, cors_origins=("https://a.example",), keys=keys) as made:
         asking["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
         preflight = httpx.options(made.url + CHAT, headers=asking)

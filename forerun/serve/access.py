@@ -1,6 +1,6 @@
-"""What a request meets before it is read: whom it calls, its key, the limits of its body in bytes and time.
+"""Checks before a request is read: the host name it was sent to, its API key, and its body's limits in bytes and time.
 
-Works on ASGI messages, so that nothing is read from whoever may not ask, and nothing is kept of what is too large.
+Works on ASGI messages, so that no body is read without a valid key, and a body that is too large is not buffered.
 """
 
 from __future__ import annotations
@@ -12,49 +12,50 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
-from forerun.serve.gate import Gate
-from forerun.serve.page import is_page
+from forerun.serve.page_files import is_page
 
-OPEN = ("/health", "/ready")  # for whoever watches over the server: no key needed
+PATHS_WITHOUT_KEY = ("/health", "/ready")  # for load balancers and supervisors
 
 
-class Guard:
-    def __init__(self, app: ASGIApp, config: ServeConfig, gate: Gate) -> None:
-        self.app, self.config, self.gate = app, config, gate
+class AccessMiddleware:
+    def __init__(self, app: ASGIApp, config: ServeConfig, admission: AdmissionControl) -> None:
+        self.app, self.config, self.admission = app, config, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         try:
-            self._admit(scope)
+            self._check(scope)
         except ApiError as error:
             await error.response(scope, receive, send)
             return
-        await self.app(scope, _Body(receive, self.config).receive, send)
+        await self.app(scope, _LimitedBody(receive, self.config).receive, send)
 
-    def _admit(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         self._check_host(headers.get("host", ""))
         scope.setdefault("state", {})["key"] = None
-        if self.config.keys is not None and path not in OPEN and not is_page(path):
+        if self.config.keys is not None and path not in PATHS_WITHOUT_KEY and not is_page(path):
             given = headers.get("authorization", "")
             key = self.config.keys.find(given[7:].strip()) if given[:7].lower() == "bearer " else None
             if key is None:
                 hint = "send `Authorization: Bearer <key>` with a key of this server"
-                asked = {"WWW-Authenticate": "Bearer"}
-                raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key", headers=asked)
+                scheme = {"WWW-Authenticate": "Bearer"}
+                raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key", headers=scheme)
             scope["state"]["key"] = key
         if path.startswith("/v1/") and scope["method"] == "POST":
-            self.gate.check_open()
+            self.admission.check_accepting()
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.config.max_body_bytes:
             raise ApiError(413, _too_large(self.config), "send less, or have the limit raised")
 
     def _check_host(self, given: str) -> None:
-        """A page of another site can have its own name lead here; then the browser sends that name."""
+        """Against DNS rebinding: a page of another site can have its own name resolve to this address; the browser then
+        sends that name."""
         allowed = self.config.allowed_hosts
         name = re.sub(r":\d*$", "", given.strip().lower()).strip("[]").removesuffix(".")
         if "*" not in allowed and name not in allowed and not name.endswith(".localhost"):
@@ -62,8 +63,8 @@ class Guard:
             raise ApiError(421, f"this server is not called {given!r:.80}", hint, code="host_not_allowed")
 
 
-class _Body:
-    """A request's messages as they come in, within the limits."""
+class _LimitedBody:
+    """A request's messages as they arrive, within the limits."""
 
     def __init__(self, receive: Receive, config: ServeConfig) -> None:
         self._receive, self._config = receive, config
@@ -71,7 +72,7 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + config.max_body_s
 
     async def receive(self) -> Message:
-        if self._complete:  # what still comes is the client's going away, whenever that is
+        if self._complete:  # the next message is the client's disconnect, whenever that is
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):

@@ -1,9 +1,9 @@
-"""Reads calls out of an answer as it comes: text, then calls in the model's own form, told piece by piece.
+"""Parses tool calls out of streamed text, incrementally: content, then calls in the model's own form.
 
-Two forms are known. Qwen's (and Hermes'): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, among text.
-Llama's: an answer that is `{"name": ..., "parameters": {...}}`, several of them parted by `;`. A bare object that names
-one of the tools counts in either form, fenced or not, as small models forget the marks. What begins like a call and is
-none is text all the same. Knows no HTTP, no grammar and no tokens.
+Two forms are parsed. Qwen's (and Hermes'): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, among text.
+Llama's: a whole output `{"name": ..., "parameters": {...}}`, several of them separated by `;`. A bare object that names
+one of the tools counts in either form, fenced or not, as small models omit the marks. Text that begins like a call and
+is not one stays content. Knows no HTTP, no grammar and no tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-TAG = "<|python_tag|>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n\s*(?=\{)")
 _FENCE_BEGUN = re.compile(r"`{1,3}(?:j(?:s(?:on?)?)?)?[ \t]*(?:\n\s*)?")
@@ -23,7 +23,7 @@ _OPENING, _KEYS = '{"name":"', (',"arguments":{', ',"parameters":{')
 
 
 @dataclass
-class Call:
+class ParsedCall:
     """One call so far."""
 
     name: str
@@ -32,55 +32,55 @@ class Call:
 
 
 @dataclass
-class Piece:
-    """What a bit of text added: content, or a part of call number `call`; its first part has the call itself."""
+class ToolCallDelta:
+    """What some text added: content, or a part of call number `call`; its first part has the call itself."""
 
     content: str = ""
     call: int = -1
-    begun: Call | None = None
+    begun: ParsedCall | None = None
     arguments: str = ""
 
 
-class CallReader:
-    """One answer. `push` what comes, then `finish`; `calls` are those so far. `only`: nothing else is an answer, what
-    was cut off before it became a call least of all."""
+class ToolCallParser:
+    """For one output: `push` its text, then `finish`; `calls` are those so far. `only`: content is dropped, and so is a
+    call that was cut off before its name."""
 
     def __init__(self, names: Collection[str], only: bool = False) -> None:
         self._names, self._only = names, only
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
         self._buffer = ""
         self._state: Callable[[], bool] = self._start
-        self._marked = False  # the call at hand stands between marks
-        self._fence = ""  # what stood before a bare object
+        self._marked = False  # the current call is between marks
+        self._fence = ""  # the fence before a bare object
         self._depth, self._quoted, self._escaped = 0, False, False
-        self._pieces: list[Piece] = []
+        self._deltas: list[ToolCallDelta] = []
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ToolCallDelta]:
         self._buffer += text
         while self._state():
             pass
-        told, self._pieces = self._pieces, []
-        return told
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
-    def finish(self) -> list[Piece]:
-        """What was held back. White space after calls is nobody's."""
-        told = self.push("")
+    def finish(self) -> list[ToolCallDelta]:
+        """The rest that was held back. White space after calls is dropped."""
+        deltas = self.push("")
         rest, self._buffer = self._buffer, ""
         if self._state == self._head:
             self._whole(rest, marked=self._marked, end="")
         elif self._state in (self._start, self._text):
-            self._say(rest if not self.calls or rest.strip() else "")
-        return told + self._pieces
+            self._emit_content(rest if not self.calls or rest.strip() else "")
+        return deltas + self._deltas
 
-    # -- states: each returns whether there is more to do with what is there -------------------------------------------
+    # -- states: each returns whether the buffer has more to parse ----------------------------------------------------
 
     def _start(self) -> bool:
-        """Nothing was said yet: a bare object may be a call."""
+        """At the beginning: a bare object may be a call."""
         begun = self._buffer.lstrip()
-        if not begun or TAG.startswith(begun):
+        if not begun or PYTHON_TAG.startswith(begun):
             return False
-        if begun.startswith(TAG):
-            self._buffer = begun[len(TAG) :]
+        if begun.startswith(PYTHON_TAG):
+            self._buffer = begun[len(PYTHON_TAG) :]
             return True
         if "```".startswith(begun[:3]):
             found = _FENCE.match(self._buffer)
@@ -95,24 +95,24 @@ class CallReader:
         return True
 
     def _text(self) -> bool:
-        at = self._buffer.find(BEGIN)
+        at = self._buffer.find(CALL_BEGIN)
         if at >= 0:
-            self._say(self._buffer[:at].rstrip())
-            self._buffer = self._buffer[at + len(BEGIN) :]
+            self._emit_content(self._buffer[:at].rstrip())
+            self._buffer = self._buffer[at + len(CALL_BEGIN) :]
             self._state, self._marked = self._head, True
             return True
-        # White space before a call is no content, nor is a mark that is still being written
-        held = _overlap(self._buffer, BEGIN)
+        # White space before a call is no content, nor is an incomplete mark
+        held = _overlap(self._buffer, CALL_BEGIN)
         kept = self._buffer[: len(self._buffer) - held].rstrip()
         if kept:
-            self._say(kept)
+            self._emit_content(kept)
             self._buffer = self._buffer[len(kept) :]
         return False
 
     def _head(self) -> bool:
         found = _HEAD.match(self._buffer)
         if found and (self._marked or found[1] in self._names):
-            self._begin(found[1])
+            self._emit_call(found[1])
             self._buffer = self._buffer[found.end() :]
             self._state = self._arguments
             return True
@@ -121,10 +121,10 @@ class CallReader:
                 return False
             self._buffer, self._fence, self._state = self._fence + self._buffer, "", self._text
             return True
-        at = self._buffer.find(END)
+        at = self._buffer.find(CALL_END)
         if at < 0:
             return False
-        body, self._buffer = self._buffer[:at], self._buffer[at + len(END) :]
+        body, self._buffer = self._buffer[:at], self._buffer[at + len(CALL_END) :]
         self._whole(body, marked=True)
         self._state = self._between
         return True
@@ -141,25 +141,25 @@ class CallReader:
             else:
                 self._depth += (char in "{[") - (char in "}]")
                 if not self._depth:
-                    self._add(self._buffer[: at + 1])
+                    self._emit_arguments(self._buffer[: at + 1])
                     self._buffer, self._state = self._buffer[at + 1 :], self._tail
                     return True
-        self._add(self._buffer)
+        self._emit_arguments(self._buffer)
         self._buffer = ""
         return False
 
     def _tail(self) -> bool:
-        """After the arguments: the object's end, and the mark's."""
+        """After the arguments: the end of the object, and the end mark."""
         if not self._marked:
             self._buffer = self._buffer.lstrip()
             if self._buffer.startswith("}"):
                 self._buffer, self._state = self._buffer[1:], self._between
             return self._state == self._between
-        at, again = self._buffer.find(END), self._buffer.find(BEGIN)
-        if again >= 0 and (at < 0 or again < at):  # the end was forgotten
+        at, again = self._buffer.find(CALL_END), self._buffer.find(CALL_BEGIN)
+        if again >= 0 and (at < 0 or again < at):  # the end mark is missing
             self._buffer, self._state = self._buffer[again:], self._between
         elif at >= 0:
-            self._buffer, self._state = self._buffer[at + len(END) :], self._between
+            self._buffer, self._state = self._buffer[at + len(CALL_END) :], self._between
         return self._state == self._between
 
     def _between(self) -> bool:
@@ -176,7 +176,7 @@ class CallReader:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _possible(self) -> bool:
-        """Whether a bare object may still turn out to be a call of one of the tools."""
+        """Whether a bare object may still become a call of one of the tools."""
         written = re.sub(r"\s+", "", self._buffer)
         if len(written) < len(_OPENING):
             return _OPENING.startswith(written)
@@ -185,8 +185,8 @@ class CallReader:
             return written.startswith(_OPENING) and any(known.startswith(name) for known in self._names)
         return name in self._names and any(key.startswith(after) or after.startswith(key) for key in _KEYS)
 
-    def _whole(self, body: str, marked: bool, end: str = END) -> None:
-        """A call that is not written in the usual order, or that is none."""
+    def _whole(self, body: str, marked: bool, end: str = CALL_END) -> None:
+        """A call whose keys are in another order, or text that is not a call."""
         try:
             found = json.loads(body)
             name, values = found["name"], found.get("arguments", found.get("parameters", {}))
@@ -194,24 +194,24 @@ class CallReader:
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             fits = False
         if fits:
-            self._begin(name)
-            self._add(values if isinstance(values, str) else json.dumps(values, ensure_ascii=False))
+            self._emit_call(name)
+            self._emit_arguments(values if isinstance(values, str) else json.dumps(values, ensure_ascii=False))
         else:
-            self._say(f"{BEGIN}{body}{end}" if marked else self._fence + body)
+            self._emit_content(f"{CALL_BEGIN}{body}{end}" if marked else self._fence + body)
 
-    def _say(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         if text and not self._only:
-            self._pieces.append(Piece(content=text))
+            self._deltas.append(ToolCallDelta(content=text))
 
-    def _begin(self, name: str) -> None:
+    def _emit_call(self, name: str) -> None:
         self._depth, self._quoted, self._escaped = 0, False, False
-        self.calls.append(Call(name))
-        self._pieces.append(Piece(call=len(self.calls) - 1, begun=self.calls[-1]))
+        self.calls.append(ParsedCall(name))
+        self._deltas.append(ToolCallDelta(call=len(self.calls) - 1, begun=self.calls[-1]))
 
-    def _add(self, arguments: str) -> None:
+    def _emit_arguments(self, arguments: str) -> None:
         if arguments:
             self.calls[-1].arguments += arguments
-            self._pieces.append(Piece(call=len(self.calls) - 1, arguments=arguments))
+            self._deltas.append(ToolCallDelta(call=len(self.calls) - 1, arguments=arguments))
 
 
 def _overlap(text: str, mark: str) -> int:

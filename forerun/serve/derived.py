@@ -1,0 +1,50 @@
+"""Pydantic fields out of the dataclasses in `forerun.params`: names, types, defaults, limits and help are theirs.
+
+Limits are only documented here, in the OpenAPI document; the dataclass checks them when it is made, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+
+class StrictModel(BaseModel):
+    """No coercion (no text for numbers), and unknown fields are errors: a field without effect would mislead."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def derived(name: str, options: type, *names: str, optional: bool = False) -> Any:
+    """A model with the fields of a dataclass, or only with those named. `optional`: null is the default of each field,
+    and means that it is left out."""
+    hints = get_type_hints(options)
+    given = {entry.name: entry for entry in dataclasses.fields(options)}
+    fields = {field: _field(given[field], hints[field], optional) for field in names or given}
+    return create_model(name, __base__=StrictModel, **fields)  # type: ignore[call-overload]
+
+
+def described(options: type, name: str, **more: Any) -> Any:
+    """For a field whose type in JSON is another one: the help and limits of a dataclass's field; null by default."""
+    entry = next(entry for entry in dataclasses.fields(options) if entry.name == name)
+    return Field(default=None, description=entry.metadata.get("help"), json_schema_extra=_documented(entry), **more)
+
+
+def _field(entry: dataclasses.Field[Any], hint: Any, optional: bool) -> tuple[Any, Any]:
+    kind = Literal[entry.metadata["choices"]] if entry.metadata.get("closed") else hint
+    default, extra = None if optional else entry.default, _documented(entry)
+    return (kind | None if optional else kind), Field(
+        default=default, description=entry.metadata.get("help"), json_schema_extra=extra
+    )
+
+
+def _documented(entry: dataclasses.Field[Any]) -> dict[str, Any]:
+    about = entry.metadata
+    names = {"minimum": about.get("low"), "maximum": about.get("high"), "examples": about.get("choices")}
+    if about.get("open_low"):
+        names["exclusiveMinimum"] = names.pop("minimum")
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in names.items() if value is not None
+    }

@@ -1,0 +1,279 @@
+"""Engine events as OpenAI's clients expect them: whole objects and the chunks of a stream. Knows no engine.
+
+Beside the chunks that every client knows, a client that requested `"prefill": "provisional"` gets chunks without
+choices whose `forerun` object has an `event`:
+
+    {"event": "provisional", "index": 0, "tokens": 3, "text": " the old keeper"}   may be shown, not part of it yet
+    {"event": "confirm", "index": 0, "tokens": 2, "text": " the old"}              this prefix of it is final
+    {"event": "retract", "index": 0, "tokens": 1, "text": " keeper"}               the rest of it is withdrawn
+
+Provisional text is resolved from its beginning on, by any number of confirmations and then at most one retraction.
+
+With `"statistics": "steps"` each chunk of content has one, too:
+
+    {"event": "tokens", "index": 0, "tokens": 17}                                  tokens of the choice so far
+
+The content that comes as usual is always the whole text, its confirmed prefix too, each piece after the event that
+confirms it: a client that shows provisional text replaces it as content comes.
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forerun.core import TokenLogprob, Usage
+from forerun.engine.sequence import Event
+from forerun.serve.tool_parser import ParsedCall, ToolCallParser
+from forerun.serve.tools import ToolUse
+from forerun.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass
+class ChoiceState:
+    """One choice of a response so far."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: int = 0
+    provisional: str = ""
+    provisional_ids: list[int] = field(default_factory=list)
+    confirmed: int = 0  # provisional tokens that were confirmed
+    offset: int = 0  # characters of the tokens whose log-probabilities were sent
+    parser: ToolCallParser | None = None  # of a stream that may call tools
+
+    def add_provisional(self, event: Event) -> None:
+        self.provisional += event.text
+        self.provisional_ids += event.token_ids
+
+    def add(self, event: Event) -> None:
+        """Provisional text is resolved once all of it is confirmed, or the rest is retracted."""
+        self.confirmed += event.confirmed
+        if event.retracted or self.confirmed >= len(self.provisional_ids) or event.finish_reason is not None:
+            self.provisional, self.provisional_ids, self.confirmed = "", [], 0
+        self.text += event.text
+        self.tokens += len(event.token_ids)
+        self.logprobs += event.logprobs
+        self.finish_reason = event.finish_reason
+
+
+class ResponseEncoder(ABC):
+    """What chat and completions have in common; `logprobs`: whether they were requested."""
+
+    object_name, chunk_name = "", ""
+
+    def __init__(self, response_id: str, model: str, created: int, tokenizer: Tokenizer, logprobs: bool) -> None:
+        self.id, self.model, self.created = response_id, model, created
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+
+    def response(
+        self, choices: list[ChoiceState], usage: Usage, statistics: bool, session: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        encoded = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        body = self._envelope(self.object_name, encoded) | {"usage": usage_object(usage)}
+        own = ({"session": session} if session else {}) | ({"statistics": usage_record(usage)} if statistics else {})
+        return body | {"forerun": own} if own else body
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, index: int, event: Event, choice: ChoiceState) -> dict[str, Any] | None:
+        """The chunk of an event; None where there is nothing to send."""
+        logprobs = self._visible(event.logprobs)
+        if not event.text and not logprobs and event.finish_reason is None:
+            return None
+        delta = self._delta(index, event, logprobs, choice)
+        return None if delta is None else self._envelope(self.chunk_name, [delta])
+
+    def provisional_chunks(self, index: int, event: Event, choice: ChoiceState) -> list[dict[str, Any]]:
+        """Of an event with provisional text, or one that confirms or retracts some."""
+        if event.provisional:
+            return [self._own("provisional", index, len(event.token_ids), event.text)] if event.text else []
+        if not choice.provisional_ids:
+            return []
+        before, after = (
+            self._confirmed(choice, count) for count in (choice.confirmed, choice.confirmed + event.confirmed)
+        )
+        events = [
+            ("confirm", event.confirmed, after[len(before) :]),
+            ("retract", event.retracted, choice.provisional[len(after) :]),
+        ]
+        return [self._own(name, index, tokens, text) for name, tokens, text in events if tokens]
+
+    def _confirmed(self, choice: ChoiceState, count: int) -> str:
+        """The text of the first provisional tokens, whole characters only."""
+        decoded = self.tokenizer.decode(choice.provisional_ids[:count]) if count else ""
+        return os.path.commonprefix([choice.provisional, decoded])
+
+    def last_chunk(
+        self, usage: Usage, include_usage: bool, statistics: bool, session: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """The chunk after the last one with a choice."""
+        more: dict[str, Any] = {"usage": usage_object(usage)} if include_usage else {}
+        if session:
+            more["forerun"] = {"event": "session", "session": session}
+        if statistics:
+            more["forerun"] = more.get("forerun", {}) | {"event": "statistics", "statistics": usage_record(usage)}
+        return self._envelope(self.chunk_name, []) | more if more else None
+
+    def _own(self, name: str, index: int, tokens: int, text: str) -> dict[str, Any]:
+        event = {"event": name, "index": index, "tokens": tokens, "text": text}
+        return self._envelope(self.chunk_name, []) | {"forerun": event}
+
+    def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+
+    def _visible(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
+        """Of tokens that are part of the text: an end-of-sequence token is not."""
+        return [entry for entry in logprobs if entry.token_id not in self.tokenizer.special_ids]
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    @abstractmethod
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        """A finished choice."""
+
+    @abstractmethod
+    def _delta(
+        self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState
+    ) -> dict[str, Any] | None:
+        """What one event adds to a choice; None where that is nothing yet."""
+
+
+class ChatEncoder(ResponseEncoder):
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+    tools: ToolUse | None = None  # what the response may call
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": None if self.tools is not None and self.tools.must else ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._envelope(self.chunk_name, [choice])
+
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.finish_reason
+        if self.tools is not None:
+            parser = self.tools.parser()
+            deltas = parser.push(choice.text) + parser.finish()
+            if parser.calls:
+                content = "".join(delta.content for delta in deltas)
+                message |= {"content": content or None, "tool_calls": [_call(call) for call in parser.calls]}
+                reason = _tool_finish_reason(reason)
+        logprobs = self._entries(self._visible(choice.logprobs))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _delta(
+        self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState
+    ) -> dict[str, Any] | None:
+        delta: dict[str, Any] = {"content": event.text} if event.text or logprobs else {}
+        reason: str | None = event.finish_reason
+        if self.tools is not None:
+            delta = self._tool_delta(event, self.tools, choice)
+            reason = _tool_finish_reason(reason) if choice.parser and choice.parser.calls else reason
+        entries = self._entries(logprobs) if logprobs else None
+        if not delta and entries is None and reason is None:
+            return None  # held back: it may become a call
+        return {"index": index, "delta": delta, "logprobs": entries, "finish_reason": reason}
+
+    def _tool_delta(self, event: Event, tools: ToolUse, choice: ChoiceState) -> dict[str, Any]:
+        """What an event adds where it may add to calls."""
+        parser = choice.parser = choice.parser or tools.parser()
+        parsed = parser.push(event.text) + (parser.finish() if event.finish_reason is not None else [])
+        content, calls = "".join(part.content for part in parsed), dict[int, dict[str, Any]]()
+        for part in parsed:
+            if part.begun is not None:
+                calls[part.call] = {"index": part.call} | _call(part.begun, arguments="")
+            elif part.call >= 0:
+                call = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.arguments
+        delta: dict[str, Any] = {"content": content} if content else {}
+        return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+    def _entries(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        entries = [
+            self._entry(t.token_id, t.logprob) | {"top_logprobs": [self._entry(*pair) for pair in t.top]}
+            for t in logprobs
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = list(self.tokenizer.token_bytes(token))
+        return {"token": self._text(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
+
+
+class CompletionEncoder(ResponseEncoder):
+    object_name = chunk_name = "text_completion"
+
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        logprobs = self._columns(self._visible(choice.logprobs), 0)
+        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _delta(self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState) -> dict[str, Any]:
+        columns = self._columns(logprobs, choice.offset) if logprobs else None
+        choice.offset += sum(len(self._text(entry.token_id)) for entry in logprobs)
+        return {"index": index, "text": event.text, "logprobs": columns, "finish_reason": event.finish_reason}
+
+    def _columns(self, logprobs: list[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        offsets = []
+        for entry in logprobs:
+            offsets.append(offset)
+            offset += len(self._text(entry.token_id))
+        return {
+            "tokens": [self._text(t.token_id) for t in logprobs],
+            "token_logprobs": [max(t.logprob, MIN_LOGPROB) for t in logprobs],
+            "top_logprobs": [{self._text(i): max(lp, MIN_LOGPROB) for i, lp in t.top} for t in logprobs],
+            "text_offset": offsets,
+        }
+
+
+def _call(call: ParsedCall, arguments: str | None = None) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_finish_reason(reason: str | None) -> str | None:
+    """A response that was cut off is not done with its calls."""
+    return "tool_calls" if reason == "stop" else reason
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "served": dict(usage.served),  # tokens by where they came from: pool, host, disk, approximate, computed
+            "written": usage.written,
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+        },
+    }
+
+
+def usage_record(usage: Usage) -> dict[str, Any]:
+    """All counts and times, with the derived figures."""
+    derived = ("tokens_per_second", "accepted_length", "other_s", "confirmed_share")
+    return _finite(asdict(usage) | {name: getattr(usage, name) for name in derived})
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinities nor NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,127 @@
+"""The page's own endpoints: what this server offers, what its prefix tree holds, how text is tokenised.
+
+Text of other clients is never sent, unless the server was started with `show_prompts`: of the tree there are counts,
+and text only where it is a prefix of the conversation in the request. All sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+
+from forerun.cache.outline import Run
+from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
+from forerun.params import PREFILLS
+from forerun.serve.context import ServerContext
+from forerun.text.tokenizer import Tokenizer
+
+MAX_TREE_RUNS = 200
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
+)
+_ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
+
+
+class _ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ConversationBody(BaseModel):
+    """The messages of a chat request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    messages: list[_ChatMessage] = Field(min_length=1)
+
+    @property
+    def dicts(self) -> list[dict[str, str]]:
+        return [message.model_dump() for message in self.messages]
+
+
+def add_page_api(app: FastAPI, ctx: ServerContext) -> None:
+    @app.get("/forerun/about")
+    async def about() -> dict[str, Any]:
+        """The model, the limits, and the options that requests may use."""
+        return await asyncio.to_thread(_about, ctx)
+
+    @app.get("/forerun/stats")
+    async def stats() -> dict[str, Any]:
+        """Where prompt tokens came from and what answers cost so far; of sessions only their number."""
+        record = (await asyncio.to_thread(ctx.llm.stats)).record()
+        return record | {"sessions": len(record["sessions"]), "open": ctx.admission.num_open}
+
+    @app.get("/forerun/tree")
+    async def tree() -> dict[str, Any]:
+        """What the prefix tree holds and how often it was read."""
+        return await asyncio.to_thread(_tree, ctx, None)
+
+    @app.post("/forerun/tree", responses=_ERRORS)
+    async def conversation_tree(body: ConversationBody) -> dict[str, Any]:
+        """The same, with the path of one conversation through it."""
+        return await asyncio.to_thread(_tree, ctx, body.dicts)
+
+    @app.post("/forerun/tokens", responses=_ERRORS)
+    async def tokens(body: ConversationBody) -> dict[str, Any]:
+        """A conversation's prompt, token by token; of one that exceeds the context, only their number."""
+        return await asyncio.to_thread(_tokens, ctx, body.dicts)
+
+
+def _about(ctx: ServerContext) -> dict[str, Any]:
+    llm, config = ctx.llm, ctx.config
+    problems = {mode: ctx.prefill_problem(mode) for mode in PREFILLS}
+    return {
+        "model": config.model_name,
+        "context": ctx.max_context,
+        "layers": llm.config.num_layers,
+        "weights": llm.precision.name,
+        "device": llm.decoder.device.type,
+        "max_body_bytes": config.max_body_bytes,
+        "prefill": {mode: str(problem) if problem else None for mode, problem in problems.items()},
+        "speculate": [
+            "auto",
+            "off",
+            *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),
+        ],
+        "shows_prompts": config.show_prompts,
+    }
+
+
+def _tree(ctx: ServerContext, own: list[dict[str, str]] | None) -> dict[str, Any]:
+    outline = ctx.llm.prefixes(own, MAX_TREE_RUNS)
+    return {
+        "tokens": outline.tokens,
+        "page_size": outline.page_size,
+        "runs": [_run(ctx, run) for run in outline.runs],
+        "left_out": outline.left_out,
+    }
+
+
+def _run(ctx: ServerContext, run: Run) -> dict[str, Any]:
+    record = {name: getattr(run, name) for name in ("parent", "tokens", "branches", "reads", "readers", "shared")}
+    known = run.first if ctx.config.show_prompts else run.first[: run.shared]  # nothing of other clients' text
+    return record | {"text": ctx.llm.tokenizer.decode(known, skip_special=False)} if known else record
+
+
+def _tokens(ctx: ServerContext, messages: list[dict[str, str]]) -> dict[str, Any]:
+    ids = ctx.llm.encode(messages)
+    fits = len(ids) < ctx.max_context
+    return {
+        "tokens": len(ids),
+        "context": ctx.max_context,
+        "pieces": _pieces(ctx.llm.tokenizer, ids) if fits else [],
+    }
+
+
+def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text that each token adds: a character of several tokens is that of the last one."""
+    stream = tokenizer.stream(skip_special=False)
+    pieces = [stream.push(token) for token in ids]
+    if pieces:
+        pieces[-1] += stream.flush()
+    return pieces

@@ -1,0 +1,215 @@
+"""One request from admission to its last byte: as one object, or as server-sent events.
+
+The engine steps in a thread of its own; here its events are awaited, encoded and sent. A request whose client
+disconnects, or that takes too long, is cancelled, which frees its pages in the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import aclosing, nullcontext, suppress
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from forerun.core import SamplingParams, Usage
+from forerun.engine.sequence import Event, Request
+from forerun.serve.api_keys import ApiKey
+from forerun.serve.context import ServerContext
+from forerun.serve.encoders import ChoiceState, ResponseEncoder
+from forerun.serve.errors import ApiError
+from forerun.serve.schema import ChatRequest, CompletionRequest
+from forerun.serve.sessions import SessionTurn
+from forerun.serve.tools import ToolUse
+
+log = logging.getLogger("forerun.serve")
+
+STREAM_ERROR_TIMEOUT_S = 2.0  # for a client to read the error that ends its stream
+CLIENT_CLOSED_STATUS = 499  # never sent, as the client is gone; for logs, metrics and traces
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientDisconnected(Exception):
+    """The client has closed the connection."""
+
+
+class CompletionResponse(Response):
+    """The response to one request; all the work happens while it is sent."""
+
+    def __init__(
+        self,
+        ctx: ServerContext,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[Any],
+        encoder: ResponseEncoder,
+        key: ApiKey | None,
+        tools: ToolUse | None = None,
+    ) -> None:
+        self.ctx, self.request_body, self.prompts, self.encoder, self.key = ctx, body, prompts, encoder, key
+        self.status_code, self.background = 200, None
+        self.tools = tools
+        self.turn = prompts[0] if isinstance(prompts[0], SessionTurn) else None
+        self.params: SamplingParams | None = None  # of the first prompt, once it was checked
+        self.choices: list[ChoiceState] = []  # filled once the request is admitted
+        self.usage = Usage()
+        self.session: dict[str, Any] | None = None  # what the response reports about it
+        self._arrived = time.perf_counter()
+        self.submitted: float | None = None  # when the engine's requests were made
+        self._streaming = False  # the first byte of a stream is out: errors are sent as events from here on
+        self._first_token = self._first_provisional = False  # whether that was observed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ctx, self._send = self.ctx, send
+        if ctx.config.log_prompts:
+            log.info("%s prompts %r", self.encoder.id, self.prompts)
+        try:
+            count = self.request_body.choices * len(self.prompts)
+            with ctx.admission.admit(count, self.key):
+                self.choices = [ChoiceState() for _ in range(count)]
+                async with asyncio.timeout(ctx.config.max_request_s):
+                    await unless_disconnected(receive, self._run())
+            if not self._streaming:
+                statistics = bool(self.request_body.forerun.statistics)
+                whole = self.encoder.response(self.choices, self.usage, statistics, self.session)
+                await JSONResponse(whole, headers={"x-request-id": self.encoder.id})(scope, receive, send)
+        except ClientDisconnected:
+            self.status_code = CLIENT_CLOSED_STATUS
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            scope["state"]["response"] = self  # for metrics and traces
+            self._log(scope["path"])
+
+    async def _fail(self, error: Exception) -> None:
+        failure = ApiError.of(error)
+        self.status_code = failure.status
+        if failure.status == 500:  # the message of an unexpected error may contain a prompt
+            show = self.ctx.config.log_prompts
+            log.error("%s failed: %s", self.encoder.id, type(error).__name__, exc_info=error if show else None)
+        if not self._streaming:
+            raise failure from error
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STREAM_ERROR_TIMEOUT_S):
+                await self._send_chunk(failure.body)
+                await self._end_stream()
+
+    async def _run(self) -> None:
+        """Run all prompts, and send events as they come where a stream was requested."""
+        body = self.request_body
+        async with self.turn or nullcontext():
+            await self._run_prompts()
+            self.session = None if self.turn is None else self.turn.record(self.usage)
+        if body.stream:
+            statistics = bool(body.forerun.statistics)
+            await self._send_chunk(self.encoder.last_chunk(self.usage, body.include_usage, statistics, self.session))
+            await self._end_stream("[DONE]")
+
+    async def _run_prompts(self) -> None:
+        prepare = self.ctx.prepare
+        requests = [await asyncio.to_thread(prepare, prompt, self.request_body, self.tools) for prompt in self.prompts]
+        self.params = requests[0].params
+        self.submitted = max(request.arrived for request in requests)
+        if self.request_body.stream:
+            await self._begin_stream()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, request in enumerate(requests):
+                    group.create_task(self._run_prompt(number, request))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _run_prompt(self, number: int, request: Request) -> None:
+        stream = self.turn.stream(request) if self.turn is not None else self.ctx.llm.astream(request)
+        async with aclosing(stream) as events:  # type: ignore[type-var]
+            async for event in events:
+                index = number * request.params.n + event.index
+                if event.finish_reason == "cancelled":
+                    raise ApiError(503, "the server shut down before the answer was complete", "ask again")
+                for chunk in self._add(index, event):
+                    await self._send_chunk(chunk)
+
+    def _add(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Add an event to its choice; the chunks that a stream sends for it."""
+        choice, chunks = self.choices[index], []
+        if self.params is not None and self.params.prefilling.mode == "provisional":
+            chunks += self.encoder.provisional_chunks(index, event, choice)
+        if event.provisional:
+            if not self._first_provisional:
+                self._first_provisional = True
+                self.ctx.metrics.provisional_ttft.observe(time.perf_counter() - self._arrived)
+            choice.add_provisional(event)
+            return chunks
+        if event.token_ids and not self._first_token:
+            self._first_token = True
+            self.ctx.metrics.ttft.observe(time.perf_counter() - self._arrived)
+        choice.add(event)
+        if event.usage is not None:
+            self._add_usage(event.usage, first=event.index == 0)
+        chunk = self.encoder.chunk(index, event, choice) if self._streaming else None
+        if chunk is not None and self.request_body.forerun.statistics == "steps":
+            chunk["forerun"] = {"event": "tokens", "index": index, "tokens": choice.tokens}
+        return chunks if chunk is None else [*chunks, chunk]
+
+    def _add_usage(self, part: Usage, first: bool) -> None:
+        """Each prompt counts once, however many choices it has; times are those of the slowest."""
+        self.ctx.metrics.observe_answer(part)
+        total = self.usage
+        total.add(part)
+        total.total_s = max(total.total_s, part.total_s)
+        if first:
+            total.prompt_tokens += part.prompt_tokens
+            total.cached_tokens += part.cached_tokens
+            for source, tokens in part.served.items():
+                total.served[source] = total.served.get(source, 0) + tokens
+            total.ttft_s, total.queued_s = max(total.ttft_s, part.ttft_s), max(total.queued_s, part.queued_s)
+            total.prefill, total.provisional_s = part.prefill, part.provisional_s
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    async def _begin_stream(self) -> None:
+        headers = [*_HEADERS, (b"x-request-id", self.encoder.id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._streaming = True
+        for index in range(len(self.choices)):
+            await self._send_chunk(self.encoder.first_chunk(index))
+
+    async def _send_chunk(self, chunk: dict[str, Any] | None) -> None:
+        if chunk is not None and self._streaming:
+            text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+            await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+
+    async def _end_stream(self, data: str = "") -> None:
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode() if data else b""})
+
+    def _log(self, path: str) -> None:
+        seconds, usage = time.perf_counter() - self._arrived, self.usage
+        self.ctx.metrics.duration.observe(seconds)
+        log.info(
+            "%s %s %d key=%s prompt=%d cached=%d completion=%d seconds=%.3f",
+            self.encoder.id, path, self.status_code, self.key.name if self.key else "-",
+            usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds,
+        )  # fmt: skip
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, and cancel it as soon as the client closes the connection; no task is left running."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
