@@ -86,7 +86,7 @@ def calibrate(
     from forerun.models.build import choose_device
     from forerun.prefill.calibration.run import calibrate as run
     from forerun.prefill.calibration.setup import FitSettings
-    from forerun.prefill.calibration.text import WindowSettings
+    from forerun.prefill.calibration.windows import WindowSettings
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -84,6 +84,15 @@ class ModelConfig:
         return self.query_scale or self.head_dim**-0.5
 
     @property
+    def layer_macs(self) -> int:
+        """Multiply-adds of one token in the matrices of one layer; attention over other tokens is not counted."""
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
+
+    @property
+    def macs(self) -> int:
+        return self.num_layers * self.layer_macs
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -2,9 +2,9 @@
 one matrix to all layers at once.
 
 A token's features are its hidden states at some layers, each divided by its own root mean square, and perhaps its
-embedding in the target, which is free and tells what a narrower source does not. K comes out as it is before rotation,
-so that a map does not depend on the position. `Maps` are the numbers as calibration leaves them;
-`FastMaps` are the same, ready to run beside a decoder. Neither knows pages, prompts or which model is which.
+embedding in the target, which is free and holds what a narrower source lacks. K comes out before rotation, so that a
+map does not depend on the position. `Maps` are the weights as calibration saves them; `FastMaps` are the same, ready to
+run beside a decoder. Neither knows pages, prompts or which model is which.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EPS = 1e-6
 
 @dataclass
 class Maps:
-    """`taps`: inputs of these layers of the source, num_layers for the last one's output. `own`: the target's
-    embedding of the token comes after them."""
+    """`taps`: inputs of these layers of the source, num_layers for the last one's output. `target_embedding`:
+    the target's embedding of the token comes after them."""
 
     taps: tuple[int, ...]
     base: int  # target layers below it are not mapped
@@ -37,7 +37,7 @@ class Maps:
     mix_out: Tensor  # [rank, inner]
     up: Tensor  # [mapped layers * 2 * kv_size, rank]: K, then V, layer by layer
     up_bias: Tensor  # [mapped layers * 2 * kv_size]
-    own: bool = field(default=False, kw_only=True)
+    target_embedding: bool = field(default=False, kw_only=True)
 
     @property
     def rank(self) -> int:
@@ -58,17 +58,17 @@ class Maps:
         return F.linear(z, self.up, self.up_bias)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Maps:
-        return self.holding({name: t.to(device, dtype) for name, t in self.tensors().items()})
+        return self.with_tensors({name: t.to(device, dtype) for name, t in self.tensors().items()})
 
-    def holding(self, tensors: dict[str, Tensor]) -> Maps:
-        """Maps of the same kind with other numbers."""
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Maps:
+        """Maps of the same shape with other weights."""
         other = copy(self)
         vars(other).update(tensors)
         return other
 
 
 def unit(x: Tensor) -> Tensor:
-    """Rows divided by their root mean square; a rotation of the stream leaves it as it is."""
+    """Rows divided by their root mean square, which a rotation of the residual stream does not change."""
     return F.rms_norm(x, (x.shape[-1],), None, EPS)
 
 
@@ -78,13 +78,13 @@ def features_of(hidden: list[Tensor]) -> Tensor:
 
 
 def _fused_features(dtype: torch.dtype, widths: list[int], device: torch.device) -> Callable[[list[Tensor]], Tensor]:
-    """`features_of` in one launch in place of one for each part, if they are as the kernel takes them."""
+    """`features_of` in one launch in place of one for each part, if the kernel takes their shapes."""
     from forerun.models.cuda.features import fits, unit_features
 
-    nothing = [torch.empty(0, width, dtype=dtype, device=device) for width in widths]
-    if not fits(nothing):
+    empty = [torch.empty(0, width, dtype=dtype, device=device) for width in widths]
+    if not fits(empty):
         return features_of
-    unit_features(nothing, EPS, dtype)  # compiled now, so that no prompt waits for it
+    unit_features(empty, EPS, dtype)  # compiled now, so that no prompt waits for it
     return lambda hidden: unit_features(hidden, EPS, dtype) if fits(hidden) else features_of(hidden)
 
 
@@ -102,8 +102,8 @@ class FastMaps:
     ) -> None:
         widths = [width for width, _ in bases]
         parts = maps.down.float().split(widths, 1)
-        turned = (part if b is None else b.apply(part.contiguous()) for part, (_, b) in zip(parts, bases, strict=True))
-        down = torch.cat(list(turned), 1)
+        rotated = (part if b is None else b.apply(part.contiguous()) for part, (_, b) in zip(parts, bases, strict=True))
+        down = torch.cat(list(rotated), 1)
         dtype = precision.dtype
 
         def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

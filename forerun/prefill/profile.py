@@ -1,4 +1,4 @@
-"""A profile: what calibration leaves on disk for one target and one source, and nobody else.
+"""A profile: the result of calibration on disk, for one target and one source only.
 
 One safetensors file: the maps as tensors, everything else as JSON in its metadata. It carries the fingerprints of the
 models it was fitted for and a checksum of its own tensors, and refuses to be used when either differs.
@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from forerun.errors import BadProfile
 from forerun.prefill.maps import Maps
 
-VERSION = 2
-_KEY = "forerun_profile"
-_CALIBRATE = "make one: forerun calibrate --target ... --out PROFILE"
+PROFILE_VERSION = 2
+_METADATA_KEY = "forerun_profile"
+_HINT = "make one: forerun calibrate --target ... --out PROFILE"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Profile:
     kind: str  # draft or self: whose hidden states the maps read
     target: str  # fingerprint of the target's weights
     source: str  # fingerprint of the source's weights; the target's own for `self`
-    names: dict[str, str]  # role -> what the files were called, for messages only
+    names: dict[str, str]  # target, source -> name of the checkpoint, for messages only
     maps: Maps
     source_cost: float  # reading a token, in tokens of the target's prefill, without the maps
-    share: float  # of tokens recomputed where a request does not say
+    share: float  # of tokens recomputed where a request does not name a budget or quality
     curve: list[CurvePoint] = field(default_factory=list)
     thresholds: dict[str, list[float]] = field(default_factory=dict)  # signal -> worst value that passes, per layer
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
@@ -67,17 +67,18 @@ class Profile:
 
     def save(self, path: Path) -> None:
         tensors = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
-        rounded = self.maps.holding(tensors)
+        rounded = self.maps.with_tensors(tensors)
         about = {f: getattr(self, f) for f in ("kind", "target", "source", "names", "source_cost", "share")}
         about |= {"curve": [asdict(p) for p in self.curve], "thresholds": self.thresholds, "facts": self.facts}
-        about |= {"version": VERSION, "taps": list(self.maps.taps), "base": self.maps.base, "own": self.maps.own}
+        maps = self.maps
+        about |= {"version": PROFILE_VERSION, "taps": list(maps.taps), "base": maps.base, "own": maps.target_embedding}
         about["checksum"] = checksum(rounded, about)
         part = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part, metadata={_KEY: json.dumps(about)})
-            part.chmod(0o644)  # what is no secret can be read by everybody who may enter the folder
-            part.replace(path)  # whoever reads meanwhile sees the old file or the new one, never half of one
+            save_file(tensors, part, metadata={_METADATA_KEY: json.dumps(about)})
+            part.chmod(0o644)  # no secret: readable for all users of the folder
+            part.replace(path)  # a concurrent reader gets the old file or the new one, never half of one
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 part.unlink()
@@ -87,19 +88,19 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         if not path.is_file():
-            raise BadProfile(f"there is no profile {path}", _CALIBRATE)
+            raise BadProfile(f"there is no profile {path}", _HINT)
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
-                if _KEY not in header:
-                    raise BadProfile(f"{path} holds tensors, but is no profile", _CALIBRATE)
-                about = json.loads(header[_KEY])
+                if _METADATA_KEY not in header:
+                    raise BadProfile(f"{path} holds tensors, but is not a profile", _HINT)
+                about = json.loads(header[_METADATA_KEY])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about["version"] != VERSION:
+            if about["version"] != PROFILE_VERSION:
                 raise BadProfile(
-                    f"{path} is a profile of version {about['version']}, this is {VERSION}", "calibrate again"
+                    f"{path} is a profile of version {about['version']}, this is {PROFILE_VERSION}", "calibrate again"
                 )
-            maps = Maps(tuple(about["taps"]), about["base"], **tensors, own=about["own"])
+            maps = Maps(tuple(about["taps"]), about["base"], **tensors, target_embedding=about["own"])
             profile = cls(
                 maps=maps,
                 curve=[CurvePoint(**p) for p in about["curve"]],
@@ -130,8 +131,8 @@ class Profile:
 
 
 def checksum(maps: Maps, about: dict[str, Any] | None = None) -> str:
-    """Of the maps as they are stored, and of what is said about them."""
-    digest = hashlib.sha256(repr((tuple(maps.taps), maps.base, maps.own)).encode())
+    """Of the maps as they are stored, and of the metadata `about`."""
+    digest = hashlib.sha256(repr((tuple(maps.taps), maps.base, maps.target_embedding)).encode())
     digest.update(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(maps.tensors().items()):
         data = tensor.detach().to("cpu", torch.float16).contiguous().view(torch.uint8).numpy()

@@ -16,7 +16,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.shapes import expected_shapes
-from forerun.prefill.calibration.setup import MOST_RANK, READ
+from forerun.prefill.calibration.setup import DRAFT_LAYER_SHARE, MAX_DEFAULT_RANK
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 from forerun_research.bench.shapes import RandomCheckpoint
@@ -52,9 +52,9 @@ def layer_weights(config: ModelConfig) -> int:
 def random_profile(model: RandomCheckpoint, draft: RandomCheckpoint) -> Profile:
     """For a target and a draft of these shapes: maps from as many draft layers, at the rank, as calibration takes."""
     target, source = model.config, draft.config
-    taps = tuple(range(round(READ * source.num_layers) + 1))
+    taps = tuple(range(round(DRAFT_LAYER_SHARE * source.num_layers) + 1))
     wide = len(taps) * source.hidden_size + target.hidden_size
-    rank, out = min(MOST_RANK, target.hidden_size), (target.num_layers - 1) * 2 * target.kv_size
+    rank, out = min(MAX_DEFAULT_RANK, target.hidden_size), (target.num_layers - 1) * 2 * target.kv_size
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def random_profile(model: RandomCheckpoint, draft: RandomCheckpoint) -> Profile:
         mix_out=normal(rank, rank),
         up=normal(out, rank),
         up_bias=torch.zeros(out),
-        own=True,
+        target_embedding=True,
     )
     cost = max(taps) / source.num_layers * layer_weights(source) / layer_weights(target)
     names = {"target": "random target", "source": "random draft"}

@@ -56,7 +56,7 @@ def test_without_a_rank_the_model_decides(
     assert run(*given, *small) == 0
     assert json.loads(capsys.readouterr().out)["rank"] == 64  # as wide as the target
     maps = Profile.load(tmp_path / "a.profile").maps
-    assert maps.own and maps.down.shape == (64, 3 * 32 + 64)
+    assert maps.target_embedding and maps.down.shape == (64, 3 * 32 + 64)
 
 
 def test_a_table_for_people(
@@ -81,7 +81,7 @@ def test_ctrl_c_tells_how_to_go_on(
         self.save({})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(resume.CalibrationState, "tick", stop)
+    monkeypatch.setattr(resume.CalibrationState, "save_point", stop)
     assert run("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK, "--steps", 2) == 130
     assert "the same command goes on from" in capsys.readouterr().err
     assert (tmp_path / "a.state").exists()

@@ -17,13 +17,13 @@ HIDDEN, OWN, KV, LAYERS, RANK = 96, 160, 32, 3, 24
 CPU = torch.device("cpu")
 
 
-def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40, own: bool = False) -> Maps:
+def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40, target_embedding: bool = False) -> Maps:
     draw = torch.Generator().manual_seed(3)
 
     def some(*shape: int, scale: float) -> Tensor:
         return torch.randn(shape, generator=draw) * scale
 
-    inputs, outputs = len(taps) * HIDDEN + own * OWN, LAYERS * 2 * KV
+    inputs, outputs = len(taps) * HIDDEN + target_embedding * OWN, LAYERS * 2 * KV
     return Maps(
         taps,
         1,
@@ -33,15 +33,15 @@ def made(taps: tuple[int, ...] = (0, 2, 4), inner: int = 40, own: bool = False) 
         mix_out=some(RANK, inner, scale=inner**-0.5),
         up=some(outputs, RANK, scale=RANK**-0.5),
         up_bias=some(outputs, scale=1.0),
-        own=own,
+        target_embedding=target_embedding,
     )
 
 
-def streams(rows: int = 37, taps: int = 3, own: bool = False) -> list[Tensor]:
+def streams(rows: int = 37, taps: int = 3, target_embedding: bool = False) -> list[Tensor]:
     """Hidden states with a few loud channels, as models have them; `own`: another model's, of another width, too."""
     draw = torch.Generator().manual_seed(4)
     found = [torch.randn(rows, HIDDEN, generator=draw) * (i + 1) for i in range(taps)]
-    found += [torch.randn(rows, OWN, generator=draw)] * own
+    found += [torch.randn(rows, OWN, generator=draw)] * target_embedding
     for x in found:
         x[:, [5, 50]] *= 30.0
     return found
@@ -70,7 +70,7 @@ def test_maps_by_hand() -> None:
 def test_work_is_counted() -> None:
     assert made(inner=40).macs == 3 * HIDDEN * RANK + 2 * 40 * RANK + RANK * LAYERS * 2 * KV
     assert made().rank == RANK
-    assert made(own=True).macs == made().macs + OWN * RANK
+    assert made(target_embedding=True).macs == made().macs + OWN * RANK
 
 
 def test_units_ignore_scale_and_rotation() -> None:
@@ -81,11 +81,11 @@ def test_units_ignore_scale_and_rotation() -> None:
     assert unit(torch.zeros(1, HIDDEN)).isfinite().all()
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("target_embedding", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("weights", ["plain", "float32", "fp16", "int8"])
-def test_fast_maps_say_the_same(weights: str, rotated: bool, own: bool) -> None:
-    maps, hidden = made(own=own), streams(own=own)
+def test_fast_maps_say_the_same(weights: str, rotated: bool, target_embedding: bool) -> None:
+    maps, hidden = made(target_embedding=target_embedding), streams(target_embedding=target_embedding)
     wanted = maps(torch.cat([unit(x) for x in hidden], 1))
     plain = Precision("plain", Linear, torch.float32)
     precision = plain if weights == "plain" else choose_precision(weights, CPU, quantised=True)
@@ -100,7 +100,7 @@ def test_fast_maps_say_the_same(weights: str, rotated: bool, own: bool) -> None:
 @pytest.mark.parametrize("forgotten", [[0, 1, 2], [1], [3]])
 def test_a_forgotten_rotation_is_seen(forgotten: list[int]) -> None:
     """Of the source's hidden states, or of the target's embedding."""
-    maps, hidden = made(own=True), streams(own=True)
+    maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     parts = bases(hidden, rotated=True)
     told = [(width, None if i in forgotten else basis) for i, (width, basis) in enumerate(parts)]
     wrong = FastMaps(maps, Precision("plain", Linear, torch.float32), told, CPU)(turned(hidden, parts))
@@ -109,7 +109,7 @@ def test_a_forgotten_rotation_is_seen(forgotten: list[int]) -> None:
 
 
 def test_one_model_may_be_rotated_and_the_other_not() -> None:
-    maps, hidden = made(own=True), streams(own=True)
+    maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     wanted = maps(torch.cat([unit(x) for x in hidden], 1))
     for plain in ([3], [0, 1, 2]):
         parts = [(w, None if i in plain else basis) for i, (w, basis) in enumerate(bases(hidden, rotated=True))]
@@ -118,17 +118,17 @@ def test_one_model_may_be_rotated_and_the_other_not() -> None:
 
 
 def test_maps_of_other_numbers_are_of_the_same_kind() -> None:
-    maps = made(own=True)
+    maps = made(target_embedding=True)
     before = maps.up.clone()
-    other = maps.holding({"up": maps.up + 1.0})
-    assert (other.taps, other.base, other.own) == (maps.taps, maps.base, True)
+    other = maps.with_tensors({"up": maps.up + 1.0})
+    assert (other.taps, other.base, other.target_embedding) == (maps.taps, maps.base, True)
     assert set(maps.tensors()) == {"down", "down_bias", "mix_in", "mix_out", "up", "up_bias"}
     assert torch.equal(other.up, before + 1.0) and torch.equal(maps.up, before) and other.down is maps.down
 
 
 def test_maps_move_between_dtypes() -> None:
     half = made().to(CPU, torch.float16)
-    assert made(own=True).to(CPU, torch.float16).own and not half.own
+    assert made(target_embedding=True).to(CPU, torch.float16).target_embedding and not half.target_embedding
     assert all(t.dtype == torch.float16 for t in half.tensors().values())
     assert (half.taps, half.base) == (made().taps, made().base)
     x = F.normalize(streams()[0].repeat(1, 3))
@@ -155,7 +155,7 @@ class Coarse:
 
 @pytest.mark.parametrize("weights", ["plain", "bf16", "int8"])
 def test_coarse_maps_are_as_ever_where_the_device_cannot(weights: str) -> None:
-    maps, hidden = made(own=True), streams(own=True)
+    maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     kinds = {"plain": torch.float32, "bf16": torch.bfloat16}
     precision = Precision(weights, Linear, kinds[weights]) if weights in kinds else choose_precision(weights, CPU, True)
     hidden = [x.to(precision.dtype) for x in hidden]
@@ -165,7 +165,7 @@ def test_coarse_maps_are_as_ever_where_the_device_cannot(weights: str) -> None:
 
 
 def test_bf16_maps_have_the_bits_of_the_parts_one_by_one() -> None:
-    maps, hidden = made(own=True), [x.bfloat16() for x in streams(own=True)]
+    maps, hidden = made(target_embedding=True), [x.bfloat16() for x in streams(target_embedding=True)]
     held = maps.to(CPU, torch.bfloat16)
     given = FastMaps(maps, Precision("bf16", Linear, torch.bfloat16), bases(hidden, rotated=False), CPU)(hidden)
     features = torch.cat([F.rms_norm(x, (x.shape[1],), None, 1e-6) for x in hidden], 1)
@@ -182,7 +182,7 @@ def test_only_many_rows_are_projected_coarsely(monkeypatch: pytest.MonkeyPatch) 
         return made_of[-1]
 
     monkeypatch.setattr(maps_module, "coarse_projection", make)
-    maps, hidden = made(own=True), streams(own=True)
+    maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     plain, parts = Precision("plain", Linear, torch.float32), bases(hidden, rotated=True)
     fine = FastMaps(maps, plain, parts, CPU)
     assert not made_of

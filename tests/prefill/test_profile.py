@@ -67,13 +67,14 @@ def test_round_trip(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["a.profile"]  # nothing half-written is left
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_whether_the_targets_embedding_is_read_is_kept(tmp_path: Path, own: bool) -> None:
+@pytest.mark.parametrize("target_embedding", [True, False])
+def test_whether_the_targets_embedding_is_read_is_kept(tmp_path: Path, target_embedding: bool) -> None:
     path = tmp_path / "a.profile"
-    ours = profile(maps=made(own=own))
+    ours = profile(maps=made(target_embedding=target_embedding))
     ours.save(path)
     back = Profile.load(path)
-    assert back.maps.own is own and back.maps.down.shape == ours.maps.down.shape and back.key == ours.key
+    assert back.maps.target_embedding is target_embedding
+    assert back.maps.down.shape == ours.maps.down.shape and back.key == ours.key
 
 
 def test_saving_again_replaces(path: Path) -> None:
@@ -112,7 +113,7 @@ def test_something_else(path: Path) -> None:
     with pytest.raises(BadProfile, match="not a whole profile"):
         Profile.load(path)
     save_file({"down": torch.zeros(2)}, path)
-    with pytest.raises(BadProfile, match="holds tensors, but is no profile") as error:
+    with pytest.raises(BadProfile, match="holds tensors, but is not a profile") as error:
         Profile.load(path)
     assert "forerun calibrate" in error.value.hint
 
@@ -179,8 +180,8 @@ def test_other_models_are_refused() -> None:
 def test_the_key_tells_maps_and_models_apart(path: Path) -> None:
     other = made()
     other.up[0, 0] += 1.0
-    blind = replace(made(own=True), own=False)  # the same numbers, taken for other inputs
-    keys = [p.key for p in (profile(), profile("self"), profile(maps=other), profile(maps=made(own=True)))]
+    blind = replace(made(target_embedding=True), target_embedding=False)  # the same numbers, taken for other inputs
+    keys = [p.key for p in (profile(), profile("self"), profile(maps=other), profile(maps=made(target_embedding=True)))]
     assert len({*keys, profile(maps=blind).key}) == 5
     assert Profile.load(path).key == profile().key
     assert checksum(made()) != checksum(other)

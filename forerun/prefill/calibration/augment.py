@@ -1,8 +1,8 @@
-"""Windows made to copy and to recall: what people do with long prompts, and what drafted K/V loses first.
+"""Windows made to copy and to recall: common uses of long prompts, and what drafted K/V loses first.
 
 `echo`: the end of the prompt begins to repeat an earlier span, and the continuation goes on with it. `recall`: made-up
-facts stand at random places of the prompt, a question about some of them at its end, and the continuation is the
-answer, all in the model's own chat format. Lengths stay as they are to the token. Knows a tokenizer, but no model.
+facts stand at random places of the prompt, a question about them at its end, and the continuation is the answer, all in
+the model's own chat format. Lengths stay as they are to the token. Knows a tokenizer, but no model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from forerun.text.tokenizer import Tokenizer
 _FIRST = ("amber", "quiet", "northern", "velvet", "hollow", "silver", "crooked", "distant", "golden", "patient")
 _SECOND = ("harbour", "lantern", "orchard", "falcon", "bridge", "meadow", "archive", "compass", "glacier", "mill")
 _THINGS = ("special number", "access code", "lucky number", "room number", "serial number", "page count")
-_LEAD = 16  # least tokens of an echo that stand in the prompt: enough to know which span it is
+_MIN_LEAD_TOKENS = 16  # of the repetition that stand in the prompt: enough to identify the span
 
 
 class Augmenter:
@@ -22,14 +22,14 @@ class Augmenter:
         self._tokenizer, self._prompt, self._continuation = tokenizer, prompt, continuation
         self._first = 1 if tokenizer.bos_id is not None and tokenizer.add_bos else 0
 
-    def spread(self, rows: list[list[int]], echo: float, recall: float, rng: random.Random) -> list[str]:
-        """Change shares of the rows in place, spread evenly over them; says what became of each."""
+    def augment(self, rows: list[list[int]], echo: float, recall: float, rng: random.Random) -> list[str]:
+        """Change shares of the rows in place, spread evenly over them; returns the kind of each."""
         kinds = []
         for i, row in enumerate(rows):
             # A low-discrepancy sequence: the shares hold for any number of rows, however few
             place = (i * 0.6180339887 + 0.5) % 1.0
             kind = "echo" if place < echo else "recall" if place >= 1.0 - recall else "plain"
-            made = {"echo": self.echo, "recall": self.recall}[kind](row, rng) if kind != "plain" else None
+            made = {"echo": self.with_copy, "recall": self.with_recall}[kind](row, rng) if kind != "plain" else None
             if made is None:  # plain, or too short to hold it
                 kind = "plain"
             else:
@@ -37,9 +37,9 @@ class Augmenter:
             kinds.append(kind)
         return kinds
 
-    def echo(self, row: list[int], rng: random.Random) -> list[int] | None:
+    def with_copy(self, row: list[int], rng: random.Random) -> list[int] | None:
         """The row with its end replaced by an earlier span of itself."""
-        lead = rng.randint(_LEAD, 3 * _LEAD)
+        lead = rng.randint(_MIN_LEAD_TOKENS, 3 * _MIN_LEAD_TOKENS)
         span = lead + self._continuation
         room = self._prompt - lead - span  # starts that leave the span whole before its repetition
         if room < self._first:
@@ -47,7 +47,7 @@ class Augmenter:
         at = rng.randint(self._first, room)
         return row[: self._prompt - lead] + row[at : at + span]
 
-    def recall(self, row: list[int], rng: random.Random) -> list[int] | None:
+    def with_recall(self, row: list[int], rng: random.Random) -> list[int] | None:
         """Facts in the row, a question about them, and the answer as its continuation."""
         encode = self._tokenizer.encode
         thing = rng.choice(_THINGS)
@@ -74,8 +74,8 @@ class Augmenter:
         return before + body + after + answer[: self._continuation]
 
     def _frame(self, question: str) -> tuple[list[int], list[int]]:
-        """What stands before and after a document that a question follows. Found by rendering two documents and seeing
-        what stays the same, so that it holds for every template."""
+        """What stands before and after a document that a question follows. Found by rendering two documents: what is
+        the same in both is the frame, whatever the template."""
         one, other = (self._rendered(f"{document}\n\n{question}") for document in ("7", "document"))
         shorter = min(len(one), len(other))
         before = next((i for i in range(shorter) if one[i] != other[i]), shorter)

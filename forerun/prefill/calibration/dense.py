@@ -1,7 +1,7 @@
 """The same decoder as a plain batched network, for calibration only: windows of equal length, gradients, no pages.
 
-The engine's kernels are made for running, not for learning: they write in place, pack weights and keep no graph. This
-one is slow and differentiable; a test holds it to the engine's decoder. It knows nothing of maps or of what is learnt.
+The engine's kernels are made for inference, not for training: they write in place, pack weights and keep no graph. This
+network is slow and differentiable; a test compares it with the engine's decoder. It knows nothing of maps or losses.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.shapes import expected_shapes
 from forerun.models.rope import RopeTable
 
-LONGEST = 32_768  # of a window
-UNSEEN = -30_000.0  # added to the score of what a row does not see
+MAX_WINDOW_TOKENS = 32_768
+MASKED_SCORE = -30_000.0  # added to the score of an entry that a row may not attend to
 # With the kernel that CUDA chooses by itself the gradients of masked attention are not numbers (torch 2.11, H200).
-SOUND = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# Shown (layer, rotated queries [B, Hq, R, D], rotated keys [B, Hkv, T, D], positions of the queries [R] or [B, R])
+# Called with (layer, rotated queries [B, Hq, R, D], rotated keys [B, Hkv, T, D], the queries' positions [R] or [B, R])
 AttentionHook = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 @dataclass
 class LayerActivations:
-    """What a pass left: inputs of every layer and the last one's output, K before rotation and V of every layer."""
+    """Of one pass: inputs of every layer and the last one's output, K before rotation and V of every layer."""
 
     hidden: list[Tensor]  # [B, T, hidden] each
     kv: list[tuple[Tensor, Tensor]]  # [B, T, kv_size] each
@@ -44,7 +44,7 @@ class DenseModel:
         self.embed = weights["embed"]
         self.device, self.dtype = self.embed.device, self.embed.dtype
         ropes = {config.layer_rope(i) for i in range(config.num_layers)}
-        length = min(config.max_context, LONGEST)
+        length = min(config.max_context, MAX_WINDOW_TOKENS)
         self._ropes = {rope: RopeTable(rope, config.head_dim, length, self.device).table for rope in ropes}
 
     @classmethod
@@ -59,10 +59,10 @@ class DenseModel:
 
     @torch.no_grad()
     def trace(
-        self, tokens: Tensor, layers: int | None = None, see: AttentionHook | None = None, keep_kv: bool = True
+        self, tokens: Tensor, layers: int | None = None, hook: AttentionHook | None = None, keep_kv: bool = True
     ) -> LayerActivations:
-        """Run windows [B, T] through the first `layers` layers; `see` is shown queries and keys as they come."""
-        x = self.start(tokens)
+        """Run windows [B, T] through the first `layers` layers; `hook` is called in each."""
+        x = self.embed_tokens(tokens)
         found = LayerActivations([x], [])
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         for i in range(self.config.num_layers if layers is None else layers):
@@ -70,13 +70,13 @@ class DenseModel:
             if keep_kv:
                 found.kv.append((k, v))
             q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
-            if see is not None:
-                see(i, q, k, positions)
-            x = self.finish(x, self.causal(q, k, v, i), i)
+            if hook is not None:
+                hook(i, q, k, positions)
+            x = self.finish_layer(x, self.causal_attention(q, k, v, i), i)
             found.hidden.append(x)
         return found
 
-    def start(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed) * self.config.embed_scale
 
     def logits(self, x: Tensor) -> Tensor:
@@ -101,17 +101,18 @@ class DenseModel:
         left, right = heads.chunk(2, -1)
         return (heads * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)  # in float32 on the way
 
-    def causal(self, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
-        """Everybody sees what is before: q, k rotated [B, heads, T, D], v [B, T, kv_size] -> [B, T, Hq * D]."""
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
+        """Over the entries up to each row's own: q, k rotated [B, heads, T, D], v [B, T, kv_size] -> [B, T, Hq * D]."""
         v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         window = self.config.window(i)
         if window is None or q.shape[2] <= window:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.scale, enable_gqa=True)
             return out.transpose(1, 2).flatten(2)
-        return self.masked(q, k, v.transpose(1, 2).flatten(2), torch.arange(q.shape[2], device=q.device)[None], i)
+        positions = torch.arange(q.shape[2], device=q.device)[None]
+        return self.masked_attention(q, k, v.transpose(1, 2).flatten(2), positions, i)
 
-    def masked(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, i: int) -> Tensor:
-        """Rows at positions [B, R] see the entries up to their own: q [B, Hq, R, D], k [B, Hkv, T, D], v [B, T, kv]."""
+    def masked_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, i: int) -> Tensor:
+        """The same of rows at positions [B, R] only: q [B, Hq, R, D], k [B, Hkv, T, D], v [B, T, kv_size]."""
         v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         entry, window = torch.arange(k.shape[2], device=q.device), self.config.window(i)
         mask = entry <= positions[..., None]  # [B, R, T]
@@ -119,13 +120,13 @@ class DenseModel:
             mask &= entry > positions[..., None] - window
         group = self.config.num_heads // self.config.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, UNSEEN)
-        with sdpa_kernel(SOUND) if q.is_cuda else nullcontext():
+        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, MASKED_SCORE)
+        with sdpa_kernel(MASKED_BACKENDS) if q.is_cuda else nullcontext():
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[:, None], scale=self.config.scale)
         return out.transpose(1, 2).flatten(2)
 
-    def finish(self, x: Tensor, attended: Tensor, i: int) -> Tensor:
-        """The rest of a layer after its attention."""
+    def finish_layer(self, x: Tensor, attended: Tensor, i: int) -> Tensor:
+        """A layer after its attention: output projection, residuals, MLP."""
         h = F.linear(attended, self._w(i, "o"))
         x = x + (self._norm(h, f"layers.{i}.post_attn_norm") if self.config.post_norms else h)
         h = self._norm(x, f"layers.{i}.mlp_norm")

@@ -1,8 +1,8 @@
-"""Maps trained end to end: what matters is not K and V but what the target says when it reads them.
+"""Maps trained end to end: the loss is not on K and V but on the target's next-token distributions over them.
 
-Each window is cut at a random place into prompt and continuation. The target runs the continuation, the tail and a
-share of the prompt over drafted K/V, and its next-token distributions are pulled towards those over exact K/V. Only the
-maps learn. Knows no files and no text.
+The target runs a window's continuation, its tail and a share of its prompt over drafted K/V; the loss is the KL from
+its distributions over exact K/V. Every other step cuts the windows shorter. Only the maps are trained. Knows no files
+and no text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.model_pair import TAIL, DenseTailAttention, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import TAIL_TOKENS, DenseTailAttention, ModelPair, choose, with_ends
 from forerun.prefill.maps import Maps
 
 
 @dataclass(frozen=True)
 class Schedule:
     steps: int
-    rate: float = 1.5e-3  # of a weight's own size
-    warmup: float = 0.03
+    rate: float = 1.5e-3  # as a share of a weight's root mean square
+    warmup: float = 0.03  # share of the steps
     shares: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)  # of recomputed tokens, in turn
     ahead: int = 128  # tokens after the prompt that are compared
 
@@ -33,7 +33,7 @@ class Schedule:
 
 
 class Distiller:
-    """Holds the maps in float32 and one optimizer; `step` learns from some windows."""
+    """Holds the maps in float32 and one optimizer; `step` trains on some windows."""
 
     def __init__(self, pair: ModelPair, maps: Maps, schedule: Schedule) -> None:
         self.pair, self.schedule, self.done = pair, schedule, 0
@@ -41,7 +41,7 @@ class Distiller:
         self.parts = {name: t.float().clone() for name, t in maps.tensors().items()}
         self.parts["up"] /= self._spread  # so that one rate fits all outputs
         self._start = maps
-        sizes = {name: _size(tensor) for name, tensor in self.parts.items()}
+        sizes = {name: _rms(tensor) for name, tensor in self.parts.items()}
         sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
         groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
         self._optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
@@ -49,10 +49,10 @@ class Distiller:
     def maps(self) -> Maps:
         parts = dict(self.parts)
         parts["up"] = parts["up"] * self._spread
-        return self._start.holding(parts)
+        return self._start.with_tensors(parts)
 
     def result(self) -> Maps:
-        return self._start.holding({k: t.detach() for k, t in self.maps().tensors().items()})
+        return self._start.with_tensors({k: t.detach() for k, t in self.maps().tensors().items()})
 
     def state(self) -> dict[str, object]:
         return {"parts": self.parts, "optimizer": self._optimizer.state_dict(), "done": self.done}
@@ -64,7 +64,7 @@ class Distiller:
         self.done = int(state["done"])  # type: ignore[call-overload]
 
     def step(self, tokens: Tensor) -> float:
-        """Learn from windows [B, T]; the loss."""
+        """One optimizer step on windows [B, T]; returns the loss."""
         loss = self.loss(tokens)
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.rate * self.schedule.factor(self.done) * group["size"]
@@ -82,15 +82,15 @@ class Distiller:
         if self.done % 2:  # prompts of other lengths, too
             stop = int(stop * (0.5 + 0.5 * ((self.done * 0.618) % 1)))
             tokens = tokens[:, :stop]
-        end = stop - ahead - TAIL
+        end = stop - ahead - TAIL_TOKENS
         with torch.no_grad():
             # the tail's exact attention stands in for the one over drafted K/V
-            tail_attention = DenseTailAttention(slice(end, end + TAIL), pair.target.config.scale)
-            exact = pair.target.trace(tokens, see=tail_attention, keep_kv=False)
-            features, _ = pair.read(tokens, slice(0, 0), exact)
-            wanted = exact.hidden[-1][:, end + TAIL - 1 : stop - 1]
+            tail_attention = DenseTailAttention(slice(end, end + TAIL_TOKENS), pair.target.config.scale)
+            exact = pair.target.trace(tokens, hook=tail_attention, keep_kv=False)
+            features = pair.features(tokens, exact)
+            wanted = exact.hidden[-1][:, end + TAIL_TOKENS - 1 : stop - 1]
         share = self.schedule.shares[self.done % len(self.schedule.shares)]
-        rows = with_ends(choose(tail_attention.mean(tokens), end, share), end, stop)
+        rows = with_ends(choose(tail_attention.mean(), end, share), end, stop)
         with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
             drafted = self.maps()(features).to(pair.target.dtype)
         x = pair.recompute(exact, drafted, rows)[:, -ahead - 1 : -1]
@@ -109,7 +109,7 @@ def divergence(pair: ModelPair, exact: Tensor, drafted: Tensor) -> Tensor:
     return total / (exact.shape[0] * exact.shape[1])
 
 
-def _size(tensor: Tensor) -> float:
+def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt().clamp_min(1e-8))
 
 

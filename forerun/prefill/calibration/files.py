@@ -1,4 +1,4 @@
-"""Text files for calibration: which there are, which of them are kept to judge by, and their text, section by section.
+"""Text files for calibration: which there are, which are held out, and their text, section by section.
 
 A section is a range of bytes, so that a file of any size is read only as far as it is needed. Knows no tokens.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from forerun.errors import BadRequest
 
-SECTION = 256 * 1024  # bytes
-_SNIFFED = 64 * 1024  # bytes that show whether a file is text
+SECTION_BYTES = 256 * 1024
+_SNIFF_BYTES = 64 * 1024  # read to find out whether a file is text
 _HINT = "give UTF-8 text files or folders of them: --text notes.txt --text src/"
 
 
@@ -38,7 +38,7 @@ class Section:
         with self.path.open("rb") as file:
             if self.start:
                 file.seek(self.start - 1)
-                file.readline()  # it began in the section before
+                file.readline()  # this line began in the section before
             while file.tell() < self.end:
                 line = file.readline()
                 if not line.strip():
@@ -71,35 +71,35 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def split(files: list[Path], share: float, rng: random.Random) -> tuple[list[Section], list[Section]]:
-    """Sections to learn from and to judge by: of different files, or of different ends where there is only one file."""
+def split_held_out(files: list[Path], share: float, rng: random.Random) -> tuple[list[Section], list[Section]]:
+    """Sections to fit on and held-out ones: of different files, or of different ends where there is only one file."""
     sizes = {path: path.stat().st_size for path in files}
     if len(sizes) == 1:
         [(path, size)] = sizes.items()
         cut = int(size * (1.0 - share))
         train, held = _sections(path, 0, cut), _sections(path, cut, size)
     else:
-        judges = _judges(sizes, share, rng)
-        train = [s for path, size in sizes.items() if path not in judges for s in _sections(path, 0, size)]
-        held = [s for path, size in sizes.items() if path in judges for s in _sections(path, 0, size)]
+        held_out = _held_out_files(sizes, share, rng)
+        train = [s for path, size in sizes.items() if path not in held_out for s in _sections(path, 0, size)]
+        held = [s for path, size in sizes.items() if path in held_out for s in _sections(path, 0, size)]
     rng.shuffle(train)
     rng.shuffle(held)
     return train, held
 
 
-def _judges(sizes: dict[Path, int], share: float, rng: random.Random) -> set[Path]:
-    """Files with about that share of the bytes, none so large that little is left to learn from."""
+def _held_out_files(sizes: dict[Path, int], share: float, rng: random.Random) -> set[Path]:
+    """Files with about that share of the bytes, none so large that little is left to fit on."""
     total, taken = sum(sizes.values()), 0
-    judges: set[Path] = set()
+    held_out: set[Path] = set()
     for path in rng.sample(list(sizes), len(sizes)):
         if taken < share * total and taken + sizes[path] <= 2 * share * total:
-            judges.add(path)
+            held_out.add(path)
             taken += sizes[path]
-    return judges or {min(sizes, key=lambda path: sizes[path])}
+    return held_out or {min(sizes, key=lambda path: sizes[path])}
 
 
 def _sections(path: Path, start: int, end: int) -> list[Section]:
-    return [Section(path, at, min(at + SECTION, end)) for at in range(start, end, SECTION)]
+    return [Section(path, at, min(at + SECTION_BYTES, end)) for at in range(start, end, SECTION_BYTES)]
 
 
 def _hidden(path: Path) -> bool:
@@ -109,7 +109,7 @@ def _hidden(path: Path) -> bool:
 def _why_not_text(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            start = file.read(_SNIFFED)
+            start = file.read(_SNIFF_BYTES)
             file.seek(0)
             first = file.readline() if path.suffix == ".jsonl" else b""
     except OSError as error:
@@ -117,7 +117,7 @@ def _why_not_text(path: Path) -> str | None:
     if not start.strip():
         return "it is empty"
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character cut at the end is no fault
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character cut at the end is allowed
     except UnicodeDecodeError as error:
         return f"it is not UTF-8 text (byte {error.start})"
     if b"\0" in start:

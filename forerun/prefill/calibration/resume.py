@@ -1,7 +1,8 @@
-"""A long job that can be stopped: its state lies beside its result, and the same job goes on from there.
+"""The state of an unfinished calibration on disk: PROFILE.state beside the profile, from which the same command
+resumes.
 
-Ctrl-C takes effect between two pieces of work, where the state is whole; a second one at once. Knows nothing of what
-the job does: a state is a dictionary of tensors and plain values.
+Ctrl-C takes effect at the next save point, where the state is whole; a second one at once. Knows nothing of what is
+computed: a state is a dictionary of tensors and plain values.
 """
 
 from __future__ import annotations
@@ -20,71 +21,73 @@ import torch
 
 from forerun.errors import BadRequest
 
-EVERY_S = 60.0  # between two states
-SHARE = 0.05  # of the time that saving may take
-VERSION = 2  # of what is kept: sums of older ones have another width
+SAVE_INTERVAL_S = 60.0
+MAX_SAVING_SHARE = 0.05  # of the time
+STATE_VERSION = 2  # the sums of older ones have another width
 
 
 class CalibrationState:
-    """`job` says what is being done: a state of another job is refused. `values` is where an earlier run got to."""
+    """`inputs`: everything that determines the result; a state with other inputs is refused. `values`: what an earlier
+    run saved."""
 
-    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+    def __init__(self, out: Path, inputs: dict[str, Any]) -> None:
         self.path = out.with_name(out.name + ".state")
-        self._job = job
-        self._start = self._saved = time.monotonic()
-        self._took, self._before = 0.0, 0.0  # seconds of the last saving, and of earlier runs
-        self.asked = False  # to stop
+        self._inputs = inputs
+        self._start = self._last_save = time.monotonic()
+        self._save_s, self._earlier_s = 0.0, 0.0  # of the last save, and of earlier runs
+        self.stop_requested = False
         self.values: dict[str, Any] = self._load() if self.path.exists() else {}
 
     @property
     def seconds(self) -> float:
         """Spent so far, earlier runs included."""
-        return self._before + time.monotonic() - self._start
+        return self._earlier_s + time.monotonic() - self._start
 
-    def tick(self, values: Callable[[], dict[str, Any]]) -> None:
-        """Between two pieces of work: save where it is time to, and stop where that was asked."""
-        waited = time.monotonic() - self._saved
-        if self.asked or (waited >= EVERY_S and self._took <= SHARE * waited):
+    def save_point(self, values: Callable[[], dict[str, Any]]) -> None:
+        """Save if it is due; after Ctrl-C save and raise KeyboardInterrupt. `values` is called only if it saves."""
+        waited = time.monotonic() - self._last_save
+        if self.stop_requested or (waited >= SAVE_INTERVAL_S and self._save_s <= MAX_SAVING_SHARE * waited):
             self.save(values())
-        if self.asked:
+        if self.stop_requested:
             raise KeyboardInterrupt
 
     def save(self, values: dict[str, Any]) -> None:
         start = time.monotonic()
         part = self.path.with_name(self.path.name + ".part")
         try:
-            with part.open("wb") as file:  # given a name, torch does not say why it cannot be written
-                torch.save({"version": VERSION, "job": self._job, "seconds": self.seconds, "values": values}, file)
+            with part.open("wb") as file:  # given a path, torch hides why it cannot be written
+                about = {"version": STATE_VERSION, "job": self._inputs, "seconds": self.seconds}
+                torch.save({**about, "values": values}, file)
             part.replace(self.path)
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
                 part.unlink()
-            reason = error if isinstance(error, OSError) else error.__context__  # torch stumbles over it once more
+            reason = error if isinstance(error, OSError) else error.__context__  # torch raises another one on closing
             if not isinstance(reason, OSError):
                 raise
             raise BadRequest(
                 f"cannot write the state {self.path}: {reason.strerror or reason}",
-                "make room there: the same command goes on from the last state; or give another --out",
+                "make room there: the same command resumes from the last state; or give another --out",
             ) from None
-        self._saved = time.monotonic()
-        self._took = self._saved - start
+        self._last_save = time.monotonic()
+        self._save_s = self._last_save - start
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """While it lasts, the first Ctrl-C waits for the next `tick`."""
+    def defer_interrupt(self) -> Iterator[None]:
+        """Within it the first Ctrl-C takes effect at the next `save_point`."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may handle signals
             return
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked:
+        def on_interrupt(number: int, frame: FrameType | None) -> None:
+            if self.stop_requested:
                 raise KeyboardInterrupt
-            self.asked = True
+            self.stop_requested = True
 
-        before = signal.signal(signal.SIGINT, ask)
+        before = signal.signal(signal.SIGINT, on_interrupt)
         try:
             yield
         finally:
@@ -95,17 +98,18 @@ class CalibrationState:
         try:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
             version, job, values = state["version"], state["job"], state["values"]
-            self._before = float(state["seconds"])
+            self._earlier_s = float(state["seconds"])
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
             detail = str(error).split("\n")[0]
             raise BadRequest(f"{self.path} is not the state of a calibration ({detail:.100})", hint) from None
-        if version != VERSION:
-            raise BadRequest(f"{self.path} is a state of version {version}, this is {VERSION}", hint)
-        other = [name for name in self._job | job if self._job.get(name) != job.get(name)]
+        if version != STATE_VERSION:
+            raise BadRequest(f"{self.path} is a state of version {version}, this is {STATE_VERSION}", hint)
+        other = [name for name in self._inputs | job if self._inputs.get(name) != job.get(name)]
         if other:
-            changes = ", ".join(f"{name} was {job.get(name)!r:.60}, is {self._job.get(name)!r:.60}" for name in other)
+            now = self._inputs
+            changes = ", ".join(f"{name} was {job.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in other)
             raise BadRequest(
                 f"{self.path} is the state of another calibration: {changes}",
-                f"give the same arguments to go on with it; {hint}",
+                f"give the same arguments to resume it; {hint}",
             )
         return values

@@ -1,6 +1,6 @@
 """Maps by ridge regression from streamed sums, then cut down to a rank: constant memory, however much text there is.
 
-Outputs are compared in units of their own spread, K counting more than V, since errors in K do far more damage. Knows
+Outputs are weighted by the inverse of their spread, K more than V, since errors in K do far more damage. Knows
 features and outputs as matrices; not where they come from.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.prefill.maps import Maps
 
-KEY_WEIGHT = 2.0
+KEY_WEIGHT = 2.0  # of an error in K, beside 1 for V
 
 
 class Ridge:
@@ -45,7 +45,14 @@ class Ridge:
         self.count = int(state["count"])
 
     def fit(
-        self, taps: tuple[int, ...], base: int, kv_size: int, rank: int, inner: int, strength: float, own: bool = False
+        self,
+        taps: tuple[int, ...],
+        base: int,
+        kv_size: int,
+        rank: int,
+        inner: int,
+        strength: float,
+        target_embedding: bool = False,
     ) -> Maps:
         """The best maps of a rank. `strength`: the ridge, as a share of the features' mean spread."""
         n = self.count
@@ -71,15 +78,16 @@ class Ridge:
             down=down,
             down_bias=-down @ mean_x,
             mix_in=mix_in,
-            mix_out=torch.zeros(rank, inner, device=down.device),  # nothing nonlinear until something is learnt
+            mix_out=torch.zeros(rank, inner, device=down.device),  # linear until distillation trains it
             up=up,
             up_bias=mean_y,
-            own=own,
+            target_embedding=target_embedding,
         )
 
 
 def _leading(solution: Tensor, xx: Tensor, rank: int, rounds: int = 4) -> tuple[Tensor, Tensor]:
-    """Directions of the outputs [outputs, rank] along which predictions vary most, and by how much."""
+    """Directions of the outputs [outputs, rank] along which predictions vary most, and their variances; by subspace
+    iteration."""
     rank = min(rank, *solution.shape)
     generator = torch.Generator().manual_seed(1)
     basis = torch.randn(solution.shape[1], min(rank + 32, solution.shape[1]), generator=generator).to(solution.device)

@@ -1,6 +1,6 @@
-"""A whole calibration: text to windows, windows to maps, maps to a profile that says how good they are.
+"""A whole calibration: text to windows, windows to maps, maps to a profile with measured quality.
 
-The order of the stages, and what is said when memory ends. Each stage's own work lies in the modules beside this one.
+The order of the stages, and the error when memory runs out. Each stage's own work lies in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -15,89 +15,88 @@ from typing import Any
 import torch
 
 from forerun.errors import BadRequest
-from forerun.prefill.calibration.cost import reading_cost
-from forerun.prefill.calibration.curve import best_share, measure
-from forerun.prefill.calibration.fit import JUDGED, fit
+from forerun.prefill.calibration.fit import SELECTION_WINDOWS, fit
 from forerun.prefill.calibration.model_pair import ModelPair
+from forerun.prefill.calibration.quality import default_share, measure_curve, reading_cost
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
-from forerun.prefill.calibration.text import Windows, WindowSettings, read_windows
-from forerun.prefill.calibration.thresholds import thresholds
+from forerun.prefill.calibration.thresholds import choose_thresholds
+from forerun.prefill.calibration.windows import Windows, WindowSettings, read_windows
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
-JUDGES = 64  # held-out windows that the curve and the thresholds are measured on
+CURVE_WINDOWS = 64  # held-out windows that the curve and the thresholds are measured on
 
 
 def calibrate(
     target: str,
     draft: str | None,
-    texts: Sequence[Path],
+    paths: Sequence[Path],
     out: Path,
     settings: FitSettings,
-    recipe: WindowSettings,
+    text: WindowSettings,
     device: torch.device,
     quiet: bool = False,
 ) -> Profile:
-    """Fit, judge and save a profile. After Ctrl-C the same call goes on where it was."""
-    check_window(recipe.prompt, recipe.continuation)
+    """Fit, measure and save a profile. After Ctrl-C the same call resumes."""
+    check_window(text.prompt, text.continuation)
     check_writable(out)
-    subject = open_models(target, draft, settings, recipe.length)
-    windows = read_windows(texts, subject.target.tokenizer(), recipe, quiet)
-    keeper = CalibrationState(out, _job(subject, windows, settings, recipe))
-    with _within_memory(settings, recipe):
-        pair = subject.build(device, quiet)
-        with keeper.listening():
-            maps, facts = fit(pair, windows, settings, recipe, keeper, quiet)
-            profile = _judged(subject, pair, maps, windows, settings, recipe, keeper, quiet)
-    profile.facts |= facts | {"device": device.type, "seconds": round(keeper.seconds, 1), "files": windows.files}
+    models = open_models(target, draft, settings, text.length)
+    windows = read_windows(paths, models.target.tokenizer(), text, quiet)
+    saved = CalibrationState(out, _inputs(models, windows, settings, text))
+    with _within_memory(settings, text):
+        pair = models.build(device, quiet)
+        with saved.defer_interrupt():
+            maps, facts = fit(pair, windows, settings, text, saved, quiet)
+            profile = _measured(models, pair, maps, windows, settings, text, saved, quiet)
+    profile.facts |= facts | {"device": device.type, "seconds": round(saved.seconds, 1), "files": windows.files}
     profile.facts |= {"train_tokens": windows.train.numel(), "held_tokens": windows.held.numel()}
-    if settings.distill:  # windows of the curve that the maps were selected on, too: its figures flatter them there
+    if settings.distill:  # windows of the curve that the maps were also selected on: its figures are too good there
         held = len(windows.held)
-        profile.facts["selected_on"] = max(0, min(JUDGES, held) + min(JUDGED, held) - held)
-    profile.facts |= {"settings": asdict(settings), "recipe": asdict(recipe)}
+        profile.facts["selected_on"] = max(0, min(CURVE_WINDOWS, held) + min(SELECTION_WINDOWS, held) - held)
+    profile.facts |= {"settings": asdict(settings), "recipe": asdict(text)}
     profile.save(out)
-    keeper.remove()
+    saved.remove()
     return profile
 
 
-def _job(subject: CalibrationModels, windows: Windows, settings: FitSettings, recipe: WindowSettings) -> dict[str, Any]:
-    """Everything that decides the result: a state is good for nothing else. How many windows go at a time is left
-    out: it decides next to nothing, and whoever ran out of memory must change it."""
+def _inputs(models: CalibrationModels, windows: Windows, settings: FitSettings, text: WindowSettings) -> dict[str, Any]:
+    """Everything that determines the result. How many windows go at a time is left out: it changes next to nothing, and
+    must be changed to resume after memory ran out."""
     digest = hashlib.sha256(windows.train.numpy().tobytes() + windows.held.numpy().tobytes())
-    models = {"target": subject.fingerprints[0], "source": subject.fingerprints[1], "base": subject.base}
-    fixed = {**models, "taps": list(subject.taps), "text": digest.hexdigest()[:16]}
-    return {name: value for name, value in {**asdict(settings), **asdict(recipe), **fixed}.items() if name != "batch"}
+    prints = {"target": models.fingerprints[0], "source": models.fingerprints[1], "base": models.base}
+    fixed = {**prints, "taps": list(models.taps), "text": digest.hexdigest()[:16]}
+    return {name: value for name, value in {**asdict(settings), **asdict(text), **fixed}.items() if name != "batch"}
 
 
-def _judged(
-    subject: CalibrationModels,
+def _measured(
+    models: CalibrationModels,
     pair: ModelPair,
     maps: Maps,
     windows: Windows,
     settings: FitSettings,
-    recipe: WindowSettings,
-    keeper: CalibrationState,
+    text: WindowSettings,
+    saved: CalibrationState,
     quiet: bool,
 ) -> Profile:
     """A profile with its curve, default share and thresholds, all from held-out text."""
-    held, kinds = windows.held[:JUDGES], windows.kinds[:JUDGES]
-    ahead, batch = recipe.continuation, settings.batch
-    config = subject.target.config
-    reading = reading_cost(config, subject.source.config if subject.source else None, subject.base, max(subject.taps))
+    held, kinds = windows.held[:CURVE_WINDOWS], windows.kinds[:CURVE_WINDOWS]
+    ahead, batch = text.continuation, settings.batch
+    config = models.target.config
+    reading = reading_cost(config, models.source.config if models.source else None, models.base, max(models.taps))
 
-    def tick() -> None:
-        keeper.tick(lambda: keeper.values)  # the maps are all there is to keep
+    def save_point() -> None:
+        saved.save_point(lambda: saved.values)  # the maps are all there is to save
 
-    curve, by_kind = measure(pair, maps, held, kinds, ahead, reading, batch, tick, quiet)
-    share, reached = best_share(curve, settings.quality)
-    limits = thresholds(pair, maps, held, ahead, share, settings.quality, tick, quiet)
-    source = subject.source or subject.target
+    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, batch, save_point, quiet)
+    share, reached = default_share(curve, settings.quality)
+    limits = choose_thresholds(pair, maps, held, ahead, share, settings.quality, save_point, quiet)
+    source = models.source or models.target
     return Profile(
-        kind=subject.kind,
-        target=subject.fingerprints[0],
-        source=subject.fingerprints[1],
-        names={"target": subject.target.source, "source": source.source},
+        kind=models.kind,
+        target=models.fingerprints[0],
+        source=models.fingerprints[1],
+        names={"target": models.target.source, "source": source.source},
         maps=maps,
         source_cost=reading,
         share=share,
@@ -108,21 +107,21 @@ def _judged(
 
 
 @contextmanager
-def _within_memory(settings: FitSettings, recipe: WindowSettings) -> Iterator[None]:
-    """Out of memory is an error with a way out, wherever it happens."""
+def _within_memory(settings: FitSettings, text: WindowSettings) -> Iterator[None]:
+    """Turn running out of memory, wherever it happens, into an error with a way out."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _too_large(settings, recipe) from error
+        raise _too_large(settings, text) from error
     except RuntimeError as error:
-        if "allocate memory" not in str(error):  # how torch says it on a CPU
+        if "allocate memory" not in str(error):  # torch's message on a CPU
             raise
-        raise _too_large(settings, recipe) from error
+        raise _too_large(settings, text) from error
 
 
-def _too_large(settings: FitSettings, recipe: WindowSettings) -> BadRequest:
+def _too_large(settings: FitSettings, text: WindowSettings) -> BadRequest:
     return BadRequest(
-        f"memory ended with {settings.batch} windows of {recipe.length:,} tokens at a time and maps of rank "
+        f"out of memory with {settings.batch} windows of {text.length:,} tokens at a time and maps of rank "
         f"{settings.rank or 'as wide as the target'}",
-        "give a smaller --batch: it goes on where it was; if 1 is too much, a smaller --window, --taps or --rank",
+        "give a smaller --batch: the same command resumes; if 1 is too much, a smaller --window, --taps or --rank",
     )

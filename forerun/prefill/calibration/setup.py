@@ -1,7 +1,4 @@
-"""What a calibration is about: opened models that fit together, and everything that decides its result.
-
-Refuses what could not work before anything long begins. Knows neither text nor fitting.
-"""
+"""Settings and models of a calibration, checked before anything long starts. Knows neither text nor fitting."""
 
 from __future__ import annotations
 
@@ -17,22 +14,21 @@ from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.load import open_checkpoint
-from forerun.prefill.calibration.cost import model_macs
 from forerun.prefill.calibration.dense import DenseModel
-from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair
+from forerun.prefill.calibration.model_pair import FIRST_TOKENS, TAIL_TOKENS, ModelPair
 
-MOST_INPUTS = 16_384  # of the maps: their Gram matrix is that wide, in float64 while it is solved
-
-MOST_RANK = 1536
-READ = 0.6  # of a draft's layers
+MAX_MAP_INPUTS = 16_384  # their Gram matrix is that wide, in float64 while it is solved
+MAX_DEFAULT_RANK = 1536  # of the maps
+DRAFT_LAYER_SHARE = 0.6  # of a draft's layers that are read: those above cost as much and add next to nothing
+SELF_LAYER_SHARE = 0.3  # of the target's layers that every token runs where they are the source
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How maps are fitted. None: what suits the models."""
+    """How maps are fitted. None: chosen for the models."""
 
     base: int | None = None  # layers of the target that every token runs
-    rank: int | None = None  # of the maps; None: the target's hidden size, up to MOST_RANK
+    rank: int | None = None  # of the maps; None: the target's hidden size, up to MAX_DEFAULT_RANK
     taps: int | None = None  # layers of the source that the maps read, spread evenly
     strength: float = 1e-3  # of the ridge
     batch: int = 4  # windows at a time
@@ -52,13 +48,13 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class CalibrationModels:
-    """The models of a calibration. `source` is None where the target drafts for itself."""
+    """The opened models of a calibration. `source` is None where the target's own lower layers draft."""
 
     target: Checkpoint
     source: Checkpoint | None
     taps: tuple[int, ...]
     base: int
-    fingerprints: tuple[str, str]  # of the target and of whoever drafts
+    fingerprints: tuple[str, str]  # of the target and of the source
 
     @property
     def kind(self) -> str:
@@ -86,24 +82,24 @@ def open_models(target: str, draft: str | None, settings: FitSettings, window: i
                 "give a smaller --window",
             )
     base = _base(opened.config, settings.base, alone=source is None)
-    own = 0 if source is None else opened.config.hidden_size
-    taps = _taps(opened.config if source is None else source.config, settings.taps, None if own else base, own)
-    marks = fingerprint(opened)
-    return CalibrationModels(opened, source, taps, base, (marks, fingerprint(source) if source is not None else marks))
+    embedding = 0 if source is None else opened.config.hidden_size
+    read = opened if source is None else source
+    taps = _taps(read.config, settings.taps, base if source is None else None, embedding)
+    return CalibrationModels(opened, source, taps, base, (fingerprint(opened), fingerprint(read)))
 
 
 def check_window(prompt: int, continuation: int) -> None:
     """Distillation cuts windows down to half, and compares two continuations: something must be left to draft."""
-    least = 2 * (FIRST + TAIL) + 3 * continuation + 64
+    least = 2 * (FIRST_TOKENS + TAIL_TOKENS) + 3 * continuation + 64
     if prompt < least:
         raise BadRequest(
-            f"prompts of {prompt} tokens are too short: {FIRST + TAIL} of each are always recomputed",
+            f"prompts of {prompt} tokens are too short: {FIRST_TOKENS + TAIL_TOKENS} of each are always recomputed",
             f"give --window {least} or more",
         )
 
 
 def check_writable(out: Path) -> None:
-    """Better now than after an hour."""
+    """Raise now, not after an hour of fitting."""
     try:
         if out.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -122,18 +118,18 @@ def _check_draft(target: Checkpoint, source: Checkpoint) -> None:
             f"{source.source} has another vocabulary than {target.source}: its hidden states belong to other tokens",
             "calibrate without --draft (a self profile); such a draft can still choose tokens: --chooser cross",
         )
-    ours, theirs = model_macs(target.config), model_macs(source.config)
+    ours, theirs = target.config.macs, source.config.macs
     if theirs >= ours:
         raise BadRequest(
             f"the draft {source.source} is no smaller than the target {target.source} "
             f"({theirs:,} multiply-adds a token against {ours:,}): reading with it saves nothing",
-            "give a smaller draft, or none: the target's lower layers can draft",
+            "give a smaller draft, or none: the target's own lower layers can draft",
         )
 
 
 def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
-    """A draft needs layer 0 only, which costs next to nothing; a model that drafts for itself needs some layers."""
-    base = asked if asked is not None else max(1, round(0.3 * config.num_layers)) if alone else 1
+    """Beside a draft only layer 0, which costs next to nothing; a model that drafts for itself needs some layers."""
+    base = asked if asked is not None else max(1, round(SELF_LAYER_SHARE * config.num_layers)) if alone else 1
     if base >= config.num_layers:
         raise BadRequest(
             f"base is {base}, but the target has {config.num_layers} layers and some must be left to draft",
@@ -142,19 +138,16 @@ def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
     return base
 
 
-def _taps(config: ModelConfig, asked: int | None, last: int | None, own: int) -> tuple[int, ...]:
-    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows beside `own`
-    inputs of the target's.
-
-    A draft is read to `READ` of its layers: what lies above costs as much and adds next to nothing.
-    """
-    last = min(config.num_layers, max(2, round(READ * config.num_layers))) if last is None else last
-    most = max(1, (MOST_INPUTS - own) // config.hidden_size)
+def _taps(config: ModelConfig, asked: int | None, last: int | None, embedding: int) -> tuple[int, ...]:
+    """Layers spread evenly from the first to `last`, both included, no more than the Gram matrix allows beside the
+    target's `embedding`. `last` None: of a draft, DRAFT_LAYER_SHARE of its layers."""
+    last = min(config.num_layers, max(2, round(DRAFT_LAYER_SHARE * config.num_layers))) if last is None else last
+    most = max(1, (MAX_MAP_INPUTS - embedding) // config.hidden_size)
     count = min(asked or most, last + 1)
     if count > most:
         raise BadRequest(
-            f"{count} taps of {config.hidden_size} numbers make {count * config.hidden_size + own:,} inputs"
-            f"{' with the embedding of the target' if own else ''}, the limit is {MOST_INPUTS:,}",
+            f"{count} taps of {config.hidden_size} numbers make {count * config.hidden_size + embedding:,} inputs"
+            f"{' with the embedding of the target' if embedding else ''}, the limit is {MAX_MAP_INPUTS:,}",
             f"give --taps {most} or fewer",
         )
     if count == 1:

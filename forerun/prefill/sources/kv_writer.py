@@ -89,7 +89,7 @@ class KVWriter:
         self.cost = maps.macs / macs(target.decoder)  # of a token, in tokens of the target's prefill
         self._runner, self._decoder = target, target.decoder
         self._together = _groups(target.decoder, self.base)
-        self._own, taken = maps.own, [source] * len(maps.taps) + [target.decoder] * maps.own
+        self._own, taken = maps.target_embedding, [source] * len(maps.taps) + [target.decoder] * maps.target_embedding
         bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
         self._maps = FastMaps(maps, precision_of(source), bases, source.device, coarse)
 
@@ -140,7 +140,7 @@ def _check(maps: Maps, source: Decoder, target: Decoder) -> None:
     if not maps.taps or not all(0 <= tap <= deepest for tap in maps.taps):
         raise BadProfile(f"the profile reads layers {list(maps.taps)}, allowed is from 0 to {deepest}", _HINT)
     wide, high = len(maps.taps) * source.config.hidden_size, (layers - maps.base) * 2 * target.config.kv_size
-    wide += target.config.hidden_size * maps.own
+    wide += target.config.hidden_size * maps.target_embedding
     if maps.down.shape[1] != wide or maps.up.shape[0] != high:
         raise BadProfile(
             f"the profile maps {maps.down.shape[1]} values to {maps.up.shape[0]}, these models need {wide} to {high}",

@@ -29,7 +29,7 @@ def augmenter(tokenizer: Tokenizer) -> Augmenter:
 
 def test_an_echo_repeats_what_stood_before(augmenter: Augmenter, tokenizer: Tokenizer) -> None:
     for seed, row in enumerate(rows(tokenizer, 20)):
-        made = augmenter.echo(row, random.Random(seed))
+        made = augmenter.with_copy(row, random.Random(seed))
         assert made is not None and len(made) == len(row)
         answer, before = made[PROMPT:], made[: PROMPT - 16]
         starts = [i for i in range(len(before)) if made[i : i + AHEAD] == answer and i + AHEAD <= len(before)]
@@ -40,7 +40,7 @@ def test_an_echo_repeats_what_stood_before(augmenter: Augmenter, tokenizer: Toke
 
 def test_recall_asks_for_facts_that_are_there(augmenter: Augmenter, tokenizer: Tokenizer) -> None:
     for seed, row in enumerate(rows(tokenizer, 10)):
-        made = augmenter.recall(row, random.Random(seed))
+        made = augmenter.with_recall(row, random.Random(seed))
         assert made is not None and len(made) == len(row)
         prompt = tokenizer.decode(made[:PROMPT], skip_special=False)
         answer = tokenizer.decode(made[PROMPT:], skip_special=False)
@@ -59,7 +59,7 @@ def test_a_model_without_a_chat_format(models: tuple[Path, Path], tmp_path: Path
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer = open_checkpoint(folder).tokenizer()
     assert not tokenizer.has_chat_template
-    made = Augmenter(tokenizer, PROMPT, AHEAD).recall(rows(tokenizer, 1)[0], random.Random(0))
+    made = Augmenter(tokenizer, PROMPT, AHEAD).with_recall(rows(tokenizer, 1)[0], random.Random(0))
     assert made is not None and len(made) == PROMPT + AHEAD
     assert tokenizer.decode(made[:PROMPT]).endswith("Answer in whole sentences.\nAnswer:")
 
@@ -68,12 +68,12 @@ def test_shares_hold_for_few_rows_and_many(augmenter: Augmenter, tokenizer: Toke
     for count in (10, 40):
         plain = rows(tokenizer, count)
         changed = list(plain)
-        kinds = augmenter.spread(changed, 0.2, 0.3, random.Random(0))
+        kinds = augmenter.augment(changed, 0.2, 0.3, random.Random(0))
         assert abs(kinds.count("echo") - 0.2 * count) <= 1 and abs(kinds.count("recall") - 0.3 * count) <= 1
         assert [new is old for new, old in zip(changed, plain, strict=True)] == [kind == "plain" for kind in kinds]
 
 
 def test_windows_too_short_stay_plain(tokenizer: Tokenizer) -> None:
     short = [row[:72] for row in rows(tokenizer, 8)]
-    kinds = Augmenter(tokenizer, 32, 40).spread(short, 0.5, 0.5, random.Random(0))
+    kinds = Augmenter(tokenizer, 32, 40).augment(short, 0.5, 0.5, random.Random(0))
     assert set(kinds) == {"plain"} and all(len(row) == 72 for row in short)

@@ -70,12 +70,12 @@ def test_fewer_layers_are_the_first_ones(tiny_folder: Callable[[str], Path]) -> 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])  # without and with a sliding window
 def test_some_rows_alone_are_the_same_rows(family: str, tiny_folder: Callable[[str], Path]) -> None:
     model = dense(tiny_folder(family))
-    everyone = torch.arange(40)
-    q, k, v = model.project(model.start(IDS), 0)
-    q, k = model.rotate(q, everyone, 0), model.rotate(k, everyone, 0)
-    whole = model.causal(q, k, v, 0)
+    positions = torch.arange(40)
+    q, k, v = model.project(model.embed_tokens(IDS), 0)
+    q, k = model.rotate(q, positions, 0), model.rotate(k, positions, 0)
+    whole = model.causal_attention(q, k, v, 0)
     rows = torch.tensor([[3, 9, 39], [0, 20, 21], [5, 6, 7]])
     at = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    some = model.masked(q.gather(2, at), k, v, rows, 0)
+    some = model.masked_attention(q.gather(2, at), k, v, rows, 0)
     wanted = whole.gather(1, rows[..., None].expand(-1, -1, whole.shape[2]))
     torch.testing.assert_close(some, wanted, atol=1e-5, rtol=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.prefill.calibration.dense import AttentionHook, LayerActivations
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.model_pair import TAIL, DenseTailAttention, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import TAIL_TOKENS, DenseTailAttention, ModelPair, choose, with_ends
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 
@@ -22,7 +22,7 @@ TOKENS = torch.randint(3, 512, (4, 320), generator=torch.Generator().manual_seed
 def ridge_maps(pair: ModelPair) -> Maps:
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, TOKENS))
-    return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
+    return ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
 
 
 def loss(distiller: Distiller) -> float:
@@ -46,7 +46,7 @@ def test_maps_get_better_and_the_models_stay(which: str, request: pytest.Fixture
     assert loss(distiller) < 0.9 * first
     assert all(torch.equal(w, before[name]) for name, w in pair.target.weights.items())
     learnt = distiller.result()
-    assert (learnt.taps, learnt.base, learnt.own) == (pair.taps, pair.base, which == "pair")
+    assert (learnt.taps, learnt.base, learnt.target_embedding) == (pair.taps, pair.base, which == "pair")
     assert not any(t.requires_grad for t in learnt.tensors().values())
     assert all(not torch.equal(t, maps.tensors()[name]) for name, t in learnt.tensors().items())
 
@@ -56,18 +56,18 @@ def test_the_targets_tail_says_what_is_recomputed(
     which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair: ModelPair = request.getfixturevalue(which)
-    end = 320 - 32 - TAIL
-    tail_attention = DenseTailAttention(slice(end, end + TAIL), pair.target.config.scale)
-    pair.target.trace(TOKENS, see=tail_attention)
-    wanted = with_ends(choose(tail_attention.mean(TOKENS), end, 0.2), end, 320)
+    end = 320 - 32 - TAIL_TOKENS
+    tail_attention = DenseTailAttention(slice(end, end + TAIL_TOKENS), pair.target.config.scale)
+    pair.target.trace(TOKENS, hook=tail_attention)
+    wanted = with_ends(choose(tail_attention.mean(), end, 0.2), end, 320)
     seen: list[Tensor] = []
     recompute = ModelPair.recompute
 
     def watched(
-        self: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, see: AttentionHook | None = None
+        self: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, hook: AttentionHook | None = None
     ) -> Tensor:
         seen.append(rows)
-        return recompute(self, exact, drafted, rows, see)
+        return recompute(self, exact, drafted, rows, hook)
 
     monkeypatch.setattr(ModelPair, "recompute", watched)
     Distiller(pair, ridge_maps(pair), Schedule(steps=1, ahead=32, shares=(0.2,))).loss(TOKENS)

@@ -1,4 +1,4 @@
-"""Which files are text, which of them judge, and that sections together are the whole."""
+"""Which files are text, which are held out, and that sections together are the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from forerun.errors import BadRequest
 from forerun.prefill.calibration import files
-from forerun.prefill.calibration.files import Section, find_files, split
+from forerun.prefill.calibration.files import Section, find_files, split_held_out
 
 
 def write(folder: Path, sizes: dict[str, int]) -> list[Path]:
@@ -59,47 +59,47 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         find_files([tmp_path])
 
 
-def test_a_character_cut_where_the_look_ends_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_SNIFFED", 3)
+def test_a_character_cut_where_the_sample_ends_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SNIFF_BYTES", 3)
     (tmp_path / "a.txt").write_text("aßb größer")
     (tmp_path / "b.txt").write_text("abß")
     assert len(find_files([tmp_path])) == 2
 
 
-def test_judges_are_whole_files_of_about_that_share(tmp_path: Path) -> None:
+def test_held_out_files_are_whole_and_of_about_that_share(tmp_path: Path) -> None:
     paths = write(tmp_path, {f"{i}.txt": 1000 for i in range(40)})
-    train, held = split(paths, 0.1, random.Random(0))
+    train, held = split_held_out(paths, 0.1, random.Random(0))
     assert not {s.path for s in train} & {s.path for s in held}
     assert len(train) + len(held) == 40 and len(held) == 4
-    again = split(paths, 0.1, random.Random(0))
-    other = split(paths, 0.1, random.Random(1))
+    again = split_held_out(paths, 0.1, random.Random(0))
+    other = split_held_out(paths, 0.1, random.Random(1))
     assert again == (train, held) and {s.path for s in other[1]} != {s.path for s in held}
 
 
-def test_no_judge_takes_nearly_everything(tmp_path: Path) -> None:
+def test_no_held_out_file_takes_nearly_everything(tmp_path: Path) -> None:
     paths = write(tmp_path, {"large.txt": 100_000, "small.txt": 900, "tiny.txt": 100})
     for seed in range(8):
-        train, _ = split(paths, 0.1, random.Random(seed))
+        train, _ = split_held_out(paths, 0.1, random.Random(seed))
         assert "large.txt" in {s.path.name for s in train}
-    _, held = split(paths[:2], 0.001, random.Random(0))
+    _, held = split_held_out(paths[:2], 0.001, random.Random(0))
     assert {s.path.name for s in held} == {"small.txt"}  # none is small enough, so the smallest
 
 
 def test_one_file_is_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "SECTION", 64)
+    monkeypatch.setattr(files, "SECTION_BYTES", 64)
     (path,) = write(tmp_path, {"a.txt": 1000})
-    train, held = split([path], 0.2, random.Random(0))
+    train, held = split_held_out([path], 0.2, random.Random(0))
     assert max(s.end for s in train) == min(s.start for s in held) == 800
     assert sum(s.end - s.start for s in train + held) == 1000
 
 
 @pytest.mark.parametrize("size", [7, 50, 10_000])
 def test_lines_are_read_once_wherever_sections_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(files, "SECTION", size)
+    monkeypatch.setattr(files, "SECTION_BYTES", size)
     texts = [f"text {i} " + "wörter " * (i % 5) for i in range(20)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n\n")
-    train, held = split([path], 0.3, random.Random(0))
+    train, held = split_held_out([path], 0.3, random.Random(0))
     ordered = sorted(train + held, key=lambda s: s.start)
     assert [text for section in ordered for text in section.texts()] == texts
 

@@ -1,4 +1,4 @@
-"""The stages that make maps: stopped anywhere, they come to the same end."""
+"""The stages that fit maps: stopped anywhere and resumed, they give the same maps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from forerun.prefill.calibration import fit as fitting
 from forerun.prefill.calibration.fit import Distillation, _examples, fit
-from forerun.prefill.calibration.model_pair import FIRST, ModelPair
+from forerun.prefill.calibration.model_pair import FIRST_TOKENS, ModelPair
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import FitSettings
-from forerun.prefill.calibration.text import Windows, WindowSettings
+from forerun.prefill.calibration.windows import Windows, WindowSettings
 from forerun.prefill.maps import unit
 
-RECIPE = WindowSettings(prompt=300, continuation=16)
+TEXT = WindowSettings(prompt=300, continuation=16)
 
 
 @pytest.fixture(scope="module")
@@ -30,42 +30,42 @@ def settings(**values: Any) -> FitSettings:
 
 
 class Stopping(CalibrationState):
-    """Stops after so many pieces of work."""
+    """Stops at this save point."""
 
-    def __init__(self, out: Path, pieces: int) -> None:
+    def __init__(self, out: Path, points: int) -> None:
         super().__init__(out, {})
-        self._left = pieces
+        self._left = points
 
-    def tick(self, values: Any) -> None:
+    def save_point(self, values: Any) -> None:
         self._left -= 1
-        self.asked = self._left == 0
-        super().tick(values)
+        self.stop_requested = self._left == 0
+        super().save_point(values)
 
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pair: ModelPair = request.getfixturevalue(which)
-    straight, facts = fit(pair, windows, settings(), RECIPE, CalibrationState(tmp_path / "a", {}), True)
+    straight, facts = fit(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True)
     stops = 0
     for _ in range(20):
-        keeper = Stopping(tmp_path / "b", 3)
+        saved = Stopping(tmp_path / "b", 3)
         try:
-            maps, same = fit(pair, windows, settings(), RECIPE, keeper, True)
+            maps, same = fit(pair, windows, settings(), TEXT, saved, True)
             break
         except KeyboardInterrupt:
             stops += 1
-    assert stops == 2  # four pieces of ridge and four of distillation
+    assert stops == 2  # four save points of ridge and four of distillation
     assert same == pytest.approx(facts)
-    assert maps.own == straight.own == (which == "pair")
+    assert maps.target_embedding == straight.target_embedding == (which == "pair")
     for name, tensor in maps.tensors().items():
         torch.testing.assert_close(tensor, straight.tensors()[name], atol=1e-4, rtol=1e-3)
 
 
 def test_a_smaller_batch_may_go_on(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        fit(pair, windows, settings(distill=False, batch=3), RECIPE, Stopping(tmp_path / "a", 1), True)
-    maps, _ = fit(pair, windows, settings(distill=False, batch=1), RECIPE, CalibrationState(tmp_path / "a", {}), True)
-    whole, facts = fit(pair, windows, settings(distill=False), RECIPE, CalibrationState(tmp_path / "b", {}), True)
+        fit(pair, windows, settings(distill=False, batch=3), TEXT, Stopping(tmp_path / "a", 1), True)
+    maps, _ = fit(pair, windows, settings(distill=False, batch=1), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    whole, facts = fit(pair, windows, settings(distill=False), TEXT, CalibrationState(tmp_path / "b", {}), True)
     assert facts == {"steps": 0}
     x = torch.randn(5, 160)
     torch.testing.assert_close(maps(x), whole(x), atol=1e-2, rtol=1e-2)
@@ -74,25 +74,25 @@ def test_a_smaller_batch_may_go_on(pair: ModelPair, windows: Windows, tmp_path: 
 def test_examples_leave_out_the_first_tokens(pair: ModelPair, windows: Windows) -> None:
     tokens = windows.train[:2].long()
     features, outputs = _examples(pair, tokens)
-    assert features.shape == (2 * (316 - FIRST), 160) and outputs.shape == (2 * (316 - FIRST), pair.width)
+    assert features.shape == (2 * (316 - FIRST_TOKENS), 160) and outputs.shape == (2 * (316 - FIRST_TOKENS), pair.width)
     exact = pair.target.trace(tokens)
-    torch.testing.assert_close(features[0, 96:], unit(exact.hidden[0][0, FIRST]))  # the target's own embedding
+    torch.testing.assert_close(features[0, 96:], unit(exact.hidden[0][0, FIRST_TOKENS]))  # the target's own embedding
     kv = pair.target.config.kv_size
-    torch.testing.assert_close(outputs[0, :kv], exact.kv[1][0][0, FIRST])  # K of the first mapped layer
+    torch.testing.assert_close(outputs[0, :kv], exact.kv[1][0][0, FIRST_TOKENS])  # K of the first mapped layer
     torch.testing.assert_close(outputs[-1, -kv:], exact.kv[3][1][1, -1])  # V of the last
 
 
 def test_more_rank_than_there_is(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
-    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), RECIPE, CalibrationState(tmp_path / "a", {}), True)
-    assert maps.rank == 160 and maps.own
+    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    assert maps.rank == 160 and maps.target_embedding
 
 
 @pytest.mark.parametrize(("most", "rank"), [(1536, 64), (40, 40)])
 def test_the_rank_is_the_targets_width(
     pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, rank: int
 ) -> None:
-    monkeypatch.setattr(fitting, "MOST_RANK", most)
-    maps, _ = fit(pair, windows, settings(rank=None, distill=False), RECIPE, CalibrationState(tmp_path / "a", {}), True)
+    monkeypatch.setattr(fitting, "MAX_DEFAULT_RANK", most)
+    maps, _ = fit(pair, windows, settings(rank=None, distill=False), TEXT, CalibrationState(tmp_path / "a", {}), True)
     assert maps.rank == rank
 
 
@@ -102,19 +102,19 @@ def test_the_best_maps_are_kept_not_the_last(
     figures = iter([0.5, 0.4, 0.2, 0.3, 0.9])
     seen = []
 
-    def judge(self: Distillation, maps: Any) -> float:
+    def evaluation(self: Distillation, maps: Any) -> float:
         seen.append({name: t.clone() for name, t in maps.tensors().items()})
         return next(figures)
 
-    monkeypatch.setattr(Distillation, "_judge", judge)
-    maps, facts = fit(pair, windows, settings(), RECIPE, CalibrationState(tmp_path / "a", {}), True)
+    monkeypatch.setattr(Distillation, "_evaluate", evaluation)
+    maps, facts = fit(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True)
     assert facts == {"steps": 4, "ridge_kl": 0.5, "distilled_kl": 0.2}
     assert torch.equal(maps.up, seen[2]["up"]) and not torch.equal(maps.up, seen[4]["up"])
 
 
 def test_time_becomes_steps(pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10_000, 5))  # five seconds between two looks
+    clock = iter(range(0, 10_000, 5))  # five seconds between two readings
     monkeypatch.setattr(fitting.time, "monotonic", lambda: float(next(clock)))
-    keeper = CalibrationState(tmp_path / "a", {})
-    _, facts = fit(pair, windows, settings(steps=None, minutes=0.5), RECIPE, keeper, True)
+    saved = CalibrationState(tmp_path / "a", {})
+    _, facts = fit(pair, windows, settings(steps=None, minutes=0.5), TEXT, saved, True)
     assert facts["steps"] == 6

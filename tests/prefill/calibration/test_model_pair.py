@@ -1,4 +1,4 @@
-"""A pair: rows over K/V that comes from elsewhere, and what a tail looks at."""
+"""A pair: rows over K/V that comes from elsewhere, and the tail's attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from forerun.prefill.calibration.dense import LayerActivations
-from forerun.prefill.calibration.evaluate import score, tail_attention_over_draft
-from forerun.prefill.calibration.model_pair import FIRST, TAIL, DenseTailAttention, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import (
+    FIRST_TOKENS,
+    TAIL_TOKENS,
+    DenseTailAttention,
+    ModelPair,
+    choose,
+    tail_attention_over,
+    with_ends,
+)
+from forerun.prefill.calibration.quality import evaluate
 from forerun.prefill.maps import Maps, unit
 
 TOKENS = torch.randint(3, 512, (2, 200), generator=torch.Generator().manual_seed(0))
@@ -34,8 +42,8 @@ def test_over_true_kv_rows_are_exact(which: str, request: pytest.FixtureRequest)
 
 def test_with_every_row_the_drafts_do_not_count(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
-    everyone = torch.arange(200).expand(2, -1)
-    x = pair.recompute(exact, torch.randn(2, 200, pair.width), everyone)
+    everything = torch.arange(200).expand(2, -1)
+    x = pair.recompute(exact, torch.randn(2, 200, pair.width), everything)
     torch.testing.assert_close(x, exact.hidden[-1], atol=1e-4, rtol=1e-4)
 
 
@@ -57,58 +65,56 @@ def test_drafts_get_gradients(pair: ModelPair) -> None:
     pair.recompute(exact, drafted, rows)[:, -1].square().sum().backward()
     assert drafted.grad is not None
     used = drafted.grad.abs().sum(-1) > 0
-    assert used[:, 70].all() and not used[0, 50] and not used[:, :FIRST].any() and not used[:, END:].any()
+    assert used[:, 70].all() and not used[0, 50] and not used[:, :FIRST_TOKENS].any() and not used[:, END:].any()
 
 
 def test_features_are_hidden_states_at_the_taps(pair: ModelPair, alone: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
-    features, tail_attention = pair.read(TOKENS, slice(END, 164), exact)
+    features = pair.features(TOKENS, exact)
     hidden = pair.source.trace(TOKENS).hidden
-    wanted = [*(unit(hidden[i]) for i in (0, 1, 2)), unit(pair.target.start(TOKENS))]
+    wanted = [*(unit(hidden[i]) for i in (0, 1, 2)), unit(pair.target.embed_tokens(TOKENS))]
     torch.testing.assert_close(features, torch.cat(wanted, -1))
-    assert pair.own and pair.inputs == 3 * 32 + 64 == features.shape[-1]
-    assert tail_attention.shape == (2, 64, 200)
-    features, _ = alone.read(TOKENS, slice(END, 164), exact)
+    assert pair.target_embedding and pair.inputs == 3 * 32 + 64 == features.shape[-1]
+    features = alone.features(TOKENS, exact)
     torch.testing.assert_close(features[..., 128:], unit(exact.hidden[2]))
-    assert not alone.own and alone.inputs == 3 * 64 == features.shape[-1]
+    assert not alone.target_embedding and alone.inputs == 3 * 64 == features.shape[-1]
 
 
-def test_a_gaze_is_attention(pair: ModelPair) -> None:
+def test_tail_attention_is_attention(pair: ModelPair) -> None:
     model = pair.source
     tail_attention = DenseTailAttention(slice(90, 95), model.config.scale)
-    model.trace(TOKENS, layers=1, see=tail_attention)
-    q, k, _ = model.project(model.start(TOKENS), 0)
+    model.trace(TOKENS, layers=1, hook=tail_attention)
+    q, k, _ = model.project(model.embed_tokens(TOKENS), 0)
     positions = torch.arange(200)
     q, k = model.rotate(q, positions, 0), model.rotate(k, positions, 0)
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * model.config.scale
     scores = scores.masked_fill(torch.ones(200, 200, dtype=torch.bool).triu(1), float("-inf"))
-    torch.testing.assert_close(tail_attention.mean(TOKENS), scores.softmax(-1).mean(1)[:, 90:95], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(tail_attention.mean(), scores.softmax(-1).mean(1)[:, 90:95], atol=1e-5, rtol=1e-4)
 
 
-def test_the_tails_gaze_over_true_kv_is_the_exact_one(pair: ModelPair) -> None:
+def test_the_tails_attention_over_true_kv_is_the_exact_one(pair: ModelPair) -> None:
     exact = pair.target.trace(TOKENS)
-    wanted = DenseTailAttention(slice(END, END + TAIL), pair.target.config.scale)
+    wanted = DenseTailAttention(slice(END, END + TAIL_TOKENS), pair.target.config.scale)
 
     def mapped_layers(layer: int, q: Tensor, k: Tensor, positions: Tensor) -> None:
         if layer >= pair.base:
             wanted(layer, q, k, positions)
 
-    pair.target.trace(TOKENS, see=mapped_layers)
-    given = tail_attention_over_draft(pair, exact, true_kv(pair, exact), END)
-    torch.testing.assert_close(given, wanted.mean(TOKENS), atol=1e-5, rtol=1e-3)
+    pair.target.trace(TOKENS, hook=mapped_layers)
+    given = tail_attention_over(pair, exact, true_kv(pair, exact), END)
+    torch.testing.assert_close(given, wanted.mean(), atol=1e-5, rtol=1e-3)
 
 
 def test_choosing() -> None:
     tail_attention = torch.zeros(2, 3, 150)
-    tail_attention[0, 1, [3, 40, 60, 120]] = torch.tensor(
-        [9.0, 2.0, 1.0, 9.0]
-    )  # the first ones and the tail are run anyway
+    # the first tokens and the tail are run anyway
+    tail_attention[0, 1, [3, 40, 60, 120]] = torch.tensor([9.0, 2.0, 1.0, 9.0])
     tail_attention[1, :, [70, 71]] = 1.0
     chosen = choose(tail_attention, 100, 0.02)
     assert [sorted(row) for row in chosen.tolist()] == [[40, 60], [70, 71]]
     rows = with_ends(chosen, 100, 104)
-    assert rows[0].tolist() == [*range(FIRST), 40, 60, 100, 101, 102, 103]
+    assert rows[0].tolist() == [*range(FIRST_TOKENS), 40, 60, 100, 101, 102, 103]
     assert choose(tail_attention, 100, 0.0).shape == (2, 0)
 
 
@@ -126,11 +132,11 @@ def test_scores_of_perfect_and_of_useless_maps(alone: ModelPair) -> None:
         up_bias=torch.zeros(alone.width),
     )
     reader = ModelPair(alone.target, alone.target, (2,), 2)
-    blind = score(reader, useless, TOKENS, 20, 0.0)
+    blind = evaluate(reader, useless, TOKENS, 20, 0.0)
     assert blind.kl.shape == (2, 20) and blind.divergence > 0 and not blind.same.all()
-    half, most = (score(reader, useless, TOKENS, 20, share, by_tail=True).divergence for share in (0.5, 0.8))
+    half, most = (evaluate(reader, useless, TOKENS, 20, share).divergence for share in (0.5, 0.8))
     assert most < half < blind.divergence
     best = alone.target.logits(exact.hidden[-1])[:, -21:-1].argmax(-1)
     assert torch.equal(blind.exact_right, best == TOKENS[:, -20:])
-    single = score(reader, useless, TOKENS[1:], 20, 0.0, batch=1)
+    single = evaluate(reader, useless, TOKENS[1:], 20, 0.0, batch=1)
     torch.testing.assert_close(single.kl[0], blind.kl[1], atol=1e-4, rtol=1e-3)

@@ -63,7 +63,7 @@ def test_a_rank_is_spent_as_well_as_can_be() -> None:
     torch.testing.assert_close(given, best, atol=0.02 * float(y.std()), rtol=0.02)
 
 
-def test_nothing_nonlinear_before_something_is_learnt() -> None:
+def test_maps_are_linear_before_training() -> None:
     maps = fitted(*data()).fit((0, 3), 2, KV, 4, 9, 1e-3)
     assert maps.mix_out.eq(0).all() and not maps.mix_in.eq(0).all() and maps.mix_in.shape == (9, 4)
     assert (maps.taps, maps.base, maps.rank) == ((0, 3), 2, 4)

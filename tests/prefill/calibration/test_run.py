@@ -13,26 +13,26 @@ from forerun.errors import BadRequest
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration import run
-from forerun.prefill.calibration.curve import SHARES
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.model_pair import ModelPair
+from forerun.prefill.calibration.quality import CURVE_SHARES
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.run import calibrate
 from forerun.prefill.calibration.setup import FitSettings
-from forerun.prefill.calibration.text import WindowSettings, read_windows
+from forerun.prefill.calibration.windows import WindowSettings, read_windows
 from forerun.prefill.checks import SIGNALS, check_thresholds
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
 CPU = torch.device("cpu")
-RECIPE = WindowSettings(prompt=300, continuation=16, tokens=8000)
+TEXT = WindowSettings(prompt=300, continuation=16, tokens=8000)
 SETTINGS = FitSettings(rank=64, steps=3)
 
 
 @pytest.fixture(scope="module")
 def made(models: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "pair.profile"
-    calibrate(str(models[0]), str(models[1]), [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+    calibrate(str(models[0]), str(models[1]), [text], out, SETTINGS, TEXT, CPU, quiet=True)
     return out
 
 
@@ -41,18 +41,19 @@ def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
     target, draft = (fingerprint(open_checkpoint(path)) for path in models)
     profile.check(target, draft)
     assert (profile.kind, profile.names) == ("draft", {"target": "target", "source": "draft"})
-    assert (profile.maps.base, profile.maps.rank, profile.maps.taps) == (1, 64, (0, 1, 2)) and profile.maps.own
-    assert [p.share for p in profile.curve] == list(SHARES) and profile.share in SHARES
+    maps = profile.maps
+    assert (maps.base, maps.rank, maps.taps, maps.target_embedding) == (1, 64, (0, 1, 2), True)
+    assert [p.share for p in profile.curve] == list(CURVE_SHARES) and profile.share in CURVE_SHARES
     assert set(profile.thresholds) == {*SIGNALS, "kl"}
     check_thresholds(profile.thresholds, 4)
     assert profile.facts["steps"] == 3 and profile.facts["files"] == 6 and profile.facts["train_tokens"] > 4000
-    held = profile.facts["held_tokens"] // RECIPE.length
+    held = profile.facts["held_tokens"] // TEXT.length
     assert profile.facts["selected_on"] == held  # so few that all of them served both ends, and it is said
     assert [p.name for p in made.parent.iterdir()] == ["pair.profile"]  # the state is gone
 
 
 def test_drafts_are_closer_after_fitting(made: Path, pair: ModelPair, models: tuple[Path, Path], text: Path) -> None:
-    held = read_windows([text], open_checkpoint(models[0]).tokenizer(), RECIPE).held.long()
+    held = read_windows([text], open_checkpoint(models[0]).tokenizer(), TEXT).held.long()
     features, outputs = _examples(pair, held)
 
     def error(maps: Maps) -> float:
@@ -66,7 +67,7 @@ def test_drafts_are_closer_after_fitting(made: Path, pair: ModelPair, models: tu
 
 def test_the_target_alone(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
     settings = FitSettings(base=2, rank=24, distill=False, quality=0.5)
-    profile = calibrate(str(models[0]), None, [text], tmp_path / "a", settings, RECIPE, CPU, quiet=True)
+    profile = calibrate(str(models[0]), None, [text], tmp_path / "a", settings, TEXT, CPU, quiet=True)
     assert profile.kind == "self" and profile.maps.base == 2 and profile.source_cost == 0.5
     assert profile.facts["steps"] == 0 and profile.source == profile.target
     Profile.load(tmp_path / "a").check(fingerprint(open_checkpoint(models[0])), None)
@@ -77,22 +78,22 @@ def test_ctrl_c_and_again(
 ) -> None:
     target, draft = map(str, models)
     out = tmp_path / "pair.profile"
-    ticks = 0
+    calls = 0
 
     class Stopped(run.CalibrationState):
-        def tick(self, values: Any) -> None:
-            nonlocal ticks
-            ticks += 1
-            self.asked = ticks == 9
-            super().tick(values)
+        def save_point(self, values: Any) -> None:
+            nonlocal calls
+            calls += 1
+            self.stop_requested = calls == 9
+            super().save_point(values)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run, "CalibrationState", Stopped)
-        calibrate(target, draft, [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+        calibrate(target, draft, [text], out, SETTINGS, TEXT, CPU, quiet=True)
     assert [p.name for p in tmp_path.iterdir()] == ["pair.profile.state"]
     with pytest.raises(BadRequest, match="state of another calibration: rank was 64, is 8"):
-        calibrate(target, draft, [text], out, replace(SETTINGS, rank=8), RECIPE, CPU, quiet=True)
-    calibrate(target, draft, [text], out, SETTINGS, RECIPE, CPU, quiet=True)
+        calibrate(target, draft, [text], out, replace(SETTINGS, rank=8), TEXT, CPU, quiet=True)
+    calibrate(target, draft, [text], out, SETTINGS, TEXT, CPU, quiet=True)
     assert [p.name for p in tmp_path.iterdir()] == ["pair.profile"]
     ours, straight = Profile.load(out), Profile.load(made)
     assert ours.share == straight.share
@@ -115,7 +116,7 @@ def test_memory_ends(
 
     monkeypatch.setattr(Ridge, "add", fail)
     with pytest.raises(BadRequest, match="4 windows of 316 tokens at a time and maps of rank 64") as told:
-        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, RECIPE, CPU, quiet=True)
+        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, TEXT, CPU, quiet=True)
     assert "--batch" in told.value.hint and "--rank" in told.value.hint
 
 
@@ -127,4 +128,4 @@ def test_other_errors_are_not_taken_for_it(
 
     monkeypatch.setattr(Ridge, "add", fail)
     with pytest.raises(RuntimeError, match="something else"):
-        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, RECIPE, CPU, quiet=True)
+        calibrate(str(models[0]), None, [text], tmp_path / "a", SETTINGS, TEXT, CPU, quiet=True)

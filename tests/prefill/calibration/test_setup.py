@@ -35,7 +35,7 @@ def test_taps_are_spread_and_bounded(models: tuple[Path, Path], monkeypatch: pyt
     target = str(models[0])
     assert open_models(target, None, FitSettings(base=3, taps=2), 480).taps == (0, 3)
     assert open_models(target, None, FitSettings(base=3, taps=1), 480).taps == (3,)
-    monkeypatch.setattr(setup, "MOST_INPUTS", 3 * 64)
+    monkeypatch.setattr(setup, "MAX_MAP_INPUTS", 3 * 64)
     assert open_models(target, None, FitSettings(base=3), 480).taps == (0, 2, 3)
     with pytest.raises(BadRequest, match="the limit is 192"):
         open_models(target, None, FitSettings(base=3, taps=4), 480)
@@ -45,9 +45,9 @@ def test_the_targets_embedding_takes_some_of_the_inputs(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = map(str, models)
-    monkeypatch.setattr(setup, "MOST_INPUTS", 64 + 3 * 32)
+    monkeypatch.setattr(setup, "MAX_MAP_INPUTS", 64 + 3 * 32)
     assert open_models(target, draft, FitSettings(), 480).taps == (0, 1, 2)
-    monkeypatch.setattr(setup, "MOST_INPUTS", 64 + 3 * 32 - 1)
+    monkeypatch.setattr(setup, "MAX_MAP_INPUTS", 64 + 3 * 32 - 1)
     assert open_models(target, draft, FitSettings(), 480).taps == (0, 2)
     with pytest.raises(BadRequest, match="make 160 inputs with the embedding of the target, the limit is 159") as error:
         open_models(target, draft, FitSettings(taps=3), 480)

@@ -1,4 +1,4 @@
-"""Thresholds: signals that see what was done to the K/V, and limits that let harmless windows pass."""
+"""Thresholds: signals that show errors in the K/V, and limits that let harmless windows pass."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
-from forerun.prefill.calibration import thresholds as limiting
 from forerun.prefill.calibration.dense import LayerActivations
-from forerun.prefill.calibration.evaluate import tail_attention_over_draft
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.model_pair import FIRST, TAIL, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import (
+    FIRST_TOKENS,
+    TAIL_TOKENS,
+    DraftedWindows,
+    ModelPair,
+    choose,
+    tail_attention_over,
+    with_ends,
+)
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.thresholds import (
-    HARMLESS,
-    PASSING,
-    _recompute,
-    checkpoints,
-    harmless,
+    HARMLESS_QUANTILE,
+    MIN_PASSING_SHARE,
+    check_positions,
+    choose_thresholds,
+    harmless_windows,
     limits_for,
-    look,
-    thresholds,
+    measure_signals,
+    recompute_checked,
 )
 from forerun.prefill.checks import COSINES, SIGNALS, Checker, Scores, check_thresholds
 from forerun.prefill.depth import RaggedDepthPass, Rows
@@ -45,17 +51,18 @@ def tokens() -> Tensor:
 
 
 def true_kv(pair: ModelPair, exact: LayerActivations) -> Tensor:
-    """What perfect maps would say."""
+    """What perfect maps would give."""
     return torch.cat([part for kv in exact.kv[pair.base :] for part in kv], -1)
 
 
 def recomputed(
     pair: ModelPair, tokens: Tensor, drafted: Tensor, exact: LayerActivations
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    places = checkpoints(END, NONE)
-    few = torch.cat((choose(torch.zeros(2, 1, END), END, 0.0), places.expand(2, -1)), 1)
-    rows = with_ends(few, END, tokens.shape[1])
-    return rows, *_recompute(pair, exact, drafted, rows, places)
+    positions = check_positions(END, NONE)
+    ahead = tokens.shape[1] - END - TAIL_TOKENS
+    windows = DraftedWindows(pair, tokens, ahead, exact, drafted, torch.zeros(2, 1, END))
+    chosen = torch.cat((windows.choose(0.0), positions.expand(2, -1)), 1)
+    return with_ends(chosen, END, tokens.shape[1]), *recompute_checked(windows, chosen, positions)
 
 
 def test_perfect_drafts_look_perfect(pair: ModelPair, tokens: Tensor) -> None:
@@ -85,15 +92,15 @@ def test_an_error_of_known_size_in_one_layer(pair: ModelPair, tokens: Tensor, pa
 
 
 def test_checkpoints_are_spans_apart() -> None:
-    places = checkpoints(2048 - TAIL, NONE)
+    places = check_positions(2048 - TAIL_TOKENS, NONE)
     spans = places.view(Policy().spans, Policy().span)
-    assert (spans.diff(dim=1) == 1).all() and spans[0, 0] >= FIRST and spans[-1, -1] < 2048 - TAIL
+    assert (spans.diff(dim=1) == 1).all() and spans[0, 0] >= FIRST_TOKENS and spans[-1, -1] < 2048 - TAIL_TOKENS
     assert (spans[1:, 0] - spans[:-1, -1] > 100).all()
 
 
 def test_checkpoints_are_where_tokens_are_recomputed_anyway() -> None:
     chosen = torch.tensor([20, 300, 301, 305, 1000, 1990, 1991])
-    spans = checkpoints(2048 - TAIL, chosen[chosen < 2048 - TAIL]).view(4, 16)
+    spans = check_positions(2048 - TAIL_TOKENS, chosen[chosen < 2048 - TAIL_TOKENS]).view(4, 16)
     held = [sorted(set(span.tolist()) & set(chosen.tolist())) for span in spans]
     assert held == [[300, 301, 305], [], [1000], []]
     assert spans[1, 0] == (16 + 492 + 16 + 2 * 492 - 16) // 2  # nothing to gain: the middle
@@ -102,9 +109,9 @@ def test_checkpoints_are_where_tokens_are_recomputed_anyway() -> None:
 def test_harmless_windows_hold_the_quality() -> None:
     kl = torch.tensor([0.5, 0.1, 0.2, 0.9])
     agreement = torch.tensor([0.95, 1.0, 0.99, 0.6])
-    assert harmless(kl, agreement, 0.97).tolist() == [1, 2, 0]
-    assert harmless(kl, agreement, 0.5).tolist() == [1, 2, 0, 3]
-    assert harmless(kl, agreement, 1.0).tolist() == [1, 2]  # never fewer than half
+    assert harmless_windows(kl, agreement, 0.97).tolist() == [1, 2, 0]
+    assert harmless_windows(kl, agreement, 0.5).tolist() == [1, 2, 0, 3]
+    assert harmless_windows(kl, agreement, 1.0).tolist() == [1, 2]  # never fewer than half
 
 
 def test_limits_are_wide_enough_for_whole_windows() -> None:
@@ -117,15 +124,15 @@ def test_limits_are_wide_enough_for_whole_windows() -> None:
     assert all(len(found) == 8 for found in limits.values())
 
     def passing(limits: dict[str, list[float]]) -> float:
-        told = [
+        scored = [
             Scores({s: v[n].numpy() for s, v in values.items()}, 1, finite=np.ones(4, dtype=bool)) for n in range(200)
         ]
-        return float(np.mean([scores.passed(limits, Policy().failing).all() for scores in told]))
+        return float(np.mean([scores.passed(limits, Policy().failing).all() for scores in scored]))
 
-    assert passing(limits) >= PASSING
+    assert passing(limits) >= MIN_PASSING_SHARE
     tight = {signal: torch.tensor(found) for signal, found in limits.items()}
     near = {s: (1 - (1 - t) * 0.9 if s in COSINES else t * 0.9).tolist() for s, t in tight.items()}
-    assert passing(near) < PASSING  # not wider than it must be
+    assert passing(near) < MIN_PASSING_SHARE  # not wider than it must be
     assert max(limits["key"]) < 0.5 and min(limits["attention"]) > 0.5  # what is much worse is still caught
 
 
@@ -139,55 +146,55 @@ def test_most_harmless_spans_pass(which: str, tokens: Tensor, request: pytest.Fi
     pair: ModelPair = request.getfixturevalue(which)
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
-    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
     windows = torch.cat((tokens, tokens.flip(0, 1)))
-    ticks: list[int] = []
-    limits = thresholds(pair, maps, windows, 64, 0.1, 0.5, lambda: ticks.append(1), True)
-    assert set(limits) == {*SIGNALS, "kl"} and len(ticks) == 4
+    calls: list[int] = []
+    limits = choose_thresholds(pair, maps, windows, 64, 0.1, 0.5, lambda: calls.append(1), True)
+    assert set(limits) == {*SIGNALS, "kl"} and len(calls) == 4
     check_thresholds(limits, 4)
-    each = [look(pair, maps, window, 64, 0.1) for window in windows.split(1)]
+    each = [measure_signals(pair, maps, window, 64, 0.1) for window in windows.split(1)]
     kl = torch.cat([seen.kl for seen in each])
     assert kl.min() < limits["kl"][0] <= kl.max() + 1e-5
     for signal in SIGNALS:
         values = torch.cat([seen.values[signal] for seen in each])
         limit = torch.tensor(limits[signal])[:, None] + (-2e-5 if signal in COSINES else 2e-5)
         passed = values >= limit if signal in COSINES else values <= limit
-        assert passed[:, pair.base :].float().mean() >= HARMLESS - 0.05
+        assert passed[:, pair.base :].float().mean() >= HARMLESS_QUANTILE - 0.05
         mapped = values[:, pair.base : -1]
         assert mapped.std() > 0  # it was measured
     assert (torch.tensor(limits["key"][pair.base :]) > 0.01).all()
 
 
 @pytest.mark.parametrize("which", ["pair", "alone"])
-def test_what_is_recomputed_is_what_the_targets_tail_looks_at(
+def test_what_is_recomputed_is_what_the_targets_tail_attends_to(
     which: str, tokens: Tensor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair: ModelPair = request.getfixturevalue(which)
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
-    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
-    window, end = tokens[:1], tokens.shape[1] - 64 - TAIL
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
+    window, end = tokens[:1], tokens.shape[1] - 64 - TAIL_TOKENS
     exact = pair.target.trace(window)
-    chosen = choose(
-        tail_attention_over_draft(pair, exact, maps(pair.read(window, slice(0, 0), exact)[0]), end), end, 0.1
-    )[0]
-    wanted = with_ends(torch.cat((chosen, checkpoints(end, chosen))).unique()[None], end, tokens.shape[1])
+    chosen = choose(tail_attention_over(pair, exact, maps(pair.features(window, exact)), end), end, 0.1)[0]
+    wanted = with_ends(torch.cat((chosen, check_positions(end, chosen))).unique()[None], end, tokens.shape[1])
     seen: list[Tensor] = []
 
-    def watched(pair: ModelPair, exact: LayerActivations, drafted: Tensor, rows: Tensor, places: Tensor) -> Any:
-        seen.append(rows)
-        return _recompute(pair, exact, drafted, rows, places)
+    recompute = ModelPair.recompute
 
-    monkeypatch.setattr(limiting, "_recompute", watched)
-    look(pair, maps, window, 64, 0.1)
-    assert len(chosen) == round(0.1 * end) and torch.equal(seen[0], wanted)
+    def recorded(self: ModelPair, exact: Any, drafted: Tensor, rows: Tensor, *hooks: Any, **more: Any) -> Tensor:
+        seen.append(rows)
+        return recompute(self, exact, drafted, rows, *hooks, **more)
+
+    monkeypatch.setattr(ModelPair, "recompute", recorded)
+    measure_signals(pair, maps, window, 64, 0.1)
+    assert len(chosen) == round(0.1 * end) and torch.equal(seen[-1], wanted)
 
 
 @pytest.mark.parametrize("base", [1, 2])
 def test_signals_are_those_of_the_engines_checks(
     pair: ModelPair, models: tuple[Path, Path], tokens: Tensor, base: int
 ) -> None:
-    """Limits found here are applied there: the same K/V must look the same to both."""
+    """Limits found here are applied there: the same K/V must give the same signals in both."""
     pair = ModelPair(pair.target, pair.source, pair.taps, base)
     exact = pair.target.trace(tokens)
     noise = torch.randn(2, 480, pair.width, generator=torch.Generator().manual_seed(1))
@@ -203,14 +210,13 @@ def test_signals_are_those_of_the_engines_checks(
     for i in range(base, decoder.config.num_layers):
         k, v = parts[:END, i - base].unbind(1)
         decoder.attention.write(k, v, i, runner.kv[i], entries, entries)
-    rows = np.concatenate((np.arange(FIRST), checkpoints(END, NONE).numpy()))
+    rows = np.concatenate((np.arange(FIRST_TOKENS), check_positions(END, NONE).numpy()))
     depths = np.full(len(rows), decoder.config.num_layers)
-    spans = [CheckSpan(int(s), 16, 0, END) for s in checkpoints(END, NONE).view(-1, 16)[:, 0]]
-    RaggedDepthPass(runner).run(Rows(ids[:FIRST], rows[:FIRST], pages, depths[:FIRST]))
-    checker = Checker(runner, pages, spans, base, FIRST)
-    RaggedDepthPass(runner).run(
-        Rows(ids[rows[FIRST:]], rows[FIRST:], pages, depths[FIRST:]), checker.watch(rows[FIRST:])
-    )
+    spans = [CheckSpan(int(s), 16, 0, END) for s in check_positions(END, NONE).view(-1, 16)[:, 0]]
+    RaggedDepthPass(runner).run(Rows(ids[:FIRST_TOKENS], rows[:FIRST_TOKENS], pages, depths[:FIRST_TOKENS]))
+    checker = Checker(runner, pages, spans, base, FIRST_TOKENS)
+    checked = rows[FIRST_TOKENS:]
+    RaggedDepthPass(runner).run(Rows(ids[checked], checked, pages, depths[FIRST_TOKENS:]), checker.watch(checked))
     scores = checker.scores()
     for signal in SIGNALS:
         torch.testing.assert_close(

@@ -109,7 +109,7 @@ def test_random_weights_get_a_random_draft_and_profile(monkeypatch: pytest.Monke
     try:
         assert side.llm.profile is not None and side.llm.profile.source_cost < 0.1
         maps, layers = side.llm.profile.maps, SHAPES["tiny"].num_layers
-        assert maps.own and maps.rank == 32 and maps.taps == tuple(range(round(0.6 * layers) + 1))
+        assert maps.target_embedding and maps.rank == 32 and maps.taps == tuple(range(round(0.6 * layers) + 1))
         assert maps.down.shape[1] == len(maps.taps) * SHAPES["tiny"].hidden_size + 256
         found = side.drafted([i % 640 for i in range(1700)], DRAFTED)["report"]
         assert found["source"] == "draft" and found["fell_back"] == "" and found["drafted"] > 1600

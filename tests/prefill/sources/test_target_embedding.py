@@ -65,15 +65,15 @@ def forget():
     _made.clear()
 
 
-def random_maps(pair: ModelPair, own: bool = True) -> Maps:
+def random_maps(pair: ModelPair, target_embedding: bool = True) -> Maps:
     draw = torch.Generator().manual_seed(11)
-    inputs = len(TAPS) * DRAFT + own * TARGET
+    inputs = len(TAPS) * DRAFT + target_embedding * TARGET
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw) * shape[-1] ** -0.5
 
     tensors = some(RANK, inputs), some(RANK), some(40, RANK), some(RANK, 40), some(pair.width, RANK), some(pair.width)
-    return Maps(TAPS, BASE, *tensors, own=own)
+    return Maps(TAPS, BASE, *tensors, target_embedding=target_embedding)
 
 
 def dense_kv(pair: ModelPair, maps: Maps, ctx: DraftContext) -> list[tuple[Tensor, Tensor]]:
@@ -142,9 +142,9 @@ def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, 
 def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair: ModelPair):
     """The same numbers with the embedding's columns cut off, or set to zero, say the same."""
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
-    zero = maps.holding({"down": maps.down.clone()})
+    zero = maps.with_tensors({"down": maps.down.clone()})
     zero.down[:, len(TAPS) * DRAFT :] = 0.0
-    narrow = replace(maps, down=maps.down[:, : len(TAPS) * DRAFT], own=False)
+    narrow = replace(maps, down=maps.down[:, : len(TAPS) * DRAFT], target_embedding=False)
     found = []
     for each in (zero, narrow, maps):
         clear(ctx.pool)
@@ -162,17 +162,21 @@ def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Mo
     assert worst(ctx, wanted) < 5e-3  # stored in half precision
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: ModelPair, own: bool):
-    """The columns of the embedding are missing, or nobody says what they are."""
-    ctx, maps = workshop_of(models, "float32"), replace(random_maps(pair, own=not own), own=own)
-    have, need = (96, 160) if own else (160, 96)
+@pytest.mark.parametrize("target_embedding", [True, False])
+def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: ModelPair, target_embedding: bool):
+    """The columns of the embedding are missing, or not declared."""
+    ctx, maps = workshop_of(models, "float32"), random_maps(pair, target_embedding=not target_embedding)
+    maps = replace(maps, target_embedding=target_embedding)
+    have, need = (96, 160) if target_embedding else (160, 96)
     with pytest.raises(BadProfile, match=f"maps {have} values to 192, these models need {need} to 192"):
         DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair: ModelPair):
     ctx = workshop_of(models, "float32")
-    one, other = (DraftSource(ctx, make_profile("draft", random_maps(pair, own))) for own in (True, False))
+    one, other = (
+        DraftSource(ctx, make_profile("draft", random_maps(pair, target_embedding)))
+        for target_embedding in (True, False)
+    )
     extra = RANK * TARGET / kv_writer.macs(ctx.runner.decoder)
     assert one.cost(100) - other.cost(100) == pytest.approx(100 * extra)

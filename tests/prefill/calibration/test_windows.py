@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun.errors import BadRequest
-from forerun.prefill.calibration.text import LEAST_HELD, LEAST_TRAIN, WindowSettings, read_windows
+from forerun.prefill.calibration.windows import MIN_HELD_WINDOWS, MIN_TRAIN_WINDOWS, WindowSettings, read_windows
 from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_text
 
@@ -38,8 +38,8 @@ def test_no_text_is_on_both_sides(text: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_the_seed_decides(text: Path, tokenizer: Tokenizer) -> None:
-    recipe = WindowSettings(prompt=96, continuation=32, tokens=5000)
-    one, same = (read_windows([text], tokenizer, recipe) for _ in range(2))
+    settings = WindowSettings(prompt=96, continuation=32, tokens=5000)
+    one, same = (read_windows([text], tokenizer, settings) for _ in range(2))
     assert torch.equal(one.train, same.train) and torch.equal(one.held, same.held) and one.kinds == same.kinds
     other = read_windows([text], tokenizer, WindowSettings(prompt=96, continuation=32, tokens=5000, seed=1))
     assert not torch.equal(one.train, other.train)
@@ -54,7 +54,7 @@ def test_short_documents_are_joined(tmp_path: Path, tokenizer: Tokenizer) -> Non
 def test_one_file_is_enough(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_text(tmp_path, files=1, words=4000)
     windows = read_windows([tmp_path / "0.txt"], tokenizer, PLAIN)
-    assert len(windows.train) >= LEAST_TRAIN and len(windows.held) >= LEAST_HELD
+    assert len(windows.train) >= MIN_TRAIN_WINDOWS and len(windows.held) >= MIN_HELD_WINDOWS
 
 
 def test_too_little_says_how_much_is_needed(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -68,6 +68,6 @@ def test_too_little_says_how_much_is_needed(tmp_path: Path, tokenizer: Tokenizer
 @pytest.mark.parametrize(
     "wrong", [{"prompt": 3}, {"continuation": 0}, {"held": 0.0}, {"held": 0.9}, {"echo": 0.8, "recall": 0.3}]
 )
-def test_impossible_recipes(wrong: dict[str, float]) -> None:
+def test_impossible_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(BadRequest, match="calibration"):
         WindowSettings(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Windows of tokens for calibration: some to learn from and some, of other files, to judge by.
+"""Windows of tokens for calibration: some to fit on and some, of other files, held out.
 
 A window is a prompt followed by its continuation. Text is read in an order that depends on the seed alone, until there
 are tokens enough. Knows a tokenizer, but no model.
@@ -18,20 +18,20 @@ from torch import Tensor
 from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.augment import Augmenter
-from forerun.prefill.calibration.files import Section, find_files, split
+from forerun.prefill.calibration.files import Section, find_files, split_held_out
 from forerun.text.tokenizer import Tokenizer
 
-LEAST_TRAIN, LEAST_HELD = 4, 2  # windows; with fewer no figure means anything
+MIN_TRAIN_WINDOWS, MIN_HELD_WINDOWS = 4, 2  # with fewer no figure means anything
 
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """How windows are cut, and which shares of them are made to copy and to recall."""
+    """How windows are cut, and which shares of them are made to copy (`echo`) and to recall."""
 
     prompt: int = 2048
     continuation: int = 64
-    tokens: int = 2_000_000  # most that are read
-    held: float = 0.1  # share of them to judge by
+    tokens: int = 2_000_000  # at most
+    held: float = 0.1  # share of them that is held out
     echo: float = 0.2
     recall: float = 0.2
     seed: int = 0
@@ -57,36 +57,34 @@ class Windows:
     files: int
 
 
-def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, recipe: WindowSettings, quiet: bool = False) -> Windows:
-    """Windows of files and folders; the same text and recipe give the same windows."""
+def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, settings: WindowSettings, quiet: bool = False) -> Windows:
+    """Windows of files and folders; the same text and settings give the same windows."""
     files = find_files(paths)
-    rng = random.Random(recipe.seed)
-    sections = split(files, recipe.held, rng)
-    shares = (1.0 - recipe.held, recipe.held)
-    wanted = [max(2 * least, int(share * recipe.tokens) // recipe.length) for share, least in _parts(shares)]
-    labels = ("reading text", "reading held-out text")
-    train, held = (_cut(*args, tokenizer, recipe.length, quiet) for args in zip(sections, wanted, labels, strict=True))
-    if len(train) < LEAST_TRAIN or len(held) < LEAST_HELD:
-        raise _too_short(len(files), len(train), len(held), recipe)
-    augmenter = Augmenter(tokenizer, recipe.prompt, recipe.continuation)
-    augmenter.spread(train, recipe.echo, recipe.recall, rng)
-    kinds = augmenter.spread(held, recipe.echo, recipe.recall, rng)
+    rng = random.Random(settings.seed)
+    sections = split_held_out(files, settings.held, rng)
+    shares = (1.0 - settings.held, settings.held)
+    least = (MIN_TRAIN_WINDOWS, MIN_HELD_WINDOWS)
+    wanted = [max(2 * n, int(s * settings.tokens) // settings.length) for s, n in zip(shares, least, strict=True)]
+    parts = zip(sections, wanted, ("reading text", "reading held-out text"), strict=True)
+    train, held = (_cut(*part, tokenizer, settings.length, quiet) for part in parts)
+    if len(train) < MIN_TRAIN_WINDOWS or len(held) < MIN_HELD_WINDOWS:
+        raise _too_short(len(files), len(train), len(held), settings)
+    augmenter = Augmenter(tokenizer, settings.prompt, settings.continuation)
+    augmenter.augment(train, settings.echo, settings.recall, rng)
+    kinds = augmenter.augment(held, settings.echo, settings.recall, rng)
     return Windows(_tensor(train), _tensor(held), kinds, len(files))
-
-
-def _parts(shares: tuple[float, float]) -> list[tuple[float, int]]:
-    return list(zip(shares, (LEAST_TRAIN, LEAST_HELD), strict=True))
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:
     return torch.from_numpy(np.array(rows, dtype=np.int32))
 
 
-def _too_short(files: int, train: int, held: int, recipe: WindowSettings) -> BadRequest:
+def _too_short(files: int, train: int, held: int, settings: WindowSettings) -> BadRequest:
+    least = MIN_TRAIN_WINDOWS + MIN_HELD_WINDOWS
     return BadRequest(
         f"the text is too short: {files} {'file makes' if files == 1 else 'files make'} {train} windows of "
-        f"{recipe.length:,} tokens to learn from and {held} of other text to judge by; at least {LEAST_TRAIN} and "
-        f"{LEAST_HELD} are needed, {(LEAST_TRAIN + LEAST_HELD) * recipe.length:,} tokens in all",
+        f"{settings.length:,} tokens to fit on and {held} of other text to evaluate on; at least {MIN_TRAIN_WINDOWS} "
+        f"and {MIN_HELD_WINDOWS} are needed, {least * settings.length:,} tokens in all",
         "give more text (a million tokens make a good start) in several files, or a smaller --window",
     )
 

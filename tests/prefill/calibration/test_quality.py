@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.prefill.calibration.cost import layer_macs, model_macs, reading_cost, whole_cost
-from forerun.prefill.calibration.curve import SHARES, best_share, measure
-from forerun.prefill.calibration.evaluate import score
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.model_pair import ModelPair
+from forerun.prefill.calibration.quality import (
+    CURVE_SHARES,
+    default_share,
+    evaluate,
+    measure_curve,
+    reading_cost,
+    total_cost,
+)
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import CurvePoint
@@ -21,50 +26,48 @@ def points(*figures: tuple[float, float, float]) -> list[CurvePoint]:
 
 def test_the_default_is_the_smallest_share_that_is_good_enough() -> None:
     curve = points((0.0, 0.3, 0.90), (0.1, 0.4, 0.96), (0.2, 0.5, 0.975), (0.3, 0.58, 0.99))
-    assert best_share(curve, 0.97) == (0.2, True)
-    assert best_share(curve, 0.5) == (0.0, True)
+    assert default_share(curve, 0.97) == (0.2, True)
+    assert default_share(curve, 0.5) == (0.0, True)
 
 
 def test_what_costs_too_much_is_no_default() -> None:
     curve = points((0.0, 0.4, 0.90), (0.1, 0.55, 0.93), (0.2, 0.65, 0.98))
-    assert best_share(curve, 0.97) == (0.1, False)
-    assert best_share(points((0.0, 0.7, 0.9), (0.1, 0.8, 0.99)), 0.97) == (0.0, False)
+    assert default_share(curve, 0.97) == (0.1, False)
+    assert default_share(points((0.0, 0.7, 0.9), (0.1, 0.8, 0.99)), 0.97) == (0.0, False)
 
 
 def test_out_of_reach_a_default_stays_modest() -> None:
     curve = points((0.0, 0.2, 0.90), (0.05, 0.25, 0.91), (0.1, 0.3, 0.93), (0.2, 0.4, 0.95), (0.3, 0.5, 0.96))
-    assert best_share(curve, 0.97) == (0.1, False)
-    assert best_share(curve, 0.955) == (0.3, True)  # what is within reach is paid for
+    assert default_share(curve, 0.97) == (0.1, False)
+    assert default_share(curve, 0.955) == (0.3, True)  # what is within reach is paid for
 
 
 def test_costs(pair: ModelPair) -> None:
     target, draft = pair.target.config, pair.source.config
     by_hand = sum(w.numel() for n, w in pair.target.weights.items() if n.startswith("layers.0.") and w.ndim == 2)
-    assert layer_macs(target) == by_hand and model_macs(target) == 4 * by_hand
+    assert target.layer_macs == by_hand and target.macs == 4 * by_hand
     assert reading_cost(target, None, 1, 1) == 0.25
-    assert reading_cost(target, draft, 1, draft.num_layers) == model_macs(draft) / model_macs(target) < 0.5
+    assert reading_cost(target, draft, 1, draft.num_layers) == draft.macs / target.macs < 0.5
     maps = Maps((0,), 1, *(torch.zeros(n, n) for n in (4, 1, 4, 4, 4, 1)))
-    small = maps.macs / model_macs(target)
-    assert whole_cost(target, maps, 0.25, False, 0.1, 800) == pytest.approx(0.25 + small + 0.1 + 80 / 800)
-    assert whole_cost(target, maps, 0.25, True, 0.1, 800) == pytest.approx(0.25 + small + 0.75 * (0.1 + 80 / 800))
-    assert whole_cost(target, maps, 0.0, False, 1.0, 800) == pytest.approx(1.0 + small)  # no token counts twice
+    small = maps.macs / target.macs
+    assert total_cost(target, maps, 0.25, False, 0.1, 800) == pytest.approx(0.25 + small + 0.1 + 80 / 800)
+    assert total_cost(target, maps, 0.25, True, 0.1, 800) == pytest.approx(0.25 + small + 0.75 * (0.1 + 80 / 800))
+    assert total_cost(target, maps, 0.0, False, 1.0, 800) == pytest.approx(1.0 + small)  # no token counts twice
 
 
 def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: ModelPair) -> None:
     tokens = torch.randint(3, 512, (5, 480), generator=torch.Generator().manual_seed(0))
     ridge = Ridge(pair.inputs, pair.width, torch.device("cpu"))
     ridge.add(*_examples(pair, tokens))
-    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.own)
-    ticks: list[int] = []
+    maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
+    calls: list[int] = []
     kinds = ["plain", "echo", "plain", "recall", "plain"]
-    curve, found = measure(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: ticks.append(1), True)
-    assert [p.share for p in curve] == list(SHARES) and len(ticks) == 3
+    curve, found = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: calls.append(1), True)
+    assert [p.share for p in curve] == list(CURVE_SHARES) and len(calls) == 3
     assert sorted(p.cost for p in curve) == [p.cost for p in curve]
     assert curve[-1].kl < curve[0].kl and curve[-1].top1 > curve[0].top1
     assert set(found) == {"plain", "echo", "recall"}
-    plain = score(pair, maps, tokens[::2], 64, 0.0)
+    plain = evaluate(pair, maps, tokens[::2], 64, 0.0)
     assert curve[0].top1 == pytest.approx(plain.agreement) and curve[0].kl == pytest.approx(plain.divergence, rel=1e-3)
-    echo = score(pair, maps, tokens[1:2], 64, SHARES[1])
+    echo = evaluate(pair, maps, tokens[1:2], 64, CURVE_SHARES[1])
     assert found["echo"][1]["kl"] == pytest.approx(echo.divergence, rel=1e-3)
-    by_draft = score(pair, maps, tokens[1:2], 64, SHARES[1], by_tail=False)
-    assert found["echo"][1]["kl"] != pytest.approx(by_draft.divergence, rel=1e-3)  # the target's own tail chose
