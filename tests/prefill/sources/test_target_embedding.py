@@ -77,9 +77,9 @@ def random_maps(pair: ModelPair, target_embedding: bool = True) -> Maps:
 
 
 def dense_kv(pair: ModelPair, maps: Maps, ctx: DraftContext) -> list[tuple[Tensor, Tensor]]:
-    """What the maps say of calibration's features, K turned to its place: [T, Hkv, D] of each mapped layer."""
+    """The maps of calibration's features, K rotated to its position: [T, Hkv, D] of each mapped layer."""
     c, tokens = pair.target.config, torch.tensor([IDS])
-    features, _ = pair.read(tokens, slice(0, 0), pair.target.trace(tokens))
+    features = pair.features(tokens, pair.target.trace(tokens))
     out = maps(features[0]).view(len(IDS), -1, 2, c.num_kv_heads, c.head_dim)
     angles = ctx.runner.decoder.attention.ropes[c.rope].at(torch.arange(len(IDS)))
     return [(rotate(out[:, j, 0], *angles), out[:, j, 1]) for j in range(out.shape[1])]
