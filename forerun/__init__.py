@@ -39,7 +39,7 @@ _HOME = {
 }
 
 
-_PARTS = ("recipes", "sharing")  # packages of public names: forerun.recipes.best_of_n, forerun.sharing.RolloutConfig
+_PARTS = ("drafters", "recipes", "sharing")  # public names in parts, such as forerun.drafters.register
 
 
 def __getattr__(name: str) -> Any:
