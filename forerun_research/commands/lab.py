@@ -12,22 +12,33 @@ from rich.table import Table
 
 from forerun.commands import options as opt
 
-app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files; see forerun_research/studies.")
+app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files.")
 
-File = Annotated[Path, typer.Argument(help="The study: a YAML file.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study by name (see `forerun lab list`), or a YAML file.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results; default: lab-results/NAME.")]
 DataFolder = Annotated[Path | None, typer.Option("--data", help="Folder with the files that the study names.")]
-SHOWN = 12  # failures that are printed; all are written
+MAX_PRINTED_FAILURES = 12  # all are written
 
 
 @app.callback()
 def group() -> None:
-    """Run studies written as YAML files; see forerun_research/studies."""
+    """Run studies written as YAML files."""
+
+
+@app.command(name="list")
+def list_studies() -> None:
+    """Studies that come with the package, and what each asks."""
+    from forerun_research.studies.study import question, shipped
+
+    table = Table("study", "question", box=None)
+    for name, path in shipped().items():
+        table.add_row(name, question(path))
+    Console(highlight=False).print(table)
 
 
 @app.command()
 def run(
-    file: File,
+    name: StudyName,
     out: Out = None,
     data: DataFolder = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="In place of the study's.")] = None,
@@ -49,16 +60,17 @@ def run(
 
     [bold]Examples[/bold]
 
-    forerun lab run forerun_research/studies/prefill_agreement.yaml --profile qwen.safetensors --data data
+    forerun lab run prefill_agreement --profile qwen.safetensors --data data
 
-    forerun lab run forerun_research/studies/prefill_tasks.yaml --only needle --prompts 2 --device cpu
+    forerun lab run prefill_tasks --only needle --prompts 2 --device cpu
     """
     from forerun_research.studies import execute
-    from forerun_research.studies.study import load, narrowed
+    from forerun_research.studies.study import find, load, narrowed
 
     asked: dict[str, Any] = {"data": data, "model": model, "draft": draft, "profile": profile}
     asked |= {"weights": weights, "device": device, "threads": threads}
-    study = narrowed(load(file, asked), [name.strip() for name in only.split(",") if name.strip()], prompts)
+    file = find(name)
+    study = narrowed(load(file, asked), [part.strip() for part in only.split(",") if part.strip()], prompts)
     folder = out or Path("lab-results") / file.stem
     if report_only:
         _show(execute.report(study, folder), folder, as_json)
@@ -79,7 +91,7 @@ def _show(found: dict[str, Any], folder: Path, as_json: bool) -> None:
     broken = found["broken"]
     if broken:
         console.print(f"{len(broken)} broken prompts, worst first; all of them in {folder / 'failures.jsonl'}")
-    for row in broken[:SHOWN]:
+    for row in broken[:MAX_PRINTED_FAILURES]:
         console.print(
             f"{row['measure']} {row['case']}, {row['setting']}: lost {row['lost']:.3f}: ...{row['asked'][-80:]!r}",
             markup=False,

@@ -1,6 +1,6 @@
 """bf16 on CUDA against float32 on CUDA: how far logits are, for prefill, decode and drafts, beside transformers' bf16.
 
-    python3 forerun_research/scripts/cuda_reference.py [--shape 1.5b]
+    python -m forerun_research.scripts.cuda_reference [--shape 1.5b]
 
 Random weights of a real shape: nothing to fetch, and every path runs (cuBLAS prefill, paged attention, graphs).
 """

@@ -111,17 +111,42 @@ _OPENING = ("device", "weights", "threads", "kv_cache_tokens", "max_model_len") 
 _KEYS = ("title", "model", "draft", "profile", "variants", "data", "settings", "measures", *_OPENING)
 
 
+def shipped() -> dict[str, Path]:
+    """The studies of this package by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def find(name: str) -> Path:
+    """The file of a study: a path, or the name of one of this package's."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return path
+    if name not in shipped():
+        raise BadRequest(f"no study is called {name!r}", f"give a YAML file, or one of {', '.join(shipped())}")
+    return shipped()[name]
+
+
+def question(path: Path) -> str:
+    """What a study asks: the comment its file begins with, up to the first blank or command line."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# ") or line.startswith("# forerun "):
+            break
+        lines.append(line.removeprefix("# "))
+    return " ".join(lines)
+
+
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Study:
     """The study of a file; `overrides` (from the command line) replace keys of the same name where not None."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"cannot read {path}: {error}", "give a YAML file such as those in forerun_research/studies"
+            f"cannot read {path}: {error}", "`forerun lab list` names those there are"
         ) from None
     except yaml.YAMLError as error:
         raise BadRequest(
-            f"{path} is not YAML: {error}", "compare it with the files in forerun_research/studies"
+            f"{path} is not YAML: {error}", "compare it with those that `forerun lab list` names"
         ) from None
     values = _mapping(content, str(path)) | {k: v for k, v in (overrides or {}).items() if v is not None}
     return read(values, path.stem, str(path))
@@ -131,7 +156,7 @@ def read(values: dict[str, Any], title: str, where: str) -> Study:
     _refuse_unknown(values, _KEYS, where)
     for key in ("model", "measures"):
         if not values.get(key):
-            raise BadRequest(f"{where} says no `{key}`", "compare it with the files in forerun_research/studies")
+            raise BadRequest(f"{where} says no `{key}`", "compare it with those that `forerun lab list` names")
     settings = tuple(Setting.read(s, f"{where}: settings") for s in values.get("settings") or ())
     _unique([s.name for s in settings], f"{where}: settings")
     same = {key: values[key] for key in _OPENING if values.get(key) is not None}
@@ -215,7 +240,7 @@ def options(kind: Any, given: Mapping[str, Any], where: str) -> Any:
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{where}: {error}", "compare it with the files in forerun_research/studies") from None
+        raise BadRequest(f"{where}: {error}", "compare it with those that `forerun lab list` names") from None
 
 
 def _unique(names: list[str], where: str) -> None:

@@ -59,3 +59,16 @@ def test_a_misspelt_study_is_one_line_of_error(tmp_path: Path, capsys: pytest.Ca
     assert run(str(file), "--out", str(tmp_path / "out")) == 1
     error = capsys.readouterr().err
     assert "agreement: unknown 'promts'" in error and "hint: known are" in error and not (tmp_path / "out").exists()
+
+
+def test_studies_of_the_package_are_found_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lab", "list"])
+    listed = capsys.readouterr().out
+    assert not left.value.code and "prefill_agreement" in listed and "prefill_failures" in listed
+    assert run("prefill_agrement", "--out", str(tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert "'prefill_agrement'" in error and "prefill_agreement" in error
+    with pytest.raises(SystemExit):  # found, opened and checked; the model that it is given is not there
+        main(["lab", "run", "prefill_self", "--model", str(tmp_path / "none"), "--out", str(tmp_path)])
+    assert "none" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import math
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forerun_research.studies.intervals import auc, bootstrap, relative, wilson
@@ -72,12 +73,20 @@ def test_programs_are_fenced_in(tmp_path: Path) -> None:
     assert not large.passed
     # its own empty folder, no input, nothing of the environment, and children end with it
     assert run_program("import os\nassert os.listdir() == ['program.py'] and 'HOME' not in os.environ").passed
-    late = tmp_path / "late"
-    child = f"import time; time.sleep(2); open({str(late)!r}, 'w')"
-    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], stderr=subprocess.DEVNULL)"
-    assert run_program(f"import subprocess, sys\n{start}").passed
-    time.sleep(2.5)
-    assert not late.exists()
+    marker = tmp_path / "pid"
+    child = f"import os, time; open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, '-c', {child!r}], stderr=subprocess.DEVNULL)
+while not os.path.exists({str(marker)!r}) or not open({str(marker)!r}).read():
+    time.sleep(0.01)
+"""
+    assert run_program(program).passed
+    left = int(marker.read_text())
+    deadline = time.monotonic() + 10.0
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the program's child outlives it"
+        time.sleep(0.01)
 
 
 def test_code_is_taken_from_the_longest_block() -> None:
