@@ -12,26 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun import data
+from forerun.checks.finding import Finding
 from forerun.core import SamplingParams
 from forerun.llm import LLM, Completion, Prompt
 
-PAGE = 16
+PAGE_TOKENS = 16
 # Logits this close, as a share of the largest, are equal up to rounding. On a CPU int8 answers never part at all: there
 # a token gets the same bits however it is computed, so any difference is a bug.
-TIE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 0.0}
+TIE_TOLERANCE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 0.0}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One way of computing, compared with every prompt alone."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-@dataclass(frozen=True)
-class Case:
+class SoloAnswers:
     """The prompts of a check and what each answers when it runs alone."""
 
     prompts: list[list[int]]
@@ -58,19 +50,21 @@ def check_model(
     with load(enable_prefix_caching=False) as llm:
         asked = _prompts(llm, prompts)
         together: list[Prompt] = [*asked]
-        case = Case(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
-        yield _compare(llm, case, f"batch of {prompts}", llm.generate(together, params))
-    with load(enable_prefix_caching=False, max_num_batched_tokens=max(prompts, 2 * PAGE)) as llm:
-        yield _compare(llm, case, f"prefill in chunks of {max(prompts, 2 * PAGE)}", llm.generate(together, params))
+        solo = SoloAnswers(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
+        yield _compare(llm, solo, f"batch of {prompts}", llm.generate(together, params))
+    with load(enable_prefix_caching=False, max_num_batched_tokens=max(prompts, 2 * PAGE_TOKENS)) as llm:
+        yield _compare(
+            llm, solo, f"prefill in chunks of {max(prompts, 2 * PAGE_TOKENS)}", llm.generate(together, params)
+        )
     with load() as llm:
-        yield _compare(llm, case, "prefix tree, cold", llm.generate(together, params))
+        yield _compare(llm, solo, "prefix tree, cold", llm.generate(together, params))
         warm = llm.generate(together, params)
         reused = sum(answer.usage.cached_tokens for answer in warm)
-        yield _compare(llm, case, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
-    with load(enable_prefix_caching=False, **_tight(case)) as llm:
+        yield _compare(llm, solo, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
+    with load(enable_prefix_caching=False, **_tight(solo)) as llm:
         answers = llm.generate(together, params)
         preempted = sum(answer.usage.preemptions for answer in answers)
-        yield _compare(llm, case, "after preemption", answers, f"{preempted} preemptions", happened=preempted > 0)
+        yield _compare(llm, solo, "after preemption", answers, f"{preempted} preemptions", happened=preempted > 0)
 
 
 def _prompts(llm: LLM, count: int) -> list[list[int]]:
@@ -81,21 +75,21 @@ def _prompts(llm: LLM, count: int) -> list[list[int]]:
     return [llm.encode(f"{handbook}\n\n{text}" if i % 2 else text) for i, text in enumerate(texts)]
 
 
-def _tight(case: Case) -> dict[str, int]:
-    """All prompts start in one step and fit; their answers do not, so somebody must give way."""
-    prompts = sum(-(-len(ids) // PAGE) for ids in case.prompts) + 1
-    longest = max(map(len, case.prompts)) + max(map(len, case.alone))
+def _tight(solo: SoloAnswers) -> dict[str, int]:
+    """All prompts start in one step and fit; their answers do not, so some are preempted."""
+    prompts = sum(-(-len(ids) // PAGE_TOKENS) for ids in solo.prompts) + 1
+    longest = max(map(len, solo.prompts)) + max(map(len, solo.alone))
     return {
-        "kv_cache_tokens": max(prompts * PAGE, longest + PAGE),
-        "max_num_batched_tokens": sum(map(len, case.prompts)),
+        "kv_cache_tokens": max(prompts * PAGE_TOKENS, longest + PAGE_TOKENS),
+        "max_num_batched_tokens": sum(map(len, solo.prompts)),
     }
 
 
 def _compare(
-    llm: LLM, case: Case, name: str, answers: list[Completion], note: str = "", happened: bool = True
+    llm: LLM, solo: SoloAnswers, name: str, answers: list[Completion], note: str = "", happened: bool = True
 ) -> Finding:
     ties, wrong = 0, []
-    for number, (ids, alone, answer) in enumerate(zip(case.prompts, case.alone, answers, strict=True)):
+    for number, (ids, alone, answer) in enumerate(zip(solo.prompts, solo.alone, answers, strict=True)):
         if answer.token_ids != alone:
             if is_tie(llm, ids, alone, answer.token_ids):
                 ties += 1
@@ -108,7 +102,7 @@ def _compare(
         parts.append(f"prompts {', '.join(map(str, wrong))} differ")
     if note:
         parts.append(note)
-    return Finding(name, not wrong and happened, "; ".join(parts))
+    return Finding("consistency", name, not wrong and happened, "; ".join(parts))
 
 
 def is_tie(llm: LLM, ids: list[int], left: list[int], right: list[int]) -> bool:
@@ -118,4 +112,4 @@ def is_tie(llm: LLM, ids: list[int], left: list[int], right: list[int]) -> bool:
         return False
     logits = llm.engine.score(ids + left[:at])[-1].float()  # [V]
     gap = float((logits[left[at]] - logits[right[at]]).abs())
-    return gap <= TIE[llm.precision.name] * float(logits.abs().max())
+    return gap <= TIE_TOLERANCE[llm.precision.name] * float(logits.abs().max())

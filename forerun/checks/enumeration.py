@@ -34,7 +34,7 @@ EXACT = 1e-9  # rounding in float64 stays far below, a wrong rule far above
 
 
 class EveryOutcome:
-    """Rng that follow a script and notice where it could have gone otherwise. What has no probability is left out."""
+    """An `Rng` that follows a script and counts the other outcomes of each draw. Impossible ones are left out."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.prob = script, 1.0
@@ -99,7 +99,7 @@ class _View(Target):
 
     def __init__(self, tiny: TinyTarget, answer: Tokens, context: Context, draft: Draft, rng: Rng) -> None:
         super().__init__(torch.empty(0), context, draft)
-        self._tiny, self._answer, self._dice = tiny, answer, rng
+        self._tiny, self._answer, self._rng = tiny, answer, rng
 
     def probs(self, node: int) -> Tensor:
         row = self.row(node)
@@ -110,7 +110,7 @@ class _View(Target):
         return self._tiny.known[key]
 
     def draw(self, node: int) -> int:
-        return self._dice.pick(self.probs(node))
+        return self._rng.pick(self.probs(node))
 
 
 def target_distribution(target: TinyTarget, length: int) -> Law:

@@ -19,7 +19,7 @@ from forerun import data
 from forerun.errors import BadRequest
 
 REFERENCE = "float32"
-ROWS = 128  # distributions compared at once: bounds the temporaries to ROWS * vocabulary floats
+COMPARED_ROWS = 128  # distributions compared at once: bounds the temporaries to ROWS * vocabulary floats
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def compare(weights: str, name: str, ids: Tensor, reference: Tensor, logits: Ten
     """Both sets of logits [T, V] are for the same ids [T]; row t is for what comes after token t."""
     count = len(ids)
     kl, agree, nll, reference_nll = 0.0, 0, 0.0, 0.0
-    for lo in range(0, count - 1, ROWS):
-        hi = min(lo + ROWS, count - 1)
+    for lo in range(0, count - 1, COMPARED_ROWS):
+        hi = min(lo + COMPARED_ROWS, count - 1)
         p = F.log_softmax(reference[lo:hi].float(), dim=-1)  # [R, V]
         q = F.log_softmax(logits[lo:hi].float(), dim=-1)  # [R, V]
         following = ids[lo + 1 : hi + 1, None]  # [R, 1]

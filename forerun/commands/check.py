@@ -13,7 +13,7 @@ from rich.table import Table
 from forerun.commands import options as opt
 
 if TYPE_CHECKING:
-    from forerun.checks.lossless_common import Finding
+    from forerun.checks.finding import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Check that results are what they should be; exit status 1 if not.")
 
@@ -82,7 +82,7 @@ def lossless(
 
     Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     """
-    from forerun.checks.lossless import check_lossless
+    from forerun.checks.lossless.run import check_lossless
     from forerun.models.fetch.store import resolve
 
     for name in (model, draft):
@@ -101,7 +101,7 @@ def lossless(
             tokens=tokens,
             temperature=temperature,
             samples=samples,
-            say=status.update,
+            on_progress=status.update,
         )
         for finding in checks:
             findings.append(finding)

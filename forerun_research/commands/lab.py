@@ -14,7 +14,7 @@ from forerun.commands import options as opt
 
 app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files.")
 
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study by name (see `forerun lab list`), or a YAML file.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A name of `forerun lab list`, or a YAML file.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results; default: lab-results/NAME.")]
 DataFolder = Annotated[Path | None, typer.Option("--data", help="Folder with the files that the study names.")]
 MAX_PRINTED_FAILURES = 12  # all are written

@@ -141,9 +141,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Study:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(
-            f"cannot read {path}: {error}", "`forerun lab list` names those there are"
-        ) from None
+        raise BadRequest(f"cannot read {path}: {error}", "`forerun lab list` names those there are") from None
     except yaml.YAMLError as error:
         raise BadRequest(
             f"{path} is not YAML: {error}", "compare it with those that `forerun lab list` names"

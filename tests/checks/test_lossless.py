@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.checks import lossless_sampled
-from forerun.checks.lossless import check_lossless
-from forerun.checks.lossless_common import Finding, available
-from forerun.checks.lossless_exact import check_exact
-from forerun.checks.lossless_greedy import check_greedy
-from forerun.checks.lossless_noise import compare
-from forerun.checks.lossless_sampled import check_sampled
+from forerun.checks.finding import Finding
+from forerun.checks.lossless import sampled as lossless_sampled
+from forerun.checks.lossless.exact import check_exact
+from forerun.checks.lossless.forced_drafting import registered_drafter
+from forerun.checks.lossless.greedy import check_greedy
+from forerun.checks.lossless.noise import compare
+from forerun.checks.lossless.run import check_lossless
+from forerun.checks.lossless.sampled import check_sampled
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.drafters import DraftRequest, registered
 from forerun.decode.drafters.model import ChainDrafter
@@ -68,16 +69,16 @@ def test_every_drafter_is_exact_with_every_verifier(home: None) -> None:
 
 
 def test_the_whole_check_passes_on_a_sound_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.checks.lossless.check_exact", lambda say: check_exact(say, ["lookup"]))
-    monkeypatch.setattr(lossless_sampled, "MATCHED", 6)
+    monkeypatch.setattr("forerun.checks.lossless.run.check_exact", lambda say: check_exact(say, ["lookup"]))
+    monkeypatch.setattr(lossless_sampled, "MATCHED_SEEDS", 6)
     said: list[str] = []
     options: dict[str, Any] = {"weights": "float32", "threads": 1, "prompts": 2, "tokens": 12, "samples": 64}
-    findings = list(check_lossless(folder, folder, temperature=0.5, say=said.append, **options))
+    findings = list(check_lossless(folder, folder, temperature=0.5, on_progress=said.append, **options))
     assert [f for f in findings if not f.passed] == []
     assert {f.part for f in findings} == {"exact", "sampled", "greedy"}
     names = {f.name for f in findings if f.checked}
     assert {"model, match", "sketch, rejection", "sketch, traversal", "model, rejection", "model, batch of 2"} <= names
-    assert "right and wrong guesses, one by one" in names and said
+    assert "right and wrong drafts, one by one" in names and said
 
 
 def test_a_temperature_of_zero_is_refused(folder: str) -> None:
@@ -128,7 +129,7 @@ def test_acceptance_without_the_residual_is_caught_exactly(monkeypatch: pytest.M
 
 
 def test_a_draft_that_ignores_the_temperature_is_caught_exactly() -> None:
-    with available(Tepid):
+    with registered_drafter(Tepid):
         (finding,) = check_exact(drafters=["tepid"])
     worst = {name: max(found.values()) for name, found in finding.data["differences"].items()}
     assert not finding.passed
@@ -138,11 +139,11 @@ def test_a_draft_that_ignores_the_temperature_is_caught_exactly() -> None:
 
 
 def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless_sampled, "MATCHED", 4)
+    monkeypatch.setattr(lossless_sampled, "MATCHED_SEEDS", 4)
     monkeypatch.setitem(LOSSLESS, "wishful", Wishful)
     for name in ("traversal", "block", "transport"):  # seconds each, and no part of this
         monkeypatch.delitem(LOSSLESS, name)
-    with available(Tepid):
+    with registered_drafter(Tepid):
         monkeypatch.setattr(lossless_sampled, "_paid", lambda llm: ["model-chain", "tepid"])
         findings = list(check_sampled(llm, PROMPTS, temperature=0.12, samples=256))
         llm.engine.speculator.drafter_pool.remove("tepid")
@@ -202,7 +203,7 @@ FAULTS = [keep_a_rejected_entry, move_one_too_few, number_nodes_by_entry]
 def test_a_sound_engine_passes_greedily(llm: LLM) -> None:
     findings = list(check_greedy(llm, PROMPTS, TOKENS))
     assert failed(iter(findings)) == []
-    wrong = next(f for f in findings if f.name == "right and wrong guesses, batch of 3")
+    wrong = next(f for f in findings if f.name == "right and wrong drafts, batch of 3")
     assert 0 < wrong.data["accepted"] < wrong.data["drafted"]
 
 
@@ -213,7 +214,7 @@ def test_faults_of_the_engine_are_caught_greedily(
     plant(monkeypatch)
     findings = {finding.name: finding for finding in check_greedy(llm, PROMPTS, TOKENS)}
     assert findings["plain, batch of 3"].passed
-    caught = findings["right and wrong guesses, one by one"]
+    caught = findings["right and wrong drafts, one by one"]
     assert not caught.passed and caught.verdict == "FAIL"
     assert caught.data["drift"] > 100 * caught.data["noise"]
     for difference in caught.data["differences"]:
@@ -227,7 +228,7 @@ def test_faults_of_the_engine_are_caught_greedily(
 
 def test_a_difference_within_the_noise_is_a_tie(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"alone": torch.tensor([10.0, 9.999, 0.0]), "chunked": torch.tensor([10.0, 9.9995, 0.0])}
-    monkeypatch.setattr("forerun.checks.lossless_noise.logits_in_all_ways", lambda *about: rows)
+    monkeypatch.setattr("forerun.checks.lossless.noise.logits_in_all_ways", lambda *about: rows)
     greedy = SamplingParams()
     tie = compare(llm, 0, [[5]], [0], [1], greedy)
     assert tie is not None and tie.verdict == "tie" and tie.gap == pytest.approx(1e-3, rel=0.01)
@@ -240,7 +241,7 @@ def test_a_difference_within_the_noise_is_a_tie(llm: LLM, monkeypatch: pytest.Mo
 
 def test_no_noise_explains_a_large_gap(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"alone": torch.tensor([10.0, 8.0, 0.0]), "broken": torch.tensor([10.0, 20.0, 0.0])}
-    monkeypatch.setattr("forerun.checks.lossless_noise.logits_in_all_ways", lambda *about: rows)
+    monkeypatch.setattr("forerun.checks.lossless.noise.logits_in_all_ways", lambda *about: rows)
     found = compare(llm, 0, [[5]], [0], [1], SamplingParams())
     assert found is not None and found.verdict == "BUG"
 

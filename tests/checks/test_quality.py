@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.checks.quality import ROWS, compare, measure
+from forerun.checks.quality import COMPARED_ROWS, compare, measure
 from forerun.errors import BadRequest
 
 
 def test_equal_logits_lose_nothing() -> None:
     torch.manual_seed(0)
-    ids, logits = torch.randint(0, 50, (2 * ROWS + 3,)), torch.randn(2 * ROWS + 3, 50)
+    ids, logits = torch.randint(0, 50, (2 * COMPARED_ROWS + 3,)), torch.randn(2 * COMPARED_ROWS + 3, 50)
     found = compare("x", "text", ids, logits, logits)
     assert found.kl == 0.0 and found.top1 == 1.0
     assert found.perplexity == found.reference_perplexity

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.checks.lossless_common import Finding
+from forerun.checks.finding import Finding
 from forerun.cli import main
 
 PARTED = {
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         options["say"]("looking")
         yield from seen["findings"]
 
-    monkeypatch.setattr("forerun.checks.lossless.check_lossless", check)
+    monkeypatch.setattr("forerun.checks.lossless.run.check_lossless", check)
     monkeypatch.setattr("forerun.models.fetch.store.resolve", lambda name: Path(name))
     return seen
 

@@ -20,16 +20,16 @@ from forerun.llm import LLM
 from forerun.models.execution.runner import Runner, Span
 from forerun.params import SamplingParams
 
-FACTOR = 4.0  # a few ways of computing see less than all of the noise: gaps up to this many times it are ties
-CAP = 0.05  # of the largest logit: no rounding explains more, however much the ways disagree
-TAILS = (1, 2, 4, 8)
-CHUNKS = (16, 61)
-BESIDE = 7  # sequences that run along
-BESIDE_TOKENS = 48
+TIE_NOISE_FACTOR = 4.0  # a few ways of computing see less than all of the noise: gaps up to this many times it are ties
+MAX_TIE_SHARE = 0.05  # of the largest logit: no rounding explains more, however much the ways disagree
+TAIL_TOKENS = (1, 2, 4, 8)
+CHUNK_TOKENS = (16, 61)
+MAX_NEIGHBOURS = 7  # sequences that run along
+NEIGHBOUR_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """Where an answer leaves the plain one. Gap and noise: of logits where greedy, else of cumulative probability."""
 
     prompt: int
@@ -47,7 +47,7 @@ class Difference:
         return "tie" if self.tie else "BUG"
 
     def record(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict, "factor": FACTOR}
+        return {**asdict(self), "verdict": self.verdict, "factor": TIE_NOISE_FACTOR}
 
 
 def compare(
@@ -58,13 +58,13 @@ def compare(
     other: list[int],
     params: SamplingParams,
     seed: int = 0,
-) -> Difference | None:
+) -> AnswerDifference | None:
     """None where both answers are the same. `prompts[number]` is whose answers they are, the others run beside it."""
     if plain == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     left, right = (answer[at] if at < len(answer) else None for answer in (plain, other))
-    part = partial(Difference, number, at, left, right, _text(llm, left), _text(llm, right))
+    part = partial(AnswerDifference, number, at, left, right, _text(llm, left), _text(llm, right))
     if left is None or right is None:  # one is the beginning of the other: lengths are no rounding matter
         return part(0.0, 0.0, tie=False)
     ids = prompts[number] + plain[:at]
@@ -74,8 +74,8 @@ def compare(
     measure = _margin if params.greedy else _shortfall
     gaps = [measure(row[None], context, left, right) for row in rows.values()]
     gap, noise = abs(gaps[0]), max(abs(g - gaps[0]) for g in gaps)
-    limit = CAP * float(rows["alone"].abs().max()) if params.greedy else CAP
-    tie = noise > 0.0 and gap <= min(FACTOR * noise, limit)
+    limit = MAX_TIE_SHARE * float(rows["alone"].abs().max()) if params.greedy else MAX_TIE_SHARE
+    tie = noise > 0.0 and gap <= min(TIE_NOISE_FACTOR * noise, limit)
     return part(gap, noise, tie)
 
 
@@ -102,11 +102,11 @@ def logits_in_all_ways(llm: LLM, ids: list[int], beside: list[list[int]]) -> dic
     engine, runner = llm.engine, llm.engine.runner
     engine.clear_cache()
     ways: dict[str, Callable[[], Tensor]] = {"alone": lambda: _tail(runner, ids, 1, [])}
-    ways |= {f"chunks of {size}": lambda size=size: runner.score(ids, size)[-1] for size in CHUNKS}  # type: ignore[misc]
+    ways |= {f"chunks of {size}": lambda size=size: runner.score(ids, size)[-1] for size in CHUNK_TOKENS}  # type: ignore[misc]
     ways["in one"] = lambda: runner.score(ids, engine.config.max_num_batched_tokens)[-1]
-    for size in (n for n in TAILS if n < len(ids)):
+    for size in (n for n in TAIL_TOKENS if n < len(ids)):
         ways[f"last {size} tokens"] = lambda size=size: _tail(runner, ids, size, [])  # type: ignore[misc]
-    others = [p[:BESIDE_TOKENS] for p in beside if len(p) > 1][:BESIDE]
+    others = [p[:NEIGHBOUR_TOKENS] for p in beside if len(p) > 1][:MAX_NEIGHBOURS]
     if others:
         ways[f"beside {len(others)} others"] = lambda: _tail(runner, ids, 1, others)
         ways[f"last 4 tokens beside {len(others)} others"] = lambda: _tail(runner, ids, min(4, len(ids) - 1), others)
@@ -134,7 +134,7 @@ def _tail(runner: Runner, ids: list[int], count: int, others: list[list[int]]) -
             pool.release(pages)
 
 
-def summary(total: int, differences: list[Difference]) -> str:
+def summary(total: int, differences: list[AnswerDifference]) -> str:
     ties = sum(d.tie for d in differences)
     parts = [f"{total - len(differences)} of {total} answers equal"]
     if ties:
@@ -142,6 +142,3 @@ def summary(total: int, differences: list[Difference]) -> str:
     if ties < len(differences):
         parts.append(f"{len(differences) - ties} differ: BUG")
     return "; ".join(parts)
-
-
-__all__ = ["FACTOR", "Difference", "compare", "logits_in_all_ways", "summary"]

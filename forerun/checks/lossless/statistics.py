@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEAST = 5.0  # samples a cell must expect, for chi-square to hold
+MIN_EXPECTED_SAMPLES = 5.0  # samples a cell must expect, for chi-square to hold
 
 Tokens = tuple[int, ...]
 
@@ -23,11 +23,11 @@ class Cells:
     token; what is too rare to be counted alone is one cell together."""
 
     probs: dict[Tokens, float]  # () stands for everything else
-    looked_into: dict[Tokens, Tensor]  # beginning -> distribution [V] of the next token
+    expanded: dict[Tokens, Tensor]  # beginning -> distribution [V] of the next token
 
     def of(self, answer: Tokens) -> Tokens:
         size = 0
-        while answer[:size] in self.looked_into:
+        while answer[:size] in self.expanded:
             size += 1
         return answer[:size] if answer[:size] in self.probs else ()
 
@@ -35,19 +35,19 @@ class Cells:
 def cells(probs: Callable[[Tokens], Tensor], length: int, most: int, samples: int) -> Cells:
     """`probs`: the target's distribution [V] after a beginning of the answer. Looks into `most` beginnings, likeliest
     first, all shorter than `length`; cells that would expect fewer than a few of the samples are put together."""
-    looked_into: dict[Tokens, Tensor] = {}
+    expanded: dict[Tokens, Tensor] = {}
     leaves: dict[Tokens, float] = {(): 1.0}
-    while len(looked_into) < most:
+    while len(expanded) < most:
         short = [beginning for beginning in leaves if len(beginning) < length]
         if not short:
             break
         beginning = max(short, key=lambda b: leaves[b])
         prob, after = leaves.pop(beginning), probs(beginning).double().cpu()
-        looked_into[beginning] = after
-        for token in (after * prob * samples >= LEAST).nonzero()[:, 0].tolist():
+        expanded[beginning] = after
+        for token in (after * prob * samples >= MIN_EXPECTED_SAMPLES).nonzero()[:, 0].tolist():
             leaves[(*beginning, token)] = prob * float(after[token])
     rest = 1.0 - sum(leaves.values())
-    return Cells({**leaves, (): max(rest, 0.0)}, looked_into)
+    return Cells({**leaves, (): max(rest, 0.0)}, expanded)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _merge(law: Cells, counts: Counter[Tokens], total: int) -> tuple[list[float]
     order = sorted(law.probs, key=lambda cell: law.probs[cell], reverse=True)
     probs, seen = [law.probs[c] for c in order if c != ()], [counts[c] for c in order if c != ()]
     rest = law.probs[()]
-    if rest * total >= LEAST or not probs:
+    if rest * total >= MIN_EXPECTED_SAMPLES or not probs:
         return [*probs, rest], [*seen, counts[()]]
     probs[-1] += rest
     seen[-1] += counts[()]

@@ -1,13 +1,11 @@
-"""What the parts of `forerun check lossless` share: findings, a controller that has every guess checked, and a way to
-have drafters for the time of a check. Knows no part of the check itself.
+"""Drafting as `forerun check lossless` needs it: a controller that has every draft verified, and drafters that are
+registered only while a check runs. Knows no part of the check itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 from forerun.core import Draft
 from forerun.decode.control.controller import Controller, RequestStats
@@ -16,31 +14,15 @@ from forerun.decode.drafters import base
 from forerun.engine.engine import Engine
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was checked. `checked` is False where nothing was drafted, so that nothing could go wrong."""
-
-    part: str  # exact, sampled or greedy
-    name: str
-    passed: bool
-    detail: str
-    checked: bool = True
-    data: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def verdict(self) -> str:
-        return ("pass" if self.checked else "not checked") if self.passed else "FAIL"
-
-
-class EverythingPays(Controller):
-    """Has every guess checked, whatever it costs: a check must not depend on the speed of the machine."""
+class VerifyAllDrafts(Controller):
+    """Has every draft verified, whatever it costs: a check must not depend on the speed of the machine."""
 
     def __init__(self) -> None:
         names = [name for name, kind in base.registered().items() if not kind.free]
         super().__init__(CostCurve({1: 1.0, 64: 1.001}), {name: CostCurve({1: 1e-4, 64: 1.1e-4}) for name in names})
 
     def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
-        """A drafter's word is taken: the order of branches is its own, and lies may stay the likeliest."""
+        """Stated probabilities stay: branches keep the drafter's order, and wrong ones may stay the likeliest."""
         return list(draft.probs)
 
     def select(
@@ -83,10 +65,10 @@ class EverythingPays(Controller):
 
 
 @contextmanager
-def everything_pays(engine: Engine) -> Iterator[None]:
-    """No guess of this engine is left out meanwhile."""
+def all_drafts_verified(engine: Engine) -> Iterator[None]:
+    """Meanwhile the engine verifies every draft."""
     measured = engine.speculator.controller
-    engine.speculator.controller = EverythingPays()
+    engine.speculator.controller = VerifyAllDrafts()
     try:
         yield
     finally:
@@ -94,8 +76,8 @@ def everything_pays(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def available(kind: type[base.Drafter]) -> Iterator[None]:
-    """A drafter that only a check can ask for. Engines forget it afterwards, as the next check brings other answers."""
+def registered_drafter(kind: type[base.Drafter]) -> Iterator[None]:
+    """A drafter that only a check can name; it is unregistered afterwards, as the next check brings other answers."""
     base.register(kind)
     try:
         yield
@@ -103,5 +85,6 @@ def available(kind: type[base.Drafter]) -> Iterator[None]:
         base.unregister(kind.name)
 
 
-def forget(engine: Engine, name: str) -> None:
+def remove_drafter(engine: Engine, name: str) -> None:
+    """Drop the engine's instance of a drafter."""
     engine.speculator.drafter_pool.remove(name)

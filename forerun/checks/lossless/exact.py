@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import tokenizers
 import torch
@@ -30,7 +31,7 @@ from forerun.checks.enumeration import (
     target_distribution,
     tiny_logits,
 )
-from forerun.checks.lossless_common import Finding
+from forerun.checks.finding import Finding
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters import Drafter, DraftRequest, registered
@@ -41,22 +42,22 @@ from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.shapes import expected_shapes
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
-from forerun_research.bench.shapes import RandomCheckpoint
 
-PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that whoever looks back finds something
-LENGTH = 3  # tokens of an answer whose law is compared
-DEPTH = 3  # of a draft
-PAGE = 4
-CONTEXT = 256
+TINY_PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that drafters that copy find something
+COMPARED_TOKENS = 3  # tokens of an answer whose law is compared
+DRAFT_DEPTH = 3  # of a draft
+PAGE_TOKENS = 4
+MAX_CONTEXT = 256
 CPU = torch.device("cpu")
 _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Case:
+class TinyCase:
     """A target, and how many nodes a draft for it may have: what is drawn at random must stay few enough to count."""
 
     target: TinyTarget
@@ -66,8 +67,11 @@ class Case:
 # ---- a tiny world ----
 
 
-class _Tiny(RandomCheckpoint):
-    """A decoder of four tokens that has opinions: the usual small weights would find all of them equally likely."""
+class _TinyCheckpoint:
+    """A random decoder of four tokens. Weights are large enough that tokens are not all equally likely."""
+
+    quantised = False
+    files: tuple[Path, ...] = ()
 
     def __init__(self, seed: int) -> None:
         self.config = ModelConfig(
@@ -79,9 +83,9 @@ class _Tiny(RandomCheckpoint):
             num_kv_heads=1,
             head_dim=16,
             intermediate_size=32,
-            max_context=CONTEXT,
+            max_context=MAX_CONTEXT,
         )
-        self.device, self.source, self._seed = CPU, f"random {seed}", seed
+        self.source, self._seed = f"random {seed}", seed
         self._shapes = expected_shapes(self.config)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -90,9 +94,21 @@ class _Tiny(RandomCheckpoint):
         draw = torch.Generator().manual_seed(self._seed * 1000 + list(self._shapes).index(name))
         return torch.empty(self._shapes[name]).normal_(0.0, 0.25, generator=draw)
 
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        return self.tensor(name)[ids]
+
+    def stored(self, name: str) -> tuple[str, torch.Tensor]:
+        return as_stored(self.tensor(name))
+
+    def tokenizer(self) -> Tokenizer:
+        return tiny_tokenizer()
+
+    def release(self) -> None:
+        """Nothing is mapped."""
+
 
 def _decoder(seed: int) -> Decoder:
-    return build_decoder(_Tiny(seed), CPU, "float32", CONTEXT, quiet=True)[0]
+    return build_decoder(_TinyCheckpoint(seed), CPU, "float32", MAX_CONTEXT, quiet=True)[0]
 
 
 def tiny_tokenizer(first: str = "a", second: str = "b") -> Tokenizer:
@@ -111,26 +127,26 @@ def tiny_worlds() -> tuple[DraftContext, ...]:
     worlds = []
     for same in (True, False):
         target, draft = _decoder(1), _decoder(2)
-        pool = PagePool(target.config, CONTEXT // PAGE, PAGE, torch.float32, CPU)
+        pool = PagePool(target.config, MAX_CONTEXT // PAGE_TOKENS, PAGE_TOKENS, torch.float32, CPU)
         mine = tiny_tokenizer()
         theirs = mine if same else tiny_tokenizer("b", "a")
         model = DraftModel(draft, theirs, same, "a tiny draft")
-        worlds.append(DraftContext.build(pool, Runner(target, pool, CONTEXT), mine, CONTEXT, model))
+        worlds.append(DraftContext.build(pool, Runner(target, pool, MAX_CONTEXT), mine, MAX_CONTEXT, model))
     return tuple(worlds)
 
 
-def cases() -> list[Case]:
+def cases() -> list[TinyCase]:
     """One of each kind that shapes a distribution, greedy included."""
     ask = SamplingParams
     found = [
-        Case(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 5),
-        Case(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
-        Case(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
-        Case(TinyTarget("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3)), 3),
-        Case(TinyTarget("grammar", tiny_logits(0.9), ask(1.0), _grammar), 3),
-        Case(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
+        TinyCase(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 5),
+        TinyCase(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
+        TinyCase(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
+        TinyCase(TinyTarget("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3)), 3),
+        TinyCase(TinyTarget("grammar", tiny_logits(0.9), ask(1.0), _grammar), 3),
+        TinyCase(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
     ]
-    return [replace(case, target=replace(case.target, prompt=PROMPT)) for case in found]
+    return [replace(case, target=replace(case.target, prompt=TINY_PROMPT)) for case in found]
 
 
 @cache
@@ -149,20 +165,20 @@ def _grammar(answer: Tokens) -> AnswerGrammar:
 
 
 def draft_law(
-    drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, sampled: bool
+    drafter: Drafter, ctx: DraftContext, case: TinyCase, answer: Tokens, sampled: bool
 ) -> list[tuple[float, Draft]]:
     """All that a drafter can propose after this answer, with probabilities."""
 
     return list(outcomes(lambda rng: _propose(drafter, ctx, case, answer, sampled, rng)))
 
 
-def _propose(drafter: Drafter, ctx: DraftContext, case: Case, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
+def _propose(drafter: Drafter, ctx: DraftContext, case: TinyCase, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
     target, pool = case.target, ctx.pool
     tokens = [*target.prompt, *answer]
     constraint = target.constraint(answer) if target.constraint is not None else None
     context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
     pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
-    request = DraftRequest(next(_ids), context, DEPTH, case.nodes, pages, sampled=sampled, rng=rng)
+    request = DraftRequest(next(_ids), context, DRAFT_DEPTH, case.nodes, pages, sampled=sampled, rng=rng)
     try:
         if not drafter.free:  # it may read what the target has computed
             ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
@@ -184,14 +200,14 @@ class Proposals:
         self.drafts = 0  # different ones, empty ones not counted
         self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
 
-    def of(self, case: Case, sampled: bool) -> MakeDraft:
+    def of(self, case: TinyCase, sampled: bool) -> MakeDraft:
         def make(tokens: list[int], rng: Rng) -> Draft:
             weights, drafts = self._law(case, sampled, tuple(tokens[len(case.target.prompt) :]))
             return drafts[rng.pick(weights)] if len(drafts) > 1 else drafts[0]
 
         return make
 
-    def _law(self, case: Case, sampled: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
+    def _law(self, case: TinyCase, sampled: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
         key = (case.target.name, sampled, answer)
         if key not in self._laws:
             law = draft_law(self.drafter, self.ctx, case, answer, sampled)
@@ -204,25 +220,25 @@ class Proposals:
 
 
 def check_exact(
-    say: Callable[[str], None] = lambda text: None, drafters: Sequence[str] | None = None
+    on_progress: Callable[[str], None] = lambda text: None, drafters: Sequence[str] | None = None
 ) -> Iterator[Finding]:
     """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
     targets = cases()
-    plain = {case.target.name: target_distribution(case.target, LENGTH) for case in targets}
+    plain = {case.target.name: target_distribution(case.target, COMPARED_TOKENS) for case in targets}
     for name in registered() if drafters is None else drafters:
         kind = registered()[name]
-        say(f"exact: every outcome of {name}")
+        on_progress(f"exact: every outcome of {name}")
         ctx = next((world for world in tiny_worlds() if kind.problem(world) is None), None)
         if ctx is None:
             yield Finding("exact", name, True, "cannot work on four tokens", checked=False)
             continue
         try:
             yield _finding(Proposals(kind(ctx), ctx), targets, plain)
-        except Exception as error:  # an engine would go on without it, but whoever checks wants to know
+        except Exception as error:  # an engine would go on without it; here it is a finding
             yield Finding("exact", name, False, f"failed on four tokens: {type(error).__name__}: {error}")
 
 
-def _finding(proposals: Proposals, targets: list[Case], plain: dict[str, Law]) -> Finding:
+def _finding(proposals: Proposals, targets: list[TinyCase], plain: dict[str, Law]) -> Finding:
     found = {name: _differences(proposals, make(), targets, plain) for name, make in LOSSLESS.items()}
     worst = {name: max(differences.values()) for name, differences in found.items()}
     wrong = [name for name in worst if worst[name] >= EXACT]
@@ -239,7 +255,7 @@ def _finding(proposals: Proposals, targets: list[Case], plain: dict[str, Law]) -
 
 
 def _differences(
-    proposals: Proposals, verifier: Verifier, targets: list[Case], plain: dict[str, Law]
+    proposals: Proposals, verifier: Verifier, targets: list[TinyCase], plain: dict[str, Law]
 ) -> dict[str, float]:
     """By target: the largest difference in the probability of any answer."""
     found: dict[str, float] = {}
@@ -247,6 +263,6 @@ def _differences(
         sampled = verifier.uses_proposals and not case.target.params.greedy
         # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
         steps = 1 if sampled and not proposals.drafter.free else 2
-        law = output_distribution(proposals.of(case, sampled), case.target, verifier, LENGTH, steps)
+        law = output_distribution(proposals.of(case, sampled), case.target, verifier, COMPARED_TOKENS, steps)
         found[case.target.name] = difference(law, plain[case.target.name])
     return found

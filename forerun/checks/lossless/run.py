@@ -2,21 +2,21 @@
 
 Exact: every drafter with every verifier on four tokens, all outcomes counted. Sampled: the real model at a temperature.
 Greedy: the real model, token for token, where a difference is told from this machine's own noise. Each part is a module
-of its own (`lossless_*.py`); here they are put in order.
+of its own beside this one; here they are put in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from forerun.checks.lossless_common import Finding
-from forerun.checks.lossless_exact import check_exact
-from forerun.checks.lossless_greedy import check_greedy, choose_prompts
-from forerun.checks.lossless_sampled import LENGTH, NODES, check_sampled
+from forerun.checks.finding import Finding
+from forerun.checks.lossless.exact import check_exact
+from forerun.checks.lossless.greedy import check_greedy, choose_prompts
+from forerun.checks.lossless.sampled import COMPARED_TOKENS, DRAFT_NODES, check_sampled
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 
-LONGEST = 192  # tokens of a prompt
+MAX_PROMPT_TOKENS = 192  # tokens of a prompt
 
 
 def check_lossless(
@@ -30,21 +30,21 @@ def check_lossless(
     tokens: int = 32,
     temperature: float = 0.8,
     samples: int = 256,
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    """Findings one by one as they are known; `say` hears what is being done."""
+    """Findings one by one as they are known; `on_progress` is called with what is being done."""
     if not 0.0 < temperature <= 100.0:
         raise BadRequest(f"temperature is {temperature}, the sampled part needs more than 0, up to 100", "use 0.8")
-    yield from check_exact(say)
-    say("loading")
+    yield from check_exact(on_progress)
+    on_progress("loading")
     with LLM(model, draft=draft, weights=weights, device=device, threads=threads, quiet=True) as llm:
         context = llm.engine.config.max_model_len
-        room = context - max(tokens, LENGTH + NODES) - NODES
+        room = context - max(tokens, COMPARED_TOKENS + DRAFT_NODES) - DRAFT_NODES
         if room < 2:
             raise BadRequest(
                 f"answers of {tokens} tokens leave no room for a prompt in a context of {context}",
                 "ask for fewer tokens",
             )
-        asked = choose_prompts(llm, prompts, min(LONGEST, room))
-        yield from check_sampled(llm, asked, temperature, samples, say)
-        yield from check_greedy(llm, asked, tokens, say)
+        asked = choose_prompts(llm, prompts, min(MAX_PROMPT_TOKENS, room))
+        yield from check_sampled(llm, asked, temperature, samples, on_progress)
+        yield from check_greedy(llm, asked, tokens, on_progress)

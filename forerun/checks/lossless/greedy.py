@@ -16,27 +16,30 @@ from typing import Any, ClassVar
 import torch
 
 from forerun import data
-from forerun.checks.lossless_common import Finding, available, everything_pays, forget
-from forerun.checks.lossless_noise import Difference, compare, logits_in_all_ways, summary
+from forerun.checks.finding import Finding
+from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter, remove_drafter
+from forerun.checks.lossless.noise import AnswerDifference, compare, logits_in_all_ways, summary
 from forerun.core import ROOT, Draft, Usage
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
 from forerun.llm import LLM, Completion, Prompt
 from forerun.params import Grammar, SamplingParams, Speculation
 
-NODES = 12  # of a draft: enough for branches
-PROBED = 3  # answers at which the noise of probabilities is measured
-DRIFT = 16.0  # a few places see less than all of the noise: beyond so many times it, K/V is wrong though tokens agree
-SHAPE = Grammar(
+DRAFT_NODES = 12  # of a draft: enough for branches
+PROBED_ANSWERS = 3  # answers at which the noise of probabilities is measured
+MAX_DRIFT_FACTOR = (
+    16.0  # a few places see less than all of the noise: beyond so many times it, K/V is wrong though tokens agree
+)
+ANSWER_GRAMMAR = Grammar(
     "json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}'
 )
 
 
-class Knowing(Drafter):
-    """Knows what plain decoding answers, and lies about some of it, in turns: a wrong token first and the right one
-    beside it, a right beginning that goes wrong, the whole truth."""
+class OracleDrafter(Drafter):
+    """Drafts from the plain answers, wrong on purpose in turns: a wrong token first and the right one beside it, a
+    right beginning that goes wrong, all tokens right."""
 
-    name = "knowing"
+    name = "oracle"
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # by prompt
 
     def __init__(self, ctx: DraftContext) -> None:
@@ -52,10 +55,12 @@ class Knowing(Drafter):
         for depth, token in enumerate(answer[at : at + 4]):
             kind = (at + depth) % 4
             wrong = (token + 1 + kind) % self._vocab
-            if kind in (1, 2) and len(draft) + 2 < room:  # a lie, and what would follow it
-                lie = draft.add(wrong, node, 0.95, self.name)  # surer than the truth, so that it is laid out first
-                draft.add(token, lie, 0.95, self.name)
-            if kind == 3 and depth:  # the truth ends here
+            if kind in (1, 2) and len(draft) + 2 < room:  # a wrong token, and what would follow it
+                false = draft.add(
+                    wrong, node, 0.95, self.name
+                )  # likelier than the right one, so that it is laid out first
+                draft.add(token, false, 0.95, self.name)
+            if kind == 3 and depth:  # right tokens end here
                 break
             if len(draft) >= room:
                 break
@@ -66,7 +71,7 @@ class Knowing(Drafter):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlainAnswers:
     """Prompts with their plain answers, each computed alone."""
 
     prompts: list[list[int]]
@@ -75,17 +80,17 @@ class Asked:
     noise: float  # of the logarithm of a token's probability
 
 
-def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Asked:
+def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> PlainAnswers:
     params = replace(params, speculate="off", logprobs=0)
     llm.clear_cache()
     plain = [llm.generate(ids, params)[0] for ids in prompts]
-    return Asked(prompts, plain, params, _noise(llm, plain))
+    return PlainAnswers(prompts, plain, params, _noise(llm, plain))
 
 
 def _noise(llm: LLM, plain: list[Completion]) -> float:
     """How much ways of computing disagree about the probability of a token, at the ends of a few answers."""
     worst = 0.0
-    for answer in plain[:PROBED]:
+    for answer in plain[:PROBED_ANSWERS]:
         ids, beside = [*answer.prompt_ids, *answer.token_ids[:-1]], [p.prompt_ids for p in plain if p is not answer]
         for at in (len(answer.prompt_ids), len(ids)):
             token = answer.token_ids[at - len(answer.prompt_ids)]
@@ -112,24 +117,30 @@ def choose_prompts(llm: LLM, count: int, limit: int) -> list[list[int]]:
 
 
 def check_greedy(
-    llm: LLM, prompts: list[list[int]], tokens: int, say: Callable[[str], None] = lambda text: None
+    llm: LLM, prompts: list[list[int]], tokens: int, on_progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[Finding]:
-    say("greedy: plain answers, one by one")
+    on_progress("greedy: plain answers, one by one")
     asked = ask_plain(llm, prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
     batch = f"batch of {len(prompts)}"
-    yield _run(llm, asked, "off", f"plain, {batch}", together=True, say=say)
-    yield _run(llm, asked, "auto", "auto, one by one", together=False, say=say)
-    yield _run(llm, asked, "auto", f"auto, {batch}", together=True, say=say)
+    yield _run(llm, asked, "off", f"plain, {batch}", together=True, on_progress=on_progress)
+    yield _run(llm, asked, "auto", "auto, one by one", together=False, on_progress=on_progress)
+    yield _run(llm, asked, "auto", f"auto, {batch}", together=True, on_progress=on_progress)
     for name in usable(llm):
         if name != "grammar":
-            yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, say=say)
-    yield from _knowing(llm, asked, batch, say)
-    say("greedy: plain answers within a grammar")
+            yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, on_progress=on_progress)
+    yield from _oracle(llm, asked, batch, on_progress)
+    on_progress("greedy: plain answers within a grammar")
     shaped = ask_plain(
-        llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=SHAPE, ignore_eos=False)
+        llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=ANSWER_GRAMMAR, ignore_eos=False)
     )
     yield _run(
-        llm, shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", together=True, pays=True, say=say
+        llm,
+        shaped,
+        "auto",
+        f"auto with a grammar, batch of {len(shaped.prompts)}",
+        together=True,
+        pays=True,
+        on_progress=on_progress,
     )
 
 
@@ -138,33 +149,39 @@ def usable(llm: LLM) -> list[str]:
     return [name for name, kind in registered().items() if kind.problem(ctx) is None]
 
 
-def _knowing(llm: LLM, asked: Asked, batch: str, say: Callable[[str], None]) -> Iterator[Finding]:
-    Knowing.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
-    with available(Knowing):
+def _oracle(llm: LLM, asked: PlainAnswers, batch: str, on_progress: Callable[[str], None]) -> Iterator[Finding]:
+    OracleDrafter.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
+    with registered_drafter(OracleDrafter):
         try:
             for together, how in ((False, "one by one"), (True, batch)):
-                name = f"right and wrong guesses, {how}"
-                yield _run(llm, asked, Knowing.name, name, together, pays=True, say=say)
+                name = f"right and wrong drafts, {how}"
+                yield _run(llm, asked, OracleDrafter.name, name, together, pays=True, on_progress=on_progress)
         finally:
-            forget(llm.engine, Knowing.name)
+            remove_drafter(llm.engine, OracleDrafter.name)
 
 
 def _run(
-    llm: LLM, asked: Asked, drafter: str, name: str, together: bool, say: Callable[[str], None], pays: bool = False
+    llm: LLM,
+    asked: PlainAnswers,
+    drafter: str,
+    name: str,
+    together: bool,
+    on_progress: Callable[[str], None],
+    pays: bool = False,
 ) -> Finding:
-    say(f"greedy: {name}")
-    params = replace(asked.params, speculate=Speculation(drafter, nodes=NODES) if pays else drafter)
+    on_progress(f"greedy: {name}")
+    params = replace(asked.params, speculate=Speculation(drafter, nodes=DRAFT_NODES) if pays else drafter)
     llm.clear_cache()
     with ExitStack() as stack:
         if pays:
-            stack.enter_context(everything_pays(llm.engine))
+            stack.enter_context(all_drafts_verified(llm.engine))
         prompts: list[Prompt] = [*asked.prompts]
         answers = llm.generate(prompts, params) if together else [llm.generate(p, params)[0] for p in prompts]
     return _finding(llm, asked, name, answers, drafter)
 
 
-def _finding(llm: LLM, asked: Asked, name: str, answers: list[Completion], drafter: str) -> Finding:
-    found: list[Difference] = []
+def _finding(llm: LLM, asked: PlainAnswers, name: str, answers: list[Completion], drafter: str) -> Finding:
+    found: list[AnswerDifference] = []
     usage, drift = Usage(), 0.0
     for number, (plain, answer) in enumerate(zip(asked.plain, answers, strict=True)):
         usage.add(answer.usage)
@@ -173,13 +190,13 @@ def _finding(llm: LLM, asked: Asked, name: str, answers: list[Completion], draft
         if difference is not None:
             found.append(difference)
     detail = summary(len(answers), found)
-    drifted = drift > DRIFT * asked.noise
-    detail += f"; probabilities of equal tokens {'DRIFT' if drifted else 'differ'} by up to {drift:.1g}"
-    detail += f" (logarithm; noise {asked.noise:.1g}, allowed {DRIFT:g} times)" if drift else ""
+    drifted = drift > MAX_DRIFT_FACTOR * asked.noise
+    detail += f"; probabilities of equal tokens {'MAX_DRIFT_FACTOR' if drifted else 'differ'} by up to {drift:.1g}"
+    detail += f" (logarithm; noise {asked.noise:.1g}, allowed {MAX_DRIFT_FACTOR:g} times)" if drift else ""
     if drafter != "off":
         detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
     figures: dict[str, Any] = {"drafted": usage.drafted, "accepted": usage.accepted, "answers": len(answers)}
-    figures |= {"drift": drift, "noise": asked.noise, "drift_factor": DRIFT}
+    figures |= {"drift": drift, "noise": asked.noise, "drift_factor": MAX_DRIFT_FACTOR}
     passed = all(d.tie for d in found) and not drifted
     checked = drafter == "off" or usage.drafted > 0
     return Finding("greedy", name, passed, detail, checked, {**figures, "differences": [d.record() for d in found]})

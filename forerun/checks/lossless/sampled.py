@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.checks.lossless_common import Finding, available, everything_pays, forget
-from forerun.checks.lossless_noise import Difference, compare, summary
-from forerun.checks.lossless_stats import Cells, Fit, Tokens, cells, detectable, fit
+from forerun.checks.finding import Finding
+from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter, remove_drafter
+from forerun.checks.lossless.noise import AnswerDifference, compare, summary
+from forerun.checks.lossless.statistics import Cells, Fit, Tokens, cells, detectable, fit
 from forerun.core import ROOT, Draft, Usage
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
@@ -26,16 +27,16 @@ from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.params import SamplingParams, Speculation
 
-LENGTH = 3  # tokens of an answer whose law is compared: the first is never drafted, the others are
-LOOKED_INTO = 12  # beginnings whose next token is looked at one by one
+COMPARED_TOKENS = 3  # tokens of an answer whose law is compared: the first is never drafted, the others are
+MAX_EXPANDED = 12  # beginnings whose next token is looked at one by one
 SIGNIFICANCE, POWER = 0.001, 0.95
-NODES = 6
+DRAFT_NODES = 6
 WITH_MODELS = "rejection"  # the rule for drafters with a model: it shows a wrong claim about a draw most directly
-MATCHED = 48  # seeds whose answers are compared token by token
+MATCHED_SEEDS = 48  # seeds whose answers are compared token by token
 MATCHED_TOKENS = 12
 
 
-class Sketch(Drafter):
+class SketchDrafter(Drafter):
     """Draws trees from a rough version of the model's own law, for verifiers that want drafts drawn at random, where
     there is no draft model. Not free: drafters that are free are not asked to draw."""
 
@@ -86,7 +87,7 @@ def rough(probs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampledCase:
     """What is sampled: a prompt with the exact law of its answers."""
 
     prompt: list[int]
@@ -100,25 +101,25 @@ def check_sampled(
     prompts: list[list[int]],
     temperature: float,
     samples: int,
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
     params = SamplingParams(temperature=temperature, max_tokens=MATCHED_TOKENS, ignore_eos=True, speculate="off")
-    yield from _same_seeds(llm, prompts, params, say)
-    say("sampled: the model's own law")
+    yield from _same_seeds(llm, prompts, params, on_progress)
+    on_progress("sampled: the model's own law")
     prompt = prompts[0]
-    law = cells(lambda beginning: _probs(llm, prompt, params, beginning), LENGTH, LOOKED_INTO, samples)
-    case = Sampling(prompt, replace(params, max_tokens=LENGTH + NODES), law, samples)
-    Sketch.laws = law.looked_into
-    with available(Sketch), everything_pays(llm.engine):
+    law = cells(lambda beginning: _probs(llm, prompt, params, beginning), COMPARED_TOKENS, MAX_EXPANDED, samples)
+    case = SampledCase(prompt, replace(params, max_tokens=COMPARED_TOKENS + DRAFT_NODES), law, samples)
+    SketchDrafter.laws = law.expanded
+    with registered_drafter(SketchDrafter), all_drafts_verified(llm.engine):
         try:
             rules = [name for name, make in LOSSLESS.items() if make().uses_proposals]
-            pairs = [(Sketch.name, rule) for rule in rules]
-            pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != Sketch.name]
+            pairs = [(SketchDrafter.name, rule) for rule in rules]
+            pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != SketchDrafter.name]
             for drafter, rule in pairs:
-                say(f"sampled: {drafter} with {rule}, {samples} answers")
+                on_progress(f"sampled: {drafter} with {rule}, {samples} answers")
                 yield _fitted(llm, case, drafter, rule)
         finally:
-            forget(llm.engine, Sketch.name)
+            remove_drafter(llm.engine, SketchDrafter.name)
 
 
 def _paid(llm: LLM) -> list[str]:
@@ -132,16 +133,16 @@ def _probs(llm: LLM, prompt: list[int], params: SamplingParams, beginning: Token
     return distribution(logits, [params])[0].cpu()
 
 
-def _fitted(llm: LLM, case: Sampling, drafter: str, verifier: str) -> Finding:
-    params = replace(case.params, speculate=Speculation(drafter, nodes=NODES, verify=verifier))
+def _fitted(llm: LLM, case: SampledCase, drafter: str, verifier: str) -> Finding:
+    params = replace(case.params, speculate=Speculation(drafter, nodes=DRAFT_NODES, verify=verifier))
     usage = Usage()
-    first = fit(case.law, sample(llm, case.prompt, params, range(1, case.samples + 1), LENGTH, usage))
+    first = fit(case.law, sample(llm, case.prompt, params, range(1, case.samples + 1), COMPARED_TOKENS, usage))
     seen = detectable(first.samples, first.cells, SIGNIFICANCE, POWER)
     detail = f"{first.samples} answers in {first.cells} cells, p = {first.p_value:.2g}"
     again: Fit | None = None
     if first.p_value < SIGNIFICANCE:
         seeds = range(case.samples + 1, 3 * case.samples + 1)
-        again = fit(case.law, sample(llm, case.prompt, params, seeds, LENGTH, usage))
+        again = fit(case.law, sample(llm, case.prompt, params, seeds, COMPARED_TOKENS, usage))
         detail += f"; again with {again.samples}: p = {again.p_value:.2g}"
     passed = again is None or again.p_value >= SIGNIFICANCE
     detail += f"; a distance of {seen:.3f} would show with probability {POWER:g} at significance {SIGNIFICANCE:g}"
@@ -152,19 +153,19 @@ def _fitted(llm: LLM, case: Sampling, drafter: str, verifier: str) -> Finding:
 
 
 def _same_seeds(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, say: Callable[[str], None]
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Under `match`: each drafter that a user gets, all prompts in turn, a seed each."""
-    seeds = range(1, MATCHED + 1)
+    seeds = range(1, MATCHED_SEEDS + 1)
     jobs = [(prompts[i % len(prompts)], replace(params, seed=seed)) for i, seed in enumerate(seeds)]
-    say("sampled: plain answers")
+    on_progress("sampled: plain answers")
     plain = answers(llm, jobs)
     for drafter in ["auto", *_paid(llm)]:
-        say(f"sampled: {drafter}, the same seeds")
+        on_progress(f"sampled: {drafter}, the same seeds")
         llm.clear_cache()
-        spec = Speculation(drafter, nodes=NODES)
-        usage, found = Usage(), list[Difference]()
-        with everything_pays(llm.engine):
+        spec = Speculation(drafter, nodes=DRAFT_NODES)
+        usage, found = Usage(), list[AnswerDifference]()
+        with all_drafts_verified(llm.engine):
             mine = answers(llm, [(ids, replace(p, speculate=spec)) for ids, p in jobs], usage=usage)
         for i, (a, b) in enumerate(zip(plain, mine, strict=True)):
             difference = compare(llm, i % len(prompts), prompts, a, b, params, seed=seeds[i])
