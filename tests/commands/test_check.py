@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def check(model: str, draft: str | None, **options: Any) -> Iterator[Finding]:
         seen.update(options, model=model, draft=draft)
-        options["say"]("looking")
+        options["on_progress"]("looking")
         yield from seen["findings"]
 
     monkeypatch.setattr("forerun.checks.lossless.run.check_lossless", check)
