@@ -1,12 +1,13 @@
 """The engine: requests in, events out, one step at a time.
 
-`step` is the whole story: draft prompts, schedule, guess, run, verify, advance. The engine owns the pool, what is
-cached and the sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time; `submit`
-and `cancel` may come from any.
+`step` is the whole story: draft prompts, schedule, draft tokens, run, verify, advance. The engine owns the pool, what
+is cached and the sequences; it does not know files, prompts as text, threads or HTTP. One thread steps at a time;
+`submit` and `cancel` may be called by any. An error in one sequence ends that sequence only.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.core import SamplingParams
+from forerun.core import SamplingParams, Usage
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.speculator import Speculator
@@ -28,12 +29,11 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
-from forerun.engine.provisional import meet, say
+from forerun.engine.provisional import draft_provisional, emit_provisional
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Event, FinishReason, Request, Sequence
-from forerun.engine.speculative_prefill import Drafting
+from forerun.engine.sequence import Event, FinishReason, Phase, Request, ScheduledSequence, Sequence
+from forerun.engine.speculative_prefill import SpeculativePrefill
 from forerun.engine.stats import Stats
-from forerun.engine.work import Work
 from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.runner import Runner
@@ -43,9 +43,11 @@ from forerun.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from forerun.prefill.prefiller import Prefiller
 
+log = logging.getLogger("forerun")
+
 
 class Engine:
-    """Continuous batching on one decoder, one page pool and one prefix tree; drafters guess ahead.
+    """Continuous batching on one decoder, one page pool and one prefix tree, with speculative decoding.
 
     `controller` is for those who bring their own costs; without one the engine measures the models it is given.
     `prefiller` makes what drafts prompts; without one only exact prefill can be asked for. `tiers` makes what keeps
@@ -74,16 +76,17 @@ class Engine:
             self.pool, tree, approximate, config.max_num_seqs, config.max_num_batched_tokens, self.tiers
         )
         if self.runner.decoding_rows is not None:
-            self.scheduler.guided_share = 1  # other chunks, other bits
+            self.scheduler.chunk_divisor = 1  # other chunks, other bits
         ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_model_len, draft)
         ctx.make_room = self.scheduler.make_room
         ctx.warm_up()
         self.speculator = Speculator(ctx, controller)
-        self.drafting = Drafting(None if prefiller is None else prefiller(ctx), self.scheduler, self.fail)
-        self.scheduler.on_leaving = self._leaves
+        made = None if prefiller is None else prefiller(ctx)
+        self.speculative_prefill = SpeculativePrefill(made, self.scheduler, self.fail)
+        self.scheduler.on_release = self._release
         make_room, size = self.scheduler.make_room, config.max_num_batched_tokens
         self.upgrades = Upgrader(self.runner, self.tree, self.approximate, make_room, size)
-        self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.drafting)
+        self.intake = Intake(decoder.config, tokenizer, config, self.speculator, self.speculative_prefill)
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[int] = deque()
         self.stats, self.leases = Stats(), PageLeases(self.pool, make_room)
@@ -94,141 +97,159 @@ class Engine:
 
     def step(self) -> bool:
         """Run one batch and send its events; False when there was nothing to do but upgrades."""
-        self.take_in()
-        drafted = self.drafting.advance()  # a piece of each prompt whose K/V is drafted, not computed
-        work = self.scheduler.schedule(drafted)
-        if not work:
-            return drafted > 0 or not self.idle
-        work = meet(work, self.scheduler, self._most_nodes, self.runner.decoding_rows)  # provisional words: a draft
-        self._guess(work)  # drafts for the sequences that decode
-        output = self._run(work)  # logits for every work that samples: of its last token, then of its draft's nodes
-        sampling = [w for w in work if w.samples]
-        rulings = iter(verify(output, [VerifyInput(w.seq.context, w.draft, w.verifier) for w in sampling]))
-        for w in work:
-            self._advance(w, next(rulings) if w.samples else None)
+        self.process_inbox()
+        spent = self._draft_prompts()  # a piece of each prompt whose K/V is drafted, not computed
+        batch = self.scheduler.schedule(spent)
+        if not batch:
+            return spent > 0 or not self.idle
+        if any(s.verifies_provisional for s in batch):
+            batch = draft_provisional(batch, self.scheduler, self.runner, self._max_nodes)
+        self._draft_tokens(batch)  # for the sequences that decode with speculation
+        output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
+        sampling = [s for s in batch if s.samples]
+        outputs = iter(verify(output, [VerifyInput(s.seq.context, s.draft, s.verifier) for s in sampling]))
+        for scheduled in batch:
+            self._advance(scheduled, next(outputs) if scheduled.samples else None)
         return True
 
-    def _guess(self, work: list[Work]) -> None:
-        guessed = [w for w in work if w.seq.spec_state is not None and w.decodes and not w.meets_guide]
-        if not guessed or not self.speculator.should_draft(
-            [w.seq.spec_state for w in guessed if w.seq.spec_state is not None]
-        ):
-            return
-        most = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(work)))
-        if any(len(w.draft) for w in work):  # provisional words: they stay within what is sure to be exact
-            most = min(most, self.runner.decoding_rows or most)
-        room = max(0, most - sum(w.count + len(w.draft) for w in work)) // len(guessed)
-        turns = []
-        for w in guessed:
-            useful = min(self._most_nodes(w.seq), w.seq.params.speculation.nodes, room)
-            nodes = self.scheduler.reserve(w.seq, useful)
-            assert w.seq.spec_state is not None
-            turns.append(DraftTask(w.seq.spec_state, w.seq.pages, nodes))
-        if any(turn.max_nodes > 0 for turn in turns):
-            self.speculator.draft(turns)
-            for w, turn in zip(guessed, turns, strict=True):
-                w.draft = turn.draft
+    def _draft_prompts(self) -> int:
+        return self.speculative_prefill.advance() if self.scheduler.drafting else 0
 
-    def _most_nodes(self, seq: Sequence) -> int:
+    def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
+        speculating = [s for s in batch if s.seq.spec_state is not None and s.decodes and not s.verifies_provisional]
+        states = [s.seq.spec_state for s in speculating if s.seq.spec_state is not None]
+        if not speculating or not self.speculator.should_draft(states):
+            return
+        rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(batch)))
+        if any(len(s.draft) for s in batch):  # provisional tokens: they stay within what is sure to be exact
+            rows = min(rows, self.runner.decoding_rows or rows)
+        room = max(0, rows - sum(s.count + len(s.draft) for s in batch)) // len(speculating)
+        tasks = []
+        for s, state in zip(speculating, states, strict=True):
+            useful = min(self._max_nodes(s.seq), s.seq.params.speculation.nodes, room)
+            tasks.append(DraftTask(state, s.seq.pages, self.scheduler.reserve(s.seq, useful)))
+        if any(task.max_nodes > 0 for task in tasks):
+            self.speculator.draft(tasks)
+            for s, task in zip(speculating, tasks, strict=True):
+                s.draft = task.draft
+
+    def _max_nodes(self, seq: Sequence) -> int:
         """Tokens of a draft that could still become part of the answer."""
         return max(0, min(seq.params.max_tokens - seq.num_generated, self.max_length - len(seq.tokens)) - 1)
 
-    def _run(self, work: list[Work]) -> Output:
+    def _run(self, batch: list[ScheduledSequence]) -> Output:
         start = time.perf_counter()
-        output = self.runner.forward([w.span for w in work])
-        if all(w.count == 1 and w.seq.ready is None for w in work):  # pure decoding, as in the controller's cost curve
+        output = self.runner.forward([s.span for s in batch])
+        # pure decoding, as in the controller's cost curve
+        if all(s.count == 1 and s.seq.ready_logits is None for s in batch):
             seconds = time.perf_counter() - start
-            longest = max(len(w.seq.tokens) for w in work)
-            self.speculator.observe([w.draft for w in work], longest, seconds)
-            for w in work:
-                w.seq.usage.verify_s += seconds
+            if any(s.seq.spec_state is not None for s in batch):
+                longest = max(len(s.seq.tokens) for s in batch)
+                self.speculator.observe([s.draft for s in batch], longest, seconds)
+            for s in batch:
+                s.seq.usage.verify_s += seconds
         return output
 
-    def _advance(self, work: Work, ruling: StepOutput | None) -> None:
-        """Book what was computed; append and publish the tokens that were settled."""
-        seq, was_prefilling = work.seq, work.seq.prefilling
-        seq.computed += work.count
-        seq.ready = None
-        if was_prefilling and not seq.prefilling:
-            self.scheduler.remember(seq)  # so that others can read the prompt while this one decodes
-        if ruling is None:
+    def _advance(self, scheduled: ScheduledSequence, output: StepOutput | None) -> None:
+        """Record what was computed; append and emit the tokens that were sampled."""
+        seq = scheduled.seq
+        seq.computed += scheduled.count
+        if seq.prefill is not None:
+            seq.prefill.logits = None
+        if seq.phase is Phase.PREFILLING:
+            seq.enter_next()
+            if seq.phase is Phase.DECODING:
+                self.scheduler.publish(seq)  # so that others can read the prompt while this one decodes
+        if output is None:
             return
-        if ruling.error is not None:
-            self.fail(seq, ruling.error)
+        if output.error is not None:
+            self.fail(seq, output.error)
             return
-        first, path = len(seq.tokens), ruling.verdict.path
+        try:
+            self._move_accepted(seq, output.verdict.path)
+            self._append(seq, output, scheduled)
+        except Exception as error:  # of this sequence alone: its text, its grammar, its drafters' records
+            self.fail(seq, error)
+
+    def _move_accepted(self, seq: Sequence, path: list[int]) -> None:
+        """K/V of an accepted side branch of the draft moves to where the answer continues."""
+        first = len(seq.tokens)
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
-        if straight < len(path):  # a side branch: its K/V moves to where the answer continues
+        if straight < len(path):
             source = [first + node for node in path[straight:]]
             self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
-        self._append(seq, ruling, work)
 
-    def _append(self, seq: Sequence, ruling: StepOutput, work: Work) -> None:
-        """The settled tokens become part of the answer, up to where it ends."""
+    def _append(self, seq: Sequence, output: StepOutput, scheduled: ScheduledSequence) -> None:
+        """The sampled tokens become part of the answer, up to where it ends."""
         first = len(seq.tokens)
-        event, reason = self.output.append(seq, ruling)
-        seq.computed = min(seq.computed + len(ruling.verdict.path), len(seq.tokens) - 1)
-        seq.note(len(event.token_ids), len(work.draft))
-        if seq.provisional is not None and not seq.provisional.judged:
+        event, reason = self.output.append(seq, output)
+        seq.computed = min(seq.computed + len(output.verdict.path), len(seq.tokens) - 1)
+        seq.record_step(len(event.token_ids), len(scheduled.draft))
+        if seq.provisional is not None and not seq.provisional.verified:
             last = reason is not None or self.runner.decoding_rows is None
-            event.confirmed, event.retracted = seq.provisional.judge(event.token_ids, last)
+            event.confirmed, event.retracted = seq.provisional.verify(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
         elif seq.spec_state is not None:
-            self.speculator.record_outcome(seq.spec_state, work.draft, ruling.verdict, seq.tokens[first:])
-        if seq.real is not None:
-            say(seq, event, self.scheduler, ends=reason is not None)
-            self._send(seq.real, event)
+            self.speculator.record_outcome(seq.spec_state, scheduled.draft, output.verdict, seq.tokens[first:])
+        if seq.final is not None:
+            emit_provisional(seq, event, self.scheduler, ends=reason is not None)
+            self._send(seq.request, event)
         elif reason is not None:
             self._finish(seq, reason, event)
         else:
             self.scheduler.trim(seq)
-            self._send(seq, event)
+            self._send(seq.request, event)
 
-    def fail(self, seq: Sequence, error: ForerunError) -> None:
-        """This answer is over, the others go on; a guide's is none."""
-        if seq.real is not None:
-            self.scheduler.dismiss(seq)
-            return
-        self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
+    def fail(self, seq: Sequence, error: Exception) -> None:
+        """End this answer with an error; the others go on. A provisional sequence ends without one."""
+        if not isinstance(error, ForerunError):
+            log.error("a request failed", exc_info=error)
+            self.output.drop(seq)  # what raised may raise again
+        if seq.final is not None and seq.phase is not Phase.FINISHED:
+            self.scheduler.end_provisional(seq)
+        elif seq.final is None:
+            self._finish(seq, "error", Event(seq.request.id, seq.index, error=error))
 
     def _finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
-        if seq.guide is not None:
-            self.scheduler.dismiss(seq.guide)
-        finished = reason in ("stop", "length")
-        drafted = seq.approximate is not None and seq.admitted and not seq.drafting and seq.params.cache
-        if self.config.enable_prefix_caching and drafted and reason != "error":
+        if seq.provisional is not None and seq.provisional.seq is not None:
+            self.scheduler.end_provisional(seq.provisional.seq)
+        answered = seq.draft_key is not None and (seq.num_generated > 0 or seq.phase is Phase.PREFILLING)
+        if self.config.enable_prefix_caching and answered and seq.params.cache and reason != "error":
             self.upgrades.add(seq.tokens)
-        seq.settle(finished)
-        self.scheduler.finish(seq)
+        if seq.phase is not Phase.FINISHED:  # else what came after this raised
+            seq.finish_usage(finished=reason in ("stop", "length"))
+            self.scheduler.finish(seq)
         self.output.finish(seq, reason, event)
         if seq.spec_state is not None:
             self.speculator.finish(seq.spec_state)
-        self._send(seq, event)
+        self._send(seq.request, event)
 
-    def _leaves(self, seq: Sequence) -> None:
-        """A sequence loses its pages: for good, or until it is its turn again."""
-        self.drafting.close(seq)
-        if seq.real is not None:
-            self.output.close(seq)
+    def _release(self, seq: Sequence) -> None:
+        """A sequence is about to lose its pages."""
+        if seq.prefill is not None:
+            self.speculative_prefill.close(seq)
+        if seq.final is not None:
+            self.output.drop(seq)
 
-    def _send(self, seq: Sequence, event: Event) -> None:
-        """A reader that fails is cut off; nobody else in the batch notices."""
+    def _send(self, request: Request, event: Event) -> None:
+        """A sink that raises cancels its own request."""
         try:
-            seq.request.sink(event)
+            request.sink(event)
         except Exception:
-            self._cancelled.append(seq.request.id)
+            self._cancelled.append(request.id)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def prepared(self, params: SamplingParams) -> bool:
         """Whether the drafters and the prefill source that these parameters name exist."""
-        return self.speculator.ready(params) and self.drafting.ready(params.prefilling)
+        drafters = params.speculation.off or self.speculator.ready(params)
+        return drafters and (params.prefilling.exact or self.speculative_prefill.ready(params.prefilling))
 
     def prepare(self, params: SamplingParams) -> None:
         """Make them; between steps, since that may time forwards."""
         self.speculator.check(params)
         self.speculator.prepare(params)
-        self.drafting.prepare(params.prefilling)
+        self.speculative_prefill.prepare(params.prefilling)
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise where a request cannot be answered."""
@@ -243,32 +264,45 @@ class Engine:
         """End a request at the next step, whatever it is doing, and free its pages."""
         self._cancelled.append(request_id)
 
-    def take_in(self) -> None:
+    def process_inbox(self) -> None:
         """Queue what was submitted and end what was cancelled, without running anything."""
         while self._inbox:
-            for seq in self.intake.sequences(self._inbox.popleft()):
-                self.scheduler.add(seq)
+            self._queue(self._inbox.popleft())
         while self._cancelled:
-            self._drop(self._cancelled.popleft())
-        self.leases.collect()
+            request_id = self._cancelled.popleft()
+            self._end([s for s in self.scheduler.sequences if s.request.id == request_id], "cancelled")
+        if self.leases:
+            self.leases.collect()
 
-    def _drop(self, request_id: int) -> None:
-        for seq in [s for s in self.scheduler.everyone if s.request.id == request_id and s.real is None]:
-            self._finish(seq, "cancelled", Event(request_id, seq.index))
+    def _queue(self, request: Request) -> None:
+        try:
+            sequences = self.intake.sequences(request)
+        except Exception as error:
+            for index in range(request.params.n):
+                usage = Usage(prompt_tokens=len(request.prompt_ids))
+                self._send(request, Event(request.id, index, finish_reason="error", usage=usage, error=error))
+            return
+        for seq in sequences:
+            self.scheduler.add(seq)
 
     def end_all(self, error: Exception | None = None) -> None:
         """End every request: cancelled, or with the error that hit them all."""
-        self.take_in()
-        for seq in [s for s in self.scheduler.everyone if s.real is None]:
-            self._finish(seq, "error" if error else "cancelled", Event(seq.request.id, seq.index, error=error))
+        self.process_inbox()
+        self._end(self.scheduler.sequences, "error" if error else "cancelled", error)
+
+    def _end(self, sequences: list[Sequence], reason: FinishReason, error: Exception | None = None) -> None:
+        for seq in sequences:
+            if seq.final is None:  # provisional sequences end with their final ones
+                self._finish(seq, reason, Event(seq.request.id, seq.index, error=error))
 
     def upgrade_step(self) -> bool:
-        """Recompute a piece of what was answered from drafted K/V, if nobody waits; False: there was nothing to do."""
+        """Recompute a piece of what was answered from drafted K/V, if no request waits; False: there was nothing to
+        do."""
         return self.idle and self.upgrades.step()
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits; there may be upgrades to do."""
+        """Whether no request waits or runs; there may be upgrades to do."""
         return not self._inbox and not self._cancelled and self.scheduler.idle
 
     # -- looking inside ------------------------------------------------------------------------------------------------
@@ -287,10 +321,16 @@ class Engine:
     def clear_cache(self) -> None:
         """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages, the
         disk tier its files."""
-        pins, siblings = self.scheduler.pins, self.scheduler.siblings
-        for cache in (pins, siblings, self.tree, self.approximate, self.upgrades, self.tiers):
+        pins, drafts = self.scheduler.pins, self.scheduler.shared_drafts
+        for cache in (
+            pins,
+            drafts,
+            self.tree,
+            self.approximate,
+            self.upgrades,
+            self.tiers,
+            *self.scheduler.text_caches,
+        ):
             if cache is not None:
                 cache.clear()
-        for keeper in self.scheduler.keepers:
-            keeper.clear()
         self.speculator.forget()

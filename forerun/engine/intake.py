@@ -16,7 +16,7 @@ from forerun.core import SamplingParams
 from forerun.decode.speculator import Speculator
 from forerun.engine.config import EngineConfig
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.speculative_prefill import Drafting
+from forerun.engine.speculative_prefill import SpeculativePrefill
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.config import ModelConfig
 from forerun.text.tokenizer import Tokenizer
@@ -32,10 +32,10 @@ class Intake:
         tokenizer: Tokenizer | None,
         config: EngineConfig,
         speculator: Speculator,
-        drafting: Drafting,
+        speculative_prefill: SpeculativePrefill,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.speculator, self.drafting = speculator, drafting
+        self.speculator, self.speculative_prefill = speculator, speculative_prefill
         self._grammars: GrammarCompiler | None = None
 
     def receive(self, request: Request) -> None:
@@ -58,8 +58,10 @@ class Intake:
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
                 "shorten the prompt, or raise kv_cache_tokens",
             )
-        self.speculator.check(params)
-        self.drafting.check(params.prefilling, len(prompt_ids))
+        if (params.speculation.drafter, params.speculation.verify) != ("off", "auto"):
+            self.speculator.check(params)
+        if not params.prefilling.exact:
+            self.speculative_prefill.check(params.prefilling, len(prompt_ids))
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
         packed = _packed(prompt_ids, vocab)  # long prompts wait for this: one by one only to name what is wrong
@@ -71,16 +73,17 @@ class Intake:
         return array("i", prompt_ids) if packed is None else packed
 
     def sequences(self, request: Request) -> list[Sequence]:
-        """One for each of the request's answers, and before it its guide, where it has one."""
+        """One for each of the request's answers, after its provisional sequence, where it has one."""
         seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
         made: list[Sequence] = []
         for index in range(request.params.n):
             seq = Sequence(request, index, seed + index)
-            seq.spec_state = self.speculator.open(seq.id, seq.context, seq.usage)
+            if not request.params.speculation.off:
+                seq.spec_state = self.speculator.open(seq.id, seq.context, seq.usage)
             if seq.spec_state is not None:
                 seq.verifier = seq.spec_state.verifier
-            guide = self.drafting.open(seq)
-            made += [seq] if guide is None else [guide, seq]
+            provisional = None if request.params.prefilling.exact else self.speculative_prefill.open(seq)
+            made += [seq] if provisional is None else [provisional, seq]
         if request.params.grammar is not None:
             for seq in made:
                 seq.grammar = seq.context.constraint = self.grammars.constraint(request.params.grammar)
@@ -99,7 +102,7 @@ class Intake:
 
 
 def _packed(ids: list[int], vocab: int) -> array[int] | None:
-    """Token ids as int32; None where they have to be looked at one by one. Counting types is the quickest way to know
+    """Token ids as int32; None where they have to be checked one by one. Counting types is the quickest way to know
     that there are no others, as numpy would take True for a number; `struct` packs twice as fast as an array does."""
     if list(map(type, ids)).count(int) < len(ids):
         return None

@@ -1,7 +1,8 @@
 """From verified tokens to events: text, stop strings, finish reason, log-probabilities and usage.
 
 The one place where an answer gets longer and ends, for the engine's own sequences and for those that run under a lease
-(workers). Knows no scheduler, no pages and no forward.
+(workers). Texts are shown as whole characters only, and stop strings are found wherever token boundaries fall. Knows no
+scheduler, no pages and no forward.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import time
 from collections.abc import Collection
 
 from forerun.decode.verify import StepOutput
-from forerun.engine.detokenize import TextStream
 from forerun.engine.sequence import Event, FinishReason, Sequence
 from forerun.engine.stats import Stats
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Detokenizer, Tokenizer
 
 
 class OutputWriter:
@@ -49,16 +49,16 @@ class OutputWriter:
 
     def finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
         """Complete an answer's last event: the rest of its text, the reason, and its usage, which is counted."""
-        event.text += self.close(seq)
+        if (stream := self._streams.pop(seq, None)) is not None:
+            event.text += stream.flush()
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
         event.finish_reason, event.usage = reason, seq.usage
         self._stats.book(seq.request.session, seq.usage, finished=reason in ("stop", "length"))
 
-    def close(self, seq: Sequence) -> str:
-        """Drop the state of a sequence's text; returns the rest of the text."""
-        stream = self._streams.pop(seq, None)
-        return "" if stream is None else stream.flush()
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence's text."""
+        self._streams.pop(seq, None)
 
     def ends_with_eos(self, seq: Sequence) -> bool:
         """Whether the last token ends the answer; the end of a grammar does, whatever `ignore_eos` is."""
@@ -77,3 +77,45 @@ class OutputWriter:
             return "stop"
         full = len(seq.tokens) >= self._max_length
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None
+
+
+class TextStream:
+    """The text of one sequence. `push` returns what can be shown now: what might be the beginning of a stop string is
+    held
+    back until it is not. `stopped`: a stop string was found."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        return self._release(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.stopped:
+            return ""
+        shown = self._release(self._detokenizer.flush())
+        rest, self._held = ("" if self.stopped else self._held), ""
+        return shown + rest
+
+    def _release(self, new: str) -> str:
+        if not self._stop or self.stopped:
+            return "" if self.stopped else new
+        text = self._held + new
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, s) for s in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,48 +1,98 @@
-"""Guides inside the engine: sequences on drafted K/V that speak provisionally until the real prompt is computed.
+"""Provisional answers: tokens emitted from drafted K/V while the exact prompt is still being computed.
 
-A guide runs like any other sequence; these are the moments that differ: when it says something, when the sequence it
-guides is ready to answer for itself, and as long as that one follows it.
+A provisional sequence is scheduled like any other; here is what differs: its tokens go to the reader as provisional,
+and once the final sequence's prompt is computed they become that sequence's draft, in the forward that ends its prefill
+or in those that come next. They stand only as far as they are what the final sequence would have sampled itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Event, Sequence, Status
-from forerun.engine.work import Work
-from forerun.models.cuda.prefixes import FEW
+from forerun.core import Draft
+from forerun.engine.sequence import Event, ScheduledSequence, Sequence
+
+if TYPE_CHECKING:
+    from forerun.engine.scheduler import Scheduler
+    from forerun.models.execution.runner import Runner
+
+MAX_PROVISIONAL_TOKENS = 64  # what is likely to be retracted is not worth more
+NAME = "provisional"  # the drafter of these tokens, in usage
 
 
-def say(guide: Sequence, event: Event, scheduler: Scheduler, ends: bool) -> None:
-    """What a guide said is shown, but may be taken back. It has no more to say where the answer would end, or where it
+@dataclass(eq=False)
+class ProvisionalAnswer:
+    """Tokens of one answer that were shown already; none is added once the answer has begun."""
+
+    tokens: list[int] = field(default_factory=list)
+    confirmed: int = 0  # tokens at the beginning that are part of the answer
+    verified: bool = False  # none is open: all of them stand, or the others were retracted
+    seq: Sequence | None = None  # that emits them; None once it has ended
+
+    @property
+    def awaited(self) -> bool:
+        """Whether its first token is still to come: it must not wait for the final sequence's prefill."""
+        return self.seq is not None and not self.seq.num_generated
+
+    @property
+    def open(self) -> list[int]:
+        """Tokens that are neither confirmed nor retracted."""
+        return [] if self.verified else self.tokens[self.confirmed :]
+
+    def draft(self, room: int) -> Draft:
+        tokens = self.open[: max(0, room)]
+        return Draft.chain(tokens, [1.0] * len(tokens), NAME)
+
+    def verify(self, answer: list[int], last: bool = True) -> tuple[int, int]:
+        """How many of the open tokens stand, now that the final answer goes on like this, and how many are retracted:
+        none before the first wrong one, or the `last` of what can be compared."""
+        left = self.open
+        pairs = zip(left, answer, strict=False)
+        stand = next((i for i, (shown, token) in enumerate(pairs) if shown != token), min(len(left), len(answer)))
+        self.confirmed += stand
+        self.verified = last or stand < len(answer) or stand == len(left)
+        return stand, len(left) - stand if self.verified else 0
+
+
+def emit_provisional(seq: Sequence, event: Event, scheduler: Scheduler, ends: bool) -> None:
+    """Tokens of a provisional sequence are shown, but may be retracted. It ends where the answer would end, or where it
     has gone on for long."""
-    real = guide.real
-    assert real is not None and real.provisional is not None
-    if not real.provisional.tokens:
-        real.usage.provisional_s = guide.usage.ttft_s
-    real.provisional.tokens += event.token_ids
-    real.usage.provisional += len(event.token_ids)
+    final = seq.final
+    assert final is not None and final.provisional is not None
+    if not final.provisional.tokens:
+        final.usage.provisional_s = seq.usage.ttft_s
+    final.provisional.tokens += event.token_ids
+    final.usage.provisional += len(event.token_ids)
     event.provisional = True
-    if ends or real.provisional.full:
-        scheduler.dismiss(guide)
+    if ends or len(final.provisional.tokens) >= MAX_PROVISIONAL_TOKENS:
+        scheduler.end_provisional(seq)
+    elif final.running:
+        final.enter_next()  # it was held for the first of them
 
 
-def meet(work: list[Work], scheduler: Scheduler, most_nodes: Callable[[Sequence], int], rows: int | None) -> list[Work]:
-    """Where a prompt is computed at last, its guide falls silent, and what it said is judged: in the same forward, or,
-    where only forwards of so many `rows` give the tokens that decoding gives, in the next ones, a piece at a time."""
-    meeting = [w for w in work if w.meets_guide]
-    for w in meeting:
-        if w.seq.guide is not None:
-            scheduler.dismiss(w.seq.guide)
-    work = [w for w in work if w.seq.status is Status.RUNNING]
+def draft_provisional(
+    batch: list[ScheduledSequence], scheduler: Scheduler, runner: Runner, max_nodes: Callable[[Sequence], int]
+) -> list[ScheduledSequence]:
+    """Where a prompt is computed at last, its provisional sequence ends, and its tokens become the draft: of the same
+    forward, or, where only forwards of so many rows give the tokens that decoding gives, of the next ones, a piece at a
+    time. Returns the batch without the sequences that ended."""
+    verifying = [s for s in batch if s.verifies_provisional]
+    for scheduled in verifying:
+        provisional = scheduled.seq.provisional
+        if provisional is not None and provisional.seq is not None:
+            scheduler.end_provisional(provisional.seq)
+    batch = [s for s in batch if s.seq.running]
+    rows = runner.decoding_rows
     if rows is not None:
-        meeting = [w for w in meeting if w.decodes]
-        beside = sum(w.count for w in work if w.count <= FEW and not w.alone)  # in the same launch
-        rows = max(0, rows - beside) // max(1, len(meeting))
-    for w in meeting:
-        provisional = w.seq.provisional
+        verifying = [s for s in verifying if s.decodes]
+        beside = sum(s.count for s in batch if not s.isolated and runner.joins_decoding(s.count))
+        rows = max(0, rows - beside) // max(1, len(verifying))
+    for scheduled in verifying:
+        provisional = scheduled.seq.provisional
         assert provisional is not None
-        useful = min(most_nodes(w.seq), len(provisional.open))
-        w.draft = provisional.draft(scheduler.reserve(w.seq, useful if rows is None else min(useful, rows)))
-    return work
+        useful = min(max_nodes(scheduled.seq), len(provisional.open))
+        nodes = scheduler.reserve(scheduled.seq, useful if rows is None else min(useful, rows))
+        scheduled.draft = provisional.draft(nodes)
+    return batch

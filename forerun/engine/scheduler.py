@@ -2,17 +2,16 @@
 
 Each step is filled in this order: sequences that decode (one token each), then prefills in order of arrival, cut into
 chunks so that a step stays within its token budget and decoding never waits for a whole prompt. A sequence whose prompt
-is drafted has pages for all of it from the start, and no work here until that is done. A guide is a guest: it is let in
-only where there is room for two, and is the first to go.
+is drafted has pages for all of it from the start, and runs nothing here until that is done. A provisional sequence is
+admitted only where there is room for the final one too, and is the first to be preempted.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import Protocol, runtime_checkable
 
 from forerun.cache.approximate import ApproximateCache, ApproximatePages
 from forerun.cache.pins import Pins
@@ -20,22 +19,11 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.sequence import Sequence, Status
-from forerun.engine.siblings import Siblings
-from forerun.engine.work import Work
+from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
+from forerun.engine.speculative_prefill import ExactTextCache
 
-GUIDED_SHARE = 4  # a guided prefill runs in chunks of this part of a step's tokens: the guide says a word in each step
-
-
-@runtime_checkable
-class Keeper(Protocol):
-    """Whoever else keeps exact pages and gives them back when asked, as a source of prefill that reuses texts."""
-
-    def remember(self, tokens: Seq[int], pages: Seq[int]) -> None: ...
-
-    def release(self, count: int) -> int: ...
-
-    def clear(self) -> None: ...
+# a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
+PROVISIONAL_CHUNK_DIVISOR = 4
 
 
 class Scheduler:
@@ -49,16 +37,17 @@ class Scheduler:
         tiers: Tiers | None = None,
     ) -> None:
         self.pool, self.tree, self.approximate = pool, tree, approximate
-        self.prefixes, self.siblings = Prefixes(pool, tree, approximate, tiers), Siblings(pool)
+        self.prefixes = Prefixes(pool, tree, approximate, tiers)
+        self.shared_drafts = self.prefixes.shared_drafts
         if tiers is not None and tree is not None:
             tree.on_evict = tiers.spill
         self.pins, self.max_num_seqs, self.max_num_batched_tokens = Pins(pool), max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.keepers: list[Keeper] = []
-        self.on_leaving: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
+        self.text_caches: list[ExactTextCache] = []
+        self.on_release: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
         self._preempted = False
-        self.guided_share = GUIDED_SHARE  # 1: a guided prompt is cut as if there were no guide
+        self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -70,13 +59,13 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def everyone(self) -> list[Sequence]:
+    def sequences(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
     @property
     def drafting(self) -> list[Sequence]:
         """Sequences whose prompts are being drafted, in order of admission."""
-        return [seq for seq in self.running if seq.drafting]
+        return [seq for seq in self.running if seq.phase is Phase.DRAFTING]
 
     @property
     def spare_tokens(self) -> int:
@@ -85,48 +74,45 @@ class Scheduler:
         left = max(1, self.max_num_batched_tokens - sum(seq.remaining == 1 for seq in active))
         return -(-left // 2) if self.waiting or any(seq.remaining > 1 for seq in active) else left
 
-    def schedule(self, spent: int = 0) -> list[Work]:
-        """What one forward runs; `spent` tokens of the step's budget went into something else, but nobody who decodes
-        waits for that."""
+    def schedule(self, spent: int = 0) -> list[ScheduledSequence]:
+        """What one forward runs; `spent` tokens of the step's budget went into drafting prompts, but no sequence that
+        decodes waits for that."""
         active = self._active()
         decoding = [seq for seq in active if seq.remaining == 1]
         budget = max(self.max_num_batched_tokens - spent, min(self.max_num_batched_tokens, len(decoding)))
-        work: list[Work] = []
+        batch: list[ScheduledSequence] = []
         for seq in decoding:
-            if budget and seq.status is Status.RUNNING and self._grow(seq, 1):
-                work.append(Work(seq, 1))
-                budget -= seq.real is None or self.guided_share > 1
+            if budget and seq.running and self._grow(seq, 1):
+                batch.append(ScheduledSequence(seq, 1))
+                budget -= seq.final is None or self.chunk_divisor > 1
         for seq in [s for s in active if s.remaining > 1]:
             count = min(seq.remaining, budget, self._chunk(seq))
-            ahead = count if seq.guide is None else seq.remaining  # pages for all that its guide will leave to it
-            if count and seq.status is Status.RUNNING and self._grow(seq, ahead):
-                work.append(Work(seq, count))
+            ahead = count if _alone(seq) else seq.remaining  # pages for all that a provisional sequence leaves to it
+            if count and seq.running and self._grow(seq, ahead):
+                batch.append(ScheduledSequence(seq, count))
                 budget -= count
         if self._preempted:  # what was just taken away is not handed out again in the same step
             self._preempted = False
-            return [w for w in work if w.seq.status is Status.RUNNING]
+            return [s for s in batch if s.seq.running]
         while budget > 0 and (admitted := self._admit()) is not None:
-            if admitted.drafting or admitted.held:
+            if admitted.phase in (Phase.DRAFTING, Phase.HELD):
                 continue
             count = min(admitted.remaining, budget, self._chunk(admitted))
             self._grow(admitted, count)
-            work.append(Work(admitted, count))
+            batch.append(ScheduledSequence(admitted, count))
             budget -= count
-        return work
+        return batch
 
     def _active(self) -> list[Sequence]:
-        return [seq for seq in self.running if not seq.drafting and not seq.held]
+        return [seq for seq in self.running if seq.phase in (Phase.PREFILLING, Phase.DECODING)]
 
     def _chunk(self, seq: Sequence) -> int:
-        return (
-            self.max_num_batched_tokens
-            if seq.guide is None
-            else max(1, self.max_num_batched_tokens // self.guided_share)
-        )
+        most = self.max_num_batched_tokens
+        return most if _alone(seq) else max(1, most // self.chunk_divisor)
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
-        """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Guesses take what is
-        free and at most one page that is merely remembered, and never push another sequence out."""
+        """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Drafts take what is
+        free and at most one cached page, and never preempt another sequence."""
         missing = self.pool.pages_for(len(seq.tokens) + nodes) - len(seq.pages)
         if missing > 0 and self.pool.free == 0:
             self.make_room(1)
@@ -136,7 +122,7 @@ class Scheduler:
         return min(nodes, len(seq.pages) * self.pool.page_size - len(seq.tokens))
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the pages that only rejected guesses lay on."""
+        """Give back the pages that held only rejected tokens."""
         keep = self.pool.pages_for(len(seq.tokens))
         if len(seq.pages) > keep:
             self.pool.release(seq.pages[keep:])
@@ -144,82 +130,84 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out; its whole pages stay known to the prefix tree."""
-        if seq.status is Status.RUNNING:
+        if seq.running:
             self.running.remove(seq)
-        elif seq.status is Status.WAITING:
+        else:
             self.waiting.remove(seq)
-        seq.status = Status.FINISHED
-        self.siblings.keep(seq, self.running, self.waiting)
-        self.siblings.settle(self.waiting)
-        self._give_up_pages(seq)
+        if seq.draft_key is not None:
+            self.shared_drafts.hold(seq, self.running, self.waiting)
+        if self.shared_drafts:
+            self.shared_drafts.release_unneeded(self.waiting)
+        self._release_pages(seq, ended=True)
+        seq.enter(Phase.FINISHED)
 
-    def dismiss(self, guide: Sequence) -> None:
-        """A guide goes, whatever it is doing; what it has said stays with the sequence it guided, and so does what a
-        draft model has read for both."""
-        assert guide.real is not None
-        guide.real.guide = None
-        both = min(len(guide.pages), len(guide.real.pages))
-        self.pool.copy_planes(guide.pages[:both], guide.real.pages[:both])
-        self.finish(guide)
+    def end_provisional(self, seq: Sequence) -> None:
+        """A provisional sequence ends, whatever it is doing; the tokens it has emitted stay with the final sequence,
+        and so does what a draft model has read for both."""
+        final = seq.final
+        assert final is not None and final.provisional is not None
+        final.provisional.seq = None
+        both = min(len(seq.pages), len(final.pages))
+        self.pool.copy_planes(seq.pages[:both], final.pages[:both])
+        self.finish(seq)
+        if final.phase is Phase.HELD:
+            final.enter_next()
 
-    def remember(self, seq: Sequence) -> None:
-        """Make what a sequence has computed so far known to others: exact K/V to all, the rest to those who asked for
-        the like of it."""
-        if self.tree is not None and seq.params.cache:
+    def publish(self, seq: Sequence) -> None:
+        """Make what a sequence has computed so far known to others: exact K/V to all, drafted K/V to requests of the
+        same draft key."""
+        if not seq.params.cache:
+            return
+        if self.tree is not None:
             new = self.tree.insert(seq.packed(seq.exact), seq.pages)
             seq.usage.written += new * self.pool.page_size
-            for keeper in self.keepers:
-                keeper.remember(seq.packed(seq.exact), seq.pages)
-        own = seq.approximate
-        others = seq.params.cache and seq.real is None  # may read it
-        if self.approximate is not None and own is not None and not own.drafting and others:
-            where = ApproximatePages(seq.pages, own.first, own.depths)
-            self.approximate.insert(own.key, seq.packed(seq.computed), where)
+            for cache in self.text_caches:
+                cache.remember(seq.packed(seq.exact), seq.pages)
+        state = seq.prefill
+        done = state is not None and seq.phase is not Phase.DRAFTING and seq.final is None
+        if self.approximate is not None and state is not None and seq.draft_key is not None and done:
+            where = ApproximatePages(seq.pages, state.first, state.depths)
+            self.approximate.insert(seq.draft_key, seq.packed(seq.computed), where)
 
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence on whatever prefix of it is known."""
         seq = self._next()
         if seq is None or len(self.running) >= self.max_num_seqs:
             return None
-        drafted = self.siblings.find(seq, self.running)
-        if drafted is None and self.prefixes.in_flight(seq, self.running):
+        start = self.prefixes.find(seq, self.running)
+        if start is None:
             return None
-        known = self.prefixes.known(seq)
-        if drafted is not None and len(known) < len(drafted.pages):
-            known = drafted.pages.tolist()
-        else:
-            drafted = None  # all of it is known exactly
-        self.pool.retain(known)
-        self.prefixes.touch(seq)
-        missing = self.pool.pages_for(len(seq.tokens)) - len(known)
+        self.pool.retain(start.pages)
+        missing = self.pool.pages_for(len(seq.tokens)) - len(start.pages)
         if not self.make_room(missing):
-            self.pool.release(known)  # its turn comes when others end; admitting now would only preempt them
+            self.pool.release(start.pages)  # it starts when others end; admitting now would only preempt them
             return self._admit() if self._unpin_for(seq) else None
         self.waiting.remove(seq)
         self.running.append(seq)
-        seq.status = Status.RUNNING
-        served = self.prefixes.begin(seq, known) if drafted is None else self.siblings.begin(seq, drafted)
-        self.siblings.settle(self.waiting)
-        if not seq.admitted:
-            seq.admitted = True
-            if self.tree is not None and seq.real is None:
+        served = self.prefixes.begin(seq, start)
+        seq.enter_next()
+        if self.shared_drafts:
+            self.shared_drafts.release_unneeded(self.waiting)
+        if not seq.usage.preemptions:
+            if self.tree is not None and seq.final is None:
                 self.tree.count_read(seq.packed(seq.exact))
             seq.usage.cached_tokens, seq.usage.served = sum(served.values()), served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         return seq
 
     def _next(self) -> Sequence | None:
-        """Whose turn it is: the first in line, but for answers that wait for another one's draft of their prompt."""
+        """The first in the queue, but for answers that wait until another one has drafted their prompt."""
         for seq in list(self.waiting):
-            if seq.real is not None and not self._room_for_two(seq):
-                self.dismiss(seq)
-            elif not self.siblings.awaited(seq, self.running):
+            if seq.final is not None and not self._room_for_both(seq):
+                self.end_provisional(seq)
+            elif not self.prefixes.awaits_draft(seq, self.running):
                 return seq
         return None
 
     def _unpin_for(self, seq: Sequence) -> bool:
-        """Whether the next in line can be tried again: nothing runs, so that only pins can be in its way. Idle ones go
-        first; a turn that has begun is let in first, so that its pages are free when it is over."""
+        """Whether the next in the queue can be tried again: nothing runs, so that only pins can be in its way. Idle
+        pins
+        go first; a turn that has begun is admitted first, so that its pages are free when it is over."""
         if self.running or self.pins.give_up(sparing=seq.request.session):
             return not self.running
         turn = next((s for s in self.waiting if s.request.session in self.pins), None)
@@ -229,9 +217,9 @@ class Scheduler:
             return True
         return self.pins.give_up_any(seq.request.session)
 
-    def _room_for_two(self, guide: Sequence) -> bool:
-        """Whether a guide would leave room for the sequence it guides."""
-        missing = 2 * (self.pool.pages_for(len(guide.tokens)) - len(self.prefixes.known(guide)))
+    def _room_for_both(self, seq: Sequence) -> bool:
+        """Whether a provisional sequence would leave room for the final one."""
+        missing = 2 * (self.pool.pages_for(len(seq.tokens)) - len(self.prefixes.exact_pages(seq)))
         return len(self.running) + 2 <= self.max_num_seqs and self.make_room(missing)
 
     def _grow(self, seq: Sequence, count: int) -> bool:
@@ -249,45 +237,48 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """A guide, else the youngest; a session's turn goes on as long as there is anybody else."""
-        guide = next((seq for seq in self.running if seq.real is not None), None)
+        """A provisional sequence, else the youngest; a session's turn only where no other sequence is left."""
+        provisional = next((seq for seq in self.running if seq.final is not None), None)
         others = [seq for seq in self.running if seq.request.session not in self.pins]
-        return guide or (others or self.running)[-1]
+        return provisional or (others or self.running)[-1]
 
     def make_room(self, count: int) -> bool:
-        """Whether `count` pages are free, after taking them from what is merely remembered if need be: approximate K/V
-        goes first."""
+        """Whether `count` pages are free, after evicting cached ones if need be: approximate K/V goes first."""
         if count > self.pool.free:
             self.pins.expire()
-        remembered = (self.approximate, self.tree)
-        for cache in (*remembered, self.siblings, *remembered):  # they may hold the same pages
+        caches = (self.approximate, self.tree)
+        for cache in (*caches, self.shared_drafts, *caches):  # they may hold the same pages
             if cache is not None and count > self.pool.free:
                 cache.evict(count - self.pool.free)
-        for keeper in self.keepers:  # what they let go of is free once the tree does, too
-            while count > self.pool.free and self.tree is not None and keeper.release(count - self.pool.free):
+        for text_cache in self.text_caches:  # what they release is free once the tree evicts it, too
+            while count > self.pool.free and self.tree is not None and text_cache.release(count - self.pool.free):
                 self.tree.evict(count - self.pool.free)
         return count <= self.pool.free
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give a sequence's pages back and let it start over later; its tokens stay, so nothing is drawn twice."""
+        """Give a sequence's pages back and let it start over later; its tokens stay, so nothing is sampled twice."""
         self._preempted = True
-        if seq.real is not None:
-            self.dismiss(seq)
+        if seq.final is not None:
+            self.end_provisional(seq)
             return
         self.running.remove(seq)
-        seq.status = Status.WAITING
         seq.usage.preemptions += 1
-        self._give_up_pages(seq)
+        self._release_pages(seq, ended=False)
+        seq.enter(Phase.WAITING)
         self.waiting.appendleft(seq)
 
-    def _give_up_pages(self, seq: Sequence) -> None:
-        self.on_leaving(seq)
-        self.remember(seq)
+    def _release_pages(self, seq: Sequence, ended: bool) -> None:
+        self.on_release(seq)
+        self.publish(seq)
         session = seq.request.session
-        if session is not None and seq.status is Status.FINISHED and seq.real is None:
+        if session is not None and ended and seq.final is None:
             self.pins.end(session)
             if self.tree is not None and seq.exact:  # a turn that never ran leaves what was pinned before
                 self.pins.hold(session, self.tree.match(seq.packed(seq.exact)))
         self.pool.release(seq.pages)
-        seq.pages = type(seq.pages)("i")
-        seq.computed, seq.ready = 0, None
+        seq.pages, seq.computed, seq.prefill = array("i"), 0, None
+
+
+def _alone(seq: Sequence) -> bool:
+    """Whether no provisional sequence runs for this one."""
+    return seq.provisional is None or seq.provisional.seq is None

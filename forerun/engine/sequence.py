@@ -1,7 +1,7 @@
-"""A request inside the engine: its tokens, its pages, and how far they are computed.
+"""A request inside the engine: its tokens, its pages, its phase, and what it does in one forward.
 
-`Request` is what was asked; a `Sequence` is one of its n answers in the making. Neither knows the scheduler, the model
-or the text: tokens in, tokens out.
+`Request` is what was asked; a `Sequence` is one of its n answers in the making; a `ScheduledSequence` is its part of a
+step. None of them knows the scheduler or the model: tokens in, tokens out.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from torch import Tensor
 
-from forerun.core import SamplingParams, TokenLogprob, Usage
+from forerun.core import Draft, SamplingParams, TokenLogprob, Usage
 from forerun.decode.sampling import Context
 from forerun.decode.state import SpeculationState
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import MatchVerifier
-from forerun.engine.stats import settle
+from forerun.engine.stats import complete_served
+from forerun.models.execution.runner import Span
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import AnswerGrammar
-    from forerun.prefill.provisional import Provisional
+    from forerun.engine.provisional import ProvisionalAnswer
     from forerun.prefill.state import PrefillState
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-MOST_STEPS = 4096  # of a timeline
+MAX_TIMELINE_STEPS = 4096
 
 _ids = itertools.count()
 
@@ -66,25 +66,33 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
 
 
-@dataclass(eq=False)
-class Approximate:
-    """Of a sequence that does not compute its prompt: whose drafted K/V it may share, and how far its own has come."""
+class Phase(enum.Enum):
+    """Where a sequence is. `Sequence.enter` is the only way from one phase to another."""
 
-    key: str
-    drafting: bool = False  # nothing of the sequence runs as usual yet
-    first: int = 0  # entries before it are exact all the same
-    depths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))  # layers the target itself computed
-    state: PrefillState | None = None
-
-
-class Status(enum.Enum):
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
+    WAITING = enum.auto()  # in the queue, new or preempted: it has no pages
+    DRAFTING = enum.auto()  # its prompt's K/V is being drafted: nothing of it runs as usual yet
+    HELD = enum.auto()  # it has pages, and runs once its provisional sequence has emitted a token
+    PREFILLING = enum.auto()  # its prompt's K/V is being computed
+    DECODING = enum.auto()  # its prompt has K/V: what runs are tokens of the answer
     FINISHED = enum.auto()
 
 
+_NEXT_PHASES = {
+    Phase.WAITING: (Phase.DRAFTING, Phase.HELD, Phase.PREFILLING, Phase.DECODING, Phase.FINISHED),
+    Phase.DRAFTING: (Phase.PREFILLING, Phase.DECODING, Phase.WAITING, Phase.FINISHED),
+    Phase.HELD: (Phase.PREFILLING, Phase.DECODING, Phase.WAITING, Phase.FINISHED),
+    Phase.PREFILLING: (Phase.DECODING, Phase.WAITING, Phase.FINISHED),
+    Phase.DECODING: (Phase.WAITING, Phase.FINISHED),
+    Phase.FINISHED: (),
+}
+
+
 class Sequence:
-    """One answer in the making. `computed` of its `tokens` have K/V in `pages`; the rest are still to run."""
+    """One answer in the making. `computed` of its `tokens` have K/V in `pages`; the rest are still to run.
+
+    A provisional request has two: the final sequence computes the prompt and gives the answer, the provisional one
+    drafts the prompt and emits tokens that may be retracted.
+    """
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
         self.id = next(_ids)
@@ -96,21 +104,51 @@ class Sequence:
         self.grammar: AnswerGrammar | None = None
         self.spec_state: SpeculationState | None = None  # None: plain decoding
         self.verifier: Verifier = MatchVerifier()
+        self.phase = Phase.WAITING
         self.pages = array("i")
         self.computed = 0
-        self.ready: Tensor | None = None  # [1, V] logits behind the last token, where it has run before its turn
-        self.approximate: Approximate | None = None  # None: all of its K/V is exact
-        self.guide: Sequence | None = None  # says provisionally, from drafted K/V, what this one may come to say
-        self.real: Sequence | None = None  # of a guide: whom it guides
-        self.provisional: Provisional | None = None  # what the guide has said
-        self.status = Status.WAITING
+        self.draft_key: str | None = None  # drafted K/V is shared under it; None: all of its K/V is exact
+        self.prefill: PrefillState | None = None  # of a drafted prompt, as long as the sequence has pages
+        self.provisional: ProvisionalAnswer | None = None  # of a final sequence: tokens that came before its own
+        self.final: Sequence | None = None  # of a provisional sequence
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
-        self.admitted = False
-        self._noted = (0.0, 0.0)  # seconds of drafting and verifying up to the last step that was written down
+        self._recorded_s = (0.0, 0.0)  # seconds of drafting and verifying up to the last step of the timeline
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in _NEXT_PHASES[self.phase], f"from {self.phase} to {phase}"
+        self.phase = phase
+
+    def enter_next(self) -> None:
+        """The phase of a sequence that has pages, by how far it is; nothing changes where it is in that phase."""
+        if self.prefill is not None and not self.prefill.finished:
+            phase = Phase.DRAFTING
+        elif self.provisional is not None and self.provisional.awaited:
+            phase = Phase.HELD
+        else:
+            phase = Phase.PREFILLING if self.computed < len(self.request.prompt_ids) else Phase.DECODING
+        if phase is not self.phase:
+            self.enter(phase)
+
+    @property
+    def running(self) -> bool:
+        return self.phase not in (Phase.WAITING, Phase.FINISHED)
+
+    # -- tokens and their K/V ------------------------------------------------------------------------------------------
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.request.prompt_ids) :]
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that have no K/V yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
 
     def packed(self, end: int) -> array[int]:
         """The first tokens as int32, negative `end` as in slices. Caches are asked and told of the same ones several
@@ -119,54 +157,82 @@ class Sequence:
         return self._packed[:end]
 
     @property
-    def remaining(self) -> int:
-        """Tokens that have no K/V yet; 1 while decoding."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def prefilling(self) -> bool:
-        return self.computed < len(self.request.prompt_ids)
-
-    @property
-    def drafting(self) -> bool:
-        return self.approximate is not None and self.approximate.drafting
-
-    @property
-    def held(self) -> bool:
-        """Whether it waits until its guide has begun to speak: the guide's first word must not wait for this one."""
-        return self.guide is not None and not self.guide.num_generated
-
-    @property
     def exact(self) -> int:
         """Leading entries whose K/V is exact: no others may ever answer an exact request."""
-        return self.computed if self.approximate is None else min(self.computed, self.approximate.first)
+        return self.computed if self.prefill is None else min(self.computed, self.prefill.first)
+
+    @property
+    def ready_logits(self) -> Tensor | None:
+        """[1, V] behind the last token, where drafting its prompt has run that already."""
+        return None if self.prefill is None else self.prefill.logits
 
     def can_read(self, leader: Sequence) -> bool:
         """Whether this sequence can use what `leader` computes."""
-        if leader.real is not None or not leader.params.cache:  # a guide's K/V is nobody else's
+        if leader.final is not None or not leader.params.cache:  # K/V of provisional sequences is never shared
             return False
-        if leader.approximate is None:
-            return True
-        return self.approximate is not None and self.approximate.key == leader.approximate.key
+        return leader.draft_key in (None, self.draft_key)
 
-    def note(self, tokens: int, drafted: int) -> None:
-        """Write a step down that added tokens, where that was asked for."""
+    # -- usage ---------------------------------------------------------------------------------------------------------
+
+    def record_step(self, tokens: int, drafted: int) -> None:
+        """Add a step that emitted tokens to the timeline, where one was asked for."""
         usage = self.usage
-        if not self.params.timeline or len(usage.timeline) >= MOST_STEPS:
+        if not self.params.timeline or len(usage.timeline) >= MAX_TIMELINE_STEPS:
             return
-        draft_s, verify_s = usage.draft_s - self._noted[0], usage.verify_s - self._noted[1]
-        self._noted = (usage.draft_s, usage.verify_s)
+        draft_s, verify_s = usage.draft_s - self._recorded_s[0], usage.verify_s - self._recorded_s[1]
+        self._recorded_s = (usage.draft_s, usage.verify_s)
         usage.timeline.append((time.perf_counter() - self.request.arrived, tokens, drafted, draft_s, verify_s))
 
-    def settle(self, finished: bool) -> None:
-        """Book, at its end and before its pages go, how its prompt tokens were served."""
+    def finish_usage(self, finished: bool) -> None:
+        """At its end, before its pages go: how its prompt tokens were served."""
         report, end = self.usage.prefill, len(self.request.prompt_ids)
-        kept = report.accepted if report is not None and self.approximate is not None else 0
-        settle(self.usage, kept, end if finished else min(end, self.computed))
+        kept = report.accepted if report is not None and self.draft_key is not None else 0
+        complete_served(self.usage, kept, end if finished else min(end, self.computed))
+
+
+@dataclass
+class ScheduledSequence:
+    """What one sequence does in one forward: run its next `count` tokens without K/V, and a draft of what follows."""
+
+    seq: Sequence
+    count: int
+    draft: Draft = field(default_factory=Draft)
 
     @property
-    def generated(self) -> list[int]:
-        return self.tokens[len(self.request.prompt_ids) :]
+    def samples(self) -> bool:
+        """Whether this brings the sequence to its end, so that its next token is sampled."""
+        return self.seq.computed + self.count == len(self.seq.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it continues an answer that has begun, one token at a time but for what is drafted."""
+        return self.count == 1 and self.samples and self.seq.num_generated > 0
+
+    @property
+    def isolated(self) -> bool:
+        """Whether it runs as if there were no provisional sequence beside it: the answer must not depend on that."""
+        return self.seq.provisional is not None and self.seq.phase is Phase.PREFILLING
+
+    @property
+    def verifies_provisional(self) -> bool:
+        """Whether the answer goes on now with provisional tokens, or without them: they can be verified."""
+        provisional = self.seq.provisional
+        return provisional is not None and not provisional.verified and self.samples
+
+    @property
+    def verifier(self) -> Verifier:
+        """Provisional tokens stand as far as they are the answer's own, whatever rule was asked for."""
+        return MatchVerifier() if self.verifies_provisional else self.seq.verifier
+
+    @property
+    def span(self) -> Span:
+        """What it runs: its tokens, then its draft."""
+        seq, draft = self.seq, self.draft
+        ids = seq.tokens[seq.computed : seq.computed + self.count]
+        want: range | tuple[()] = range(self.count - 1, self.count + len(draft)) if self.samples else ()
+        known = seq.ready_logits if self.count == 1 and self.samples and not len(draft) else None
+        ids = [*ids, *draft.tokens]
+        return Span(ids, seq.computed, seq.pages, want, len(seq.tokens), draft.parents, known, self.isolated)
 
 
 def common_prefix(a: array[int], b: array[int]) -> int:

@@ -1,32 +1,51 @@
 """Prompts whose K/V is drafted, as part of the engine's steps.
 
-Between the scheduler, which gives such a sequence its pages, and the prefiller, which fills them: one unit of work for
-each sequence and step, until the sequence goes on like any other. Knows neither sources nor plans.
+`SpeculativePrefill` stands between the scheduler, which gives such a sequence its pages, and the prefiller, which fills
+them: one unit of work for each sequence and step, until the sequence goes on like any other. `SharedDrafts` lets the
+other answers to the same request start from the prompt that one of them has drafted. Neither knows sources or plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
+from forerun.cache.pool import PagePool
 from forerun.cache.prefix import unpack
 from forerun.core import PrefillReport
-from forerun.engine.scheduler import Keeper, Scheduler
-from forerun.engine.sequence import Approximate, Sequence
+from forerun.engine.provisional import ProvisionalAnswer
+from forerun.engine.sequence import Phase, Sequence
 from forerun.errors import BadProfile, ForerunError
 from forerun.params import Prefill
-from forerun.prefill.provisional import Provisional
-from forerun.prefill.state import PrefillStage
+from forerun.prefill.depth import DepthMap
+from forerun.prefill.state import PrefillStage, PrefillState
 
 if TYPE_CHECKING:
+    from forerun.engine.scheduler import Scheduler
     from forerun.prefill.prefiller import Prefiller
 
 
-class Drafting:
+@runtime_checkable
+class ExactTextCache(Protocol):
+    """Holds exact pages beside the prefix tree and gives them back when asked, as a source that reuses texts does."""
+
+    def remember(self, tokens: Seq[int], pages: Seq[int]) -> None: ...
+
+    def release(self, count: int) -> int: ...
+
+    def clear(self) -> None: ...
+
+
+class SpeculativePrefill:
     """`prefiller`: None where this engine cannot draft prompts."""
 
     def __init__(
-        self, prefiller: Prefiller | None, scheduler: Scheduler, fail: Callable[[Sequence, ForerunError], None]
+        self, prefiller: Prefiller | None, scheduler: Scheduler, fail: Callable[[Sequence, Exception], None]
     ) -> None:
         """`fail` ends a sequence whose prompt cannot be drafted after all."""
         self.prefiller, self.scheduler, self._fail = prefiller, scheduler, fail
@@ -57,8 +76,8 @@ class Drafting:
         self.check(settings, 1)
 
     def open(self, seq: Sequence) -> Sequence | None:
-        """Mark a new sequence whose prompt is to be drafted, or give it a guide of whom that is true, which is
-        returned; where that cannot be, its usage says why."""
+        """Mark a new sequence whose prompt is to be drafted, or return a provisional sequence of which that is true;
+        where it cannot be, the report in its usage says why."""
         settings = seq.params.prefilling
         provisional = settings.mode == "provisional"
         if settings.exact or (provisional and seq.index):  # further answers read the first one's exact prompt
@@ -69,80 +88,194 @@ class Drafting:
             return None
         assert self.prefiller is not None
         source = self.prefiller.source(settings)
-        if isinstance(source, Keeper):
-            self._enlist(source)
+        if isinstance(source, ExactTextCache):
+            self._register(source)
         drafted = Sequence(seq.request, seq.index, seq.seed) if provisional else seq
-        drafted.approximate = Approximate(self.prefiller.key(settings))
+        drafted.draft_key = self.prefiller.key(settings)
         if not provisional:
             return None
-        seq.guide, drafted.real, seq.provisional = drafted, seq, Provisional()
+        drafted.final, seq.provisional = seq, ProvisionalAnswer(seq=drafted)
         return drafted
 
-    def _enlist(self, keeper: Keeper) -> None:
-        """From now on it hears of all exact K/V; of what the prefix tree has already, at once, the latest last."""
+    def _register(self, cache: ExactTextCache) -> None:
+        """From now on it is given all exact K/V; what the prefix tree holds already, at once, the latest last."""
         tree = self.scheduler.tree
-        if keeper in self.scheduler.keepers:
+        if cache in self.scheduler.text_caches:
             return
-        self.scheduler.keepers.append(keeper)
+        self.scheduler.text_caches.append(cache)
         for data, _ in reversed(tree.texts()) if tree is not None else ():
             tokens = unpack(data)
-            keeper.remember(tokens, tree.match(tokens) if tree is not None else [])
+            cache.remember(tokens, tree.match(tokens) if tree is not None else [])
 
     def advance(self) -> int:
         """One unit of work for each prompt that is being drafted; the tokens' worth of target work that took."""
-        drafting = self.scheduler.drafting
-        if not drafting:
-            return 0
         budget = self.scheduler.spare_tokens
         spent = 0
-        for seq in drafting:
+        for seq in self.scheduler.drafting:
             if spent >= budget:
                 break  # in order of admission: the first is done first
             try:
                 spent += self._advance(seq, budget - spent)
-            except ForerunError as error:
+            except Exception as error:
                 self._give_up(seq, error)
         return spent
 
-    def _give_up(self, seq: Sequence, error: ForerunError) -> None:
-        """A prompt cannot be drafted after all: it is computed, if that was allowed."""
-        if seq.usage.prefill is not None:
-            seq.usage.prefill.fell_back = str(error)
-        if seq.real is not None or not seq.params.prefilling.allow_exact:
-            self._fail(seq, error)
-            return
-        self.close(seq)
-        seq.approximate = None
-
     def _advance(self, seq: Sequence, budget: int) -> int:
-        own = seq.approximate
-        assert own is not None and self.prefiller is not None
-        if own.state is None:
-            known = len(own.depths) if len(own.depths) > own.first else 0
-            depths = own.depths if known else None
-            settings, tokens = seq.params.prefilling, seq.packed(len(seq.tokens))
-            own.state = self.prefiller.open(seq.id, tokens, seq.pages, own.first, settings, known, depths)
-            seq.usage.prefill = own.state.report
-        state, spent = own.state, 0
+        state, spent = seq.prefill, 0
+        assert state is not None and self.prefiller is not None
+        if not state.opened:
+            seq.usage.prefill = state.report
+            self.prefiller.open(state)
         if not state.finished:
             spent = self.prefiller.advance(state, budget)
         if state.finished:
             self.close(seq)
-            own.drafting = False
-            if state.stage is PrefillStage.EXACT and seq.real is not None:
-                self.scheduler.dismiss(seq)  # the real one does that anyway
-            elif state.stage is PrefillStage.EXACT:
-                seq.approximate = None
+            if state.stage is PrefillStage.DONE:
+                seq.computed = state.filled
+            elif seq.final is not None:
+                self.scheduler.end_provisional(seq)  # the final sequence computes it anyway
+                return spent
             else:
-                seq.computed, own.depths, seq.ready = state.filled, state.depths, state.logits
+                seq.draft_key = seq.prefill = None
+            seq.enter_next()
         return spent
 
+    def _give_up(self, seq: Sequence, error: Exception) -> None:
+        """A prompt cannot be drafted after all: it is computed, if that was allowed."""
+        if seq.usage.prefill is not None:
+            seq.usage.prefill.fell_back = str(error)
+        if seq.final is not None or not seq.params.prefilling.allow_exact or not isinstance(error, ForerunError):
+            self._fail(seq, error)
+            return
+        self.close(seq)
+        seq.draft_key = seq.prefill = None
+        seq.enter_next()
+
     def close(self, seq: Sequence) -> None:
-        """Forget a prompt that is done, or whose sequence loses its pages."""
-        own = seq.approximate
-        if seq.real is not None:
-            seq.real.usage.prefill = seq.usage.prefill
-        if own is not None and own.state is not None:
+        """The prompt is done, or its sequence loses its pages."""
+        if seq.final is not None:
+            seq.final.usage.prefill = seq.usage.prefill
+        if seq.prefill is not None and seq.prefill.opened:
             assert self.prefiller is not None
-            self.prefiller.close(own.state)
-            own.state = None
+            self.prefiller.close(seq.prefill)
+
+
+@dataclass(frozen=True)
+class SharedDraft:
+    """K/V of the whole pages of a drafted prompt, with at least one token after them."""
+
+    pages: array[int]
+    first: int  # entries before it are exact
+    depths: np.ndarray  # [n] int16: layers of the first n entries that the target itself computed; of the rest, all
+    report: PrefillReport  # of the answer it was drafted for
+
+
+class SharedDrafts:
+    """Drafted prompts of requests with several answers.
+
+    Whole pages of the prompt are shared by reference, as they are not written to any more; what is left of it, a page
+    at most, each answer computes for itself. While one of them drafts, the others wait. Where all that have it end
+    before the others could begin, its pages are held for those, until they are needed elsewhere.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._held: dict[int, SharedDraft] = {}  # by request, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def awaited(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether another answer to the same request is drafting what this one could start from, and none has it."""
+        if not self._whole_pages(seq) or self.find(seq, running) is not None:
+            return False
+        return bool(_siblings(seq, running))
+
+    def find(self, seq: Sequence, running: Iterable[Sequence]) -> SharedDraft | None:
+        """What another answer to the same request has drafted; the reader retains its pages at once."""
+        if not self._whole_pages(seq):
+            return None
+        other = next((o for o in _siblings(seq, running) if o.phase is Phase.DECODING), None)
+        return self._held.get(seq.request.id) if other is None else self._of(other)
+
+    def begin(self, seq: Sequence, draft: SharedDraft) -> dict[str, int]:
+        """Start from there; the sequence holds references to the pages already. Returns its prompt tokens by where they
+        came from."""
+        shared = len(draft.pages) * self._pool.page_size
+        seq.pages.extend(draft.pages)
+        seq.computed = shared
+        layers, depths = draft.report.layers, draft.depths[:shared]
+        state = PrefillState(
+            seq.id, seq.packed(-1), seq.pages, draft.first, len(depths), seq.params.prefilling, layers,
+            PrefillStage.DONE,
+        )  # fmt: skip
+        state.depths, seq.prefill = depths, state
+        if not seq.num_generated:  # else it was preempted, and the report says how its answer began
+            seq.usage.prefill = state.report = _report(draft, len(seq.request.prompt_ids), shared)
+        return {"pool": shared - int((depths < layers).sum())}
+
+    def hold(self, seq: Sequence, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """A sequence is about to end: hold what the answers that wait would draft once more, where no other has it."""
+        has_it = seq.final is None and seq.draft_key is not None and seq.phase is Phase.DECODING
+        if has_it and _siblings(seq, waiting) and self._whole_pages(seq) and self.find(seq, running) is None:
+            draft = self._of(seq)
+            self._pool.retain(draft.pages)
+            self._held[seq.request.id] = draft
+
+    def release_unneeded(self, waiting: Iterable[Sequence]) -> None:
+        """Release what no waiting sequence could start from."""
+        needed = {seq.request.id for seq in waiting}
+        for request in [request for request in self._held if request not in needed]:
+            self._pool.release(self._held.pop(request).pages)
+
+    def evict(self, count: int) -> int:
+        """Release prompts until so many pages are free, where there are as many; they are drafted anew."""
+        before = self._pool.free
+        while self._held and self._pool.free - before < count:
+            self._pool.release(self._held.pop(next(iter(self._held))).pages)
+        return self._pool.free - before
+
+    def clear(self) -> None:
+        self.release_unneeded(())
+
+    def _whole_pages(self, seq: Sequence) -> int:
+        """Pages of a prompt that can be shared: the last token runs in any case."""
+        return (len(seq.request.prompt_ids) - 1) // self._pool.page_size
+
+    def _of(self, seq: Sequence) -> SharedDraft:
+        state = seq.prefill
+        assert state is not None
+        report = seq.usage.prefill or PrefillReport(layers=state.layers)
+        return SharedDraft(seq.pages[: self._whole_pages(seq)], state.first, state.depths, report)
+
+
+def _siblings(seq: Sequence, among: Iterable[Sequence]) -> list[Sequence]:
+    """Other answers to the same request on drafted K/V; those that fell back to exact prefill are read as any are."""
+    mine = (o for o in among if o.request is seq.request and o is not seq)
+    return [o for o in mine if o.draft_key is not None and o.final is None]
+
+
+def _report(draft: SharedDraft, tokens: int, shared: int) -> PrefillReport:
+    """The prompt as it was drafted, at the cost of what is computed after the pages that are shared."""
+    layers = draft.report.layers
+    depths = np.full(tokens, layers, dtype=np.int16)
+    given = draft.depths[:shared]
+    depths[: len(given)] = given
+    shallow = depths < layers
+    exact = int(shallow.argmax()) if shallow.any() else tokens
+    end = max(exact, min(tokens, len(draft.depths)))
+    accepted = int(shallow.sum())
+    return replace(
+        draft.report,
+        tokens=tokens,
+        exact=exact,
+        drafted=end - exact,
+        accepted=accepted,
+        recomputed=end - exact - accepted,
+        token_layers=(tokens - shared) * layers,
+        cost=(tokens - shared) / max(1, tokens - draft.first),
+        depth_runs=DepthMap(depths, layers).runs(),
+        read_s=0.0,
+        repair_s=0.0,
+        check_s=0.0,
+    )

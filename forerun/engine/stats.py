@@ -15,7 +15,7 @@ SERVED = ("pool", "host", "disk", "approximate", "computed")
 CACHES = ("pool", "host", "disk")
 
 
-def settle(usage: Usage, approximate: int, reached: int) -> None:
+def complete_served(usage: Usage, approximate: int, reached: int) -> None:
     """Complete `usage.served` at an answer's end: `reached` tokens of the prompt have K/V; of those that no cache had,
     `approximate` kept drafted K/V and the rest was computed. For a finished answer the parts add up to the prompt."""
     read = {name: usage.served.get(name, 0) for name in CACHES}

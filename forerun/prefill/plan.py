@@ -13,10 +13,9 @@ import numpy as np
 
 from forerun.models.config import ModelConfig
 from forerun.prefill.choosers import select
-from forerun.prefill.depth import DepthMap
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.state import PrefillStage, PrefillState
+from forerun.prefill.state import PrefillState
 
 
 @runtime_checkable
@@ -39,14 +38,14 @@ class Policy:
     deepenings: int = 2  # further rounds of repair where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     window: int = 1  # neighbours over which scores are averaged
-    glance: int = 384  # drafted tokens after which a first checkpoint says whether to go on
+    first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
         for name in ("first", "shortest", "spans", "deepenings"):
             if getattr(self, name) < 0:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, it cannot be negative")
-        for name in ("tail", "span", "window", "glance", "chunk"):
+        for name in ("tail", "span", "window", "first_check_tokens", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, the least is 1")
         if not 0.0 <= self.failing <= 1.0:
@@ -155,7 +154,7 @@ def plan(
     return PrefillPlan(todo, len(chosen), checkpoints, cost)
 
 
-def foresee(
+def why_exact(
     state: PrefillState, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0
 ) -> str:
     """Why exact prefill would be taken instead, before anything is read; empty: it would not. What `plan` says without
@@ -271,37 +270,3 @@ def _sums(values: np.ndarray, size: int) -> np.ndarray:
     sums = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=sums[1:])
     return sums[size:] - sums[: max(0, len(sums) - size)]
-
-
-# -- what became of it -------------------------------------------------------------------------------------------------
-
-
-def describe(state: PrefillState) -> None:
-    """Write down what has become of the tokens so far."""
-    report, depths = state.report, state.depths
-    shallow = depths < state.layers
-    report.exact = int(shallow.argmax()) if shallow.any() else len(state.tokens)
-    kept = depths[report.exact :]
-    report.drafted, report.recomputed = len(kept), int((kept == state.layers).sum())
-    report.accepted = report.drafted - report.recomputed
-    whole = np.concatenate((depths, np.full(len(state.tokens) - state.end, state.layers, dtype=depths.dtype)))
-    report.depth_runs = DepthMap(whole, state.layers).runs()
-
-
-def settle(state: PrefillState, costs: Costs, spent: float) -> None:
-    """All before the tail has K/V, and it was described: add up what that cost."""
-    state.report.token_layers += int(costs.tail) * state.layers
-    state.report.cost = (spent + costs.tail) / costs.exact
-    state.stage = PrefillStage.DONE
-
-
-def leave(state: PrefillState, why: str, spent: float = 0.0) -> PrefillState:
-    """The engine computes the prompt as usual; what was spent on it so far comes on top."""
-    report, exact = state.report, len(state.tokens) - state.first
-    report.fell_back, report.exact = why, len(state.tokens)
-    report.drafted = report.accepted = report.recomputed = 0
-    report.token_layers += exact * state.layers
-    report.cost = 1.0 + spent / max(1, exact)
-    report.depth_runs = DepthMap.exact(len(state.tokens), state.layers).runs()
-    state.todo, state.stage = np.zeros(0, dtype=np.int64), PrefillStage.EXACT
-    return state

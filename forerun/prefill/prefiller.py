@@ -1,7 +1,7 @@
 """Drafts a prompt's K/V, piece by piece: the source reads, the plan chooses, the target recomputes, checks decide.
 
-Drives a `Job` from phase to phase; each `advance` is a bounded piece of work, so that other requests run in between.
-Knows neither the scheduler nor what becomes of the K/V; the tail of the prompt is the engine's.
+Moves a `PrefillState` from stage to stage; each `advance` is a bounded piece of work, so that other requests run in
+between. Knows neither the scheduler nor what becomes of the K/V; the tail of the prompt is the engine's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -38,21 +38,17 @@ from forerun.prefill.plan import (
     Policy,
     PrefillPlan,
     deepen,
-    describe,
-    foresee,
     least_work,
-    leave,
     plan,
-    settle,
     too_short,
+    why_exact,
 )
 from forerun.prefill.profile import Profile
-from forerun.prefill.progress import Way
 from forerun.prefill.recompute import Recomputer
 from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
-JUDGED = 16  # last tokens of the tail whose distributions two rounds are compared by
+COMPARED_TOKENS = 16  # last ones of the tail: two rounds are compared by their distributions
 
 
 class Prefiller:
@@ -69,16 +65,12 @@ class Prefiller:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
         self._make, self._scorers = make, scorers or {}
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
-        self._ragged_pass, self._repairs = (
-            RaggedDepthPass(ctx.runner),
-            Recomputer(ctx.runner, self.policy),
-        )
+        self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
         self._sources: dict[str, KVSource] = {}
-        self._progress: dict[int, Way] = {}
         if profile is not None:  # without one nothing is drafted
             warm_up(ctx.runner, self.policy.tail)
             ctx.runner.planes.prepare()
-            self._repairs.warm_up(profile.maps.base)
+            self._recomputer.warm_up(profile.maps.base)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -107,10 +99,9 @@ class Prefiller:
         assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
         state = PrefillState(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
-        run = Way(source, chooser_for(settings.chooser, source.name), Costs(state, source, self._config))
-        work = run.reading(state, self._scorers) + least_work(
-            state, np.arange(self.policy.first), run.costs, self.policy
-        )
+        self._assign(state, source)
+        least = least_work(state, np.arange(self.policy.first), state.costs, self.policy)
+        work = self._reading_cost(state) + least
         return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
 
     def key(self, settings: Prefill) -> str:
@@ -147,42 +138,44 @@ class Prefiller:
         assert self.profile is not None
         return self.profile.kind if settings.source == "auto" else settings.source
 
-    def open(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        pages: array[int],
-        first: int,
-        settings: Prefill,
-        known: int = 0,
-        depths: np.ndarray | None = None,
-    ) -> PrefillState:
-        """`first` entries are exact; those before `known` hold drafted K/V of these `depths`. What is not worth
-        drafting, or cannot be, comes back as `Phase.EXACT`."""
-        end = max(first, len(tokens) - self.policy.tail)
-        state = PrefillState(seq_id, tokens, pages, first, end, settings, self._config.num_layers)
-        if depths is not None:
-            state.known = min(known, end)
-            state.depths[first : state.known] = depths[first : state.known]
-        problem = self.problem(settings, len(tokens))
+    def open(self, state: PrefillState) -> PrefillState:
+        """Start a prompt whose pages are there. What is not worth drafting, or cannot be, is `PrefillStage.EXACT` after
+        it."""
+        state.keep_tail(self.policy.tail)
+        problem = self.problem(state.settings, len(state.tokens))
         if problem is not None:
-            return leave(state, str(problem))
-        source = self.source(settings)
-        state.report.source, state.report.chooser = source.name, chooser_for(settings.chooser, source.name)
+            state.fall_back(str(problem))
+            return state
+        source = self.source(state.settings)
+        self._assign(state, source)
         if short := too_short(state, self.policy, source.start):
-            return leave(state, short)
+            state.fall_back(short)
+            return state
         source.open(state)
-        costs = Costs(state, source, self._config)
-        run = self._progress[state.id] = Way(source, state.report.chooser, costs)
+        state.opened = True
         assert self.profile is not None
-        why = foresee(state, self.profile, source, costs, self.policy, run.reading(state, self._scorers))
-        return leave(state, why) if why else state
+        why = why_exact(state, self.profile, source, state.costs, self.policy, self._reading_cost(state))
+        if why:
+            state.fall_back(why)
+        return state
+
+    def _assign(self, state: PrefillState, source: KVSource) -> None:
+        state.source, state.costs = source, Costs(state, source, self._config)
+        state.report.source, state.report.chooser = source.name, chooser_for(state.settings.chooser, source.name)
 
     def close(self, state: PrefillState) -> None:
-        """The state is done, or its sequence is gone."""
-        run = self._progress.pop(state.id, None)
-        if run is not None:
-            run.source.finish(state)
+        """The prompt is done, or its sequence loses its pages."""
+        if state.opened:
+            state.source.finish(state)
+        state.close()
+
+    def _reading_cost(self, state: PrefillState) -> float:
+        """Work until all is read and scored."""
+        chooser, tokens = state.report.chooser, len(state.tokens)
+        scoring = state.costs.tail if chooser == "tail" else 0.0
+        if chooser in self._scorers:
+            scoring = self._scorers[chooser].cost(tokens)
+        return state.source.cost(tokens - state.read) + scoring
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -190,99 +183,97 @@ class Prefiller:
     def advance(self, state: PrefillState, budget: int) -> int:
         """Work of about `budget` tokens of the target's prefill; how much it was, at least 1."""
         assert not state.finished and budget >= 1
-        run = self._progress[state.id]
-        before = run.spent
-        while not state.finished and (run.spent == before or run.spent - before <= budget / 2):
-            left = max(1, int(budget - (run.spent - before)))
+        before = state.spent
+        while not state.finished and (state.spent == before or state.spent - before <= budget / 2):
+            left = max(1, int(budget - (state.spent - before)))
             if state.read < len(state.tokens):
-                self._read(state, run, left)
+                self._read(state, left)
             elif state.stage is PrefillStage.READING:
-                self._plan(state, run)
+                self._plan(state)
             elif len(state.todo):
-                self._repair(state, run, left)
+                self._recompute(state, left)
             else:
-                self._check(state, run)
-        return max(1, math.ceil(run.spent - before))
+                self._check(state)
+        return max(1, math.ceil(state.spent - before))
 
-    def _read(self, state: PrefillState, run: Way, budget: int) -> None:
+    def _read(self, state: PrefillState, budget: int) -> None:
         start, missing = time.perf_counter(), len(state.tokens) - state.read
-        count = min(missing, max(1, int(budget / max(run.source.cost(missing) / missing, 1e-6))))
+        count = min(missing, max(1, int(budget / max(state.source.cost(missing) / missing, 1e-6))))
         if self._runner.decoder.device.type == "cpu":
             count = min(count, self.policy.chunk)
-        run.source.read(state, count)
+        state.source.read(state, count)
         drafted = slice(state.first, min(state.read, state.end))
-        state.report.token_layers += run.source.base * max(0, drafted.stop - max(state.first, state.read - count))
-        state.depths[drafted] = np.maximum(state.depths[drafted], run.source.base)
-        run.spent += run.source.cost(count)
+        state.report.token_layers += state.source.base * max(0, drafted.stop - max(state.first, state.read - count))
+        state.depths[drafted] = np.maximum(state.depths[drafted], state.source.base)
+        state.spent += state.source.cost(count)
         state.report.read_s += time.perf_counter() - start
-        if (
-            not run.glanced
-            and state.read - max(state.first, state.known) >= self.policy.glance
-            and state.read < state.end
-        ):
-            self._glance(state, run)
+        enough = state.read - max(state.first, state.known) >= self.policy.first_check_tokens
+        if enough and not state.first_checked and state.read < state.end:
+            self._first_check(state)
 
-    def _glance(self, state: PrefillState, run: Way) -> None:
-        """A first look at drafts, so that a prompt they are no good for is not read to its end."""
-        run.glanced = True
+    def _first_check(self, state: PrefillState) -> None:
+        """Check a first span, so that a prompt whose drafts are no good is not read to its end."""
+        state.first_checked = True
         assert self.profile is not None
-        if not self.profile.thresholds or isinstance(run.source, Gapped):  # what is missing says nothing about the rest
+        if not self.profile.thresholds or isinstance(state.source, Gapped):  # gaps tell nothing about the rest
             return
-        scores, entries = self._repairs.first_look(state, run.costs, run.source.base)
-        run.spent += run.costs.rows(entries) + run.costs.checks(self.policy.span)
+        scores, entries = self._recomputer.first_check(state, state.costs, state.source.base)
+        state.spent += state.costs.rows(entries) + state.costs.checks(self.policy.span)
         if not scores.finite.all():
             wipe(self._runner, state.pages, state.first, len(state.tokens))
         if not scores.passed(self.profile.thresholds, self.policy.failing).all():
-            leave(state, f"a first look at {self.policy.span} of {state.read} tokens failed", run.spent)
+            state.fall_back(f"a first check of {self.policy.span} of {state.read} tokens failed")
 
-    def _plan(self, state: PrefillState, run: Way) -> None:
+    def _plan(self, state: PrefillState) -> None:
         start = time.perf_counter()
-        scores = CHOOSERS[run.chooser](ChooserInput(state, run.source, self._runner, self._scorers))
-        run.spent += run.reading(state, self._scorers)  # all is read: what is left is the scoring
-        state.report.token_layers += int(run.costs.tail) * state.layers if run.chooser == "tail" else 0
+        scores = CHOOSERS[state.report.chooser](ChooserInput(state, state.source, self._runner, self._scorers))
+        state.spent += self._reading_cost(state)  # all is read: what is left is the scoring
+        state.report.token_layers += int(state.costs.tail) * state.layers if state.report.chooser == "tail" else 0
         state.report.read_s += time.perf_counter() - start
         assert self.profile is not None
-        made = PrefillPlan(exact=f"the source {run.source.name!r} has no scores for the chooser {run.chooser!r}")
-        if scores is not None:
-            made = plan(state, scores, self.profile, run.source, run.costs, self.policy, run.spent)
+        if scores is None:
+            chooser = state.report.chooser
+            made = PrefillPlan(exact=f"the source {state.source.name!r} has no scores for the chooser {chooser!r}")
+        else:
+            made = plan(state, scores, self.profile, state.source, state.costs, self.policy, state.spent)
         if scores is None or made.exact:
-            leave(state, made.exact, run.spent)
+            state.fall_back(made.exact)
             return
-        run.scores, run.spans = scores, made.spans
+        state.scores, state.spans = scores, made.spans
         state.stage = PrefillStage.RECOMPUTING
         start = time.perf_counter()
-        self._begin_round(state, run, made.todo, made.spans)
+        self._begin_round(state, made.todo, made.spans)
         state.report.check_s += time.perf_counter() - start
 
-    def _begin_round(self, state: PrefillState, run: Way, todo: np.ndarray, spans: list[CheckSpan]) -> None:
+    def _begin_round(self, state: PrefillState, todo: np.ndarray, spans: list[CheckSpan]) -> None:
         state.todo = todo
         state.report.rounds += 1
-        sinks, base = min(self.policy.first, state.end), run.source.base
-        run.checker = Checker(self._runner, state.pages, spans, base, sinks) if spans else None
+        sinks, base = min(self.policy.first, state.end), state.source.base
+        state.checker = Checker(self._runner, state.pages, spans, base, sinks) if spans else None
 
-    def _repair(self, state: PrefillState, run: Way, budget: int) -> None:
-        entries = state.todo[: min(budget, self._repairs.most or budget)]
+    def _recompute(self, state: PrefillState, budget: int) -> None:
+        entries = state.todo[: min(budget, self._recomputer.most or budget)]
         last = len(entries) == len(state.todo)
-        entries = entries[: self._repairs.run(state, run.costs, entries, run.checker, last)]
+        entries = entries[: self._recomputer.run(state, state.costs, entries, state.checker, last)]
         state.todo = state.todo[len(entries) :]
-        run.spent += run.costs.rows(entries)
+        state.spent += state.costs.rows(entries)
 
     # -- checking ------------------------------------------------------------------------------------------------------
 
-    def _check(self, state: PrefillState, run: Way) -> None:
-        """A round of repair is over: done, another round where checks failed, or exact prefill."""
-        report, checker = state.report, run.checker
+    def _check(self, state: PrefillState) -> None:
+        """A round of recomputation is over: done, another round where checks failed, or exact prefill."""
+        report, checker = state.report, state.checker
         assert self.profile is not None
-        describe(state)  # what is so if checks pass: now, while a device is still at it
+        state.describe()  # what is so if checks pass: now, while a device is still at it
         if checker is None:
-            settle(state, run.costs, run.spent)
+            state.finish()
             return
         start = time.perf_counter()
-        kl, before = None, run.logits
-        run.spent += run.costs.checks(sum(span.count for span in checker.spans))
+        kl, before = None, state.tail_logits
+        state.spent += state.costs.checks(sum(span.count for span in checker.spans))
         if before is not None:
-            run.logits = self._judge(state, run)
-            kl = divergence(run.logits, before)
+            state.tail_logits = self._tail_logits(state)
+            kl = divergence(state.tail_logits, before)
         scores = checker.scores(kl)
         passed = scores.verdict(self.profile.thresholds, self.policy.failing)
         scores.write(report, checker.spans, passed)
@@ -290,29 +281,29 @@ class Prefiller:
         deepened = report.rounds - 1
         if not scores.finite.all():
             wipe(self._runner, state.pages, state.first, len(state.tokens))
-            leave(state, "drafted K/V held values that are no finite numbers", run.spent)
+            state.fall_back("drafted K/V held values that are no finite numbers")
         elif not failed or deepened >= self.policy.deepenings:
-            settle(state, run.costs, run.spent)
+            state.finish()
         else:
-            self._deepen(state, run, failed, 1.0 / (self.policy.deepenings - deepened))
+            self._deepen(state, failed, 1.0 / (self.policy.deepenings - deepened))
         report.check_s += time.perf_counter() - start
 
-    def _deepen(self, state: PrefillState, run: Way, failed: list[CheckSpan], share: float) -> None:
+    def _deepen(self, state: PrefillState, failed: list[CheckSpan], share: float) -> None:
         """Exact prefill, if all that failed might have to be recomputed at a cost beyond it."""
-        whole = deepen(state, failed, run.scores, 1.0)
-        checks = run.costs.checks(sum(span.count for span in failed))
-        tails = 3 if run.logits is None else 2  # to compare the rounds, and the engine's own
-        work = run.spent + run.costs.rows(whole) + checks + tails * run.costs.tail
-        if work > run.costs.exact:
-            failures = f"{len(failed)} of {len(run.spans)} checkpoints failed"
-            leave(state, f"{failures}, repair would cost {work / run.costs.exact:.2f} of exact prefill", run.spent)
+        whole = deepen(state, failed, state.scores, 1.0)
+        checks = state.costs.checks(sum(span.count for span in failed))
+        tails = 3 if state.tail_logits is None else 2  # to compare the rounds, and the engine's own
+        work = state.spent + state.costs.rows(whole) + checks + tails * state.costs.tail
+        if work > state.costs.exact:
+            failures = f"{len(failed)} of {len(state.spans)} checkpoints failed"
+            state.fall_back(f"{failures}, repair would cost {work / state.costs.exact:.2f} of exact prefill")
             return
-        if run.logits is None:
-            run.logits = self._judge(state, run)
-        self._begin_round(state, run, deepen(state, failed, run.scores, share), failed)
+        if state.tail_logits is None:
+            state.tail_logits = self._tail_logits(state)
+        self._begin_round(state, deepen(state, failed, state.scores, share), failed)
 
-    def _judge(self, state: PrefillState, run: Way) -> Tensor:
-        """What the tail makes of the K/V as it is now: logits [JUDGED, V]."""
-        run.spent += run.costs.tail
-        state.report.token_layers += int(run.costs.tail) * state.layers
-        return self._ragged_pass.run(tail_rows(state, run.source.base, JUDGED)).logits.clone()
+    def _tail_logits(self, state: PrefillState) -> Tensor:
+        """What the tail makes of the K/V as it is now: logits [COMPARED_TOKENS, V]."""
+        state.spent += state.costs.tail
+        state.report.token_layers += int(state.costs.tail) * state.layers
+        return self._ragged_pass.run(tail_rows(state, state.source.base, COMPARED_TOKENS)).logits.clone()

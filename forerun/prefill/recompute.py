@@ -1,4 +1,4 @@
-"""The target recomputes chosen tokens of a drafted prompt, and a first look that does so before all is read.
+"""The target recomputes chosen tokens of a drafted prompt, and a first check that does so before all is read.
 
 Knows a state and what its rows cost; not how they were chosen.
 """
@@ -91,7 +91,7 @@ class Recomputer:
         finally:
             pool.release(pages)
 
-    def first_look(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
+    def first_check(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
         """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
         size, end = self._policy.span, min(state.read, state.end)
         span = CheckSpan(end - size, size, state.first, end)

@@ -16,8 +16,8 @@ from forerun.cache.approximate import ApproximateCache
 from forerun.cache.prefix import PrefixTree
 from forerun.models.execution.runner import Runner, Span
 
-SHARE = 4  # of an engine's step that one of these takes: a request that comes meanwhile waits little
-MOST = 32  # texts that wait; older ones are left as they are
+UPGRADE_CHUNK_DIVISOR = 4  # of the tokens of a step: a request that comes meanwhile waits little
+MAX_WAITING_TEXTS = 32  # older ones are left as they are
 
 
 class Upgrader:
@@ -32,7 +32,7 @@ class Upgrader:
         """`max_num_batched_tokens`: what a step of the engine computes at most."""
         self._runner, self._tree, self._approximate, self._make_room = runner, tree, approximate, make_room
         self._size = runner.pool.page_size
-        self._chunk = max(1, max_num_batched_tokens // SHARE // self._size) * self._size
+        self._chunk = max(1, max_num_batched_tokens // UPGRADE_CHUNK_DIVISOR // self._size) * self._size
         self._waiting: deque[list[int]] = deque()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Upgrader:
         """A text to be computed. The latest is the first in turn: it is the likeliest to be asked about again."""
         whole = tokens[: len(tokens) // self._size * self._size]
         others = [text for text in self._waiting if text != whole[: len(text)]]
-        self._waiting = deque([*others, whole] if whole else others, MOST)
+        self._waiting = deque([*others, whole] if whole else others, MAX_WAITING_TEXTS)
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -196,7 +196,8 @@ class Driver:
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters and the prefill source that a request needs, before its time starts to count."""
         if self.engine.prepared(params):
-            self.engine.drafting.prepare(params.prefilling)  # raises where prompts cannot be drafted so
+            if not params.prefilling.exact:
+                self.engine.speculative_prefill.prepare(params.prefilling)  # raises where prompts cannot be drafted so
             return
         with self.exclusive() as engine:
             engine.prepare(params)
@@ -231,7 +232,7 @@ class Driver:
         may close a forgotten iterator in the middle of a step."""
         if self._lock.acquire(blocking=False):
             try:
-                self.engine.take_in()
+                self.engine.process_inbox()
             finally:
                 self._lock.release()
 

@@ -207,7 +207,7 @@ class Workers:
                 worker.pending = event.token_ids[-1:]
         if reason is not None:
             worker.finish_reason = reason
-            seq.settle(finished=True)  # all of its prompt has run
+            seq.finish_usage(finished=True)  # all of its prompt has run
             writer.finish(seq, reason, event)
         return event
 

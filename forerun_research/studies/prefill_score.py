@@ -136,7 +136,9 @@ class PromptScorer:
         if problem is not None:
             raise problem
         with adjusted(self.engine, setting):
-            state = prefiller.open(next(_ids), ids, pages, 0, setting.prefill)
+            state = prefiller.open(
+                PrefillState(next(_ids), ids, pages, 0, len(ids), setting.prefill, len(self.engine.pool.kv))
+            )
             try:
                 yield state
             finally:
@@ -148,7 +150,7 @@ class PromptScorer:
 
 
 def prefiller_of(engine: Engine) -> Prefiller:
-    prefiller = engine.drafting.prefiller
+    prefiller = engine.speculative_prefill.prefiller
     if prefiller is None:
         raise BadProfile("the study's settings need a profile, and it names none", "give it a `profile`, or --profile")
     return prefiller

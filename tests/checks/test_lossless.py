@@ -24,7 +24,7 @@ from forerun.decode.sampling import Rng
 from forerun.decode.verifiers import LOSSLESS
 from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import Work
+from forerun.engine.sequence import ScheduledSequence
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.models.execution.runner import Runner, Span
@@ -162,23 +162,23 @@ def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 def keep_a_rejected_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its first rejection a sequence counts one K/V entry too many: what follows lies one entry further on."""
     spoiled: set[int] = set()
-    original_span, original_append = Work.span.fget, Engine._append
+    original_span, original_append = ScheduledSequence.span.fget, Engine._append
     assert original_span is not None
 
-    def append(self: Engine, seq: Any, ruling: Any, work: Work) -> None:
-        original_append(self, seq, ruling, work)
-        if len(ruling.verdict.path) < len(work.draft):
+    def append(self: Engine, seq: Any, output: Any, scheduled: ScheduledSequence) -> None:
+        original_append(self, seq, output, scheduled)
+        if len(output.verdict.path) < len(scheduled.draft):
             spoiled.add(seq.id)
 
-    def span(work: Work) -> Span:
-        made = original_span(work)
+    def span(scheduled: ScheduledSequence) -> Span:
+        made = original_span(scheduled)
         room = len(made.pages) * 16 - made.first - len(made.ids)
-        if work.seq.id in spoiled and room > 0:
+        if scheduled.seq.id in spoiled and room > 0:
             made.first, made.tree_first = made.first + 1, made.tree_first + 1
         return made
 
     monkeypatch.setattr(Engine, "_append", append)
-    monkeypatch.setattr(Work, "span", property(span))
+    monkeypatch.setattr(ScheduledSequence, "span", property(span))
 
 
 def move_one_too_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from forerun.decode.draft_context import DraftContext
@@ -51,26 +48,13 @@ class FakePrefiller:
     def key(self, settings: Prefill) -> str:
         return f"fake {settings.source}"
 
-    def open(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        pages: array[int],
-        first: int,
-        settings: Prefill,
-        known: int = 0,
-        depths: np.ndarray | None = None,
-    ) -> PrefillState:
-        state = PrefillState(
-            seq_id, tokens, pages, first, max(first, len(tokens) - TAIL), settings, len(self.runner.kv)
-        )
-        if depths is not None:
-            state.known = min(known, state.end)
-            state.depths[first : state.known] = depths[first : state.known]
-        state.read = max(first, state.known)
-        if len(tokens) - first < 2 * TAIL:
+    def open(self, state: PrefillState) -> PrefillState:
+        state.keep_tail(TAIL)
+        state.read = max(state.first, state.known)
+        if len(state.tokens) - state.first < 2 * TAIL:
             state.stage, state.report.fell_back = PrefillStage.EXACT, "too short"
-        self.open_states[seq_id] = state
+        state.opened = True
+        self.open_states[state.id] = state
         self.opened.append(state)
         return state
 
@@ -107,6 +91,7 @@ class FakePrefiller:
 
     def close(self, state: PrefillState) -> None:
         del self.open_states[state.id]
+        state.close()
 
 
 def fake(**values: Any) -> Any:

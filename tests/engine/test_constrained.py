@@ -39,8 +39,8 @@ def test_a_dead_end_ends_one_request_and_no_other(tiny_folder: Callable[[str], P
     engine = make_engine(tiny_folder("qwen2"))
     caught = Answer(engine, PROMPTS[0], Params(max_tokens=20, grammar=PHONE))
     free = Answer(engine, PROMPTS[1], Params(max_tokens=20, ignore_eos=True))
-    engine.take_in()
-    seq = next(s for s in engine.scheduler.everyone if s.grammar is not None)
+    engine.process_inbox()
+    seq = next(s for s in engine.scheduler.sequences if s.grammar is not None)
 
     def dead(path: object) -> None:
         raise ForerunError("nothing may follow")

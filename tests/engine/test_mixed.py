@@ -34,7 +34,7 @@ def test_anything_may_happen(seed: int, tiny_folder: Callable[[str], Path]):
 
     answers: list[tuple[Answer, str]] = []
     for _ in range(60):
-        if draw.random() < 0.3 and len(engine.scheduler.everyone) < 12:
+        if draw.random() < 0.3 and len(engine.scheduler.sequences) < 12:
             text = [*prompt(draw.randrange(3), 64), *prompt(draw.randrange(3, 8), draw.randrange(1, 160))]
             mode, source = draw.choice(MODES), draw.choice(["auto", "other"])
             prefill = Prefill() if mode == "exact" else Prefill(mode, source=source)

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from forerun.core import Usage
-from forerun.engine.stats import Stats, settle
+from forerun.engine.stats import Stats, complete_served
 
 
 def used(reached: int = 100, approximate: int = 0, **served: int) -> Usage:
     usage = Usage(prompt_tokens=100, completion_tokens=10, total_s=2.0, written=32, served=served)
-    settle(usage, approximate, reached)
+    complete_served(usage, approximate, reached)
     return usage
 
 

@@ -14,7 +14,7 @@ HOSTILE = (
 
 def test_text_is_never_markup(visit: Visit, monkeypatch: pytest.MonkeyPatch):
     llm, page = visit.made.llm, visit.page
-    monkeypatch.setattr(llm.engine.drafting, "problem", lambda settings, tokens: None)
+    monkeypatch.setattr(llm.engine.speculative_prefill, "problem", lambda settings, tokens: None)
     Script(
         says(HOSTILE, token_ids=[1], provisional=True),
         says(HOSTILE, token_ids=[2, 3], retracted=1, finish_reason="stop"),

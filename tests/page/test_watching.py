@@ -15,7 +15,7 @@ GREY, BLACK, STRUCK = ".answer .provisional", ".answer .settled", ".answer .retr
 @pytest.fixture
 def can_draft(monkeypatch: pytest.MonkeyPatch, served) -> None:
     """This server says that it can draft prompts; what becomes of them is the script's business."""
-    monkeypatch.setattr(served.llm.engine.drafting, "problem", lambda settings, tokens: None)
+    monkeypatch.setattr(served.llm.engine.speculative_prefill, "problem", lambda settings, tokens: None)
 
 
 def test_provisional_words_turn_black_or_are_struck(can_draft: None, visit: Visit, monkeypatch: pytest.MonkeyPatch):

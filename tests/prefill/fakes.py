@@ -138,11 +138,17 @@ def drive(prefiller: Prefiller, state: PrefillState, budget: int = 4096) -> Pref
     return state
 
 
+def new_state(
+    prefiller: Prefiller, ids: Sequence[int], pages: array[int], settings: Prefill = SETTINGS, first: int = 0
+) -> PrefillState:
+    return PrefillState(1, ids, pages, first, len(ids), settings, prefiller._config.num_layers)
+
+
 def start(prefiller: Prefiller, ctx: DraftContext, settings: Prefill = SETTINGS, first: int = 0) -> PrefillState:
     pages = own_pages(ctx)
     if first:
         ctx.runner.forward([Span(IDS[:first], 0, pages, ())])
-    return prefiller.open(1, IDS, pages, first, settings)
+    return prefiller.open(new_state(prefiller, IDS, pages, settings, first))
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:

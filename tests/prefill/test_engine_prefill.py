@@ -123,8 +123,8 @@ def test_further_answers_start_from_the_first_ones_draft(
     text, params = prompt(2, 200), replace(DRAFTED, temperature=0.8, seed=1, cache=cache, speculate="off")
     alone = [run(make(kind), [text], replace(params, seed=1 + i))[0] for i in range(3)]
     engine, read = make(kind), 0
-    assert engine.drafting.prefiller is not None
-    source = engine.drafting.prefiller.source(params.prefilling)
+    assert engine.speculative_prefill.prefiller is not None
+    source = engine.speculative_prefill.prefiller.source(params.prefilling)
     reading = source.read
 
     def counted(state: Any, count: int) -> None:

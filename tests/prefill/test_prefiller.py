@@ -18,7 +18,6 @@ from tests.prefill.fakes import (
     END,
     IDS,
     POLICY,
-    SETTINGS,
     STRICT,
     Fake,
     answer,
@@ -27,6 +26,7 @@ from tests.prefill.fakes import (
     exact_kv,
     make_prefiller,
     make_workshop,
+    new_state,
     slots,
     start,
     stored,
@@ -97,11 +97,11 @@ def answer_exactly(ctx: DraftContext, state: PrefillState) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("read", [40, 25])
-def test_a_first_look_saves_reading_what_is_no_good(ctx: DraftContext, read: int):
-    policy = replace(POLICY, glance=48, chunk=read)
+def test_a_first_check_saves_reading_what_is_no_good(ctx: DraftContext, read: int):
+    policy = replace(POLICY, first_check_tokens=48, chunk=read)
     bad = make_prefiller(ctx, Fake(ctx, GARBAGE), thresholds=STRICT, policy=policy)
     state = drive(bad, start(bad, ctx))
-    assert state.stage is PrefillStage.EXACT and state.report.fell_back.startswith("a first look at 8 of")
+    assert state.stage is PrefillStage.EXACT and state.report.fell_back.startswith("a first check of 8 of")
     assert 48 <= state.read < 48 + read < END and state.report.cost < 1.3
     assert apart(answer_exactly(ctx, state), exact_kv(ctx)[1]) < 1e-4
     good = make_prefiller(ctx, Fake(ctx), thresholds=STRICT, policy=policy)
@@ -277,7 +277,9 @@ def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(ctx: DraftC
     known, depths = 100, state.depths.copy()
     before = stored(ctx, state.pages, 0, known)
     later = make_prefiller(ctx, source := Fake(ctx, GARBAGE, noise=0.5), share=0.3)
-    again = drive(later, later.open(2, IDS, state.pages, 0, SETTINGS, known, depths[:known]))
+    second = new_state(later, IDS, state.pages)
+    second.add_known(depths[:known])
+    again = drive(later, later.open(second))
     assert min(source.read_entries) == known
     fresh = (again.depths[:known] == again.layers) & (depths[:known] < again.layers)
     assert 0 < fresh.sum() < known

@@ -25,6 +25,7 @@ from tests.prefill.fakes import (
     drive,
     make_prefiller,
     make_profile,
+    new_state,
     start,
 )
 from tests.prefill.sources import common
@@ -154,7 +155,7 @@ def test_mapped_sources_are_checked_and_repaired(
     settings = Prefill("speculative", chooser=chooser) if by_source else SETTINGS
     price = 0.4 if by_source else 0.2  # maps dwarf tiny models; asking the tail costs about as much as the difference
     monkeypatch.setattr(prefiller.source(settings), "cost", lambda tokens: price * tokens)
-    state = drive(prefiller, prefiller.open(1, common.IDS, common.PAGES, 0, settings), 13)
+    state = drive(prefiller, prefiller.open(new_state(prefiller, common.IDS, common.PAGES, settings)), 13)
     assert state.report.source == kind and state.report.chooser == chooser
     assert [span["passed"] for span in state.report.spans] == [right, right]
     assert state.stage is (PrefillStage.DONE if right else PrefillStage.EXACT)

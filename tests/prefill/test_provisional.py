@@ -12,8 +12,8 @@ import pytest
 
 from forerun.core import Grammar, Prefill, SamplingParams, Speculation
 from forerun.engine.engine import Engine
+from forerun.engine.provisional import MAX_PROVISIONAL_TOKENS, ProvisionalAnswer
 from forerun.engine.sequence import Event
-from forerun.prefill.provisional import LONGEST, Provisional
 from tests.engine.common import Answer, finish, make_engine, run
 from tests.engine.fake_prefiller import fake
 from tests.engine.test_speculative_prefill import DRAFTED, EXACT, assert_clean, prompt
@@ -75,11 +75,11 @@ def test_a_guide_speaks_before_the_prompt_is_computed(make: Callable[..., Engine
     answer = Answer(engine, prompt(0, LONG), PROVISIONAL)
     while not said(answer):
         engine.step()
-    (real,) = [s for s in engine.scheduler.everyone if s.real is None]
-    assert real.computed == 0  # not a token of it has run
+    (last,) = [s for s in engine.scheduler.sequences if s.final is None]
+    assert last.computed == 0  # not a token of it has run
     before = len(said(answer))
     engine.step()
-    assert real.computed == 16 and len(said(answer)) == before + 1  # both in one forward
+    assert last.computed == 16 and len(said(answer)) == before + 1  # both in one forward
     finish(engine)
     usage = answer.last.usage
     assert usage is not None and usage.provisional == len(said(answer)) == usage.confirmed > 5
@@ -121,7 +121,7 @@ def test_a_guide_ends_where_the_answer_would(make: Callable[..., Engine], truth:
     engine = make(bad=0.0, config={"max_num_batched_tokens": 16, "max_num_seqs": 8})
     longest = Answer(engine, prompt(3, LONG), replace(PROVISIONAL, max_tokens=200))
     finish(engine)
-    assert len(said(longest)) == LONGEST
+    assert len(said(longest)) == MAX_PROVISIONAL_TOKENS
     short = Answer(engine, prompt(4, LONG), replace(PROVISIONAL, max_tokens=3))
     ended = Answer(engine, prompt(5, LONG), replace(PROVISIONAL, ignore_eos=False, logit_bias={2: 100.0}))
     whole = engine.tokenizer.decode(truth(prompt(6, LONG), EXACT))  # type: ignore[union-attr]
@@ -268,11 +268,11 @@ def test_an_error_ends_guides_too(make: Callable[..., Engine]):
 
 def test_judging() -> None:
     for answer, expected in (([5, 6, 7, 8], (3, 0)), ([5, 9], (1, 2)), ([5], (1, 2)), ([], (0, 3)), ([9], (0, 3))):
-        provisional = Provisional([5, 6, 7])
-        assert provisional.judge(answer) == expected and provisional.judged
-    draft = Provisional([5, 6, 7]).draft(2)
+        provisional = ProvisionalAnswer([5, 6, 7])
+        assert provisional.verify(answer) == expected and provisional.verified
+    draft = ProvisionalAnswer([5, 6, 7]).draft(2)
     assert draft.tokens == [5, 6] and draft.parents == [-1, 0] and draft.problem(10) is None
-    assert not len(Provisional([5]).draft(-1))
+    assert not len(ProvisionalAnswer([5]).draft(-1))
 
 
 def test_params_name_the_mode() -> None:

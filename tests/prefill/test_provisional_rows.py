@@ -12,9 +12,9 @@ import pytest
 
 from forerun.core import Grammar, SamplingParams, Speculation
 from forerun.engine.engine import Engine
+from forerun.engine.provisional import NAME, ProvisionalAnswer
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Runner, Span
-from forerun.prefill.provisional import NAME, Provisional
 from tests.engine.common import Answer, finish, make_engine, run
 from tests.engine.fake_prefiller import fake
 from tests.engine.test_speculative_prefill import EXACT, assert_clean, prompt
@@ -168,9 +168,9 @@ def test_answers_end_where_they_would(make: Make, truth: Truth):
 
 
 def test_what_an_answer_ends_before_is_taken_back() -> None:
-    provisional = Provisional([5, 6, 7, 8])
-    assert provisional.judge([5, 6], last=False) == (2, 0) and provisional.open == [7, 8]
-    assert provisional.judge([7], last=True) == (1, 1) and provisional.judged and provisional.open == []
+    provisional = ProvisionalAnswer([5, 6, 7, 8])
+    assert provisional.verify([5, 6], last=False) == (2, 0) and provisional.open == [7, 8]
+    assert provisional.verify([7], last=True) == (1, 1) and provisional.verified and provisional.open == []
 
 
 def test_drafters_wait_until_words_are_judged(make: Make, truth: Truth, monkeypatch: pytest.MonkeyPatch):
@@ -181,8 +181,8 @@ def test_drafters_wait_until_words_are_judged(make: Make, truth: Truth, monkeypa
         append = engine._append
 
         def noted(seq: Any, ruling: Any, work: Any, append: Any = append, sources: Any = sources) -> None:
-            if seq.real is None:
-                sources.append((seq.provisional is not None and not seq.provisional.judged, set(work.draft.sources)))
+            if seq.final is None:
+                sources.append((seq.provisional is not None and not seq.provisional.verified, set(work.draft.sources)))
             append(seq, ruling, work)
 
         monkeypatch.setattr(engine, "_append", noted)

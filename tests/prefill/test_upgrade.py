@@ -12,7 +12,7 @@ import pytest
 from forerun import LLM
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
-from forerun.prefill.upgrade import MOST
+from forerun.prefill.upgrade import MAX_WAITING_TEXTS
 from forerun.runtime.driver import Driver
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.fake_prefiller import fake
@@ -97,15 +97,15 @@ def test_a_full_pool_skips_it_and_cancelled_or_failed_drafts_leave_none(make: Ca
 
 def test_the_queue_is_bounded_and_holds_the_latest(make: Callable[..., Engine]):
     engine = make()
-    for i in range(MOST + 5):
+    for i in range(MAX_WAITING_TEXTS + 5):
         engine.upgrades.add([i] * 16)
-    assert len(engine.upgrades) == MOST
-    engine.upgrades.add([MOST + 4] * 24)  # continues one that waits: it takes its place
-    assert len(engine.upgrades) == MOST
+    assert len(engine.upgrades) == MAX_WAITING_TEXTS
+    engine.upgrades.add([MAX_WAITING_TEXTS + 4] * 24)  # continues one that waits: it takes its place
+    assert len(engine.upgrades) == MAX_WAITING_TEXTS
     engine.upgrades.add([1] * 7)  # no whole page
-    assert len(engine.upgrades) == MOST
+    assert len(engine.upgrades) == MAX_WAITING_TEXTS
     assert engine.upgrade_step()
-    assert engine.tree.match([MOST + 4] * 24)
+    assert engine.tree.match([MAX_WAITING_TEXTS + 4] * 24)
     engine.clear_cache()
     assert len(engine.upgrades) == 0
 

@@ -65,7 +65,7 @@ def test_requests_are_submitted_while_another_one_compiles_its_grammar(llm: LLM,
 
 
 def test_threads_that_need_the_same_prefill_source_make_one(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    prefiller, together = llm.engine.drafting.prefiller, threading.Barrier(3)
+    prefiller, together = llm.engine.speculative_prefill.prefiller, threading.Barrier(3)
     assert prefiller is not None
     make, made = prefiller._make, list[str]()
 

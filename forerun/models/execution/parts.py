@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 LONG = 512  # tokens of a prompt that keep a device busy: reading the weights again for others costs little beside it
 
 
+def joins_decoding(tokens: int) -> bool:
+    """Whether a span of so many tokens runs in one launch with those that decode."""
+    return tokens <= FEW
+
+
 def parts_of(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans that run together, part by part; of decoding rows the last one, if there are any."""
     alone, chunks, rows = list[list[int]](), list[int](), list[int]()
@@ -30,7 +35,7 @@ def parts_of(spans: Sequence[Span]) -> list[list[int]]:
         if span.alone or span.known is not None or (span.first == 0 and len(span.ids) >= LONG):
             alone.append([number])
         else:
-            (chunks if len(span.ids) > FEW else rows).append(number)
+            (rows if joins_decoding(len(span.ids)) else chunks).append(number)
     if sum(len(spans[number].ids) for number in rows) > MAX_ROWS:  # no single launch either way
         chunks, rows = sorted(chunks + rows), []
     return [*alone, *(part for part in (chunks, rows) if part)]

@@ -23,7 +23,7 @@ from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.decoder import Decoder, Output, Taps, Watch
-from forerun.models.execution.parts import join, keep, parts_of
+from forerun.models.execution.parts import join, joins_decoding, keep, parts_of
 from forerun.models.execution.planes import Planes, RecomputePass, make_planes
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ class Runner:
         """Rows of a forward up to which each gets the bits that decoding one by one would give it; None: any number,
         and prompts are no exception."""
         return None if self.graphs is None else self.graphs.decoding_rows
+
+    def joins_decoding(self, tokens: int) -> bool:
+        """Whether a span of so many tokens counts among `decoding_rows`, as it runs in the launch of those that
+        decode."""
+        return joins_decoding(tokens)
 
     @property
     def can_chain(self) -> bool:

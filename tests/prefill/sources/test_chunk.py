@@ -24,7 +24,7 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.chunk import HEAD, ChunkSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
-from tests.prefill.fakes import answer, drive, make_prefiller, make_profile
+from tests.prefill.fakes import answer, drive, make_prefiller, make_profile, new_state
 
 CPU = torch.device("cpu")
 ROPES = [
@@ -237,7 +237,7 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     prompt = [*words(3, 30), *b[:140], *words(4, 20)]
     prefiller = make_prefiller(ctx, source, make_profile(share=0.3))
     own = array("i", ctx.pool.allocate(24))
-    state = prefiller.open(1, prompt, own, 0, Prefill("speculative", source="chunk", chooser=chooser))
+    state = prefiller.open(new_state(prefiller, prompt, own, Prefill("speculative", source="chunk", chooser=chooser)))
     drive(prefiller, state, budget=40)
     assert state.stage is PrefillStage.DONE, state.report
     assert not set(source.missing(state)) - set(np.flatnonzero(state.depths == state.layers))

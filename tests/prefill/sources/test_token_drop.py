@@ -21,7 +21,7 @@ from forerun.prefill.choosers import chooser_for
 from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, TokenDropSource, drop_tokens
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
-from tests.prefill.fakes import make_prefiller
+from tests.prefill.fakes import make_prefiller, new_state
 
 CPU = torch.device("cpu")
 
@@ -146,5 +146,5 @@ def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
     problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
     assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
     pages = array("i", ctx.pool.allocate(25))
-    state = prefiller.open(0, words(1, 200), pages, 0, Prefill("speculative", source="drop"))
+    state = prefiller.open(new_state(prefiller, words(1, 200), pages, Prefill("speculative", source="drop")))
     assert state.stage is PrefillStage.EXACT

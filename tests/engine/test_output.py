@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from forerun.engine.detokenize import TextStream
+from forerun.engine.output import TextStream
 
 
 class Letters:
