@@ -1,7 +1,7 @@
 """The `forerun` command: names the subcommands and turns errors into one line and a hint.
 
 Knows nothing of models: each subcommand lives in `forerun.commands` and imports the engine when it runs, so that
-`--help` answers at once.
+`--help` answers at once. `bench` and `lab` live in `forerun_research` and are loaded when they are named.
 """
 
 from __future__ import annotations
@@ -19,12 +19,27 @@ from typer.core import TyperGroup
 
 from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command
 from forerun.commands.demo import demo
+from forerun.commands.extras import install_hint, research
 from forerun.errors import ForerunError
-from forerun_research.commands import bench, lab
+from forerun.renamed import COMMAND_OPTIONS
+
+RESEARCH = {
+    "bench": "Measure Forerun, alone or beside transformers or llama.cpp.",
+    "lab": "Run studies written as YAML files.",
+}
 
 
-class _Group(TyperGroup):
-    """A group that leaves with 130 on Ctrl-C, as a shell expects, whatever the version of typer."""
+class Subcommands(TyperGroup):
+    """Options may have their old names; Ctrl-C leaves with 130, as a shell expects, whatever the version of typer."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(self, Forerun) and name in RESEARCH:
+            subcommands = research(f"commands.{name}").app
+            subcommands.info.cls = Subcommands
+            command = typer.main.get_command(subcommands)
+            command.name = name
+        return name, command, _with_new_names(command, rest)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,9 +49,33 @@ class _Group(TyperGroup):
             raise SystemExit(130) from None
 
 
+class Forerun(Subcommands):
+    """All subcommands; those of research are listed without being imported."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *RESEARCH]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return TyperGroup(name=name, help=RESEARCH[name]) if name in RESEARCH else super().get_command(ctx, name)
+
+
+def _with_new_names(command: Any, args: list[str]) -> list[str]:
+    """Arguments with today's option names in place of old ones, each with a warning on stderr."""
+    known = {option for parameter in command.params for option in parameter.opts}
+    end = args.index("--") if "--" in args else len(args)
+    changed = list(args)
+    for i, arg in enumerate(args[:end]):
+        old, equals, value = arg.partition("=")
+        new = COMMAND_OPTIONS.get(old)
+        if new is not None and old not in known and new in known:
+            print(f"warning: {old} is now {new}; the old name goes with the next release", file=sys.stderr)
+            changed[i] = new + equals + value
+    return changed
+
+
 app = typer.Typer(
     name="forerun",
-    cls=_Group,
+    cls=Forerun,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,10 +88,8 @@ app.command(name="serve")(serve.serve)
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="stats")(stats_command.stats)
-app.add_typer(models.app, name="models")
-app.add_typer(bench.app, name="bench")
-app.add_typer(check.app, name="check")
-app.add_typer(lab.app, name="lab")
+app.add_typer(models.app, name="models", cls=Subcommands)
+app.add_typer(check.app, name="check", cls=Subcommands)
 
 
 def _version(wanted: bool) -> None:
@@ -88,11 +125,14 @@ def main(argv: list[str] | None = None) -> None:
             _leave_now()
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): leave quietly, also when Python flushes at exit.
+        # The reader of our output has closed it (`| head`): leave quietly, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except ForerunError as error:
         _report(str(error), error.hint, debug)
+    except ModuleNotFoundError as error:
+        hint = install_hint(error.name) or "install it, or run again with --debug to see what imports it"
+        _report(f"this command needs {error.name}, which is not installed", hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
     except SystemExit as left:

@@ -22,7 +22,7 @@ answer comes and never what it says. It is one class with a name:
 
 
     with LLM() as llm:
-        answer = llm.generate("ha ha ha ha", SamplingParams(max_tokens=24, speculate="repeat+lookup"))[0]
+        answer = llm.generate("ha ha ha ha", SamplingParams(max_tokens=24, speculation="repeat+lookup"))[0]
         print(answer.text, answer.usage.drafters)
 
 A `Draft` is a tree of tokens: `Draft.chain` makes one path, `Draft.add` one node below a parent (`ROOT` for the first

@@ -1,7 +1,8 @@
 """Every error a user can meet, each with a way out.
 
-`ForerunError` carries a one-line message (what was wrong: the value, the limit) and a hint (what to do).
-The CLI prints both on two lines; a traceback only appears with `--debug`.
+`ForerunError` carries a one-line message (what was wrong: the value, the limit) and a hint (what to do). The hint is a
+note of the exception, so a traceback ends with it. The CLI prints message and hint on two lines; a traceback only
+appears with `--debug`.
 """
 
 
@@ -11,6 +12,8 @@ class ForerunError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
 
 
 class ModelNotFound(ForerunError):
@@ -25,12 +28,12 @@ class CorruptModel(ForerunError):
     """The model's files are truncated, inconsistent or not what their checksums say."""
 
 
-class BadRequest(ForerunError):
-    """A request's values are outside their limits; other requests are not affected."""
+class BadRequest(ForerunError, ValueError):
+    """A value of a request is wrong; other requests are not affected."""
 
 
 class OutOfPages(ForerunError):
-    """The request can never fit into the configured KV pool."""
+    """The KV pool cannot hold the request."""
 
 
 class BadProfile(ForerunError):

@@ -1,4 +1,6 @@
-"""What callers may hand in: one prompt or several, one conversation or several. Knows no tokenizer and no model."""
+"""What callers may hand in: one prompt or several, one conversation or several, and how weights are held. Knows no
+tokenizer and no model.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +41,44 @@ def as_params(params: SamplingParams | None) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)")
     return params
+
+
+DTYPES = {  # as others write them: our name of the mode
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp16": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "int8": "int8",
+}
+
+
+def weights_mode(dtype: object, quantization: str | None) -> str:
+    """The mode that `dtype` (a name or a torch dtype) and `quantization` ask for together."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise BadRequest(f"dtype is {dtype!r:.80}", "use auto, float32, float16, bfloat16 or int8")
+    mode = DTYPES[name]
+    if quantization is None:
+        return mode
+    if quantization != "int8":
+        raise BadRequest(
+            f"quantization is {quantization!r:.80}", "use int8, or None: files that are quantised are read as they are"
+        )
+    if mode not in ("auto", "int8"):
+        raise BadRequest(f"dtype is {name!r} and quantization 'int8'", "leave one of them out")
+    return "int8"
+
+
+def check_counts(**given: int | None) -> None:
+    """Refuse what is neither None nor a whole number of at least 1."""
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise BadRequest(
+                f"{name} is {value!r:.80}, it must be a whole number of at least 1",
+                f"leave {name} out to have it chosen",
+            )

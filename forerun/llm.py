@@ -22,10 +22,10 @@ from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
-from forerun.engine.sizing import checked_kv_cache_tokens, default_kv_cache_tokens
+from forerun.engine.sizing import size_kv_cache
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
-from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params, as_prompts
+from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params, as_prompts, check_counts, weights_mode
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint
@@ -34,6 +34,7 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.outputs import Choice, Completion, collect
 from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
+from forerun.renamed import LLM_ARGUMENTS, accepts_old_arguments, renamed_attribute
 from forerun.runtime.driver import Driver
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step: enough to keep the device busy, few enough for others to go on
 
 
 class LLM:
@@ -55,86 +57,97 @@ class LLM:
         with LLM("smollm2-135m-instruct") as llm:
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
-    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `weights`: auto, float32, fp16,
-    bf16 or int8. `kv_cache_tokens`: size of the KV pool; None takes the model's context four times over, within a
-    quarter of the memory that is free. `draft`: a smaller model that guesses ahead; its K/V is part of the pool.
-    `profile`: a file made by `forerun calibrate` for these models, for requests that want their prompts drafted; the
-    default model has one. `disk`: a folder where K/V outlives the process, up to `disk_bytes` of it; `host_bytes`: main
-    memory for pages that the pool has no room for. `batch_invariant`: with int8 weights on a CPU a token is the same
-    bits alone, in any batch and as a guess; False lets sequences that share a long prefix attend over it in one call:
-    branches of one prompt are much faster, and equal to rounding. With other weights, and on CUDA, it changes nothing.
+    `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `draft_model`: a smaller model
+    that drafts tokens; its K/V is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
+    models, for requests whose prompts are drafted; the default model has one.
+
+    `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: int8 is the same as `dtype="int8"`; None leaves
+    it to `dtype`, where auto means int8 for quantised files on a CPU. `device`: auto, cpu or cuda. `threads`: of the
+    CPU.
+
+    `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
+    at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
+    model's context four times over, within a quarter of the memory that is free; on CUDA, 80% of what is free, or what
+    `gpu_memory_utilization` (share of all memory of the GPU, weights included) leaves.
+
+    `enable_prefix_caching`: requests read the K/V of prefixes that were computed before. `disk`: a folder where K/V
+    outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for pages that the pool has no room for.
+
+    `batch_invariant`: with int8 weights on a CPU a token is the same bits alone, in any batch and as a draft; False
+    lets sequences that share a long prefix attend over it in one call: branches of one prompt are much faster, and
+    equal to rounding. With other weights, and on CUDA, it changes nothing. `quiet`: no progress bar while loading.
     """
 
+    @accepts_old_arguments(LLM_ARGUMENTS)
     def __init__(
         self,
         model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
-        draft: str | Path | Checkpoint | None = None,
-        profile: str | Path | Profile | None = None,
-        weights: str = "auto",
+        draft_model: str | Path | Checkpoint | None = None,
+        prefill_profile: str | Path | Profile | None = None,
+        dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
         device: str = "auto",
-        kv_cache_tokens: int | None = None,
+        threads: int | None = None,
+        max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
-        max_model_len: int | None = None,
+        kv_cache_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
-        batch_invariant: bool = True,
         disk: str | Path | None = None,
         disk_bytes: int = TierConfig.disk_bytes,
         host_bytes: int = 0,
-        threads: int | None = None,
+        batch_invariant: bool = True,
         quiet: bool = False,
     ) -> None:
-        where = choose_device(device)
+        where, weights = choose_device(device), weights_mode(dtype, quantization)
         tiers = TierConfig(host_bytes, disk, disk_bytes)
         if tiers.any and not enable_prefix_caching:
             raise BadRequest(
-                "tiers keep what the prefix cache knows, and enable_prefix_caching is off", "leave one of them out"
+                "tiers keep what the prefix cache holds, and enable_prefix_caching is off", "leave one of them out"
             )
-        for name, value in (
-            ("threads", threads),
-            ("kv_cache_tokens", kv_cache_tokens),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-        ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                hint = f"leave {name} out to have it chosen"
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", hint)
+        check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=max_num_batched_tokens)
         if not isinstance(batch_invariant, bool):
             raise BadRequest(f"batch_invariant is {batch_invariant!r:.80}, it must be True or False", "leave it out")
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = _opened(model)
-        context = _context(max_model_len, checkpoint.config.max_context)
+        context = _model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(
             checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
         )
         self.config, self.model = self.decoder.config, checkpoint.source
-        guesser = None if draft is None else _opened(draft)
-        drafting = None if guesser is None else self._open_draft(guesser, where, weights, context, quiet)
-        self.profile = open_profile(profile, checkpoint, guesser)
-        decoders = [self.decoder] if drafting is None else [self.decoder, drafting.decoder]
+        self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
+        drafting = None if draft_model is None else _opened(draft_model)
+        draft = None if drafting is None else self._open_draft(drafting, where, weights, context, quiet)
+        self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         config = EngineConfig(
             max_model_len=context,
-            kv_cache_tokens=checked_kv_cache_tokens(kv_cache_tokens, decoders)
-            or default_kv_cache_tokens(decoders, context),
+            kv_cache_tokens=size_kv_cache(
+                [self.decoder] if draft is None else [self.decoder, draft.decoder],
+                context,
+                kv_cache_tokens,
+                gpu_memory_utilization,
+            ),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or (512 if where.type == "cpu" else 8192),
+            max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
             enable_prefix_caching=enable_prefix_caching,
         )
-        prefiller = prefiller_factory(self.profile)
+        prefiller = prefiller_factory(self.prefill_profile)
         kept = tiers.disk is not None  # beyond this process
         self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: whose K/V lies on disk
         self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: whose sessions lie there
         loose = self.precision.name == "int8" and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
-        self.engine = Engine(self.decoder, self.tokenizer, config, drafting, prefiller=prefiller, tiers=keep)
+        self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
         self.driver = Driver(self.engine)
         self._sessions: SessionRegistry | None = None
         self._sessions_lock = threading.Lock()
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
-        """`loose`: bits depend on the batch they came from; nobody who was promised others may read them."""
+        """`loose`: bits depend on the batch they came from; an engine that promises others must not read them."""
         identity = f"{self.fingerprint} {self.precision.name}" + (" loose" if loose else "")
         return lambda pool: Tiers(pool, config, identity)
 
@@ -148,7 +161,7 @@ class LLM:
             raise BadRequest(
                 f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "
                 f"{self.model} {self.decoder.weight_bytes / 1e6:,.0f} MB",
-                "a draft must be cheaper than its target: swap them, or leave draft out",
+                "a draft must be cheaper than its target: swap them, or leave draft_model out",
             )
         return DraftModel(decoder, tokenizer, self.tokenizer.same_tokens(tokenizer), checkpoint.source)
 
@@ -306,7 +319,7 @@ class LLM:
         with self.driver.exclusive() as engine:
             return outline(engine.tree, ids, most)
 
-    # -- housekeeping --------------------------------------------------------------------------------------------------
+    # -- settings and statistics ---------------------------------------------------------------------------------------
 
     @property
     def memory(self) -> dict[str, int]:
@@ -316,6 +329,13 @@ class LLM:
             "kv_pool": self.engine.pool.nbytes,
             "resident": psutil.Process().memory_info().rss,
         }
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend (generation_config.json of its folder); greedy where they do not. Requests
+        without params are greedy in any case."""
+        return SamplingParams.from_generation_config(self._generation)
+
+    profile = renamed_attribute("profile", "prefill_profile")
 
     def prepare(self, params: SamplingParams) -> None:
         """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
@@ -356,7 +376,7 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model
 
 
-def _context(asked: int | None, limit: int) -> int:
+def _model_len(asked: int | None, limit: int) -> int:
     if asked is None:
         return limit
     if not isinstance(asked, int) or not 2 <= asked <= limit:

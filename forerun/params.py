@@ -1,88 +1,151 @@
-"""What is asked: how to choose tokens (`SamplingParams`), what shape the answer has (`Grammar`), how to guess ahead
+"""What is asked: how to choose tokens (`SamplingParams`), what shape the answer has (`Grammar`), how to speculate
 (`Speculation`), how the prompt's K/V comes about (`Prefill`). Every value is checked on creation; nothing here knows a
 model, a tokenizer or which drafters exist.
+
+Each option is defined here once, with its help and its limits (`forerun.options`); command line, HTTP schema and docs
+derive from these classes.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
-from typing import Literal
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from forerun.errors import BadRequest
+from forerun.options import Converted, check_fields, check_number, option
+from forerun.renamed import SAMPLING_ARGUMENTS, accepts_old_fields
 
+DEFAULT_TEMPERATURE = 0.0  # of the library, the command line and the server
 MAX_LOGPROBS = 20
 MAX_NODES = 512  # of a draft
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 100.0
+
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
+PREFILL_MODES = ("exact", "speculative", "provisional")
+PREFILL_SOURCES = ("auto", "draft", "self", "chunk", "drop")
+PREFILL_CHOOSERS = ("auto", "draft", "lower", "deviation", "tail", "cross", "start", "random")
+DRAFTERS = ("auto", "off", "model", "lookup", "suffix", "copy", "grammar", "self", "cross")
+VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like. Checked when a request comes in, because only then a tokenizer is at hand."""
+    """What an answer must look like. Compiled when a request comes in, because only then a tokenizer is at hand.
 
-    kind: Literal["json_schema", "json_object", "regex", "lark"]
-    source: str = ""  # the schema as JSON text, the pattern, or the grammar
+    `Grammar.json({"type": "object", ...})`, `Grammar.json(MyPydanticModel)`, `Grammar.json()` for any JSON object,
+    `Grammar.regex("[0-9]+")`, `Grammar.lark("start: ...")`.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"] = option(
+        help="What `source` is.", choices=GRAMMAR_KINDS, closed=True
+    )
+    source: Converted[str, Any] = option(
+        "", help="The schema (JSON text, a dict or a pydantic model), the pattern, or the Lark grammar."
+    )
 
     def __post_init__(self) -> None:
-        kinds = ("json_schema", "json_object", "regex", "lark")
-        if self.kind not in kinds:
-            raise BadRequest(f"a grammar cannot be of kind {self.kind!r}", f"use one of {', '.join(kinds)}")
-        if not isinstance(self.source, str):
-            raise BadRequest(
-                f"a grammar's source is text, got {type(self.source).__name__}", "pass a schema as JSON text"
-            )
+        check_fields(self, "grammar: ")
+        source: Any = self.source
+        if self.kind == "json_schema" and not isinstance(source, str):
+            object.__setattr__(self, "source", _schema_text(source))
+        elif not isinstance(source, str):
+            raise BadRequest(f"the source of a {self.kind} grammar is text, got {source!r:.80}", "pass a str")
+
+    @classmethod
+    def json(cls, schema: Any = None) -> Grammar:
+        """JSON that fits `schema` (a dict, a pydantic model or JSON text); without one, any JSON object."""
+        return cls("json_object") if schema is None else cls("json_schema", schema)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that the pattern matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """Text of a grammar in Lark's notation."""
+        return cls("lark", grammar)
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as text: of a pydantic model (class or instance) its own, of a dict the dict."""
+    if callable(made := getattr(schema, "model_json_schema", None)):
+        schema = made()
+    if isinstance(schema, (dict, bool)):
+        try:
+            return json.dumps(schema)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"the JSON schema cannot be written as JSON: {error}", "use plain values") from None
+    raise BadRequest(
+        f"a JSON schema is a dict, a pydantic model or JSON text, got {schema!r:.80}", 'pass e.g. {"type": "object"}'
+    )
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How guesses about the answer are made and checked. The defaults never change what is answered."""
+    """How drafts of the answer are made and verified. The defaults never change what is answered."""
 
-    drafter: str = "auto"  # auto, off, a drafter's name, or several joined by +
-    nodes: int = 64  # most tokens drafted in a step; 0 is off
-    depth: int = 0  # longest path; 0: as long as it pays, else exactly so, whatever it costs (for studies)
-    verify: str = "auto"  # auto, or a verifier's name; lossy ones must be named
-    bound: float = 0.0  # of lossy verifiers: how far they may stray, in their own terms
+    drafter: str = option(
+        "auto", help="auto: whatever pays; off; or a drafter's name; several joined by +.", choices=DRAFTERS
+    )
+    nodes: int = option(64, help="Most tokens drafted in a step; 0: off.", low=0, high=MAX_NODES, whole=True)
+    depth: int = option(
+        0,
+        help="Longest drafted path; 0: as long as it pays; else exactly so, whatever it costs (for studies).",
+        low=0,
+        high=MAX_NODES,
+        whole=True,
+    )
+    verify: str = option("auto", help="The rule that accepts drafts; typical and bounded are lossy.", choices=VERIFIERS)
+    bound: float = option(
+        0.0, help="How far a lossy rule may stray from the model, in its own terms.", low=0.0, high=100.0
+    )
 
     def __post_init__(self) -> None:
-        for name in ("drafter", "verify"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise BadRequest(f"speculation: {name} must be a name, got {value!r}", "use auto")
-        _number("speculation: nodes", self.nodes, 0, MAX_NODES, whole=True)
-        _number("speculation: depth", self.depth, 0, MAX_NODES, whole=True)
-        _number("speculation: bound", self.bound, 0.0, 100.0)
+        check_fields(self, "speculation: ")
 
     @property
     def off(self) -> bool:
         return self.drafter == "off" or self.nodes == 0
 
 
-PREFILLS = ("exact", "speculative", "provisional")
-
-
 @dataclass(frozen=True)
 class Prefill:
-    """How a prompt's K/V comes about. `exact` computes it; the others draft it and must be asked for.
+    """How a prompt's K/V comes about. `exact` computes it; the other modes draft it and must be asked for.
 
-    `speculative` answers from drafted K/V that was checked and repaired where it was wrong; `provisional` shows such an
-    answer at once and replaces it by the exact one as soon as that is known.
+    `speculative` answers from drafted K/V that was checked and recomputed where it was wrong; `provisional` shows such
+    an answer at once and replaces it by the exact one as soon as that is known.
     """
 
-    mode: str = "exact"
-    budget: float | None = None  # most work, as a share of exact prefill's, as long as checks pass; None: the profile's
-    quality: float | None = None  # least agreement with exact prefill, as the profile measured it; None: the profile's
-    source: str = "auto"  # who drafts: auto, draft, self or chunk
-    chooser: str = "auto"  # who says what is recomputed: auto, draft, tail, deviation, cross, lower, start, random
-    allow_exact: bool = False  # where drafting is impossible, compute exactly and do not raise
+    mode: str = option(
+        "exact",
+        help="exact; speculative: from drafted K/V, checked; provisional: such an answer at once, the exact one after.",
+        choices=PREFILL_MODES,
+        closed=True,
+    )
+    budget: float | None = option(
+        None,
+        help="Most work, as a share of exact prefill's, as long as checks pass; default: the profile's.",
+        low=0.0,
+        high=1.0,
+        open_low=True,
+    )
+    quality: float | None = option(
+        None,
+        help="Least agreement with exact prefill, as the profile measured it, such as 0.95; default: the profile's.",
+        low=0.0,
+        high=1.0,
+        open_low=True,
+    )
+    source: str = option("auto", help="What drafts the prompt's K/V; auto: the profile's.", choices=PREFILL_SOURCES)
+    chooser: str = option("auto", help="What chooses the tokens that are recomputed.", choices=PREFILL_CHOOSERS)
+    allow_exact: bool = option(False, help="Where the prompt cannot be drafted, compute it instead of an error.")
 
     def __post_init__(self) -> None:
-        if self.mode not in PREFILLS:
-            raise BadRequest(f"prefill is {self.mode!r}", f"use one of {', '.join(PREFILLS)}")
-        for name in ("source", "chooser"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise BadRequest(f"prefill: {name} must be a name, got {getattr(self, name)!r}", "use auto")
-        for name in ("budget", "quality"):
-            if getattr(self, name) is not None:
-                _number(f"prefill: {name}", getattr(self, name), 0.0, 1.0, open_low=True)
+        check_fields(self, "prefill: ")
         if self.budget is not None and self.quality is not None:
             raise BadRequest(
                 f"prefill has a budget of {self.budget} and a quality of {self.quality}",
@@ -90,9 +153,9 @@ class Prefill:
             )
         given = [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
         if self.exact and given:
-            said = ", ".join(f"{name} {getattr(self, name)!r}" for name in given)
+            named = ", ".join(f"{name} {getattr(self, name)!r}" for name in given)
             raise BadRequest(
-                f"prefill is 'exact', and {said} is about drafted prompts",
+                f"prefill is 'exact', and {named} is about drafted prompts",
                 f"ask for the mode speculative or provisional, or leave {' and '.join(given)} out",
             )
 
@@ -101,90 +164,122 @@ class Prefill:
         return self.mode == "exact"
 
 
+@accepts_old_fields(SAMPLING_ARGUMENTS)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next token. Temperature 0 (the default) is greedy; every value is checked on creation."""
+    """How to choose the next token, and everything else that is asked of one request.
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer, multiplicative
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    seed: int | None = None  # None: drawn once per request
-    logprobs: int | None = None  # None: off; k: the chosen token and the k likeliest
-    n: int = 1
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    grammar: Grammar | None = None
-    speculate: Speculation | str = "auto"  # a drafter's name is enough
-    prefill: Prefill | str = "exact"  # a mode's name is enough
-    cache: bool = True  # False: reads nothing that other requests left, and leaves nothing for them
-    prediction: tuple[int, ...] = ()  # tokens of what the answer may well be: guessed from, never more than that
-    timeline: bool = False  # `Usage.timeline` tells of every step
+    The default is greedy (temperature 0) in the library, on the command line and over HTTP: the same prompt then gives
+    the same answer, answers can be compared with plain decoding token for token, and speculation accepts most. Models
+    that recommend other settings ship them: `llm.get_default_sampling_params()`, or `--sampling model`.
+    """
+
+    temperature: float = option(
+        DEFAULT_TEMPERATURE, help="0: greedy; 0.7 is usual for chat that may vary.", low=0.0, high=100.0
+    )
+    top_k: int = option(0, help="Keep the k likeliest tokens; 0: all.", low=0, high=1_000_000, whole=True)
+    top_p: float = option(
+        1.0, help="Keep the likeliest tokens up to this total probability.", low=0.0, high=1.0, open_low=True
+    )
+    min_p: float = option(0.0, help="Drop tokens below this share of the likeliest one.", low=0.0, high=1.0)
+    repetition_penalty: float = option(
+        1.0,
+        help="Above 1: repeat less, over prompt and answer, multiplicative.",
+        low=0.01,  # logits stay far from float32's end
+        high=10.0,
+    )
+    presence_penalty: float = option(0.0, help="Against tokens already in the answer.", low=-2.0, high=2.0)
+    frequency_penalty: float = option(0.0, help="The same, for each time they came.", low=-2.0, high=2.0)
+    max_tokens: int = option(256, help="Longest answer in tokens.", low=1, high=10_000_000, whole=True)
+    stop: Converted[tuple[str, ...], str | Iterable[str]] = option(
+        (), help="End the answer before this text, or any of these texts."
+    )
+    seed: int | None = option(
+        None,
+        help="Same seed, same answer; default: drawn once per request.",
+        low=-(2**63),
+        high=2**64,
+        whole=True,
+    )
+    logprobs: int | None = option(
+        None,
+        help="Log-probabilities of the chosen token and of this many likeliest ones; default: none.",
+        low=0,
+        high=MAX_LOGPROBS,
+        whole=True,
+    )
+    n: int = option(1, help="Answers to draw; at temperature 0 all are the same.", low=1, high=256, whole=True)
+    ignore_eos: bool = option(False, help="Go on after the model's end-of-text token.")
+    logit_bias: Converted[dict[int, float], Mapping[int, float]] = option(
+        factory=dict, help=f"Added to the logits of these token ids, from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}."
+    )
+    grammar: Grammar | None = option(None, help="What the answer must look like.")
+    speculation: Converted[Speculation, Speculation | str] = option(
+        Speculation(), help="How drafts are made and verified; a drafter's name is enough."
+    )
+    prefill: Converted[Prefill, Prefill | str] = option(
+        Prefill(), help="How the prompt's K/V comes about; a mode's name is enough."
+    )
+    cache: bool = option(True, help="False: reads no K/V of other requests, and leaves none for them.")
+    prediction: Converted[tuple[int, ...], str | Iterable[int]] = option(
+        (), help="What the answer may well be, as text or token ids: drafted from, never more than that."
+    )
+    timeline: bool = option(False, help="`Usage.timeline` lists every step.")
 
     def __post_init__(self) -> None:
-        if isinstance(self.speculate, str):
-            object.__setattr__(self, "speculate", Speculation(self.speculate))
-        if not isinstance(self.speculate, Speculation):
-            raise BadRequest(f"speculate must be a name or a Speculation, got {self.speculate!r}", "use auto or off")
-        if isinstance(self.prefill, str):
-            object.__setattr__(self, "prefill", Prefill(self.prefill))
-        if not isinstance(self.prefill, Prefill):
-            raise BadRequest(f"prefill must be a name or a Prefill, got {self.prefill!r}", "use exact or speculative")
+        self._convert("speculation", Speculation, "use auto or off")
+        self._convert("prefill", Prefill, "use exact or speculative")
+        self._tuple("stop", "text or a list of texts")
+        if not isinstance(self.prediction, str):  # text is encoded by the LLM that gets it
+            self._tuple("prediction", "text or a list of token ids")
+        check_fields(self)
+        self._check_values()
+
+    def _convert(self, name: str, kind: type[Speculation] | type[Prefill], hint: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str):
+            object.__setattr__(self, name, kind(value))
+        elif not isinstance(value, kind):
+            raise BadRequest(f"{name} must be a name or a {kind.__name__}, got {value!r:.80}", hint)
+
+    def _tuple(self, name: str, expected: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str):
+            object.__setattr__(self, name, (value,))
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            object.__setattr__(self, name, tuple(value))
+        else:
+            raise BadRequest(f"{name} must be {expected}, got {value!r:.80}", "leave it out for none")
+
+    def _check_values(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", "pass Grammar('regex', '[0-9]+')")
-        if isinstance(self.prediction, list):
-            object.__setattr__(self, "prediction", tuple(self.prediction))
-        if not isinstance(self.prediction, tuple) or any(type(token) is not int for token in self.prediction):
-            raise BadRequest(f"prediction must be a list of token ids, got {self.prediction!r:.80}", "leave it out")
-        for name in ("cache", "timeline"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadRequest(f"{name} must be true or false, got {getattr(self, name)!r:.80}", "leave it out")
-        if not self.cache and self.prefilling.source == "chunk":
+            raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", "pass Grammar.json(schema)")
+        if not isinstance(self.prediction, str) and any(type(token) is not int for token in self.prediction):
+            raise BadRequest(f"prediction must be text or token ids, got {self.prediction!r:.80}", "leave it out")
+        if not self.cache and self.prefill.source == "chunk":
             hint = "leave cache as it is, or take another source"
             raise BadRequest("prefill: the source 'chunk' reads what others left, and cache is false", hint)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif isinstance(self.stop, (list, set, frozenset)):
-            object.__setattr__(self, "stop", tuple(self.stop))
-        if not isinstance(self.stop, tuple):
-            raise BadRequest(f"stop must be text or a list of texts, got {self.stop!r}", "leave it out for none")
-        if not isinstance(self.logit_bias, dict):
-            raise BadRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "leave it out")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0)  # logits stay far from float32's end
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("top_k", self.top_k, 0, 1_000_000, whole=True)
-        _number("max_tokens", self.max_tokens, 1, 10_000_000, whole=True)
-        _number("n", self.n, 1, 256, whole=True)
-        if self.seed is not None:
-            _number("seed", self.seed, -(2**63), 2**64, whole=True)
-        if self.logprobs is not None:
-            _number("logprobs", self.logprobs, 0, MAX_LOGPROBS, whole=True)
-        if len(self.stop) > 16:
-            raise BadRequest(f"stop has {len(self.stop)} strings, the limit is 16", "keep the few that matter")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            hint = "keep the few that matter"
+            raise BadRequest(f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}", hint)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise BadRequest(f"stop strings must be non-empty text, got {text!r}", "remove it from `stop`")
+                raise BadRequest(f"stop strings must be non-empty text, got {text!r:.80}", "remove it from `stop`")
+        if not isinstance(self.logit_bias, dict):
+            raise BadRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}", "leave it out")
         for token, bias in self.logit_bias.items():
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            if type(token) is not int or token < 0:
+                raise BadRequest(f"logit_bias has the key {token!r:.80}, keys are token ids", "give ints of at least 0")
+            check_number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
-    @property
-    def speculation(self) -> Speculation:
-        assert isinstance(self.speculate, Speculation)  # names were turned into one on creation
-        return self.speculate
-
-    @property
-    def prefilling(self) -> Prefill:
-        assert isinstance(self.prefill, Prefill)  # names were turned into one on creation
-        return self.prefill
+    @classmethod
+    def from_generation_config(cls, settings: Mapping[str, Any]) -> SamplingParams:
+        """What a model's generation_config.json recommends; `do_sample: false` is greedy, whatever else it has."""
+        if not settings.get("do_sample", False):
+            return cls(repetition_penalty=settings.get("repetition_penalty") or 1.0)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        return cls(**({"temperature": 1.0} | given))
 
     @property
     def greedy(self) -> bool:
@@ -198,15 +293,3 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or bool(self.logit_bias)
         )
-
-
-def _number(name: str, value: float, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
-    """Reject what is not a number within [low, high] (or (low, high]), naming the value and the limits."""
-    kind = "a whole number" if whole else "a number"
-    right_type = isinstance(value, int) if whole else isinstance(value, (int, float))
-    if isinstance(value, bool) or not right_type:
-        raise BadRequest(f"{name} must be {kind}, got {value!r}", f"give {kind} from {low} to {high}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
-        above = "above" if open_low else "from"
-        raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", "choose a value in that range")

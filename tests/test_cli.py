@@ -85,6 +85,49 @@ def test_debug_after_a_bare_dash_dash_is_text(capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_silent_options_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--choices", "3") == 1
+    assert "at temperature 0" in capsys.readouterr().err
+    assert run("generate", "hi", "--logprobs", "2") == 1
+    assert "--json" in capsys.readouterr().err
+
+
+def test_old_options_work_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--weights=float32", "--max-context", "64", "--model", "no-such-model") == 1
+    err = capsys.readouterr().err
+    assert "warning: --weights is now --dtype" in err and "warning: --max-context is now --max-model-len" in err
+    assert "no-such-model" in err
+    assert run("check", "model", "--weights", "float32", "--model", "no-such-model") == 1
+    assert "warning: --weights is now --dtype" in capsys.readouterr().err
+    assert run("generate", "--model", "no-such-model", "--", "--weights") == 1
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_research_is_listed_and_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "forerun_research", None)
+    for name in [name for name in sys.modules if name.startswith("forerun_research.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert "bench" in out and "lab" in out
+    assert run("bench", "decode") == 1
+    assert 'hint: pip install "forerun[research]"' in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*args: object, **more: object) -> None:
+        raise ModuleNotFoundError("No module named 'uvicorn.config'", name="uvicorn.config")
+
+    monkeypatch.setattr(options.ModelOptions, "open", missing)
+    assert run("generate", "hi") == 1
+    err = capsys.readouterr().err
+    assert "needs uvicorn.config, which is not installed" in err and 'hint: pip install "forerun[serve]"' in err
+
+
 def test_unknown_model_names_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "hi", "--model", "no-such-model") == 1
     err = capsys.readouterr().err
@@ -92,7 +135,7 @@ def test_unknown_model_names_what_was_tried(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_unexpected_errors_point_to_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(options, "open_llm", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr(options.ModelOptions, "open", lambda *args, **more: 1 / 0)
     assert run("generate", "hi") == 1
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err and "--debug" in err and "Traceback" not in err
@@ -102,7 +145,7 @@ def test_ctrl_c_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def interrupt(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(options, "open_llm", interrupt)
+    monkeypatch.setattr(options.ModelOptions, "open", interrupt)
     assert run("generate", "hi") == 130
     assert capsys.readouterr().err.strip() == ""
 
@@ -113,7 +156,7 @@ def test_generate_prints_what_the_api_returns(
     model = str(tiny_folder("llama"))
     file = tmp_path / "note.txt"
     file.write_text("The lamp turns")
-    with LLM(model, weights="float32", threads=1, quiet=True) as llm:
+    with LLM(model, dtype="float32", threads=1, quiet=True) as llm:
         expected = llm.generate("The lamp turns\n\ntwelve times", SamplingParams(max_tokens=12))[0]
     args = [
         "generate",
@@ -128,11 +171,11 @@ def test_generate_prints_what_the_api_returns(
         "--max-tokens",
         "12",
     ]
-    assert run(*args, "--weights", "float32", "--stats") == 0
+    assert run(*args, "--dtype", "float32", "--stats") == 0
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
     assert f"prompt {len(expected.prompt_ids)} tokens" in captured.err
-    assert run(*args, "--weights", "float32", "--json") == 0
+    assert run(*args, "--dtype", "float32", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert record["choices"][0]["token_ids"] == expected.token_ids
     assert record["usage"]["completion_tokens"] == len(expected.token_ids)
@@ -179,11 +222,11 @@ def test_guessing_ahead_does_not_change_the_answer(
     tiny_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(tiny_folder("llama"))
-    args = ["generate", "fog", "--threads", "1", "--model", model, "--max-tokens", "24", "--weights", "float32"]
+    args = ["generate", "fog", "--threads", "1", "--model", model, "--max-tokens", "24", "--dtype", "float32"]
     found = {}
     for name in ("off", "lookup+suffix", "model"):
         draft = ["--draft", model] if name == "model" else []
-        assert run(*args, *draft, "--speculate", name, "--json") == 0
+        assert run(*args, *draft, "--speculation", name, "--json") == 0
         found[name] = json.loads(capsys.readouterr().out)
     answers = [record["choices"][0]["token_ids"] for record in found.values()]
     assert answers[0] == answers[1] == answers[2]
@@ -204,8 +247,8 @@ def test_an_answer_takes_the_shape_asked_for(
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (("--speculate", "telepathy"), "telepathy"),
-        (("--speculate", "model"), "draft"),
+        (("--speculation", "telepathy"), "telepathy"),
+        (("--speculation", "model"), "draft"),
         (("--verify", "hope"), "hope"),
         (("--verify", "typical"), "bound"),
         (("--json-schema", "{"), "schema"),
@@ -279,7 +322,7 @@ def test_stop_strings_know_line_breaks() -> None:
 
 def test_impatient_ctrl_c_is_clean_while_loading(tiny_folder: Callable[[str], Path]) -> None:
     args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "400"]
-    args += ["--regex", "[a-z ]{350}", "--speculate", "off"]  # an answer that does not end before
+    args += ["--regex", "[a-z ]{350}", "--speculation", "off"]  # an answer that does not end before
     command = [sys.executable, "-m", "forerun.cli", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(1.0)  # it imports, loads or answers: whatever it does, three of these end it without a word

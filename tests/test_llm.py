@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "Who counts the ships?"}]
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True) as made:
+    with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True) as made:
         yield made
 
 
@@ -36,7 +36,7 @@ def test_generate_keeps_order_and_repeats_itself(llm: LLM):
 
 
 def test_streaming_gives_the_same_text_in_pieces(llm: LLM):
-    events = list(llm.stream(PROMPTS[0], replace(PARAMS, speculate="off")))  # one token at a time
+    events = list(llm.stream(PROMPTS[0], replace(PARAMS, speculation="off")))  # one token at a time
     assert "".join(e.text for e in events) == llm.generate(PROMPTS[0], PARAMS)[0].text
     assert [e.finish_reason for e in events] == [None] * 15 + ["length"]
     assert events[-1].usage is not None and events[0].usage is None
@@ -117,7 +117,7 @@ def test_n_answers_come_as_choices(llm: LLM):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"weights": "int3"}, "int3"),
+        ({"dtype": "int3"}, "int3"),
         ({"device": "tpu"}, "tpu"),
         ({"max_model_len": 10**9}, "max_model_len is 1000000000"),
         ({"kv_cache_tokens": 3}, "kv_cache_tokens is 3"),
@@ -159,7 +159,7 @@ def test_parameters_and_models_of_the_wrong_kind_are_refused(llm: LLM):
 
 
 def test_a_closed_model_says_so(tiny_folder: Callable[[str], Path]):
-    closed = LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True)
+    closed = LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True)
 
     async def close_while_running() -> str | None:
         task = asyncio.create_task(closed.agenerate("fog", SamplingParams(max_tokens=900, ignore_eos=True)))
@@ -196,14 +196,14 @@ def test_a_pool_larger_than_memory_is_refused(tiny_folder: Callable[[str], Path]
         LLM(str(tiny_folder("qwen3")), quiet=True, threads=1, kv_cache_tokens=10**12)
 
 
-BRANCHES = SamplingParams(max_tokens=6, temperature=1.2, seed=4, n=4, ignore_eos=True, speculate="off", logprobs=1)
+BRANCHES = SamplingParams(max_tokens=6, temperature=1.2, seed=4, n=4, ignore_eos=True, speculation="off", logprobs=1)
 
 
 def test_branches_may_attend_together_where_bits_may_differ(tiny_folder: Callable[[str], Path]):
     """int8 keeps its bits unless told otherwise; then answers are the same to rounding, and attention is shared."""
     said, groups = [], []
     for options in ({}, {"batch_invariant": False}, {"batch_invariant": False, "enable_prefix_caching": False}):
-        with LLM(str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, **options) as made:
+        with LLM(str(tiny_folder("qwen3")), dtype="int8", threads=1, quiet=True, **options) as made:
             attention: Any = made.decoder.attention
             shapes = _watch(attention)
             said.append(made.generate([5 + i % 300 for i in range(400)], BRANCHES)[0].choices)
@@ -231,7 +231,7 @@ def _watch(attention: Any) -> list[int]:
 def test_the_promise_of_bits_is_about_int8(tiny_folder: Callable[[str], Path], weights: str, strict: bool):
     found = []
     for wanted in (True, False):
-        with LLM(str(tiny_folder("qwen3")), weights=weights, threads=1, quiet=True, batch_invariant=wanted) as made:
+        with LLM(str(tiny_folder("qwen3")), dtype=weights, threads=1, quiet=True, batch_invariant=wanted) as made:
             found.append(made.decoder.attention.same_bits)  # type: ignore[attr-defined]
     assert found == [strict, False]
 
@@ -256,11 +256,11 @@ def test_bits_that_depend_on_a_batch_are_not_read_from_disk(tiny_folder: Callabl
         with LLM(str(tiny_folder("qwen3")), threads=1, quiet=True, disk=tmp_path, **options) as made:
             return made.generate([7] * 100, PARAMS)[0].usage.served["disk"]
 
-    assert served(weights="int8", batch_invariant=False) == 0
-    assert served(weights="int8") == 0  # was promised the bits of a token alone
-    assert served(weights="int8") == served(weights="int8", batch_invariant=False) == 96
-    assert served(weights="float32", batch_invariant=False) == 0
-    assert served(weights="float32") == 96  # no such promise: nothing differs
+    assert served(dtype="int8", batch_invariant=False) == 0
+    assert served(dtype="int8") == 0  # was promised the bits of a token alone
+    assert served(dtype="int8") == served(dtype="int8", batch_invariant=False) == 96
+    assert served(dtype="float32", batch_invariant=False) == 0
+    assert served(dtype="float32") == 96  # no such promise: nothing differs
 
 
 @pytest.mark.parametrize("token", [10**12, -1])

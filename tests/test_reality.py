@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(smollm2, weights="float32", max_num_seqs=16, quiet=True) as made:
+    with LLM(smollm2, dtype="float32", max_num_seqs=16, quiet=True) as made:
         yield made
 
 
@@ -63,7 +63,7 @@ def test_greedy_answers_equal_transformers_alone_and_in_batches_cold_and_warm(ll
 def test_greedy_answers_survive_small_chunks_and_preemption(smollm2: Path, prompts: list, expected: tuple):
     needed = sum(len(ids) + TOKENS for ids in prompts[:16])
     with LLM(
-        smollm2, weights="float32", max_num_seqs=16, max_num_batched_tokens=48, kv_cache_tokens=needed // 3, quiet=True
+        smollm2, dtype="float32", max_num_seqs=16, max_num_batched_tokens=48, kv_cache_tokens=needed // 3, quiet=True
     ) as small:
         answers = small.generate(prompts, PARAMS)
     assert [c.token_ids for c in answers] == expected[0]

@@ -44,7 +44,7 @@ def check_model(
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)  # full length: enough steps to be preempted in
 
     def load(**options: int | bool) -> LLM:
-        settings: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, **options}
+        settings: dict[str, Any] = {"dtype": weights, "device": device, "threads": threads, **options}
         return LLM(model, max_num_seqs=prompts, quiet=True, **settings)
 
     with load(enable_prefix_caching=False) as llm:

@@ -75,7 +75,7 @@ def _score(
     """Token ids and logits of each text; the model is closed again before the next one is opened."""
     from forerun import LLM
 
-    with LLM(model, weights=weights, max_model_len=max(tokens + 1, 2), quiet=True, **options) as llm:
+    with LLM(model, dtype=weights, max_model_len=max(tokens + 1, 2), quiet=True, **options) as llm:
         scored = {}
         for name, text in texts.items():
             ids = llm.tokenizer.encode(text, add_special=True)[:tokens]

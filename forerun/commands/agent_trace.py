@@ -114,7 +114,7 @@ def replay(
         say(f"turn {number} of {len(trace.turns)}")
         messages = [*talks[turn.after], turn.message]
         start = time.perf_counter()
-        answer = llm.chat(messages, SamplingParams(max_tokens=turn.max_tokens, speculate=speculate))[0]
+        answer = llm.chat(messages, SamplingParams(max_tokens=turn.max_tokens, speculation=speculate))[0]
         found.seconds += time.perf_counter() - start
         talks[turn.id] = [*messages, {"role": "assistant", "content": answer.text}]
         usage = answer.usage

@@ -46,10 +46,11 @@ def chat(
     forerun chat --session garden --disk ~/forerun-kv
     """
     opened.check_session(session)
-    params = answer.params()
+    answer.params()  # refuses wrong values before a model is loaded
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
     with opened.open() as llm:
+        params = answer.params_for(llm)
         llm.prepare(params)
         console = Console(stderr=True, highlight=False)
         console.print(f"{opened.model}. {HELP}", style="dim", markup=False)

@@ -26,7 +26,7 @@ def group() -> None:
 @app.command()
 def model(
     model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
+    weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     prompts: Annotated[int, typer.Option("--prompts", min=2, max=64, help="How many prompts.")] = 16,
@@ -37,7 +37,7 @@ def model(
 
     Answers that part are looked at: a rounding tie between two tokens is reported as such, anything else fails.
 
-    Example: forerun check model --model smollm2-135m-instruct --weights float32
+    Example: forerun check model --model smollm2-135m-instruct --dtype float32
     """
     from forerun.checks.consistency import check_model
     from forerun.models.fetch.store import resolve
@@ -65,7 +65,7 @@ def model(
 def lossless(
     model: opt.Model = opt.DEFAULT_MODEL,
     draft: opt.Draft = None,
-    weights: opt.Weights = "auto",
+    weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     prompts: Annotated[int, typer.Option("--prompts", min=2, max=256, help="How many prompts.")] = 8,

@@ -7,7 +7,6 @@ reads no cache and leaves none, computes its prompt exactly and guesses nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ QUESTIONS = (  # of the few that a model of this size can do
     "Repeat the paragraph of the handbook above about the lighthouse, word for word.",
     "Quote what the handbook above says about the sauna.",
 )
-PLAIN: dict[str, Any] = {"speculate": "off", "cache": False}
+PLAIN: dict[str, Any] = {"speculation": "off", "cache": False}
 DRAFTED: dict[str, Any] = {"prefill": "provisional", "cache": False}
 
 
@@ -47,7 +46,7 @@ class Round:
 
 def demo(
     model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
+    dtype: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     max_tokens: opt.MaxTokens = 96,
@@ -56,15 +55,17 @@ def demo(
 
     Example: forerun demo --model qwen2.5-coder-0.5b-instruct
     """
+    from forerun import LLM
+
     console = Console(highlight=False)
     document = data.text(DOCUMENT)
-    with opt.open_llm(model, weights, device, threads) as llm:
+    with LLM(model, dtype=dtype, device=device, threads=threads) as llm:
         _warm_up(llm)
         where = f"weights {llm.precision.name}, on {llm.decoder.device.type}"
         console.print(f"{model}, {where}, asked about a handbook of {len(document.split()):,} words.", markup=False)
         console.print("The same weights on both sides; each runs alone, first plain, then Forerun.", style="dim")
         rounds = [_race(llm, console, document, question, max_tokens) for question in QUESTIONS]
-        drafted = _drafted(llm, console, document, max_tokens) if llm.profile is not None else None
+        drafted = _drafted(llm, console, document, max_tokens) if llm.prefill_profile is not None else None
     console.print()
     console.print(_table(rounds, drafted))
     _explain(console, rounds, drafted)
@@ -153,13 +154,3 @@ def _explain(console: Console, rounds: list[Round], drafted: Lane | None) -> Non
     same = sum(made.same for made in rounds)
     verdict = "the same, token for token" if same == len(rounds) else f"the same in {same} of {len(rounds)} rounds"
     console.print(f"Both questions: {seconds[0]:.1f} s plain, {seconds[1]:.1f} s Forerun. Answers: {verdict}.")
-
-
-def main() -> None:
-    from forerun.cli import main as forerun
-
-    forerun(["demo", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    main()

@@ -35,10 +35,8 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
     system: opt.System = None,
     session: SessionName = None,
-    n: Annotated[int, typer.Option("--choices", help="How many answers to draw; needs a temperature above 0.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option("--logprobs", help="With --json: log-probabilities of this many likeliest tokens.")
-    ] = None,
+    n: opt.Choices = 1,
+    logprobs: opt.Logprobs = None,
     stats: opt.Stats = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -56,16 +54,23 @@ def generate(
 
     forerun generate "Who keeps the light?" -f handbook.txt --prefill speculative --quality 0.95 --stats
 
-    forerun generate "A ship, as JSON." --json-schema ship.json --speculate grammar+lookup
+    forerun generate "A ship, as JSON." --json-schema ship.json --speculation grammar+lookup
 
     cat notes.txt | forerun generate - --system "Summarise in one sentence." --json
 
     forerun generate "And in winter?" --session light --disk ~/forerun-kv --stats
     """
     opened.check_session(session)
+    if n > 1 and answer.temperature == 0 and answer.sampling == "greedy":
+        raise BadRequest(
+            f"--choices {n} at temperature 0 would give the same answer {n} times", "add --temperature 0.7"
+        )
+    if logprobs is not None and not as_json:
+        raise BadRequest("--logprobs are part of the JSON output only", "add --json, or leave --logprobs out")
     asked = _asked(read_prompt(prompt, file), chat, system)
-    params = answer.params(n=n, logprobs=logprobs)
+    answer.params(n=n, logprobs=logprobs)  # refuses wrong values before a model is loaded
     with opened.open() as llm, _source(llm, asked, session) as source:
+        params = answer.params_for(llm, n=n, logprobs=logprobs)
         if as_json or n > 1:
             _whole(source, params, stats, as_json, session)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -17,6 +17,7 @@ import typer
 
 from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
+from forerun.options import field_of, limits
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
@@ -24,9 +25,26 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-_sampling = functools.partial(typer.Option, rich_help_panel="Choosing tokens")
-_guessing = functools.partial(typer.Option, rich_help_panel="SpeculationState ahead")
-_prompting = functools.partial(typer.Option, rich_help_panel="Reading the prompt")
+SAMPLINGS = ("greedy", "model")  # where settings that are not given come from
+CHOOSING, DRAFTING, PREFILLING = "Choosing tokens", "Speculative decoding", "Prefill of the prompt"
+
+
+def derived(kind: type, name: str, *short: str, panel: str, option: str = "") -> Any:
+    """The command-line option of a field: its help, limits and known values are those of the field."""
+    entry = field_of(kind, name)
+    known = ", ".join(entry.metadata.get("choices", ()))
+    details = "; ".join(part for part in (known, limits(entry)) if part)
+    text = entry.metadata["help"] + (f" ({details})" if details else "")
+    return typer.Option(option or f"--{name.replace('_', '-')}", *short, help=text, rich_help_panel=panel)
+
+
+def default_of(kind: type, name: str) -> Any:
+    return field_of(kind, name).default
+
+
+_sampling = functools.partial(derived, panel=CHOOSING)
+_drafting = functools.partial(derived, panel=DRAFTING)
+_prefilling = functools.partial(derived, panel=PREFILLING)
 _shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
 
 Model = Annotated[
@@ -37,11 +55,28 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", "-d", help="A smaller model that guesses ahead, named as --model is."),
+    typer.Option("--draft-model", "--draft", "-d", help="A smaller model that drafts, named as --model is."),
 ]
-Weights = Annotated[
+Dtype = Annotated[
     str,
-    typer.Option("--weights", "-w", help="auto, float32, fp16, bf16 or int8. auto: int8 for quantised files on CPU."),
+    typer.Option(
+        "--dtype", "-w", help="auto, float32, float16, bfloat16 or int8. auto: int8 for quantised files on CPU."
+    ),
+]
+Quantization = Annotated[str | None, typer.Option("--quantization", "-q", help="int8: the same as --dtype int8.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill-profile",
+        rich_help_panel=PREFILLING,
+        help="What `forerun calibrate` made for these models; the default model brings its own.",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization", help="CUDA: share of the GPU's memory for weights, KV cache and all else."
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: one for each core.")]
@@ -54,59 +89,40 @@ BatchInvariant = Annotated[
 ]
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")]
 
-MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", help="Longest answer in tokens.")]
-Temperature = Annotated[float, _sampling("--temperature", "-t", help="0: greedy. 0.7: usual for chat.")]
-TopK = Annotated[int, _sampling("--top-k", help="Keep the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, _sampling("--top-p", help="Keep the likeliest tokens up to this total probability.")]
-MinP = Annotated[float, _sampling("--min-p", help="Drop tokens below this share of the likeliest one.")]
-Repetition = Annotated[float, _sampling("--repetition-penalty", help="Above 1: repeat less, prompt included.")]
-Presence = Annotated[float, _sampling("--presence-penalty", help="-2 to 2: against tokens already in the answer.")]
-Frequency = Annotated[float, _sampling("--frequency-penalty", help="-2 to 2: the same, for each time they came.")]
-Stop = Annotated[list[str] | None, _sampling("--stop", help="End the answer before this text; may be repeated.")]
-Seed = Annotated[int | None, _sampling("--seed", help="Same seed, same answer.")]
+MaxTokens = Annotated[int, _sampling(SamplingParams, "max_tokens", "-n")]
+Temperature = Annotated[float, _sampling(SamplingParams, "temperature", "-t")]
+TopK = Annotated[int, _sampling(SamplingParams, "top_k")]
+TopP = Annotated[float, _sampling(SamplingParams, "top_p")]
+MinP = Annotated[float, _sampling(SamplingParams, "min_p")]
+Repetition = Annotated[float, _sampling(SamplingParams, "repetition_penalty")]
+Presence = Annotated[float, _sampling(SamplingParams, "presence_penalty")]
+Frequency = Annotated[float, _sampling(SamplingParams, "frequency_penalty")]
+Choices = Annotated[int, _sampling(SamplingParams, "n", option="--choices")]
+Logprobs = Annotated[int | None, _sampling(SamplingParams, "logprobs")]
+Stop = Annotated[list[str] | None, _sampling(SamplingParams, "stop")]
+Seed = Annotated[int | None, _sampling(SamplingParams, "seed")]
+Sampling = Annotated[
+    str,
+    typer.Option(
+        "--sampling",
+        rich_help_panel=CHOOSING,
+        help="greedy; or model: the model's own settings for what is left at its default (temperature, top-k, top-p, "
+        "repetition penalty).",
+    ),
+]
 
-Speculate = Annotated[
-    str,
-    _guessing(
-        "--speculate",
-        help="auto: whatever pays; off; or a drafter such as model, lookup, suffix, copy; several joined by +.",
-    ),
-]
-Verify = Annotated[
-    str,
-    _guessing(
-        "--verify",
-        help="How guesses are accepted: auto, match, rejection, block, traversal, transport; lossy: typical, bounded.",
-    ),
-]
-Bound = Annotated[float, _guessing("--bound", help="How far a lossy --verify may stray from the model.")]
+Drafter = Annotated[str, _drafting(Speculation, "drafter", option="--speculation")]
+Nodes = Annotated[int, _drafting(Speculation, "nodes", option="--draft-nodes")]
+Depth = Annotated[int, _drafting(Speculation, "depth", option="--draft-depth")]
+Verify = Annotated[str, _drafting(Speculation, "verify")]
+Bound = Annotated[float, _drafting(Speculation, "bound")]
 
-Profile = Annotated[
-    str | None,
-    _prompting("--profile", help="What `forerun calibrate` made for these models; the default model brings its own."),
-]
-PrefillMode = Annotated[
-    str,
-    _prompting(
-        "--prefill",
-        help="exact; speculative: from drafted K/V, checked; provisional: such an answer at once, the exact one after.",
-    ),
-]
-Budget = Annotated[
-    float | None, _prompting("--budget", help="Most work, as a share of exact prefill's; failed checks add.")
-]
-Quality = Annotated[
-    float | None, _prompting("--quality", help="With --prefill: least agreement with exact prefill, such as 0.95.")
-]
-PrefillSource = Annotated[
-    str, _prompting("--prefill-source", help="Who drafts the prompt's K/V: auto, draft, self or chunk.")
-]
-Chooser = Annotated[
-    str, _prompting("--chooser", help="Who says what is recomputed: auto, draft, tail, cross, start or random.")
-]
-AllowExact = Annotated[
-    bool, _prompting("--allow-exact", help="Where the prompt cannot be drafted, compute it instead of giving up.")
-]
+PrefillMode = Annotated[str, _prefilling(Prefill, "mode", option="--prefill")]
+Budget = Annotated[float | None, _prefilling(Prefill, "budget")]
+Quality = Annotated[float | None, _prefilling(Prefill, "quality")]
+PrefillSource = Annotated[str, _prefilling(Prefill, "source", option="--prefill-source")]
+Chooser = Annotated[str, _prefilling(Prefill, "chooser")]
+AllowExact = Annotated[bool, _prefilling(Prefill, "allow_exact")]
 
 JsonSchema = Annotated[
     str | None, _shaping("--json-schema", help="Answer with JSON that fits this schema: a file, or the schema itself.")
@@ -126,44 +142,51 @@ class ModelOptions(TierOptions):
     """Which model runs, where, and what it keeps."""
 
     model: Model = DEFAULT_MODEL
-    draft: Draft = None
-    weights: Weights = "auto"
+    draft_model: Draft = None
+    dtype: Dtype = "auto"
+    quantization: Quantization = None
     device: Device = "auto"
     threads: Threads = None
     kv_cache_tokens: KvCacheTokens = None
+    gpu_memory_utilization: GpuMemoryUtilization = None
     max_model_len: MaxModelLen = None
-    profile: Profile = None
+    prefill_profile: Profile = None
     batch_invariant: BatchInvariant = True
 
     def open(self, **more: Any) -> LLM:
-        names = ("draft", "kv_cache_tokens", "max_model_len", "profile", "batch_invariant")
-        own = {name: getattr(self, name) for name in names}
-        return open_llm(self.model, self.weights, self.device, self.threads, **(own | self.tiers() | more))
+        from forerun import LLM
+
+        tiers = {entry.name for entry in fields(TierOptions)}
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in tiers}
+        return LLM(**(own | self.tiers() | more))
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How an answer is chosen, guessed and shaped."""
+    """How the tokens of an answer are chosen and drafted, and its shape. Defaults are those of the library."""
 
-    max_tokens: MaxTokens = 256
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: Repetition = 1.0
-    presence_penalty: Presence = 0.0
-    frequency_penalty: Frequency = 0.0
+    max_tokens: MaxTokens = default_of(SamplingParams, "max_tokens")
+    temperature: Temperature = default_of(SamplingParams, "temperature")
+    top_k: TopK = default_of(SamplingParams, "top_k")
+    top_p: TopP = default_of(SamplingParams, "top_p")
+    min_p: MinP = default_of(SamplingParams, "min_p")
+    repetition_penalty: Repetition = default_of(SamplingParams, "repetition_penalty")
+    presence_penalty: Presence = default_of(SamplingParams, "presence_penalty")
+    frequency_penalty: Frequency = default_of(SamplingParams, "frequency_penalty")
     stop: Stop = None
-    seed: Seed = None
-    speculate: Speculate = "auto"
-    verify: Verify = "auto"
-    bound: Bound = 0.0
-    prefill: PrefillMode = "exact"
-    budget: Budget = None
-    quality: Quality = None
-    prefill_source: PrefillSource = "auto"
-    chooser: Chooser = "auto"
-    allow_exact: AllowExact = False
+    seed: Seed = default_of(SamplingParams, "seed")
+    sampling: Sampling = "greedy"
+    speculation: Drafter = default_of(Speculation, "drafter")
+    draft_nodes: Nodes = default_of(Speculation, "nodes")
+    draft_depth: Depth = default_of(Speculation, "depth")
+    verify: Verify = default_of(Speculation, "verify")
+    bound: Bound = default_of(Speculation, "bound")
+    prefill: PrefillMode = default_of(Prefill, "mode")
+    budget: Budget = default_of(Prefill, "budget")
+    quality: Quality = default_of(Prefill, "quality")
+    prefill_source: PrefillSource = default_of(Prefill, "source")
+    chooser: Chooser = default_of(Prefill, "chooser")
+    allow_exact: AllowExact = default_of(Prefill, "allow_exact")
     json_schema: JsonSchema = None
     json_object: JsonObject = False
     regex: Regex = None
@@ -171,22 +194,23 @@ class AnswerOptions:
 
     def params(self, **more: Any) -> SamplingParams:
         """`more`: values that only some commands have."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            max_tokens=self.max_tokens,
-            stop=stop_strings(self.stop),
-            seed=self.seed,
-            grammar=self.grammar(),
-            speculate=Speculation(self.speculate, verify=self.verify, bound=self.bound),
-            prefill=self.prefilling(),
-            **more,
-        )
+        if self.sampling not in SAMPLINGS:
+            raise BadRequest(f"--sampling is {self.sampling!r:.80}", f"use one of {', '.join(SAMPLINGS)}")
+        names = {entry.name for entry in fields(SamplingParams)} & {entry.name for entry in fields(self)}
+        own = {name: getattr(self, name) for name in names} | {"stop": stop_strings(self.stop)}
+        drafting = Speculation(self.speculation, self.draft_nodes, self.draft_depth, self.verify, self.bound)
+        made = {"speculation": drafting, "prefill": self.prefilling(), "grammar": self.grammar()}
+        return SamplingParams(**(own | made | more))
+
+    def params_for(self, llm: LLM, **more: Any) -> SamplingParams:
+        """The same; with `--sampling model`, values that were not given are the model's own."""
+        params = self.params(**more)
+        if self.sampling == "greedy":
+            return params
+        recommended = llm.get_default_sampling_params()
+        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        free = [name for name in names if getattr(params, name) == default_of(SamplingParams, name)]
+        return replace(params, **{name: getattr(recommended, name) for name in free})
 
     def prefilling(self) -> Prefill:
         given = (self.budget, self.quality, self.prefill_source, self.chooser, self.allow_exact)
@@ -208,23 +232,21 @@ class AnswerOptions:
         if len(named) > 1:
             raise BadRequest(f"{' and '.join(named)} cannot go together", "give one shape for the answer")
         if self.json_schema is not None:
-            return Grammar("json_schema", _file_or_text(self.json_schema, "--json-schema", text_starts="{"))
+            return Grammar.json(_file_or_text(self.json_schema, "--json-schema", text_starts="{"))
         if self.json_object:
-            return Grammar("json_object")
+            return Grammar.json()
         if self.regex is not None:
-            return Grammar("regex", self.regex)
+            return Grammar.regex(self.regex)
         if self.lark is not None:
-            return Grammar("lark", _file_or_text(self.lark, "--lark", text_has=":"))
+            return Grammar.lark(_file_or_text(self.lark, "--lark", text_has=":"))
         return None
 
 
 @dataclass(frozen=True)
 class ChatAnswerOptions(AnswerOptions):
-    """The same with what suits a conversation."""
+    """The same, with longer answers."""
 
     max_tokens: MaxTokens = 512
-    temperature: Temperature = 0.7
-    top_p: TopP = 0.95
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -255,12 +277,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
-
-
-def open_llm(model: str, weights: str, device: str, threads: int | None = None, **more: Any) -> LLM:
-    from forerun import LLM
-
-    return LLM(model, weights=weights, device=device, threads=threads, **more)
 
 
 def stop_strings(given: list[str] | None) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def stats(
         Path | None, typer.Option("--trace", help="A trace of your own to replay; default: the shipped one.")
     ] = None,
     turns: Annotated[int | None, typer.Option("--turns", min=1, help="Replay only the first turns.")] = None,
-    speculate: opt.Speculate = "auto",
+    speculation: opt.Drafter = "auto",
     as_json: opt.AsJson = False,
 ) -> None:
     """How prompt tokens were served (read from which cache, computed) and what a finished answer cost.
@@ -50,7 +50,7 @@ def stats(
     """
     if records and (trace is not None or turns is not None):
         raise BadRequest("records are summed up, a trace is replayed", "give RECORDS, or --trace and --turns")
-    found = read_records(records) if records else _replayed(opened, trace, turns, speculate)
+    found = read_records(records) if records else _replayed(opened, trace, turns, speculation)
     if as_json:
         print(json.dumps(found.record()), flush=True)
         return
@@ -59,12 +59,12 @@ def stats(
     Console(highlight=False).print(table(found))
 
 
-def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, speculate: str) -> Stats:
+def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, speculation: str) -> Stats:
     from forerun.commands import agent_trace
 
     asked = agent_trace.read_trace(trace, turns)
     with opened.open() as llm:
-        return agent_trace.replay(llm, asked, speculate).stats
+        return agent_trace.replay(llm, asked, speculation).stats
 
 
 def read_records(paths: list[Path]) -> Stats:

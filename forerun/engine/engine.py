@@ -243,13 +243,13 @@ class Engine:
     def prepared(self, params: SamplingParams) -> bool:
         """Whether the drafters and the prefill source that these parameters name exist."""
         drafters = params.speculation.off or self.speculator.ready(params)
-        return drafters and (params.prefilling.exact or self.speculative_prefill.ready(params.prefilling))
+        return drafters and (params.prefill.exact or self.speculative_prefill.ready(params.prefill))
 
     def prepare(self, params: SamplingParams) -> None:
         """Make them; between steps, since that may time forwards."""
         self.speculator.check(params)
         self.speculator.prepare(params)
-        self.speculative_prefill.prepare(params.prefilling)
+        self.speculative_prefill.prepare(params.prefill)
 
     def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Raise where a request cannot be answered."""

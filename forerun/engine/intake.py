@@ -60,8 +60,8 @@ class Intake:
             )
         if (params.speculation.drafter, params.speculation.verify) != ("off", "auto"):
             self.speculator.check(params)
-        if not params.prefilling.exact:
-            self.speculative_prefill.check(params.prefilling, len(prompt_ids))
+        if not params.prefill.exact:
+            self.speculative_prefill.check(params.prefill, len(prompt_ids))
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
         packed = _packed(prompt_ids, vocab)  # long prompts wait for this: one by one only to name what is wrong
@@ -82,7 +82,7 @@ class Intake:
                 seq.spec_state = self.speculator.open(seq.id, seq.context, seq.usage)
             if seq.spec_state is not None:
                 seq.verifier = seq.spec_state.verifier
-            provisional = None if request.params.prefilling.exact else self.speculative_prefill.open(seq)
+            provisional = None if request.params.prefill.exact else self.speculative_prefill.open(seq)
             made += [seq] if provisional is None else [provisional, seq]
         if request.params.grammar is not None:
             for seq in made:

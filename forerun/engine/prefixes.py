@@ -90,7 +90,7 @@ class Prefixes:
         missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
         seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         tokens, layers = seq.packed(len(seq.tokens)), len(self.pool.kv)
-        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.params.prefilling, layers)
+        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.params.prefill, layers)
         if self.approximate is not None and seq.params.cache:
             state.add_known(self.approximate.read(key, seq.packed(-1), state.first, seq.pages))
         seq.prefill = state

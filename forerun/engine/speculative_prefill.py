@@ -57,8 +57,8 @@ class SpeculativePrefill:
         if self.prefiller is None:
             return BadProfile(
                 f"prefill {settings.mode!r} needs a profile of this model, and there is none",
-                "open the model with profile=... (--profile), made by forerun calibrate; or allow exact prefill "
-                "instead: allow_exact=True (--allow-exact)",
+                "open the model with prefill_profile=... (--prefill-profile), made by forerun calibrate; or allow "
+                "exact prefill instead: allow_exact=True (--allow-exact)",
             )
         return self.prefiller.problem(settings, num_tokens)
 
@@ -78,7 +78,7 @@ class SpeculativePrefill:
     def open(self, seq: Sequence) -> Sequence | None:
         """Mark a new sequence whose prompt is to be drafted, or return a provisional sequence of which that is true;
         where it cannot be, the report in its usage says why."""
-        settings = seq.params.prefilling
+        settings = seq.params.prefill
         provisional = settings.mode == "provisional"
         if settings.exact or (provisional and seq.index):  # further answers read the first one's exact prompt
             return None
@@ -144,7 +144,7 @@ class SpeculativePrefill:
         """A prompt cannot be drafted after all: it is computed, if that was allowed."""
         if seq.usage.prefill is not None:
             seq.usage.prefill.fell_back = str(error)
-        if seq.final is not None or not seq.params.prefilling.allow_exact or not isinstance(error, ForerunError):
+        if seq.final is not None or not seq.params.prefill.allow_exact or not isinstance(error, ForerunError):
             self._fail(seq, error)
             return
         self.close(seq)
@@ -206,7 +206,7 @@ class SharedDrafts:
         seq.computed = shared
         layers, depths = draft.report.layers, draft.depths[:shared]
         state = PrefillState(
-            seq.id, seq.packed(-1), seq.pages, draft.first, len(depths), seq.params.prefilling, layers,
+            seq.id, seq.packed(-1), seq.pages, draft.first, len(depths), seq.params.prefill, layers,
             PrefillStage.DONE,
         )  # fmt: skip
         state.depths, seq.prefill = depths, state

@@ -257,7 +257,7 @@ def pack_int8(weight: Tensor, allowed: Range) -> Any:
 
 @dataclass(frozen=True)
 class Precision:
-    """A way to hold and compute weights: what `--weights` names."""
+    """A way to hold and compute weights: what `--dtype` names."""
 
     name: str
     linear: type[Linear]

@@ -125,8 +125,8 @@ class Prefiller:
         if self.profile is None or (self.profile.kind == "chunk" and settings.source != "chunk"):
             raise BadProfile(
                 f"prefill {settings.mode!r} needs a profile of this model, and there is none",
-                "make one: forerun calibrate --target ... --out PROFILE, and open the model with it (--profile); or "
-                "name the source chunk, which needs none; or allow exact prefill: allow_exact=True (--allow-exact)",
+                "make one (forerun calibrate --target ... --out FILE) and open the model with it (--prefill-profile);"
+                " or name the source chunk, which needs none; or allow exact prefill: allow_exact=True (--allow-exact)",
             )
         name = self._source_name(settings)
         check_thresholds(self.profile.thresholds, self._config.num_layers)

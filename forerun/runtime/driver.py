@@ -196,8 +196,8 @@ class Driver:
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters and the prefill source that a request needs, before its time starts to count."""
         if self.engine.prepared(params):
-            if not params.prefilling.exact:
-                self.engine.speculative_prefill.prepare(params.prefilling)  # raises where prompts cannot be drafted so
+            if not params.prefill.exact:
+                self.engine.speculative_prefill.prepare(params.prefill)  # raises where prompts cannot be drafted so
             return
         with self.exclusive() as engine:
             engine.prepare(params)

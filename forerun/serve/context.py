@@ -10,7 +10,7 @@ from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.engine.sequence import Request
 from forerun.errors import ForerunError
 from forerun.llm import LLM
-from forerun.params import PREFILLS
+from forerun.params import PREFILL_MODES
 from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
@@ -54,15 +54,15 @@ class ServerContext:
             hint = "leave forerun.speculate as it is, or leave prediction out"
             raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
         for name in names:
-            if name not in AUTO_FREE_DRAFTERS and not drafter_pool.ready(SamplingParams(speculate=name)):
+            if name not in AUTO_FREE_DRAFTERS and not drafter_pool.ready(SamplingParams(speculation=name)):
                 hint = "use auto or off, or have the server started with --drafter"
                 raise ApiError(400, f"this server has not prepared the drafter {name}", hint)
 
     def warm_up(self) -> None:
         """Make the drafters and prefill sources that requests may name, before the first request."""
         for name in ("auto", *self.config.drafters):
-            self.llm.prepare(SamplingParams(speculate=name))
-        for mode in PREFILLS:
+            self.llm.prepare(SamplingParams(speculation=name))
+        for mode in PREFILL_MODES:
             self.prefill_problem(mode)
 
     def prefill_problem(self, mode: str) -> ForerunError | None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forerun.cache.outline import Run
 from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
-from forerun.params import PREFILLS
+from forerun.params import PREFILL_MODES
 from forerun.serve.context import ServerContext
 from forerun.text.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ def add_page_api(app: FastAPI, ctx: ServerContext) -> None:
 
 def _about(ctx: ServerContext) -> dict[str, Any]:
     llm, config = ctx.llm, ctx.config
-    problems = {mode: ctx.prefill_problem(mode) for mode in PREFILLS}
+    problems = {mode: ctx.prefill_problem(mode) for mode in PREFILL_MODES}
     return {
         "model": config.model_name,
         "context": ctx.max_context,

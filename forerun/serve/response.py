@@ -136,7 +136,7 @@ class CompletionResponse(Response):
     def _add(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Add an event to its choice; the chunks that a stream sends for it."""
         choice, chunks = self.choices[index], []
-        if self.params is not None and self.params.prefilling.mode == "provisional":
+        if self.params is not None and self.params.prefill.mode == "provisional":
             chunks += self.encoder.provisional_chunks(index, event, choice)
         if event.provisional:
             if not self._first_provisional:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from forerun.errors import BadRequest
-from forerun.params import MAX_LOGPROBS, PREFILLS, Grammar, Prefill, SamplingParams, Speculation
+from forerun.params import MAX_LOGPROBS, PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
 from forerun.serve.derived import StrictModel, derived, described
 from forerun.serve.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, chosen
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
@@ -36,7 +36,7 @@ def _doc(options: type) -> str:
 SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.*\S)?$"), AfterValidator(_no_dots)]
 
 
-PrefillMode: Any = Literal[PREFILLS]
+PrefillMode: Any = Literal[PREFILL_MODES]
 PrefillOptions: Any = derived("PrefillOptions", Prefill)
 SpeculateOptions: Any = derived("SpeculateOptions", Speculation)
 _ForerunFields: Any = derived(
@@ -75,7 +75,7 @@ class ForerunOptions(_ForerunFields):
         prefill, speculate = self.prefill, self.speculate
         return {name: getattr(self, name) for name in _ForerunFields.model_fields} | {
             "prefill": Prefill(prefill) if isinstance(prefill, str) else Prefill(**prefill.model_dump()),
-            "speculate": Speculation(speculate)
+            "speculation": Speculation(speculate)
             if isinstance(speculate, str)
             else Speculation(**speculate.model_dump()),
             "timeline": self.statistics == "steps",

@@ -87,7 +87,7 @@ class RolloutConfig:
             "grammar": p.grammar is not None,
             "presence_penalty": p.presence_penalty != 0.0,
             "frequency_penalty": p.frequency_penalty != 0.0,
-            "prefill": not p.prefilling.exact,
+            "prefill": not p.prefill.exact,
         }
         for name, is_set in refused.items():
             if is_set:

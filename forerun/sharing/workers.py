@@ -230,8 +230,8 @@ def _params(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list
 def _check_params(params: SamplingParams) -> None:
     if params.n != 1:
         raise BadRequest(f"params ask for n={params.n} answers of each worker", "give the number of workers instead")
-    if not params.prefilling.exact:
-        raise BadRequest(f"workers cannot start from {params.prefilling.mode} prefill", "leave prefill out")
+    if not params.prefill.exact:
+        raise BadRequest(f"workers cannot start from {params.prefill.mode} prefill", "leave prefill out")
     if params.speculation.drafter not in ("auto", "off"):
         raise BadRequest(
             f"workers do not speculate, params name the drafter {params.speculation.drafter}",

@@ -20,7 +20,7 @@ class ForerunSide:
         kind, models = self._models(spec)
         self.llm = kind(
             **models,
-            weights=spec.weights,
+            dtype=spec.weights,
             device=spec.device,
             threads=spec.threads,
             kv_cache_tokens=pool,
@@ -33,8 +33,8 @@ class ForerunSide:
     def _models(spec: SideSpec) -> tuple[type[LLM], dict[str, Any]]:
         """Files as they are named; with a shape everything is random, a draft and its profile too."""
         if spec.shape is None:
-            named = {"model": spec.model, "draft": spec.draft}
-            return LLM, named if spec.profile is None else named | {"profile": spec.profile}
+            named = {"model": spec.model, "draft_model": spec.draft}
+            return LLM, named if spec.profile is None else named | {"prefill_profile": spec.profile}
         from forerun.models.build import choose_device
         from forerun_research.bench.random_profile import RandomDraft, RandomLLM, random_profile
         from forerun_research.bench.shapes import RandomCheckpoint
@@ -44,7 +44,7 @@ class ForerunSide:
         if spec.draft is None:
             return LLM, {"model": model}
         draft = RandomDraft(spec.draft, where, model.config)
-        return RandomLLM, {"model": model, "draft": draft, "profile": random_profile(model, draft)}
+        return RandomLLM, {"model": model, "draft_model": draft, "prefill_profile": random_profile(model, draft)}
 
     def about(self) -> dict[str, Any]:
         weights, device = self.llm.precision.name, self.llm.decoder.device.type

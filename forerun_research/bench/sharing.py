@@ -185,7 +185,5 @@ def _opened(setup: common.Setup, **more: Any) -> Iterator[LLM]:
         from forerun_research.bench.shapes import RandomCheckpoint
 
         model = RandomCheckpoint(setup.shape, choose_device(setup.device))
-    with LLM(
-        model, weights=setup.weights, device=setup.device, threads=setup.thread_count(), quiet=True, **more
-    ) as llm:
+    with LLM(model, dtype=setup.weights, device=setup.device, threads=setup.thread_count(), quiet=True, **more) as llm:
         yield llm

@@ -110,7 +110,7 @@ def figures(sizes: Sizes, seconds: dict[str, list[float]], computed: int) -> dic
 
 
 def _params(sizes: Sizes, seed: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(temperature=0.8, seed=seed, max_tokens=sizes.tokens, ignore_eos=True, speculate="off", n=n)
+    return SamplingParams(temperature=0.8, seed=seed, max_tokens=sizes.tokens, ignore_eos=True, speculation="off", n=n)
 
 
 def _branched(llm: LLM, ids: list[int], sizes: Sizes, run: int) -> None:

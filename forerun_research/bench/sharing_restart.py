@@ -16,7 +16,7 @@ from forerun.llm import LLM
 from forerun.params import SamplingParams
 
 GOAL = 5.0
-ONE = SamplingParams(max_tokens=1, speculate="off")
+ONE = SamplingParams(max_tokens=1, speculation="off")
 
 
 def run(opened: Callable[..., AbstractContextManager[LLM]], ids: list[int]) -> dict[str, Any]:

@@ -58,16 +58,17 @@ class SpeculateBench:
         return max(self.batches, default=1)
 
     def params(self, speculate: Speculation | str, seed: int = 0) -> SamplingParams:
-        return SamplingParams(max_tokens=self.tokens, temperature=self.temperature, seed=seed, speculate=speculate)
+        return SamplingParams(max_tokens=self.tokens, temperature=self.temperature, seed=seed, speculation=speculate)
 
 
 def parse_rule(text: str) -> Speculation:
     """NAME or NAME:BOUND, drafts by the draft model."""
     name, _, bound = text.partition(":")
     try:
-        return Speculation("model", verify=name, bound=float(bound or 0))
+        value = float(bound or 0)
     except ValueError:
         raise BadRequest(f"--verify has {text!r}: {bound!r} is no number", "write NAME or NAME:BOUND") from None
+    return Speculation("model", verify=name, bound=value)
 
 
 @dataclass(frozen=True)

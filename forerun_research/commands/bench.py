@@ -41,7 +41,7 @@ class SetupOptions:
     """What is measured, beside which engine, how often."""
 
     model: opt.Model = opt.DEFAULT_MODEL
-    weights: opt.Weights = "auto"
+    weights: opt.Dtype = "auto"
     device: opt.Device = "auto"
     against: Against = "transformers"
     runs: Runs = 5
@@ -202,7 +202,7 @@ def batch(
 @app.command()
 def forward(
     model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
+    weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens before the measured ones.")] = 512,
     runs: Runs = 5,
@@ -226,7 +226,7 @@ def forward(
 def speculate(
     model: opt.Model = opt.DEFAULT_MODEL,
     draft: opt.Draft = None,
-    weights: opt.Weights = "auto",
+    weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     data: TaskData = None,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Longest answer in tokens.")] = 128,

@@ -47,7 +47,7 @@ class SizeOptions:
 def sharing(
     sizes: SizeOptions,
     model: opt.Model = opt.DEFAULT_MODEL,
-    weights: opt.Weights = "auto",
+    weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     parts: Annotated[
         str, typer.Option("--parts", help="Only these of branches,restart,rollouts,trace,plan,tree,operations.")

@@ -22,7 +22,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from forerun import LLM, data
 from forerun.llm import DEFAULT_MODEL
-from forerun.params import PREFILLS
+from forerun.params import PREFILL_MODES
 from forerun.serve import ServeConfig, create_app
 from forerun.serve.server import Server, listen
 
@@ -35,7 +35,7 @@ RACE = ("handbook.txt", "From the handbook above: what is the oldest bird ever c
 
 @contextmanager
 def server(model: str, profile: str | None, threads: int | None) -> Iterator[str]:
-    with LLM(model, profile=profile, threads=threads) as llm:
+    with LLM(model, prefill_profile=profile, threads=threads) as llm:
         config = ServeConfig(Path(model).stem)
         running, sock = Server(create_app(llm, config), config), listen("127.0.0.1", 0)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--profile")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--race", default="speculative", choices=PREFILLS, help="prefill of the race's second side")
+    parser.add_argument("--race", default="speculative", choices=PREFILL_MODES, help="prefill of the second side")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     asked = parser.parse_args()
     browser = os.environ.get("FORERUN_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")

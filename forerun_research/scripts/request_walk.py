@@ -132,14 +132,14 @@ def walk_of(calls: dict[tuple[CodeType | None, CodeType], None]) -> RequestWalk:
 
 def exact_walk(llm: LLM) -> RequestWalk:
     """One exact request of four tokens from `llm.generate` to its completion."""
-    params = SamplingParams(max_tokens=4, speculate="off")
+    params = SamplingParams(max_tokens=4, speculation="off")
     llm.generate("A warm engine has", params)
     return CallRecorder().run(lambda: llm.generate(PROMPT, params))
 
 
 def drafted_walk(llm: LLM) -> RequestWalk:
     """One drafted prompt from `llm.stream` to its first token."""
-    params = SamplingParams(max_tokens=2, speculate="off", prefill="speculative")
+    params = SamplingParams(max_tokens=2, speculation="off", prefill="speculative")
     text = data.text("documents/handbook.txt")
 
     def rotated(chars: int) -> str:  # another prompt: nothing of it is in the prefix tree

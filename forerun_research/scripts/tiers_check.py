@@ -72,7 +72,7 @@ def check_pages(device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def check_model(device: str, model: Any, tokens: int, folder: Path) -> dict[str, Any]:
-    params = SamplingParams(max_tokens=16, ignore_eos=True, speculate="off")
+    params = SamplingParams(max_tokens=16, ignore_eos=True, speculation="off")
     options: dict[str, Any] = {"device": device, "quiet": True, "max_model_len": tokens + 64}
     found: dict[str, Any] = {}
     with LLM(model, kv_cache_tokens=4 * (tokens + 64), **options) as llm:

@@ -51,14 +51,14 @@ class Table:
 
 def trees(llm: LLM, prompt: list[int], args: argparse.Namespace) -> list[tuple[Draft, torch.Tensor, float]]:
     """Trees along one answer, each with the target's distributions at its root and nodes [1 + nodes, V']."""
-    plain = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.tokens, speculate="off")
+    plain = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.tokens, speculation="off")
     answer = llm.generate(prompt, plain)[0].token_ids
     runner, pool = llm.engine.runner, llm.engine.pool
     drafter = llm.engine.speculator.drafter_pool["model"]
     llm.clear_cache()
     pages = array("i", pool.allocate(pool.pages_for(len(prompt) + len(answer) + args.nodes)))
     found, done = [], 0
-    params = SamplingParams(temperature=args.temperature, speculate=Speculation("model", args.nodes, args.depth))
+    params = SamplingParams(temperature=args.temperature, speculation=Speculation("model", args.nodes, args.depth))
     for at in range(args.every, len(answer), args.every):
         tokens = [*prompt, *answer[:at]]
         runner.forward([Span(tokens[done:-1], done, pages, ())])
@@ -137,7 +137,7 @@ def main() -> None:
     rows: list[dict[str, float]] = []
     cores = max(1, (os.cpu_count() or 2) - 1)
     with (
-        LLM(args.model, draft=args.draft, max_model_len=2048, kv_cache_tokens=8192) as llm,
+        LLM(args.model, draft_model=args.draft, max_model_len=2048, kv_cache_tokens=8192) as llm,
         args.out.open("w") as out,
         multiprocessing.get_context("spawn").Pool(cores) as pool,
     ):

@@ -22,11 +22,11 @@ class StudyAnswer:
 
 class StudySubject:
     def __init__(self, study: Study, variant: Variant) -> None:
-        asked: dict[str, Any] = {} if variant.profile is None else {"profile": variant.profile}
+        asked: dict[str, Any] = {} if variant.profile is None else {"prefill_profile": variant.profile}
         self.llm = LLM(
             study.model,
-            draft=variant.draft,
-            weights=study.weights,
+            draft_model=variant.draft,
+            dtype=study.weights,
             device=study.device,
             threads=study.threads,
             kv_cache_tokens=study.kv_cache_tokens,

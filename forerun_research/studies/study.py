@@ -237,6 +237,8 @@ def options(kind: Any, given: Mapping[str, Any], where: str) -> Any:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     try:
         return kind(**values)
+    except BadRequest:
+        raise
     except (TypeError, ValueError) as error:
         raise BadRequest(f"{where}: {error}", "compare it with those that `forerun lab list` names") from None
 

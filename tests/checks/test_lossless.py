@@ -49,7 +49,7 @@ def folder(home: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[LLM]:
-    with LLM(folder, draft=folder, weights="float32", threads=1, kv_cache_tokens=4096, quiet=True) as opened:
+    with LLM(folder, draft_model=folder, dtype="float32", threads=1, kv_cache_tokens=4096, quiet=True) as opened:
         yield opened
 
 

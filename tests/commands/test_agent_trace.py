@@ -77,7 +77,7 @@ def test_most_of_a_growing_conversation_is_read_from_cache(tiny_folder: Callable
     turns = [TraceTurn(str(i), "main", str(i - 1) if i else None, "user", f"Ship {i} passes.", 4) for i in range(10)]
     turns.append(TraceTurn("side", "side", "4", "tool", "fog until noon", 4))
     trace = AgentTrace("ships", "You count ships and write their names. " * 3, tuple(turns))
-    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, weights="float32") as llm:
+    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, dtype="float32") as llm:
         plain, spec_state = (replay(llm, trace, name) for name in ("off", "lookup+suffix"))
         assert plain.cached_share == spec_state.cached_share > 0.75
         assert (

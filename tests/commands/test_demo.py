@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     with pytest.raises(SystemExit) as left:
-        main(["demo", "--model", str(folder), "--weights", "float32", "--threads", "1", "--max-tokens", "4", *more])
+        main(["demo", "--model", str(folder), "--dtype", "float32", "--threads", "1", "--max-tokens", "4", *more])
     assert left.value.code in (0, None)
     return capsys.readouterr().out
 
@@ -61,7 +61,7 @@ def test_ctrl_c_leaves_cleanly(
 
     monkeypatch.setattr(Lane, "run", interrupted)
     with pytest.raises(SystemExit) as left:
-        main(["demo", "--model", str(folder), "--weights", "float32", "--threads", "1"])
+        main(["demo", "--model", str(folder), "--dtype", "float32", "--threads", "1"])
     assert left.value.code == 130 and "Traceback" not in capsys.readouterr().err
 
 

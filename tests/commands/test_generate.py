@@ -24,9 +24,9 @@ def args(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     home = tmp_path_factory.mktemp("generate")
     random_profile("self", tiny_folder("qwen2")).save(home / "profile.safetensors")
     (home / "text.txt").write_text(tiny.TEXT * 7)
-    model = ["--model", str(tiny_folder("qwen2")), "--weights", "float32", "--threads", "1"]
+    model = ["--model", str(tiny_folder("qwen2")), "--dtype", "float32", "--threads", "1"]
     prompt = ["generate", "Who?", "--raw", "--file", str(home / "text.txt"), "--max-tokens", "8"]
-    return [*prompt, *model, "--profile", str(home / "profile.safetensors")]
+    return [*prompt, *model, "--prefill-profile", str(home / "profile.safetensors")]
 
 
 def test_speculative_and_provisional_say_what_they_did(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_without_a_profile_it_says_what_to_do(args: list[str], capsys: pytest.Ca
     plain = args[:-2]
     assert run(*plain, "--prefill", "speculative") == 1
     error, hint = capsys.readouterr().err.splitlines()
-    assert "needs a profile" in error and "--profile" in hint
+    assert "needs a profile" in error and "--prefill-profile" in hint
     assert run(*plain, "--prefill", "speculative", "--allow-exact", "--stats") == 0
     assert "computed exactly after all" in capsys.readouterr().err
     assert run(*plain, "--budget", "0.4") == 1

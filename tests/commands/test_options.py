@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
-from forerun.params import Prefill
+from forerun.params import Prefill, SamplingParams, Speculation
 
 
 def test_a_group_becomes_one_option_for_each_field() -> None:
@@ -27,12 +28,12 @@ def test_a_group_becomes_one_option_for_each_field() -> None:
         seen.update(opened=opened, answer=answer, word=word)
 
     parameters = inspect.signature(command).parameters
-    assert {"model", "draft", "temperature", "speculate", "regex", "word"} <= set(parameters)
+    assert {"model", "draft_model", "temperature", "speculation", "regex", "word"} <= set(parameters)
     assert not {"opened", "answer"} & set(parameters)
     assert parameters["max_tokens"].default == 512 and parameters["word"].default is None
-    assert any(isinstance(part, typer.models.OptionInfo) for part in get_args(parameters["draft"].annotation))
+    assert any(isinstance(part, typer.models.OptionInfo) for part in get_args(parameters["draft_model"].annotation))
     values = {name: parameter.default for name, parameter in parameters.items()}
-    command(**values | {"model": "big", "draft": "small", "temperature": 0.5, "word": "hi"})
+    command(**values | {"model": "big", "draft_model": "small", "temperature": 0.5, "word": "hi"})
     assert seen["opened"] == opt.ModelOptions("big", "small") and seen["word"] == "hi"
     assert seen["answer"] == opt.ChatAnswerOptions(temperature=0.5)
     assert command.__doc__ == "Help."
@@ -41,38 +42,71 @@ def test_a_group_becomes_one_option_for_each_field() -> None:
 def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.LLM", lambda model, **options: (model, options))
     model, options = opt.ModelOptions("big", "small", threads=1, kv_cache_tokens=64).open(quiet=True)  # type: ignore[misc]
-    given = {
-        "draft": "small",
+    assert model == "big" and options == {
+        "draft_model": "small",
+        "dtype": "auto",
+        "quantization": None,
+        "device": "auto",
         "threads": 1,
         "kv_cache_tokens": 64,
+        "gpu_memory_utilization": None,
         "max_model_len": None,
-        "profile": None,
-        "disk": None,
-    }
-    assert model == "big" and options == given | {
-        "weights": "auto",
-        "device": "auto",
+        "prefill_profile": None,
         "batch_invariant": True,
+        "disk": None,
         "quiet": True,
     }
     assert not opt.ModelOptions(batch_invariant=False).open()[1]["batch_invariant"]  # type: ignore[index]
 
 
 def test_params_carry_what_was_asked() -> None:
-    params = opt.AnswerOptions(temperature=0.3, stop=["a\\nb"], speculate="lookup", verify="match").params(n=2)
+    params = opt.AnswerOptions(temperature=0.3, stop=["a\\nb"], speculation="lookup", verify="match").params(n=2)
     assert (params.temperature, params.stop, params.n) == (0.3, ("a\nb",), 2)
     assert (params.speculation.drafter, params.speculation.verify) == ("lookup", "match")
     assert opt.AnswerOptions().params().speculation.drafter == "auto"
     assert opt.AnswerOptions(verify="bounded", bound=0.2).params().speculation.bound == 0.2
 
 
+def test_options_derive_from_the_fields_of_the_library() -> None:
+    renamed = {
+        ("Speculation", "drafter"): "speculation",
+        ("Speculation", "nodes"): "draft_nodes",
+        ("Speculation", "depth"): "draft_depth",
+        ("Prefill", "mode"): "prefill",
+        ("Prefill", "source"): "prefill_source",
+    }
+    hints = get_type_hints(opt.AnswerOptions, include_extras=True)
+    for kind in (Speculation, Prefill):
+        for entry in fields(kind):
+            name = renamed.get((kind.__name__, entry.name), entry.name)
+            assert getattr(opt.AnswerOptions(), name) == entry.default
+            assert get_args(hints[name])[-1].help.startswith(entry.metadata["help"])
+    for name in set(hints) & {entry.name for entry in fields(SamplingParams)} - {"stop", "speculation", "prefill"}:
+        assert getattr(opt.AnswerOptions(), name) == getattr(SamplingParams(), name)
+    assert "from 0.0 to 100.0" in get_args(hints["temperature"])[-1].help
+    assert "deviation" in get_args(hints["chooser"])[-1].help
+
+
+def test_the_model_s_own_settings_fill_what_was_not_given() -> None:
+    class Recommending:
+        def get_default_sampling_params(self) -> SamplingParams:
+            return SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
+
+    llm: Any = Recommending()
+    assert opt.AnswerOptions().params_for(llm).greedy
+    params = opt.AnswerOptions(sampling="model", top_p=0.5).params_for(llm, n=2)
+    assert (params.temperature, params.top_k, params.top_p, params.n) == (0.6, 20, 0.5, 2)
+    with pytest.raises(BadRequest, match="--sampling is 'wild'"):
+        opt.AnswerOptions(sampling="wild").params()
+
+
 def test_drafted_prompts_are_asked_for_by_name() -> None:
     asked = opt.AnswerOptions(
         prefill="speculative", budget=0.4, prefill_source="self", chooser="tail", allow_exact=True
     )
-    assert asked.params().prefilling == Prefill("speculative", 0.4, None, "self", "tail", True)
-    assert opt.AnswerOptions(prefill="provisional", quality=0.9).params().prefilling.quality == 0.9
-    assert opt.AnswerOptions().params().prefilling.exact
+    assert asked.params().prefill == Prefill("speculative", 0.4, None, "self", "tail", True)
+    assert opt.AnswerOptions(prefill="provisional", quality=0.9).params().prefill.quality == 0.9
+    assert opt.AnswerOptions().params().prefill.exact
     for alone in (opt.AnswerOptions(budget=0.4), opt.AnswerOptions(allow_exact=True), opt.AnswerOptions(quality=0.9)):
         with pytest.raises(BadRequest, match="drafted prompts") as caught:
             alone.params()

@@ -62,7 +62,7 @@ def test_a_trace_is_replayed(
     turn = {"session": "main", "role": "user", "content": "A ship passes the light.", "max_tokens": 3}
     trace.write_text("\n".join(json.dumps(x) for x in [{"system": "You count."}, turn, turn, turn]))
     args = ["--trace", str(trace), "-m", str(tiny_folder("llama")), "--threads", "1"]
-    assert run(*args, "--turns", "2", "--json", "--speculate", "off") == 0
+    assert run(*args, "--turns", "2", "--json", "--speculation", "off") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["answers"] == found["sessions"]["main"]["answers"] == 2 and 0 < found["cached_share"] < 1
     assert sum(found["served"].values()) == found["prompt_tokens"]

@@ -26,7 +26,7 @@ def model(tiny_folder: Callable[[str], Path], tmp_path: Path) -> list[str]:
     asked = [
         "--model",
         str(tiny_folder("qwen3")),
-        "--weights",
+        "--dtype",
         "float32",
         "--threads",
         "1",

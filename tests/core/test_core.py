@@ -64,7 +64,7 @@ def test_what_is_about_drafted_prompts_is_not_ignored_by_exact_ones(given: dict[
             Prefill(**mode, **given)
         assert "speculative or provisional" in caught.value.hint
     assert Prefill("speculative", **given).mode == "speculative"
-    assert SamplingParams(prefill=Prefill()).prefilling == Prefill("exact") == SamplingParams().prefilling
+    assert SamplingParams(prefill=Prefill()).prefill == Prefill("exact") == SamplingParams().prefill
 
 
 def test_unknown_values_are_refused():

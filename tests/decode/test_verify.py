@@ -69,7 +69,7 @@ def test_match_gives_what_plain_decoding_gives_whatever_was_drafted():
 
 
 def test_a_batch_is_verified_as_its_sequences_are_alone():
-    params = SamplingParams(temperature=0.8, speculate=Speculation(verify="rejection"))
+    params = SamplingParams(temperature=0.8, speculation=Speculation(verify="rejection"))
     contexts = [Context(params, [i, 1, 2], 1, seed=i) for i in range(6)]
     drafts = [Draft.chain([i, i + 1], [0.5, 0.5], "x") for i in range(6)]
     verifiers = [make_verifier(params.speculation) if i % 2 else MatchVerifier() for i in range(6)]

@@ -54,7 +54,7 @@ def test_cold_requests_side_by_side_do_not_wait_for_each_other(engine: Engine):
 
 
 def test_guesses_from_other_answers_are_left_out(engine: Engine):
-    asked = replace(PARAMS, speculate="suffix")
+    asked = replace(PARAMS, speculation="suffix")
     for _ in range(3):
         ask(engine, asked)
     warm, cold = ask(engine, asked).last.usage, ask(engine, replace(asked, cache=False)).last.usage
@@ -71,7 +71,7 @@ def test_what_cannot_be_both_is_refused():
 
 @pytest.mark.parametrize("speculate", ["off", "lookup"])
 def test_a_timeline_tells_of_every_step(engine: Engine, speculate: str):
-    usage = ask(engine, replace(PARAMS, timeline=True, speculate=speculate, max_tokens=40)).last.usage
+    usage = ask(engine, replace(PARAMS, timeline=True, speculation=speculate, max_tokens=40)).last.usage
     times = [at for at, *_ in usage.timeline]
     assert len(usage.timeline) == usage.steps and times == sorted(times) and times[0] >= usage.ttft_s > 0
     assert sum(tokens for _, tokens, *_ in usage.timeline) == 40

@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7, 8] * 4, list(range(20, 60)), [9, 9, 40, 41, 9, 9]]
 def test_speculation_changes_nothing_under_a_grammar(values: dict[str, Any], tiny_folder: Callable[[str], Path]):
     def answers(drafter: str) -> list[str]:
         engine = make_engine(tiny_folder("qwen2"))
-        asked = Params(max_tokens=40, grammar=PHONE, speculate=drafter, **values)
+        asked = Params(max_tokens=40, grammar=PHONE, speculation=drafter, **values)
         found = [Answer(engine, prompt, asked) for prompt in PROMPTS]
         finish(engine)
         assert leaked(engine) == 0 and all(a.last.finish_reason == "stop" for a in found)
@@ -70,7 +70,9 @@ def test_a_real_model_writes_the_json_it_was_asked_for(llm: LLM):
     asked = [{"role": "user", "content": "Invent a lighthouse keeper. Answer with JSON: name and age."}]
     texts = []
     for speculate in ("off", "auto", "grammar"):
-        params = SamplingParams(max_tokens=60, grammar=Grammar("json_schema", json.dumps(schema)), speculate=speculate)
+        params = SamplingParams(
+            max_tokens=60, grammar=Grammar("json_schema", json.dumps(schema)), speculation=speculate
+        )
         answer = llm.chat(asked, params)[0]
         texts.append(answer.text)
         assert answer.finish_reason == "stop"

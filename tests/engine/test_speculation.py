@@ -66,7 +66,7 @@ def make(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 def params(drafter: str, **values: Any) -> SamplingParams:
     verify = values.pop("verify", "auto")
     return SamplingParams(
-        **{"max_tokens": 40, "ignore_eos": True, **values}, speculate=Speculation(drafter, verify=verify)
+        **{"max_tokens": 40, "ignore_eos": True, **values}, speculation=Speculation(drafter, verify=verify)
     )
 
 
@@ -210,14 +210,18 @@ def test_budgets(nodes: int, fine: bool, make: Callable[..., Engine]):
             Speculation(nodes=nodes)
         return
     plain = run(make(None), PROMPTS, params("off"))
-    asked = SamplingParams(max_tokens=40, ignore_eos=True, speculate=Speculation("auto", nodes=nodes))
+    asked = SamplingParams(max_tokens=40, ignore_eos=True, speculation=Speculation("auto", nodes=nodes))
     assert run(make("same"), PROMPTS, asked) == plain
 
 
 def test_a_fixed_depth_is_kept_whatever_it_costs(make: Callable[..., Engine]):
     engine = make("other")
     asked = SamplingParams(
-        max_tokens=30, ignore_eos=True, speculate=Speculation("model-chain", depth=5, nodes=8), temperature=1.0, seed=1
+        max_tokens=30,
+        ignore_eos=True,
+        speculation=Speculation("model-chain", depth=5, nodes=8),
+        temperature=1.0,
+        seed=1,
     )
     answer = Answer(engine, PROMPTS[1], asked)
     finish(engine)
@@ -229,7 +233,7 @@ def test_a_fixed_depth_is_kept_whatever_it_costs(make: Callable[..., Engine]):
 def test_drawn_drafts_with_every_verifier(verify: str, make: Callable[..., Engine]):
     engine = make("same")
     asked = SamplingParams(
-        max_tokens=60, ignore_eos=True, temperature=0.9, seed=5, speculate=Speculation("model", 30, 4, verify)
+        max_tokens=60, ignore_eos=True, temperature=0.9, seed=5, speculation=Speculation("model", 30, 4, verify)
     )
     answers = [Answer(engine, prompt, asked) for prompt in PROMPTS]
     finish(engine)
@@ -334,7 +338,7 @@ def test_a_draft_of_a_shorter_context(make: Callable[..., Engine], tmp_path: Pat
 def test_free_drafters_serve_verifiers_that_draw(make: Callable[..., Engine]):
     engine = make(None)
     asked = SamplingParams(
-        max_tokens=60, ignore_eos=True, temperature=0.3, seed=5, speculate=Speculation("lookup", verify="traversal")
+        max_tokens=60, ignore_eos=True, temperature=0.3, seed=5, speculation=Speculation("lookup", verify="traversal")
     )
     answer = Answer(engine, [5, 6, 7, 8] * 8, asked)
     finish(engine)

@@ -18,7 +18,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.formats.load import open_checkpoint
 from tests.engine.common import Answer, finish
 
-PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, speculate="off")
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, speculation="off")
 PROMPTS = [[(7 * i + j * j) % 500 + 3 for j in range(90)] for i in range(4)]
 
 
@@ -135,7 +135,7 @@ def test_turns_that_wait_for_each_others_pins_all_end(decoder: Decoder):
 def test_a_sessions_turn_is_the_last_to_be_preempted(decoder: Decoder):
     engine = make(decoder, kv_cache_tokens=64)
     engine.scheduler.pins.open("s", 600.0)
-    params = SamplingParams(max_tokens=30, ignore_eos=True, speculate="off")
+    params = SamplingParams(max_tokens=30, ignore_eos=True, speculation="off")
     other = Answer(engine, PROMPTS[0][:10], params)
     events: list[Event] = []
     engine.submit(Request(PROMPTS[1][:10], params, sink=events.append, session="s"))

@@ -24,7 +24,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def served(tiny_folder: Callable[[str], Path]) -> Iterator[Running]:
     folder = str(tiny_folder("qwen3"))
-    with LLM(folder, weights="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm, running(llm) as made:
+    with LLM(folder, dtype="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm, running(llm) as made:
         yield made
 
 

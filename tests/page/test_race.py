@@ -48,7 +48,7 @@ def test_each_side_asks_for_what_it_stands_for(visit: Visit, monkeypatch: pytest
     visit.wait_done()
     (ids, first), (again, second) = said.asked
     assert ids == again and not first.cache and not second.cache
-    assert first.speculation.off and first.prefilling.mode == "exact"
+    assert first.speculation.off and first.prefill.mode == "exact"
     assert second.speculation.drafter == "lookup"
 
 

@@ -81,7 +81,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 @pytest.fixture(scope="module")
 def truth(make: Callable[..., Engine]) -> Callable[..., list[int]]:
     engine = make(None, draft=False, enable_prefix_caching=False)
-    return lambda text, params=EXACT: run(engine, [text], replace(params, prefill="exact", speculate="off"))[0]
+    return lambda text, params=EXACT: run(engine, [text], replace(params, prefill="exact", speculation="off"))[0]
 
 
 @pytest.mark.parametrize("kind", ["draft", "self"])
@@ -120,11 +120,11 @@ def test_a_draft_is_read_again_by_the_next(kind: str, make: Callable[..., Engine
 def test_further_answers_start_from_the_first_ones_draft(
     kind: str, cache: bool, make: Callable[..., Engine], truth: Callable[..., list[int]]
 ) -> None:
-    text, params = prompt(2, 200), replace(DRAFTED, temperature=0.8, seed=1, cache=cache, speculate="off")
+    text, params = prompt(2, 200), replace(DRAFTED, temperature=0.8, seed=1, cache=cache, speculation="off")
     alone = [run(make(kind), [text], replace(params, seed=1 + i))[0] for i in range(3)]
     engine, read = make(kind), 0
     assert engine.speculative_prefill.prefiller is not None
-    source = engine.speculative_prefill.prefiller.source(params.prefilling)
+    source = engine.speculative_prefill.prefiller.source(params.prefill)
     reading = source.read
 
     def counted(state: Any, count: int) -> None:
@@ -161,7 +161,7 @@ def test_one_reading_serves_prefill_and_the_drafter_of_the_answer(mode: str, mak
 
     runner.forward = count  # type: ignore[method-assign]
     prefill = "provisional" if mode == "provisional" else "speculative"
-    params = replace(DRAFTED, max_tokens=8, speculate=Speculation("model-chain", depth=2), prefill=prefill)
+    params = replace(DRAFTED, max_tokens=8, speculation=Speculation("model-chain", depth=2), prefill=prefill)
     answer = Answer(engine, prompt(4, 200), params)
     finish(engine)
     if mode == "upgraded":
@@ -201,7 +201,7 @@ def test_batches_of_all_modes_and_preemption(make: Callable[..., Engine], truth:
     modes = ["exact", "speculative", "provisional"] * 2
     texts = [prompt(10 + i, 100 + 30 * i) for i in range(6)]
     answers = [
-        Answer(engine, text, replace(EXACT, prefill=mode, speculate="model+lookup"))
+        Answer(engine, text, replace(EXACT, prefill=mode, speculation="model+lookup"))
         for text, mode in zip(texts, modes, strict=True)
     ]
     finish(engine)
@@ -240,8 +240,8 @@ def test_documents_in_another_order_are_reused_without_a_profile(tiny_folder: Ca
     """What exact requests computed before anybody asked for chunks counts, and only who asks gets it."""
     a, b, c, question = prompt(50, 300), prompt(51, 290), prompt(52, 280), prompt(53, 80)
     chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
-    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm:
-        assert llm.profile is None
+    with LLM(str(tiny_folder("qwen2")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm:
+        assert llm.prefill_profile is None
         llm.generate([*a, *b, *c, *question], EXACT)
         mixed = [*c, *a, *b, *question]
         usage = llm.generate(mixed, chunked)[0].usage
@@ -277,7 +277,7 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
     random_profile("self", folder).save(path)
     params = replace(DRAFTED, max_tokens=6)
     text = prompt(20, 1750)
-    with LLM(str(folder), profile=path, weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm:
+    with LLM(str(folder), prefill_profile=path, dtype="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm:
         completion = llm.generate(text, params)[0]
         report = completion.usage.prefill
         assert report is not None and report.source == "self" and report.drafted > 500
@@ -289,8 +289,8 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
         llm.upgrade()
         llm.clear_cache()
         assert llm.engine.pool.used == 0
-    with LLM(str(folder), weights="float32", threads=1, quiet=True) as plain:
-        assert plain.profile is None
+    with LLM(str(folder), dtype="float32", threads=1, quiet=True) as plain:
+        assert plain.prefill_profile is None
         with pytest.raises(BadProfile, match="needs a profile"):
             plain.generate(text, params)
 
@@ -298,13 +298,18 @@ def test_llm_takes_a_profile(tiny_folder: Callable[[str], Path], tmp_path: Path)
 def test_a_profile_of_another_model_is_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
     profile = random_profile("self", tiny_folder("qwen2"))
     with pytest.raises(BadProfile, match="made for T"):
-        LLM(str(tiny_folder("llama")), profile=profile, weights="float32", threads=1, quiet=True)
+        LLM(str(tiny_folder("llama")), prefill_profile=profile, dtype="float32", threads=1, quiet=True)
     with pytest.raises(BadProfile, match="no draft model is open"):
-        LLM(str(tiny_folder("qwen2")), profile=random_profile("draft", tiny_folder("qwen2")), threads=1, quiet=True)
+        LLM(
+            str(tiny_folder("qwen2")),
+            prefill_profile=random_profile("draft", tiny_folder("qwen2")),
+            threads=1,
+            quiet=True,
+        )
     with pytest.raises(BadProfile, match="no profile"):
-        LLM(str(tiny_folder("qwen2")), profile=tmp_path / "none.safetensors", threads=1, quiet=True)
+        LLM(str(tiny_folder("qwen2")), prefill_profile=tmp_path / "none.safetensors", threads=1, quiet=True)
     with pytest.raises(BadRequest, match="cannot be a int"):
-        LLM(str(tiny_folder("qwen2")), profile=3, threads=1, quiet=True)  # type: ignore[arg-type]
+        LLM(str(tiny_folder("qwen2")), prefill_profile=3, threads=1, quiet=True)  # type: ignore[arg-type]
 
 
 def test_a_profile_that_records_samples_is_taken_with_a_warning(tiny_folder: Callable[[str], Path]) -> None:

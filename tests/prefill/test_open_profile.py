@@ -21,7 +21,7 @@ DRAFTED = SamplingParams(max_tokens=8, prefill=Prefill("speculative"))
 
 def test_the_default_model_brings_a_profile_that_drafts(smollm2: Path) -> None:
     with LLM(str(smollm2), threads=1, quiet=True, kv_cache_tokens=4096) as llm:
-        assert llm.profile is not None and llm.profile.kind == "self"
+        assert llm.prefill_profile is not None and llm.prefill_profile.kind == "self"
         ids = llm.tokenizer.encode(text("documents/handbook.txt"))[:1620]
         exact = llm.generate(ids, EXACT)[0]
         llm.clear_cache()

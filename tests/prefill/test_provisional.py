@@ -140,8 +140,8 @@ def test_grammars_and_drafters_and_other_verifiers_go_along(
     engine = make(bad=3.0)
     for values in (
         {"grammar": Grammar("regex", "[a-c]{20}")},
-        {"speculate": Speculation("lookup+suffix")},
-        {"speculate": Speculation("off")},
+        {"speculation": Speculation("lookup+suffix")},
+        {"speculation": Speculation("off")},
     ):
         params = replace(PROVISIONAL, **values)  # type: ignore[arg-type]
         answer = Answer(engine, prompt(7, LONG), params)
@@ -153,7 +153,7 @@ def test_grammars_and_drafters_and_other_verifiers_go_along(
 
 def test_a_guide_is_followed_by_the_answers_own_draws_whatever_the_verifier(make: Callable[..., Engine]):
     engine = make(bad=0.0)
-    params = replace(PROVISIONAL, **SAMPLED, max_tokens=6, speculate=Speculation("lookup", verify="rejection"))
+    params = replace(PROVISIONAL, **SAMPLED, max_tokens=6, speculation=Speculation("lookup", verify="rejection"))
     for seed in range(4):
         answer = Answer(engine, prompt(seed, LONG), params)
         finish(engine)
@@ -276,4 +276,4 @@ def test_judging() -> None:
 
 
 def test_params_name_the_mode() -> None:
-    assert SamplingParams(prefill="provisional").prefilling.mode == "provisional"
+    assert SamplingParams(prefill="provisional").prefill.mode == "provisional"

@@ -97,7 +97,7 @@ def test_the_answer_is_that_of_exact_prefill(bad: float, values: dict[str, Any],
 def test_words_are_judged_after_the_prompt_in_forwards_of_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch):
     engine = make(bad=0.0)
     ran = Forwards(engine, monkeypatch)
-    answer = Answer(engine, prompt(0, LONG), replace(PROVISIONAL, max_tokens=40, speculate=PLAIN))
+    answer = Answer(engine, prompt(0, LONG), replace(PROVISIONAL, max_tokens=40, speculation=PLAIN))
     finish(engine)
     events, words = final(answer), len(said(answer))
     assert words > 2 * ROWS
@@ -113,7 +113,7 @@ def test_the_prompt_is_cut_and_computed_as_if_there_were_no_guide(make: Make, mo
     for params in (PROVISIONAL, EXACT):
         engine = make(bad=0.0)
         ran = Forwards(engine, monkeypatch)
-        Answer(engine, prompt(1, 200), replace(params, speculate=PLAIN))
+        Answer(engine, prompt(1, 200), replace(params, speculation=PLAIN))
         finish(engine)
         alone = [spans[0] for spans in ran.spans if len(spans) == 1]
         prompts.append([(s.first, len(s.ids)) for s in alone if s.alone or params is EXACT and len(s.ids) > 1])
@@ -123,9 +123,9 @@ def test_the_prompt_is_cut_and_computed_as_if_there_were_no_guide(make: Make, mo
 def test_room_is_shared_with_others_that_decode(make: Make, truth: Truth, monkeypatch: pytest.MonkeyPatch):
     engine = make(bad=0.0)
     ran = Forwards(engine, monkeypatch)
-    params = replace(PROVISIONAL, max_tokens=24, speculate=PLAIN)
+    params = replace(PROVISIONAL, max_tokens=24, speculation=PLAIN)
     answers = [Answer(engine, prompt(10 + i, 200 + 40 * i), params) for i in range(3)]
-    others = [Answer(engine, prompt(20 + i), replace(EXACT, max_tokens=90, speculate=PLAIN)) for i in range(2)]
+    others = [Answer(engine, prompt(20 + i), replace(EXACT, max_tokens=90, speculation=PLAIN)) for i in range(2)]
     finish(engine)
     for i, answer in enumerate(answers):
         assert tokens(final(answer)) == truth(prompt(10 + i, 200 + 40 * i), params)
@@ -174,7 +174,7 @@ def test_what_an_answer_ends_before_is_taken_back() -> None:
 
 
 def test_drafters_wait_until_words_are_judged(make: Make, truth: Truth, monkeypatch: pytest.MonkeyPatch):
-    for values in ({"speculate": Speculation("lookup+suffix")}, {"grammar": Grammar("regex", "[a-c]{30}")}):
+    for values in ({"speculation": Speculation("lookup+suffix")}, {"grammar": Grammar("regex", "[a-c]{30}")}):
         engine = make(bad=0.3)
         params = replace(PROVISIONAL, max_tokens=40, **values)  # type: ignore[arg-type]
         sources: list[tuple[bool, set[str]]] = []
@@ -207,7 +207,7 @@ def test_n_answers(make: Make, truth: Truth):
 
 def test_a_guide_that_said_nothing(make: Make, truth: Truth):
     engine = make(fails_at=48)
-    answer = Answer(engine, prompt(40, LONG), replace(PROVISIONAL, speculate=Speculation("lookup")))
+    answer = Answer(engine, prompt(40, LONG), replace(PROVISIONAL, speculation=Speculation("lookup")))
     finish(engine)
     assert tokens(final(answer)) == truth(prompt(40, LONG), EXACT) and not said(answer)
     check_events(answer)

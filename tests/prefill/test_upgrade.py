@@ -162,6 +162,6 @@ def test_a_failing_upgrade_is_given_up(make: Callable[..., Engine], monkeypatch:
 
 
 def test_llm_upgrades(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True) as llm:
+    with LLM(str(tiny_folder("qwen2")), dtype="float32", threads=1, quiet=True) as llm:
         llm.upgrade()  # nothing to do
         assert llm.generate("The lamp", SamplingParams(max_tokens=2))[0].text is not None

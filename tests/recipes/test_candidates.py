@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("qwen2")), weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as made:
+    with LLM(str(tiny_folder("qwen2")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=8192) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ WORDS = ["twelve times a minute", "never", "720 times"]
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as made:
+    with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=8192) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from tests.serve.common import Running, running, slowed
 @pytest.fixture(scope="session")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
     folder = str(tiny_folder("qwen3"))
-    with LLM(folder, weights="float32", threads=1, quiet=True, kv_cache_tokens=8192, max_num_seqs=16) as made:
+    with LLM(folder, dtype="float32", threads=1, quiet=True, kv_cache_tokens=8192, max_num_seqs=16) as made:
         yield made
 
 

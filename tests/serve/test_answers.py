@@ -179,7 +179,7 @@ def test_a_prediction_saves_steps_and_changes_nothing(served: Running, llm: LLM)
     expected = llm.generate(prompt, plain)[0]
     right, wrong = tuple(expected.token_ids), tuple(range(100, 124))
     for prediction, most in ((right, 8), (right[:10] + (5,) + right[11:], 20), (wrong, 24)):
-        params = replace(plain, speculate="copy", prediction=prediction)
+        params = replace(plain, speculation="copy", prediction=prediction)
         found = llm.generate(prompt, params)[0]
         assert found.token_ids == expected.token_ids and found.usage.steps <= most
     with pytest.raises(BadRequest, match="vocabulary"):

@@ -140,7 +140,7 @@ def test_what_is_not_there(served: Running):
 
 def test_drafters_that_take_long_to_make_are_for_whoever_starts_the_server(llm: LLM, tiny_folder: Any):
     asked = ASKED | {"forerun": {"speculate": {"drafter": "self"}}}
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True) as fresh:
+    with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True) as fresh:
         with running(fresh) as made:
             assert "not prepared the drafter self" in error(made.post(CHAT, asked), 400)["message"]
             free = ASKED | {"forerun": {"speculate": "lookup"}, "response_format": {"type": "json_object"}}
@@ -220,7 +220,7 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM, stream: bool):
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, max_num_seqs=1) as made:
+    with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True, max_num_seqs=1) as made:
         yield made
 
 

@@ -100,7 +100,7 @@ def test_pages_are_the_pools(llm: LLM, served: Running):
 
 
 def test_those_who_wait_and_those_who_run(tiny_folder: Any):
-    with LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, max_num_seqs=1) as narrow:
+    with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True, max_num_seqs=1) as narrow:
         patch, _ = slowed(narrow)
         with running(narrow, max_queue=1) as made, contextlib.ExitStack() as stack:
             for _ in range(2):

@@ -51,7 +51,7 @@ def process(model: Path, disk: Path) -> Iterator[Process]:
         "--kv-cache-tokens",
         8192,
     ]
-    command = [sys.executable, "-c", code, "serve", *map(str, options), "--weights", "float32"]
+    command = [sys.executable, "-c", code, "serve", *map(str, options), "--dtype", "float32"]
     handle = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     assert handle.stderr is not None
@@ -117,7 +117,7 @@ def test_what_was_promised_is_there_after_a_kill(
     killed: Counter[str], tiny_folder: Callable[[str], Path], tmp_path: Path
 ):
     folder = tiny_folder("qwen3")
-    options: Any = {"weights": "float32", "threads": 1, "quiet": True, "kv_cache_tokens": 8192}
+    options: Any = {"dtype": "float32", "threads": 1, "quiet": True, "kv_cache_tokens": 8192}
     with LLM(str(folder), **options) as plain, LLM(str(folder), disk=tmp_path, **options) as llm:
         for name, turns in killed.items():
             session = llm.session(f" {name}", create=False)

@@ -22,13 +22,13 @@ def drafted(tiny_folder: Callable[[str], Path]) -> Iterator[Running]:
     folder = tiny_folder("qwen2")
     profile = random_profile("self", folder)
     options: Any = {
-        "weights": "float32",
+        "dtype": "float32",
         "threads": 1,
         "quiet": True,
         "kv_cache_tokens": 8192,
         "max_num_batched_tokens": 64,
     }
-    with LLM(str(folder), profile=profile, **options) as llm, running(llm) as made:
+    with LLM(str(folder), prefill_profile=profile, **options) as llm, running(llm) as made:
         yield made
 
 

@@ -222,7 +222,7 @@ def test_what_does_not_go_with_a_session(served: Running):
 def kept(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[[], LLM]]:
     def opened() -> LLM:
         return LLM(
-            str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True, disk=tmp_path, kv_cache_tokens=8192
+            str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True, disk=tmp_path, kv_cache_tokens=8192
         )
 
     yield opened
@@ -243,7 +243,7 @@ def test_sessions_that_nobody_comes_back_to_are_closed_and_wait_on_disk(kept: Ca
 
 
 def test_without_a_disk_nothing_is_closed_before_its_time(tiny_folder: Callable[[str], Path]):
-    llm = LLM(str(tiny_folder("qwen3")), weights="float32", threads=1, quiet=True)
+    llm = LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True)
     with llm, running(llm, max_sessions=1) as made:
         told(made, ASKED | own({"name": "a", "ttl": 0.5}))
         response = made.post(CHAT, ASKED | own("b"))

@@ -62,7 +62,7 @@ def served_with(template: str | None, source: Path, folder: Path) -> Iterator[Ru
     if template is not None:
         settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with LLM(str(folder), weights="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm, running(llm) as made:
+    with LLM(str(folder), dtype="float32", threads=1, quiet=True, kv_cache_tokens=8192) as llm, running(llm) as made:
         yield made
 
 

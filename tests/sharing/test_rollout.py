@@ -22,13 +22,13 @@ from forerun.sharing.scoring import score_continuations
 from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
 from tests.tiny import TEXT
 
-PARAMS = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, speculate="off")
+PARAMS = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, speculation="off")
 STEM = TEXT[:400]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, kv_cache_tokens=16384) as made:
+    with LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=16384) as made:
         yield made
 
 
@@ -189,7 +189,7 @@ def test_pruned_branches_stop_at_a_step(llm: LLM):
 
 
 def test_branches_too_alike_are_stopped(llm: LLM):
-    cold = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, speculate="off")
+    cold = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, speculation="off")
     free, bound = (grow(llm, depth=1, width=4, params=cold, min_distance=least) for least in (0.0, 0.2))
     assert len(free.trajectories()) == 4 and len({tuple(t.token_ids) for t in free.trajectories()}) == 1
     assert [leaf.status for leaf in bound.root.leaves()] == ["finished", "alike", "alike", "alike"]
@@ -294,14 +294,14 @@ def test_it_works_inside_a_running_loop_and_leaves_nothing_behind(llm: LLM):
 
 def test_answers_that_fill_the_context_branch_as_well(tiny_folder: Callable[[str], Path]):
     folder = str(tiny_folder("llama"))
-    with LLM(folder, weights="float32", threads=1, quiet=True, max_model_len=64, max_num_batched_tokens=64) as short:
+    with LLM(folder, dtype="float32", threads=1, quiet=True, max_model_len=64, max_num_batched_tokens=64) as short:
         stem = short.tokenizer.encode(TEXT)[:40]
         tree = grow(short, prompt=stem, branch_on=lambda node: [len(node.token_ids) - 1])
         assert {len(t.token_ids) for t in tree.trajectories()} == {24} and len(tree.trajectories()) > 3
 
 
 def test_without_a_prefix_cache_every_branch_pays_for_its_prompt(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, enable_prefix_caching=False) as plain:
+    with LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True, enable_prefix_caching=False) as plain:
         stem = len(plain.encode(STEM))
         tree = grow(plain, depth=1, width=3, token_budget=2000)
         assert tree.cost.computed == 3 * (stem + 40) and tree.cost.shared == 0
@@ -326,7 +326,7 @@ def test_a_cancelled_rollout_ends_its_branches(llm: LLM):
 
 
 def test_a_closed_model_says_so(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True) as closed:
+    with LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True) as closed:
         pass
     with pytest.raises(ForerunError, match="closed"):
         grow(closed)

@@ -19,7 +19,7 @@ WORDS = [" ships", " lamp", " the keeper reads old letters", " a"]
 @pytest.fixture(params=["llama", "gemma3"], scope="module")
 def llm(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
     folder = str(tiny_folder(request.param))
-    with LLM(folder, weights="float32", threads=1, quiet=True, max_num_batched_tokens=64, kv_cache_tokens=4096) as made:
+    with LLM(folder, dtype="float32", threads=1, quiet=True, max_num_batched_tokens=64, kv_cache_tokens=4096) as made:
         yield made
 
 
@@ -74,7 +74,7 @@ def test_bad_continuations_are_refused(llm: LLM):
 
 
 def test_a_small_pool_takes_turns_and_says_when_nothing_fits(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, kv_cache_tokens=128) as small:
+    with LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=128) as small:
         ids = small.tokenizer.encode(TEXT)
         words = [ids[k : k + 40] for k in range(8)]  # three pages each beside two of the prefix: two fit at a time
         found = score_continuations(small, ids[:33], words)

@@ -219,7 +219,7 @@ def test_a_cancelled_task_leaves_the_session_as_it_was(llm: LLM):
     before = session.tokens
 
     async def leave() -> None:
-        slow = SamplingParams(max_tokens=400, ignore_eos=True, speculate="off")  # not done before it is left
+        slow = SamplingParams(max_tokens=400, ignore_eos=True, speculation="off")  # not done before it is left
         task = asyncio.create_task(session.aanswer(slow))
         while not llm.engine.scheduler.running:
             await asyncio.sleep(0)

@@ -116,10 +116,10 @@ def test_tiers_need_the_prefix_cache(make: Callable[..., LLM], tmp_path: Path):
 KILLED = """
 import os, signal, sys
 from forerun import LLM, SamplingParams
-llm = LLM(sys.argv[1], weights="float32", threads=1, quiet=True, kv_cache_tokens=4096, disk=sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", threads=1, quiet=True, kv_cache_tokens=4096, disk=sys.argv[2])
 session = llm.session("killed")
 session.append("The lamp turns twelve times a minute, and every ship answers. " * 6)
-answer = session.answer(SamplingParams(max_tokens=12, ignore_eos=True, speculate="off"))
+answer = session.answer(SamplingParams(max_tokens=12, ignore_eos=True, speculation="off"))
 session.append(" More of it.")
 running = session.stream(SamplingParams(max_tokens=400, ignore_eos=True))
 next(running)
@@ -150,7 +150,7 @@ def test_another_precision_finds_the_session_and_computes(
         session.append(LONG)
         session.answer(PARAMS)
     with LLM(
-        str(tiny_folder("qwen3")), weights="int8", threads=1, quiet=True, kv_cache_tokens=4096, disk=tmp_path
+        str(tiny_folder("qwen3")), dtype="int8", threads=1, quiet=True, kv_cache_tokens=4096, disk=tmp_path
     ) as llm:
         again = llm.session("moved", create=False)
         assert again.tokens == session.tokens and again.answer(PARAMS).usage.served["disk"] == 0

@@ -91,7 +91,7 @@ def test_one_worker_is_ordinary_generation(family: str, llms: Callable[[str], LL
 
 
 def test_one_worker_with_eight_bit_weights_is_ordinary_generation(tiny_folder: Callable[[str], Path]):
-    with LLM(str(tiny_folder("llama")), weights="int8", threads=1, quiet=True, kv_cache_tokens=2048) as llm:
+    with LLM(str(tiny_folder("llama")), dtype="int8", threads=1, quiet=True, kv_cache_tokens=2048) as llm:
         expected = llm.generate(PROMPT, params(60))[0].token_ids
         assert tokens_of(list(workers(llm, PROMPT, 1, params(60))), 1)[0] == expected
 
@@ -208,7 +208,7 @@ def test_two_groups_may_run_at_once(llm: LLM):
 
 
 def test_requests_go_on_while_only_workers_step(llm: LLM):
-    stream = llm.stream("twelve times", params(10, speculate="off"))
+    stream = llm.stream("twelve times", params(10, speculation="off"))
     next(stream)
     list(workers(llm, PROMPT, 2, params(20)))
     assert llm.engine.idle  # the workers' turns served the request to its end

@@ -71,7 +71,7 @@ def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
         (2, {"params": "fast"}, "must be SamplingParams, got 'fast'"),
         (2, {"params": params(n=3)}, "n=3"),
         (2, {"params": params(prefill="speculative")}, "speculative"),
-        (2, {"params": params(speculate="lookup")}, "lookup"),
+        (2, {"params": params(speculation="lookup")}, "lookup"),
         (2, {"prefixes": ["a"]}, "prefixes for 1 workers, n is 2"),
         (2, {"prefixes": "ab"}, "must be a list"),
         (2, {"prefixes": [3, 4]}, "cannot be a int"),

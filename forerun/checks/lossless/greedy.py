@@ -81,7 +81,7 @@ class PlainAnswers:
 
 
 def ask_plain(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> PlainAnswers:
-    params = replace(params, speculate="off", logprobs=0)
+    params = replace(params, speculation="off", logprobs=0)
     llm.clear_cache()
     plain = [llm.generate(ids, params)[0] for ids in prompts]
     return PlainAnswers(prompts, plain, params, _noise(llm, plain))
@@ -170,7 +170,7 @@ def _run(
     pays: bool = False,
 ) -> Finding:
     on_progress(f"greedy: {name}")
-    params = replace(asked.params, speculate=Speculation(drafter, nodes=DRAFT_NODES) if pays else drafter)
+    params = replace(asked.params, speculation=Speculation(drafter, nodes=DRAFT_NODES) if pays else drafter)
     llm.clear_cache()
     with ExitStack() as stack:
         if pays:

@@ -37,7 +37,7 @@ def check_lossless(
         raise BadRequest(f"temperature is {temperature}, the sampled part needs more than 0, up to 100", "use 0.8")
     yield from check_exact(on_progress)
     on_progress("loading")
-    with LLM(model, draft=draft, weights=weights, device=device, threads=threads, quiet=True) as llm:
+    with LLM(model, draft_model=draft, dtype=weights, device=device, threads=threads, quiet=True) as llm:
         context = llm.engine.config.max_model_len
         room = context - max(tokens, COMPARED_TOKENS + DRAFT_NODES) - DRAFT_NODES
         if room < 2:

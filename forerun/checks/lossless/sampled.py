@@ -103,7 +103,7 @@ def check_sampled(
     samples: int,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    params = SamplingParams(temperature=temperature, max_tokens=MATCHED_TOKENS, ignore_eos=True, speculate="off")
+    params = SamplingParams(temperature=temperature, max_tokens=MATCHED_TOKENS, ignore_eos=True, speculation="off")
     yield from _same_seeds(llm, prompts, params, on_progress)
     on_progress("sampled: the model's own law")
     prompt = prompts[0]
@@ -134,7 +134,7 @@ def _probs(llm: LLM, prompt: list[int], params: SamplingParams, beginning: Token
 
 
 def _fitted(llm: LLM, case: SampledCase, drafter: str, verifier: str) -> Finding:
-    params = replace(case.params, speculate=Speculation(drafter, nodes=DRAFT_NODES, verify=verifier))
+    params = replace(case.params, speculation=Speculation(drafter, nodes=DRAFT_NODES, verify=verifier))
     usage = Usage()
     first = fit(case.law, sample(llm, case.prompt, params, range(1, case.samples + 1), COMPARED_TOKENS, usage))
     seen = detectable(first.samples, first.cells, SIGNIFICANCE, POWER)
@@ -166,7 +166,7 @@ def _same_seeds(
         spec = Speculation(drafter, nodes=DRAFT_NODES)
         usage, found = Usage(), list[AnswerDifference]()
         with all_drafts_verified(llm.engine):
-            mine = answers(llm, [(ids, replace(p, speculate=spec)) for ids, p in jobs], usage=usage)
+            mine = answers(llm, [(ids, replace(p, speculation=spec)) for ids, p in jobs], usage=usage)
         for i, (a, b) in enumerate(zip(plain, mine, strict=True)):
             difference = compare(llm, i % len(prompts), prompts, a, b, params, seed=seeds[i])
             if difference is not None:
@@ -182,7 +182,7 @@ def sample(
 ) -> list[Tokens]:
     """The first tokens of one answer for each seed; answers are given up as soon as they have them."""
     llm.clear_cache()
-    answers(llm, [(prompt, replace(params, max_tokens=1, speculate="off"))])  # so that all others share its pages
+    answers(llm, [(prompt, replace(params, max_tokens=1, speculation="off"))])  # so that all others share its pages
     jobs = [(prompt, replace(params, seed=seed)) for seed in seeds]
     return [tuple(answer[:length]) for answer in answers(llm, jobs, length, usage)]
 

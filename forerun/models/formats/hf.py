@@ -51,7 +51,8 @@ class FolderCheckpoint:
             )
         generation = folder / "generation_config.json"
         root = read_json(folder / "config.json")
-        self.config = read_config(root, read_json(generation) if generation.exists() else {}, self.source)
+        self.generation = read_json(generation) if generation.exists() else {}  # the settings its makers recommend
+        self.config = read_config(root, self.generation, self.source)
         self._open: dict[Path, Any] = {}
         self.files = self._weight_files()
         self._where, shapes = self._scan(self.files)

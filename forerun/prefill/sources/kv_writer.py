@@ -27,9 +27,7 @@ _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFIL
 def require_profile(profile: Profile | None, kind: str) -> Profile:
     """The profile, if it is one for this source."""
     if profile is None:
-        raise BadProfile(
-            f"the source {kind!r} needs a profile", "name one: profile=..., or --profile on the command line"
-        )
+        raise BadProfile(f"the source {kind!r} needs a profile", "name one: prefill_profile=... (--prefill-profile)")
     if profile.kind != kind:
         raise BadProfile(
             f"the profile is one for the source {profile.kind!r}, not for {kind!r}", f"use source={profile.kind}"

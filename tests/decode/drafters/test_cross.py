@@ -71,7 +71,7 @@ def engine_of(target: Path, draft: Path, weights: str = "float32", **config: Any
 def params(drafter: str, **values: Any) -> SamplingParams:
     verify = values.pop("verify", "auto")
     return SamplingParams(
-        **{"max_tokens": 30, "ignore_eos": True, **values}, speculate=Speculation(drafter, verify=verify)
+        **{"max_tokens": 30, "ignore_eos": True, **values}, speculation=Speculation(drafter, verify=verify)
     )
 
 

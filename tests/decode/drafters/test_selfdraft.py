@@ -62,7 +62,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Callable[..., Engine]:
 def params(drafter: str = "self", **values: Any) -> SamplingParams:
     verify = values.pop("verify", "auto")
     return SamplingParams(
-        **{"max_tokens": 30, "ignore_eos": True, **values}, speculate=Speculation(drafter, verify=verify)
+        **{"max_tokens": 30, "ignore_eos": True, **values}, speculation=Speculation(drafter, verify=verify)
     )
 
 

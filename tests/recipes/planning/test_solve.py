@@ -184,7 +184,7 @@ def test_what_is_asked_is_checked(wrong: dict[str, Any]) -> None:
 def test_even_a_random_model_writes_a_plan(tiny_folder: Callable[[str], Path]) -> None:
     """The grammar alone makes plans valid; the second request reads what the first one computed."""
     limits = plan.Limits(max_calls=2, plan_tokens=400, answer_tokens=4)
-    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, weights="float32") as llm:
+    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, dtype="float32") as llm:
         found = plan.solve(llm, "What is a plus b?", TOOLS, limits=limits)
         assert 1 <= len(found.plan.steps) <= 2 and {step.tool for step in found.plan.steps} <= set(TOOLS)
         assert found.usage.requests == 2 and found.usage.cached_tokens > 100

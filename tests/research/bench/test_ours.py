@@ -24,7 +24,7 @@ def side(tiny_folder: Callable[[str], Path]) -> Iterator[ForerunSide]:
 
 def test_an_answer_knows_nothing_of_the_one_before(side: ForerunSide) -> None:
     """At temperature 1 a random model says nothing twice: only a memory of the whole answer could guess it."""
-    params = SamplingParams(max_tokens=100, temperature=1.0, seed=5, ignore_eos=True, speculate="suffix")
+    params = SamplingParams(max_tokens=100, temperature=1.0, seed=5, ignore_eos=True, speculation="suffix")
     first = side.answer(IDS, params)
     again = [side.answer(IDS, params) for _ in range(2)]
     assert all(sample["token_ids"] == first["token_ids"] for sample in again)
@@ -34,8 +34,8 @@ def test_an_answer_knows_nothing_of_the_one_before(side: ForerunSide) -> None:
 
 
 def test_samples_say_what_became_of_drafts(side: ForerunSide) -> None:
-    plain = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculate="off"))
-    drafted = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculate="model"))
+    plain = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculation="off"))
+    drafted = side.answer(IDS, SamplingParams(max_tokens=30, ignore_eos=True, speculation="model"))
     assert drafted["token_ids"] == plain["token_ids"] and plain["drafted"] == 0
     assert drafted["accepted"] == sum(drafted["lengths"]) == drafted["drafters"].get("model", {}).get("accepted", 0)
     assert drafted["steps"] + drafted["accepted"] >= 30 and plain["steps"] == 30
@@ -45,7 +45,8 @@ def test_samples_say_what_became_of_drafts(side: ForerunSide) -> None:
 def test_the_second_turn_reuses_the_first(side: ForerunSide) -> None:
     messages = [{"role": "user", "content": "Count the ships that pass and write each name in a long grey book."}]
     found = [
-        side.conversation(messages, "Again.", SamplingParams(max_tokens=8, speculate=name)) for name in ("off", "auto")
+        side.conversation(messages, "Again.", SamplingParams(max_tokens=8, speculation=name))
+        for name in ("off", "auto")
     ]
     assert found[0] == found[1] and found[0]["cached_tokens"] >= 16
 

@@ -59,7 +59,7 @@ def test_every_part_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_both_ways_make_the_same_calls(model: str) -> None:
     own, task = sharing_plan.tools(0.0), sharing_plan.TASKS[:1]
-    with LLM(model, threads=1, quiet=True, weights="float32") as llm:
+    with LLM(model, threads=1, quiet=True, dtype="float32") as llm:
         found = {way: sharing_plan._tasks(way, llm, task, own, led=True) for way in ("plan", "interleaved")}
     assert found["plan"]["calls"] == found["interleaved"]["calls"] == 3
     assert found["plan"]["requests"] == 2 and found["interleaved"]["requests"] == 4
@@ -108,7 +108,7 @@ def test_branches_that_need_no_bits_are_judged_apart(loose: float, beside: float
 
 
 def test_the_switch_is_put_back(tiny_folder: Callable[[str], Path]) -> None:
-    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, weights="float32") as llm:
+    with LLM(str(tiny_folder("llama")), threads=1, quiet=True, dtype="float32") as llm:
         attention: Any = llm.decoder.attention
         assert attention.share_prefix
         with pytest.raises(ZeroDivisionError), sharing_branches.sharing(llm, False):
@@ -150,7 +150,7 @@ def test_bad_questions_are_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_int8_branches_run_with_and_without_the_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--random-shape", "tiny", "--parts", "branches", "--weights", "int8", *SMALL) == 0
+    assert run("--random-shape", "tiny", "--parts", "branches", "--dtype", "int8", *SMALL) == 0
     shown, result = capsys.readouterr().out.rsplit("\n{", 1)
     found = json.loads("{" + result)
     ways = {way + ends for way in ("shared", "prefix_cache_only") for ends in ("", "_not_batch_invariant")}
@@ -177,7 +177,7 @@ def test_quick_is_small_but_for_what_is_asked(capsys: pytest.CaptureFixture[str]
 def test_a_restart_that_read_nothing_is_no_figure(tiny_folder: Callable[[str], Path]) -> None:
     def opened(**options: Any) -> LLM:
         del options["disk"]
-        return LLM(str(tiny_folder("llama")), weights="float32", threads=1, quiet=True, host_bytes=1 << 20, **options)
+        return LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True, host_bytes=1 << 20, **options)
 
     with pytest.raises(ForerunError, match="only 0 of 200 tokens came from disk"):
         sharing_restart.run(opened, [5 + i % 90 for i in range(200)])

@@ -57,7 +57,7 @@ def bench(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
 
 
 def test_decode_against_transformers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench(capsys, "decode", "--weights", "float32", "--tokens", "8", "--context", "20")
+    found = bench(capsys, "decode", "--dtype", "float32", "--tokens", "8", "--context", "20")
     assert found["bench"] == "decode" and found["same_tokens"] == 8
     ours, theirs = found["forerun"], found["transformers"]
     assert found["ratio"] == pytest.approx(theirs["ms_per_token"]["median"] / ours["ms_per_token"]["median"], abs=1e-3)

@@ -107,8 +107,8 @@ def test_random_weights_get_a_random_draft_and_profile(monkeypatch: pytest.Monke
     monkeypatch.setattr(random_profile, "MOST_RANK", 32)
     side = ForerunSide(SideSpec("forerun", "", "float32", "cpu", 1, 1750, 2, shape="wide", draft="tiny"))
     try:
-        assert side.llm.profile is not None and side.llm.profile.source_cost < 0.1
-        maps, layers = side.llm.profile.maps, SHAPES["tiny"].num_layers
+        assert side.llm.prefill_profile is not None and side.llm.prefill_profile.source_cost < 0.1
+        maps, layers = side.llm.prefill_profile.maps, SHAPES["tiny"].num_layers
         assert maps.target_embedding and maps.rank == 32 and maps.taps == tuple(range(round(0.6 * layers) + 1))
         assert maps.down.shape[1] == len(maps.taps) * SHAPES["tiny"].hidden_size + 256
         found = side.drafted([i % 640 for i in range(1700)], DRAFTED)["report"]
