@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from forerun.cache.outline import Outline, outline
 from forerun.cache.tiers import TierConfig, Tiers
+from forerun.cache.tree_summary import TreeSummary, summarise_tree
 from forerun.core import SamplingParams
 from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig
@@ -307,7 +307,7 @@ class LLM:
         with self.driver.exclusive() as engine:
             return engine.stats.snapshot(tiers.figures() if tiers is not None else None)
 
-    def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> Outline:
+    def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> TreeSummary:
         """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
         ids = [] if prompt is None else self.encode(prompt)
         unknown = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
@@ -317,7 +317,7 @@ class LLM:
                 "encode with this model's tokenizer",
             )
         with self.driver.exclusive() as engine:
-            return outline(engine.tree, ids, most)
+            return summarise_tree(engine.tree, ids, most)
 
     # -- settings and statistics ---------------------------------------------------------------------------------------
 

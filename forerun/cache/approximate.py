@@ -1,8 +1,8 @@
 """Approximate K/V that later requests may start from, kept apart from what is exact.
 
 One tree of prefixes for each key (profile and source), over the same pool. Its pages have a type of their own that is
-no sequence of numbers, so that the exact tree cannot take them; they leave it only as copies on somebody's own pages,
-because whoever reads them repairs them. It knows no request and no model.
+no sequence of numbers, so that the exact tree cannot take them; they leave it only as copies on a
+sequence's own pages, because a sequence that reads them recomputes some. Knows no request and no model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ApproximatePages:
 
 
 class _Tree(PrefixTree):
-    """Lets go of exact pages whoever else holds them: else neither this tree nor the exact one could ever evict a page
-    that both list."""
+    """Drops exact pages even while they are referenced elsewhere: else neither this tree nor the exact one could ever
+    evict a page that both list."""
 
     def __init__(self, pool: PagePool, exact: np.ndarray) -> None:
         super().__init__(pool)
@@ -77,14 +77,14 @@ class ApproximateCache:
         exact = np.full(first, self.layers, dtype=np.int16)
         return np.concatenate((exact, self._depths[pages].reshape(-1))) if pages else exact
 
-    def read_planes(self, tokens: Sequence[int], first: int, onto: array[int]) -> None:
+    def copy_draft_kv_of(self, tokens: Sequence[int], first: int, onto: array[int]) -> None:
         """Copy what a draft model has computed for a text from entry `first` on: that is as exact here as anywhere."""
         for key in list(self._trees):
             pages = self._match(key, tokens)[first // self.pool.page_size : len(onto)]
-            self.pool.copy_planes(pages, onto[first // self.pool.page_size :][: len(pages)])
+            self.pool.copy_draft_kv(pages, onto[first // self.pool.page_size :][: len(pages)])
 
     def forget(self, tokens: Sequence[int]) -> None:
-        """A text is known exactly now: nobody will read it here."""
+        """A text is known exactly now, so it is no longer read here."""
         for tree in self._trees.values():
             tree.forget(tokens)
 

@@ -1,7 +1,7 @@
 """The disk tier: exact pages in segment files in one folder, bounded in bytes, the least recently used file goes first.
 
 A thread of its own writes, so that no step waits for a disk; pages not yet written are read from memory. What cannot be
-read, or is not what was written, is deleted and forgotten: whoever wanted it computes. When writing fails (full, read
+read, or is not what was written, is deleted and forgotten: the request computes it. When writing fails (full, read
 only), that is logged once and writing ends; reading goes on. One process at a time owns a folder. Knows no tokens and
 no pool.
 """
@@ -151,7 +151,7 @@ class DiskTier:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[bytes], data: Tensor, wait: bool = False) -> None:
-        """Have pages written, data [n, ...] in memory that nobody changes. `wait`: for room in the queue; else pages
+        """Have pages written, data [n, ...] in memory that is not changed. `wait`: for room in the queue; else pages
         that find none are dropped."""
         page_bytes = data[0].nbytes
         with self._changed:
@@ -197,7 +197,7 @@ class DiskTier:
         if self._thread is None and self._queue and not self.off:
             self._thread = threading.Thread(target=self._write_loop, name="forerun-disk", daemon=True)
             self._thread.start()
-            atexit.register(self.flush)  # whoever forgets to close loses nothing that was handed over
+            atexit.register(self.flush)  # without close() nothing is lost that was handed over
 
     def _write_loop(self) -> None:
         while True:
@@ -211,7 +211,7 @@ class DiskTier:
                 pages = [self._pending[key] for key in keys]
             try:
                 self._write(keys, torch.stack(pages))
-            except Exception as error:  # nobody calls this thread: whatever it is, requests go on without it
+            except Exception as error:  # no caller sees this thread's errors: requests go on without it
                 self._switch_off(error)
                 return
             with self._changed:

@@ -50,7 +50,7 @@ class HostTier:
             slot = self._free.pop()
             self._memory[slot].copy_(page, non_blocking=True)
             self._slots[key] = slot
-        _finish(data.device)  # nobody may read a slot before its bytes are there
+        _finish(data.device)  # no slot may be read before its bytes are there
         return gone
 
     def touch(self, key: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""Pins: pages that stay in the pool while nobody reads them, because somebody said they would come back.
+"""Pins: pages that stay in the pool while no request reads them, for sessions that will go on.
 
-A pin is a set of references with a deadline, under a name. Whoever runs out of pages first lets the tree evict all that
-is not pinned; pins go before their time only where nothing could run otherwise, those in the middle of a turn last.
+A pin is a set of references with a deadline, under a name. When pages run out, the tree first evicts all that is not
+pinned; pins go before their time only where nothing could run otherwise, those in the middle of a turn last.
 Knows no request and no tokens.
 """
 
@@ -67,7 +67,7 @@ class Pins:
             self._pool.release(pin.pages)
 
     def expire(self) -> None:
-        """Let go of what nobody came back for in time."""
+        """Release pins whose deadline has passed."""
         now = self._clock()
         for pin in self._pins.values():
             if pin.deadline <= now and not pin.in_turn:
@@ -75,7 +75,7 @@ class Pins:
 
     def give_up(self, sparing: str | None, in_turn: bool = False) -> bool:
         """Let go of the pages that were used longest ago, though their time has not come; False where there are none.
-        `sparing`: whose pages stay. `in_turn`: also those of somebody in the middle of a turn."""
+        `sparing`: whose pages stay. `in_turn`: also pins in the middle of a turn."""
         for name, pin in self._pins.items():
             if pin.pages and name != sparing and (in_turn or not pin.in_turn):
                 self._drop(pin)

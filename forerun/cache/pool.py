@@ -1,12 +1,12 @@
 """The page pool: a fixed number of KV pages, counted references, nothing else.
 
-A page holds `page_size` entries of every layer. Whoever keeps a page holds one reference: a sequence, or the prefix
-tree. The pool knows neither; it only never hands out a page that is referenced, and never grows. Pages of one sequence
-are handed out side by side where that is possible, because attention reads a contiguous run in place and has to copy a
-scattered one.
+A page holds `page_size` entries of every layer. Every holder of a page, a sequence or the prefix tree, has one
+reference. The pool knows neither; it only never hands out a page that is referenced, and never grows. Pages of one
+sequence are handed out side by side where that is possible, because attention reads a contiguous run in place and has
+to copy a scattered one.
 
-A draft model's K/V for the same tokens lies in the same pages, on a plane of its own: one budget, one prefix tree, and
-whoever shares a page shares what any model has computed for it.
+A draft model's K/V for the same tokens lies in the same pages, in tensors of its own: one budget, one prefix tree, and
+a shared page shares what any model has computed for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 
 from forerun.core import EXTRA_KV_SLOTS, KV, KVShape
 
-MANY = 16  # pages from which arrays are quicker than one page after the other
+MIN_VECTORISED_PAGES = 16  # pages from which arrays are quicker than one page after the other
 
 
 @dataclass
-class Halfway:
+class PartialForward:
     """Tokens of a sequence that a model has read up to some layer: what comes in there, kept to go on from."""
 
     pages: array[int]  # of the sequence
@@ -39,30 +39,30 @@ class Halfway:
         return self.first + self.x.shape[0]
 
 
-class Plane:
-    """Another model's K/V on the same pages."""
+class DraftKV:
+    """A draft model's K/V on the same pages."""
 
-    MOST_HALFWAY = 16
+    MAX_PARTIAL_FORWARDS = 16
 
     def __init__(self, kv: KV, num_pages: int) -> None:
         self.kv = kv
         self.filled = np.zeros(num_pages, dtype=np.int32)  # entries of each page, from its first, that have it
         self.lower = np.zeros(num_pages, dtype=np.int32)  # the same for those that have it in the lower layers only
-        self._halfway: dict[int, Halfway] = {}  # by sequence
+        self._partial: dict[int, PartialForward] = {}  # by sequence
 
-    def keep(self, seq_id: int, reading: Halfway) -> None:
+    def keep_partial(self, seq_id: int, reading: PartialForward) -> None:
         """Remember where a reading stopped, for the latest few sequences."""
-        self._halfway[seq_id] = reading
-        while len(self._halfway) > self.MOST_HALFWAY:
-            del self._halfway[next(iter(self._halfway))]
+        self._partial[seq_id] = reading
+        while len(self._partial) > self.MAX_PARTIAL_FORWARDS:
+            del self._partial[next(iter(self._partial))]
 
-    def halfway(self, seq_id: int, pages: array[int], entry: int) -> Halfway | None:
+    def partial_forward(self, seq_id: int, pages: array[int], entry: int) -> PartialForward | None:
         """A reading of this sequence, on the pages it has now, that goes on at `entry`."""
-        found = self._halfway.get(seq_id)
+        found = self._partial.get(seq_id)
         return found if found is not None and found.pages is pages and found.first <= entry < found.end else None
 
-    def drop(self, seq_id: int) -> None:
-        self._halfway.pop(seq_id, None)
+    def drop_partial(self, seq_id: int) -> None:
+        self._partial.pop(seq_id, None)
 
 
 class PagePool:
@@ -77,7 +77,7 @@ class PagePool:
     ) -> None:
         self.page_size, self.num_pages = page_size, num_pages
         self.kv = self._make_kv(shape, dtype, device)
-        self.planes: list[Plane] = []
+        self.draft_kvs: list[DraftKV] = []
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.free = num_pages
 
@@ -86,10 +86,10 @@ class PagePool:
         size = (slots, shape.num_kv_heads, shape.head_dim)
         return [(_zeros(size, dtype, device), _zeros(size, dtype, device)) for _ in range(shape.num_layers)]
 
-    def add_plane(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> Plane:
+    def add_draft_kv(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> DraftKV:
         """Room for one more model's K/V on every page."""
-        self.planes.append(Plane(self._make_kv(shape, dtype, device), self.num_pages))
-        return self.planes[-1]
+        self.draft_kvs.append(DraftKV(self._make_kv(shape, dtype, device), self.num_pages))
+        return self.draft_kvs[-1]
 
     @property
     def used(self) -> int:
@@ -97,7 +97,9 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for kv in (self.kv, *(plane.kv for plane in self.planes)) for k, v in kv)
+        return sum(
+            k.nbytes + v.nbytes for kv in (self.kv, *(draft_kv.kv for draft_kv in self.draft_kvs)) for k, v in kv
+        )
 
     @staticmethod
     def page_bytes(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
@@ -118,15 +120,15 @@ class PagePool:
             taken = np.flatnonzero(run)
             run = run[: taken[0]] if len(taken) else run
             run[:] = 1
-            for plane in self.planes:
-                plane.filled[last + 1 : last + 1 + len(run)] = plane.lower[last + 1 : last + 1 + len(run)] = 0
+            for draft_kv in self.draft_kvs:
+                draft_kv.filled[last + 1 : last + 1 + len(run)] = draft_kv.lower[last + 1 : last + 1 + len(run)] = 0
             pages.extend(range(last + 1, last + 1 + len(run)))
             last += len(run)
         self.free -= count
         return pages
 
     def _gap(self, count: int) -> int:
-        """First page of a place in the longest free run, leaving room to grow for whoever lies before it."""
+        """First page of a place in the longest free run, leaving room to grow for the sequence before it."""
         edges = np.flatnonzero(np.diff(np.concatenate(([1], self.refs != 0, [1]))))  # free runs: start, end, start, ...
         starts, ends = edges[::2], edges[1::2]
         best = int(np.argmax(ends - starts))
@@ -136,17 +138,20 @@ class PagePool:
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages, every model's K/V of them."""
         self._copy(self.kv, source, target)
-        self.copy_planes(source, target)
+        self.copy_draft_kv(source, target)
 
-    def copy_planes(self, source: Sequence[int], target: Sequence[int]) -> None:
+    def copy_draft_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy what other models have computed for the same tokens and the target pages lack."""
-        for plane in self.planes:
+        for draft_kv in self.draft_kvs:
             src, dst = np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
-            more = plane.filled[src] > plane.filled[dst]
-            more |= (plane.lower[src] > plane.lower[dst]) & (plane.filled[dst] == 0)
+            more = draft_kv.filled[src] > draft_kv.filled[dst]
+            more |= (draft_kv.lower[src] > draft_kv.lower[dst]) & (draft_kv.filled[dst] == 0)
             if more.any():
-                self._copy(plane.kv, src[more].tolist(), dst[more].tolist())
-                plane.filled[dst[more]], plane.lower[dst[more]] = plane.filled[src[more]], plane.lower[src[more]]
+                self._copy(draft_kv.kv, src[more].tolist(), dst[more].tolist())
+                draft_kv.filled[dst[more]], draft_kv.lower[dst[more]] = (
+                    draft_kv.filled[src[more]],
+                    draft_kv.lower[src[more]],
+                )
 
     def _copy(self, kv: KV, source: Sequence[int], target: Sequence[int]) -> None:
         slots = self.num_pages * self.page_size
@@ -157,7 +162,7 @@ class PagePool:
                 paged[dst] = paged[src]
 
     def retain(self, pages: Sequence[int]) -> None:
-        if len(pages) < MANY:
+        if len(pages) < MIN_VECTORISED_PAGES:
             for page in pages:
                 assert self.refs[page] > 0, f"page {page} is free"
                 self.refs[page] += 1
@@ -168,7 +173,7 @@ class PagePool:
         np.add.at(self.refs, rows, 1)
 
     def release(self, pages: Sequence[int]) -> None:
-        if len(pages) < MANY:
+        if len(pages) < MIN_VECTORISED_PAGES:
             for page in pages:
                 assert self.refs[page] > 0, f"page {page} released twice"
                 self.refs[page] -= 1

@@ -67,7 +67,7 @@ class PrefixTree:
         return pages
 
     def count_read(self, tokens: Sequence[int]) -> None:
-        """Somebody reads a known prefix of whole pages. A node that is read in part is cut there, as it would be by
+        """A known prefix of whole pages is read. A node that is read in part is cut there, as it would be by
         what comes after: all of a node was read equally often."""
         data, node, at = pack(tokens), self.root, 0
         while at < len(data) and (child := node.children.get(data[at : at + self._stride])) is not None:

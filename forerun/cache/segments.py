@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT = "forerun-kv-1"
-MOST_HEADER = 1 << 24  # bytes; more is no header of ours
+MAX_HEADER_BYTES = 1 << 24  # bytes; more is no header of ours
 
 
 class Damaged(Exception):
@@ -69,7 +69,7 @@ def read_header(path: Path) -> Segment:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= min(MOST_HEADER, size - 8):
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
             raise Damaged(f"{path.name} has no header")
         raw = file.read(length)
     try:

@@ -1,8 +1,8 @@
 """Where exact pages go when the pool needs their room, and where they come back from: host memory, then disk.
 
 A page is known by a hash of all tokens up to its end, so that pages can come and go one by one; the hash begins with
-the identity of whoever computed them, so that nobody reads another model's K/V. Only the exact prefix tree gives pages
-here. K/V that draft models have on the same pages is left behind. Knows no request.
+the identity of the model that computed them, so that no model reads another's K/V. Only the exact prefix tree gives
+pages here. K/V that draft models have on the same pages is left behind. Knows no request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import TOKEN_BYTES, PrefixTree, pack
 from forerun.errors import BadRequest
 
-CHUNK = 64  # pages copied at a time where many are
+COPY_PAGES = 64  # pages copied at a time where many are
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Tiers:
             self._to_disk(pairs, wait=False)
             return
         new = [(key, page) for key, page in pairs if not self.host.touch(key)]
-        for at in range(0, len(new), CHUNK):
-            part = new[at : at + CHUNK]
+        for at in range(0, len(new), COPY_PAGES):
+            part = new[at : at + COPY_PAGES]
             gone = self.host.put([key for key, _ in part], self._gather([page for _, page in part]))
             if self.disk is not None and gone:
                 self.disk.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
@@ -102,8 +102,8 @@ class Tiers:
         if self.disk is None or self.disk.off:
             return
         new = [(key, page) for key, page in pairs if key not in self.disk]
-        for at in range(0, len(new), CHUNK):
-            part = new[at : at + CHUNK]
+        for at in range(0, len(new), COPY_PAGES):
+            part = new[at : at + COPY_PAGES]
             self.disk.put([key for key, _ in part], self._read([page for _, page in part]), wait)
 
     def copy(self, data: bytes, pages: Sequence[int], first: int) -> tuple[int, list[bytes], Tensor] | None:
@@ -113,7 +113,7 @@ class Tiers:
         if self.disk is None or self.disk.off:
             return None
         keys = self.keys(data)[: len(pages)]
-        new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:CHUNK]
+        new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:COPY_PAGES]
         return (new[-1] + 1, [keys[i] for i in new], self._read([pages[i] for i in new])) if new else None
 
     def write(self, keys: list[bytes], copies: Tensor) -> None:
@@ -135,7 +135,7 @@ class Tiers:
         done = 0
         while done < count:
             tier = "host" if self.host is not None and keys[done] in self.host else "disk"
-            got = self._load(tier, keys[done : min(done + CHUNK, count)], pages[done : done + CHUNK])
+            got = self._load(tier, keys[done : min(done + COPY_PAGES, count)], pages[done : done + COPY_PAGES])
             if not got:
                 break
             served[tier] += got * self.pool.page_size

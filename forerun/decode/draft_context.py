@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forerun.cache.pool import PagePool, Plane
+from forerun.cache.pool import DraftKV, PagePool
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
 from forerun.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class DraftContext:
     max_context: int
     draft: DraftModel | None = None
     draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
-    draft_plane: Plane | None = None
+    draft_kv: DraftKV | None = None
     make_room: Callable[[int], bool] | None = None  # frees pages that are merely remembered, until so many are free
 
     @classmethod
@@ -42,7 +42,7 @@ class DraftContext:
         """Gives the draft model, if there is one, its plane of the pool."""
         if draft is None:
             return cls(pool, runner, tokenizer, max_context)
-        plane = pool.add_plane(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
+        plane = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
         return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv), plane)
 

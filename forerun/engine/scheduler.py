@@ -148,7 +148,7 @@ class Scheduler:
         assert final is not None and final.provisional is not None
         final.provisional.seq = None
         both = min(len(seq.pages), len(final.pages))
-        self.pool.copy_planes(seq.pages[:both], final.pages[:both])
+        self.pool.copy_draft_kv(seq.pages[:both], final.pages[:both])
         self.finish(seq)
         if final.phase is Phase.HELD:
             final.enter_next()

@@ -1,9 +1,9 @@
 """Attention: one contract for all backends, and the reference backend on torch SDPA.
 
 A backend turns a layer's fused q/k/v into attention output and writes K/V to the cache on the way. It knows the rules
-of `TokenBatch` (slots, tables, who sees what) and nothing of requests, pages' owners or models. The reference runs one
-sequence after the other, or those that share a long prefix together: obvious, on any device, and what every faster
-backend is tested against.
+of `TokenBatch` (slots, block tables, which token sees what) and nothing of requests, pages' owners or models. The
+reference runs one sequence after the other, or those that share a long prefix together: obvious, on any device, and
+what every faster backend is tested against.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.core import TokenBatch
 from forerun.models.config import ModelConfig
-from forerun.models.execution.copies import KeyCopies, Keys, link
+from forerun.models.execution.kv_copies import KeyRuns, KVCopies, link_copies
 from forerun.models.execution.shared_prefix import PrefixGroup, additive_mask, plan_groups, prefix_order
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
@@ -57,9 +57,10 @@ class AttentionBackend(ABC):
         kv[1].index_copy_(0, slots, v.to(kv[1].dtype))
 
 
-TILE = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
-MANY, LONG = 128, 4096  # new tokens and keys from which query heads are left apart: slower, with a smaller mask
-ROWS = 4  # rows come in multiples of this
+MAX_TILE_TOKENS = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
+# new tokens and keys from which query heads stay separate: slower, with a smaller mask
+MIN_SEPARATE_TOKENS, MIN_SEPARATE_KEYS = 128, 4096
+ROW_MULTIPLE = 4  # rows come in multiples of this
 
 
 def block_keys(context: int, same_bits: bool = True) -> int:
@@ -78,13 +79,13 @@ class _Tile:
     """Some new tokens of one sequence, and the keys they attend over."""
 
     tokens: slice  # of the batch
-    keys: Keys
+    keys: KeyRuns
     masks: dict[int | None, Tensor]  # per window: additive mask [rows, keys]
-    apart: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
+    separate: bool  # a row is a token of one head; otherwise the heads that share a KV head are rows too
 
     @property
     def single(self) -> bool:
-        return self.tokens.stop - self.tokens.start == 1 and not self.apart
+        return self.tokens.stop - self.tokens.start == 1 and not self.separate
 
 
 class SdpaAttention(AttentionBackend):
@@ -111,7 +112,7 @@ class SdpaAttention(AttentionBackend):
     ) -> None:
         super().__init__(config, device, max_context)
         self.same_bits, self.share_prefix = same_bits, share_prefix
-        self._copies = KeyCopies()
+        self._copies = KVCopies()
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
@@ -135,14 +136,14 @@ class SdpaAttention(AttentionBackend):
         self._tiles = [tile for tile in tiles if not tile.single]
         self._single_tokens = torch.tensor([tile.tokens.start for tile in self._singles], device=self.device)
         if self.share_prefix:
-            link(tile.keys for tile in self._singles + self._tiles)
+            link_copies(tile.keys for tile in self._singles + self._tiles)
 
     def _sequence(self, batch: TokenBatch, s: int) -> list[_Tile]:
         lo, hi = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
         if batch.tree is not None and batch.tree_start is not None and bool(batch.tree[lo:hi].any()):
             start = batch.tree_start[s]
             return [self._tile(batch, s, run, start, path) for run, path in _paths(batch.tree, lo, hi)]
-        tiles = [slice(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
+        tiles = [slice(at, min(at + MAX_TILE_TOKENS, hi)) for at in range(lo, hi, MAX_TILE_TOKENS)]
         return [self._tile(batch, s, tokens, int(batch.kv_lens[tokens].max()), []) for tokens in tiles]
 
     def _tile(self, batch: TokenBatch, s: int, tokens: slice, start: int, path: list[int]) -> _Tile:
@@ -153,21 +154,21 @@ class SdpaAttention(AttentionBackend):
         if path:
             assert batch.tree is not None
             seen = seen + batch.tree[tokens].sum(-1)
-        apart = count >= MANY and keys > LONG
+        separate = count >= MIN_SEPARATE_TOKENS and keys > MIN_SEPARATE_KEYS
         sees = (int(seen[0]), keys) if count == 1 else None
-        masks = (self._single_masks.get(sees) if sees else None) or self._masks(seen, keys, apart)
+        masks = (self._single_masks.get(sees) if sees else None) or self._masks(seen, keys, separate)
         if sees:
             self._single_masks[sees] = masks
         runs = _key_slots(batch.block_tables[s], start, path, keys, batch.page_size)
-        return _Tile(tokens, Keys(runs, keys, context), masks, apart)
+        return _Tile(tokens, KeyRuns(runs, keys, context), masks, separate)
 
-    def _masks(self, seen: Tensor, keys: int, apart: bool) -> dict[int | None, Tensor]:
+    def _masks(self, seen: Tensor, keys: int, separate: bool) -> dict[int | None, Tensor]:
         masks = {}
         for window in self._windows:
             mask = additive_mask(seen, 0, keys, window)  # [count, keys]
-            if not apart:
+            if not separate:
                 mask = mask.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, 0)
-            masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROWS))
+            masks[window] = F.pad(mask, (0, 0, 0, -mask.shape[0] % ROW_MULTIPLE))
         return masks
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
@@ -225,7 +226,7 @@ class SdpaAttention(AttentionBackend):
         k, v = self._copies.read(tile.keys, kv, self._most)  # [1, Hkv, keys, D]
         mask = mask if mask.dtype == q.dtype else mask.to(q.dtype)
         count, heads, dim = q.shape
-        if tile.apart:
+        if tile.separate:
             q = F.pad(q.transpose(0, 1)[None], (0, 0, 0, mask.shape[0] - count))  # [1, Hq, rows, D]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.config.scale, enable_gqa=True)
             return out[0, :, :count].transpose(0, 1).reshape(count, -1)  # [count, Hq * D]

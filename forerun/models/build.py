@@ -17,7 +17,7 @@ from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder, Layer
-from forerun.models.execution.short_head import FREQUENT, ShortHead
+from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.dequant import EmbeddingRows
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
@@ -141,7 +141,7 @@ class _Builder:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
         self.guesses = guesses
-        self.short = guesses and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT
+        self.short = guesses and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT_IDS
         # norms after a block act in the model's own basis, so models that have them cannot be rotated
         rotated = precision.rotated and not self.config.post_norms
         self.basis = Rotation(self.config.hidden_size) if rotated else None
@@ -214,7 +214,7 @@ class _Builder:
 
         if not rotated and not self.short:
             return norm, self.linear(self.weights(name))
-        size = FREQUENT if self.short else self.config.vocab_size
+        size = FREQUENT_IDS if self.short else self.config.vocab_size
         weight = torch.empty(size, self.config.hidden_size)
         for ids in torch.arange(size).split(8192):
             weight[ids[0] : ids[-1] + 1] = rows(ids)

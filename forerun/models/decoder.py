@@ -20,7 +20,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, Norm, rms_norm
 from forerun.models.rotation import Rotation
 
-COARSE_ROWS = 1024  # fewer gain little by coarser products
+MIN_FLOAT8_ROWS = 1024  # fewer gain little by float8
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Layer:
     qk_norms: tuple[Norm, Norm] | None = None
     post_attn_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
-    coarse_mlp: Callable[[Tensor], Tensor] | None = None  # the whole MLP for COARSE_ROWS rows and more, but less exact
+    float8_mlp: Callable[[Tensor], Tensor] | None = None  # the whole MLP for MIN_FLOAT8_ROWS rows and more
 
 
 # Called in every layer with what runs through it, while it runs: (layer, its input [T, hidden] in the decoder's own
@@ -149,8 +149,8 @@ class Decoder:
 
     def _mlp(self, x: Tensor, i: int) -> Tensor:
         w = self.layers[i]
-        if w.coarse_mlp is not None and x.shape[0] >= COARSE_ROWS:
-            return w.coarse_mlp(x)
+        if w.float8_mlp is not None and x.shape[0] >= MIN_FLOAT8_ROWS:
+            return w.float8_mlp(x)
         h = w.gate_up.gated(x, self.config.activation, norm=w.mlp_norm)  # [T, intermediate]
         return w.down(h, add=x) if w.post_mlp_norm is None else x + rms_norm(w.down(h), w.post_mlp_norm)
 

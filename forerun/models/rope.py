@@ -80,8 +80,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, -1)
     rotated = (x * cos).addcmul_(swapped, sin)
     return rotated if rotated.dtype == x.dtype else rotated.to(x.dtype)
-
-
-def rerotate(k: Tensor, table: RopeTable, old: Tensor, new: Tensor) -> Tensor:
-    """Heads [T, H, D] as they are stored at positions `old`, as they would be stored at `new`."""
-    return rotate(k, *table.between(old, new))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64
-_ROWS = 256
+_CHUNK_ROWS = 256
 
 
 class Rotation:
@@ -26,10 +26,10 @@ class Rotation:
 
     def apply(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """(x * scale) @ Q for rows x [N, size]; a row's result does not depend on how many rows there are."""
-        if x.shape[0] > _ROWS:  # a matrix: some rows at a time stay in the caches, three times faster
+        if x.shape[0] > _CHUNK_ROWS:  # a matrix: some rows at a time stay in the caches, three times faster
             out = torch.empty(x.shape, dtype=torch.float32)
-            for lo in range(0, x.shape[0], _ROWS):
-                out[lo : lo + _ROWS] = self.apply(x[lo : lo + _ROWS], scale)
+            for lo in range(0, x.shape[0], _CHUNK_ROWS):
+                out[lo : lo + _CHUNK_ROWS] = self.apply(x[lo : lo + _CHUNK_ROWS], scale)
             return out
         x = x.float() if scale is None else x * scale
         if x.shape[0] == 1:  # a lone row would take another kernel, which sums in another order

@@ -30,7 +30,7 @@ from forerun.core import PrefillReport
 from forerun.core.transfer import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
-from forerun.models.execution.planes import Held, Picker, RecomputePass
+from forerun.models.execution.all_layers_kv import PickedRows, RecomputePass, RowPicker
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
 from forerun.prefill.attention_scores import slots_of
@@ -91,13 +91,13 @@ class Scores:
 class _Pass:
     """Rows of checkpoints in one pass of the target, layer by layer."""
 
-    inputs: Picker  # [hidden] each
-    queries: Picker  # [Hq, D] each
+    inputs: RowPicker  # [hidden] each
+    queries: RowPicker  # [Hq, D] each
     layers: list[int] = field(default_factory=list)
 
-    def settle(self) -> None:
-        self.inputs.settle()
-        self.queries.settle()
+    def flush(self) -> None:
+        self.inputs.flush()
+        self.queries.flush()
 
 
 class Checker:
@@ -109,7 +109,7 @@ class Checker:
 
     def __init__(self, runner: Runner, pages: array[int], spans: list[CheckSpan], base: int, sinks: int) -> None:
         """`sinks`: entries at the start of the prompt that are exact."""
-        self._runner, self._decoder, self._planes = runner, runner.decoder, runner.planes
+        self._runner, self._decoder, self._all_layers_kv = runner, runner.decoder, runner.all_layers_kv
         self.spans, self._base = spans, base
         self._entries = np.concatenate([span.entries for span in spans])  # [C]
         span = np.repeat(np.arange(len(spans)), [span.count for span in spans])
@@ -117,7 +117,7 @@ class Checker:
         self._every, self._sinks = np.concatenate((np.arange(sinks), self._entries)), sinks  # [keys]
         slots = np.array(pages, dtype=np.int64)[self._every // runner.pool.page_size] * runner.pool.page_size
         self._slots = self._send(slots + self._every % runner.pool.page_size)  # [keys]
-        self._drafted = self._planes.read(base, self._slots)  # [2, layers, keys, Hkv, D]
+        self._drafted = self._all_layers_kv.read(base, self._slots)  # [2, layers, keys, Hkv, D]
         self._passes: list[_Pass] = []
 
     def _send(self, values: np.ndarray) -> Tensor:
@@ -134,16 +134,16 @@ class Checker:
         if not len(here):
             return None
         for earlier in self._passes:
-            earlier.settle()
+            earlier.flush()
         rows = self._send(here)
-        seen = _Pass(self._planes.picker(rows), self._planes.picker(rows))
+        seen = _Pass(self._all_layers_kv.row_picker(rows), self._all_layers_kv.row_picker(rows))
         self._passes.append(seen)
 
         def look(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
             if q is not None and layer >= self._base and q.shape[0] == len(entries):  # in the last layer rows are gone
                 seen.layers.append(layer)
-                seen.inputs.see(x)
-                seen.queries.see(q)
+                seen.inputs.add(x)
+                seen.queries.add(q)
 
         return look
 
@@ -151,13 +151,15 @@ class Checker:
         """The same of a pass that picked its checkpoint rows by itself."""
         layers = list(range(self._base, recompute.x.shape[0]))
         if recompute.x.shape[1] and layers:
-            self._passes.append(_Pass(Held(recompute.x[self._base :]), Held(recompute.q[self._base :]), layers))
+            self._passes.append(
+                _Pass(PickedRows(recompute.x[self._base :]), PickedRows(recompute.q[self._base :]), layers)
+            )
 
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:
         """Once all checkpoint rows have run."""
         seen = self._seen()
-        inputs = (self._planes.read(self._base, self._slots), self._drafted, self._member, *seen)
+        inputs = (self._all_layers_kv.read(self._base, self._slots), self._drafted, self._member, *seen)
         told = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
         count, spans, base = self._decoder.config.num_layers, len(self.spans), self._base
         watched = len(self._passes[0].layers) if seen else 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.core import HostBatch, TokenBatch
 from forerun.core.transfer import send
 from forerun.models.decoder import Decoder, Watch
-from forerun.models.execution.planes import RecomputePass
+from forerun.models.execution.all_layers_kv import RecomputePass
 from forerun.models.execution.runner import Runner
 from forerun.prefill.attention_scores import slots_of
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.execution.float8_mlp import coarse_projection
+from forerun.models.execution.float8_mlp import float8_projection
 from forerun.models.linear import Linear, Precision
 from forerun.models.rotation import Rotation
 
@@ -90,7 +90,7 @@ def _fused_features(dtype: torch.dtype, widths: list[int], device: torch.device)
 
 class FastMaps:
     """Maps in a decoder's precision. `bases`: of each part of the inputs, in order, how wide it is and the (perhaps
-    rotated) basis it comes in. `coarse`: many rows may be projected in float8, where the device can."""
+    rotated) basis it comes in. `float8`: many rows may be projected in float8, where the device can."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FastMaps:
         precision: Precision,
         bases: list[tuple[int, Rotation | None]],
         device: torch.device,
-        coarse: bool = False,
+        float8: bool = False,
     ) -> None:
         widths = [width for width, _ in bases]
         parts = maps.down.float().split(widths, 1)
@@ -115,16 +115,16 @@ class FastMaps:
         self._up = linear(maps.up, maps.up_bias)
         fused = device.type == "cuda" and dtype == torch.bfloat16
         self._features = _fused_features(dtype, widths, device) if fused else features_of
-        self._coarse_down = coarse_projection(self._down, widths, EPS) if coarse else None
+        self._float8_down = float8_projection(self._down, widths, EPS) if float8 else None
 
     @property
     def nbytes(self) -> int:
         held = sum(linear.nbytes for linear in (self._down, self._mix_in, self._mix_out, self._up))
-        return held if self._coarse_down is None else held + self._coarse_down.nbytes
+        return held if self._float8_down is None else held + self._float8_down.nbytes
 
     def __call__(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states, [T, hidden] each -> [T, mapped layers * 2 * kv_size]."""
-        coarse = self._coarse_down
-        z = coarse(hidden) if coarse is not None and coarse.takes(hidden) else self._down(self._features(hidden))
+        float8 = self._float8_down
+        z = float8(hidden) if float8 is not None and float8.takes(hidden) else self._down(self._features(hidden))
         z = self._mix_out(F.silu(self._mix_in(z)), add=z)
         return self._up(z)

@@ -69,7 +69,7 @@ class Prefiller:
         self._sources: dict[str, KVSource] = {}
         if profile is not None:  # without one nothing is drafted
             warm_up(ctx.runner, self.policy.tail)
-            ctx.runner.planes.prepare()
+            ctx.runner.all_layers_kv.prepare()
             self._recomputer.warm_up(profile.maps.base)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------

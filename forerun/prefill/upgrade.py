@@ -67,7 +67,7 @@ class Upgrader:
             if not self._make_room((end - first) // self._size):
                 return False
             pages.extend(pool.allocate((end - first) // self._size, after=pages[-1] if pages else None))
-            self._approximate.read_planes(tokens, first, pages)
+            self._approximate.copy_draft_kv_of(tokens, first, pages)
             self._runner.forward([Span(tokens[first:end], first, pages, ())])
             self._tree.insert(tokens[:end], pages)
         finally:

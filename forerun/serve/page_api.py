@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
-from forerun.cache.outline import Run
+from forerun.cache.tree_summary import SharedRun
 from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.params import PREFILL_MODES
 from forerun.serve.context import ServerContext
@@ -102,7 +102,7 @@ def _tree(ctx: ServerContext, own: list[dict[str, str]] | None) -> dict[str, Any
     }
 
 
-def _run(ctx: ServerContext, run: Run) -> dict[str, Any]:
+def _run(ctx: ServerContext, run: SharedRun) -> dict[str, Any]:
     record = {name: getattr(run, name) for name in ("parent", "tokens", "branches", "reads", "readers", "shared")}
     known = run.first if ctx.config.show_prompts else run.first[: run.shared]  # nothing of other clients' text
     return record | {"text": ctx.llm.tokenizer.decode(known, skip_special=False)} if known else record

@@ -124,12 +124,19 @@ def check(report: dict) -> None:
 @contextmanager
 def least(value: int) -> Iterator[None]:
     """Share from so many spared bytes on, however a batch runs."""
-    before = graphs.GRAPH, graphs.STACK, attention.LAUNCHES
-    graphs.GRAPH = graphs.STACK = attention.LAUNCHES = value
+    places = (
+        (graphs, "MIN_GRAPH_SAVING_BYTES"),
+        (graphs, "MIN_STACK_SAVING_BYTES"),
+        (attention, "MIN_LAUNCH_SAVING_BYTES"),
+    )
+    before = [getattr(*place) for place in places]
+    for place in places:
+        setattr(*place, value)
     try:
         yield
     finally:
-        graphs.GRAPH, graphs.STACK, attention.LAUNCHES = before
+        for place, old in zip(places, before, strict=True):
+            setattr(*place, old)
 
 
 def load(shape: str, context: int, pages: int, layers: int | None = None) -> Runner:

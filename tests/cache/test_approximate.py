@@ -20,7 +20,7 @@ TEXT = list(range(1, 21))  # five pages
 
 def make(pages: int = 64) -> tuple[PagePool, ApproximateCache]:
     pool = PagePool(CONFIG, pages, PAGE, torch.float32, torch.device("cpu"))
-    pool.add_plane(CONFIG, torch.float32, torch.device("cpu"))
+    pool.add_draft_kv(CONFIG, torch.float32, torch.device("cpu"))
     return pool, ApproximateCache(pool)
 
 
@@ -31,7 +31,7 @@ def put(pool: PagePool, cache: ApproximateCache, key: str, tokens: list[int], ex
     pages = array("i", [*exact, *pool.allocate(len(tokens) // PAGE - len(exact))])
     for page in pages[len(exact) :]:
         fill(pool, page, float(page + 1))
-        pool.planes[0].filled[page] = PAGE
+        pool.draft_kvs[0].filled[page] = PAGE
     depths = np.ones(len(tokens), dtype=np.int16)
     depths[: len(exact) * PAGE] = LAYERS
     cache.insert(key, tokens, ApproximatePages(pages, len(exact) * PAGE, depths))
@@ -39,7 +39,7 @@ def put(pool: PagePool, cache: ApproximateCache, key: str, tokens: list[int], ex
 
 
 def fill(pool: PagePool, page: int, value: float) -> None:
-    for kv in (pool.kv, pool.planes[0].kv):
+    for kv in (pool.kv, pool.draft_kvs[0].kv):
         for layer in kv:
             for part in layer:
                 part[page * PAGE : (page + 1) * PAGE] = value
@@ -47,7 +47,7 @@ def fill(pool: PagePool, page: int, value: float) -> None:
 
 def content(pool: PagePool, page: int) -> set[float]:
     found = (
-        part[page * PAGE : (page + 1) * PAGE] for kv in (pool.kv, pool.planes[0].kv) for pair in kv for part in pair
+        part[page * PAGE : (page + 1) * PAGE] for kv in (pool.kv, pool.draft_kvs[0].kv) for pair in kv for part in pair
     )
     return {float(x) for part in found for x in part.unique()}
 
@@ -61,7 +61,7 @@ def test_reading_copies_every_models_pages():
     assert depths.tolist() == [1] * 20
     for mine, theirs in zip(own, kept, strict=False):
         assert mine != theirs and content(pool, mine) == {theirs + 1.0}
-        assert pool.planes[0].filled[mine] == PAGE
+        assert pool.draft_kvs[0].filled[mine] == PAGE
     assert content(pool, own[5]) == {0.0}
     fill(pool, own[0], -1.0)  # repair
     assert content(pool, kept[0]) == {kept[0] + 1.0}
@@ -83,9 +83,9 @@ def test_what_a_draft_model_read_can_be_had_without_the_rest():
     pool, cache = make()
     put(pool, cache, "a", TEXT)
     kept, own = cache._match("a", TEXT), array("i", pool.allocate(4))
-    pool.planes[0].filled[own[3]] = PAGE  # has it already
-    cache.read_planes(TEXT, 8, own)
-    assert [int(pool.planes[0].filled[page]) for page in own] == [0, 0, PAGE, PAGE]
+    pool.draft_kvs[0].filled[own[3]] = PAGE  # has it already
+    cache.copy_draft_kv_of(TEXT, 8, own)
+    assert [int(pool.draft_kvs[0].filled[page]) for page in own] == [0, 0, PAGE, PAGE]
     assert content(pool, own[1]) == content(pool, own[3]) == {0.0}
     assert content(pool, own[2]) == {0.0, kept[2] + 1.0}  # the plane's, not the target's
     assert float(pool.kv[0][0][own[2] * PAGE, 0, 0]) == 0.0

@@ -306,10 +306,10 @@ def test_the_drafts_kv_is_shared_after_accepted_drafts(make: Callable[..., Engin
     engine = make("same")
     first = Answer(engine, PROMPTS[1], params("model-chain", max_tokens=200))
     finish(engine)
-    plane = engine.pool.planes[0]
+    draft_kv = engine.pool.draft_kvs[0]
     pages = engine.tree.match([*PROMPTS[1], *first.tokens()])
     assert len(pages) > 25
-    assert sum(plane.filled[page] == engine.pool.page_size for page in pages) >= len(pages) - 3
+    assert sum(draft_kv.filled[page] == engine.pool.page_size for page in pages) >= len(pages) - 3
 
 
 def test_an_answer_that_ends_inside_a_draft_counts_what_it_has(make: Callable[..., Engine]):

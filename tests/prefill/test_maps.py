@@ -135,10 +135,10 @@ def test_maps_move_between_dtypes() -> None:
     torch.testing.assert_close(half.to(CPU, torch.float32)(x), made()(x), atol=1e-2, rtol=1e-2)
 
 
-# -- coarser ones ------------------------------------------------------------------------------------------------------
+# -- in float8 ---------------------------------------------------------------------------------------------------------
 
 
-class Coarse:
+class Float8Fake:
     """Stands for a projection in float8: takes `LEAST` rows and more, gives zeros."""
 
     LEAST, nbytes = 20, 5
@@ -154,14 +154,14 @@ class Coarse:
 
 
 @pytest.mark.parametrize("weights", ["plain", "bf16", "int8"])
-def test_coarse_maps_are_as_ever_where_the_device_cannot(weights: str) -> None:
+def test_float8_maps_are_as_ever_where_the_device_cannot(weights: str) -> None:
     maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     kinds = {"plain": torch.float32, "bf16": torch.bfloat16}
     precision = Precision(weights, Linear, kinds[weights]) if weights in kinds else choose_precision(weights, CPU, True)
     hidden = [x.to(precision.dtype) for x in hidden]
     parts = bases(hidden, rotated=False)
-    fine, coarse = (FastMaps(maps, precision, parts, CPU, coarse=coarse) for coarse in (False, True))
-    assert coarse.nbytes == fine.nbytes and torch.equal(coarse(hidden), fine(hidden))
+    fine, float8 = (FastMaps(maps, precision, parts, CPU, float8=float8) for float8 in (False, True))
+    assert float8.nbytes == fine.nbytes and torch.equal(float8(hidden), fine(hidden))
 
 
 def test_bf16_maps_have_the_bits_of_the_parts_one_by_one() -> None:
@@ -174,22 +174,22 @@ def test_bf16_maps_have_the_bits_of_the_parts_one_by_one() -> None:
     assert torch.equal(given, F.linear(z, held.up, held.up_bias)[:37])
 
 
-def test_only_many_rows_are_projected_coarsely(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_of: list[Coarse] = []
+def test_only_many_rows_are_projected_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[Float8Fake] = []
 
-    def make(*args: object) -> Coarse:
-        made_of.append(Coarse(*args))  # type: ignore[arg-type]
+    def make(*args: object) -> Float8Fake:
+        made_of.append(Float8Fake(*args))  # type: ignore[arg-type]
         return made_of[-1]
 
-    monkeypatch.setattr(maps_module, "coarse_projection", make)
+    monkeypatch.setattr(maps_module, "float8_projection", make)
     maps, hidden = made(target_embedding=True), streams(target_embedding=True)
     plain, parts = Precision("plain", Linear, torch.float32), bases(hidden, rotated=True)
     fine = FastMaps(maps, plain, parts, CPU)
     assert not made_of
-    coarse = FastMaps(maps, plain, parts, CPU, coarse=True)
+    float8 = FastMaps(maps, plain, parts, CPU, float8=True)
     assert made_of[0].widths == [HIDDEN] * 3 + [OWN] and made_of[0].eps == maps_module.EPS
-    assert torch.equal(made_of[0].linear.weight, fine._down.weight) and coarse.nbytes == fine.nbytes + 5
-    few = [x[: Coarse.LEAST - 1] for x in turned(hidden, parts)]
-    assert torch.equal(coarse(few), fine(few))
-    given = coarse(turned(hidden, parts))
+    assert torch.equal(made_of[0].linear.weight, fine._down.weight) and float8.nbytes == fine.nbytes + 5
+    few = [x[: Float8Fake.LEAST - 1] for x in turned(hidden, parts)]
+    assert torch.equal(float8(few), fine(few))
+    given = float8(turned(hidden, parts))
     torch.testing.assert_close(given, maps.up_bias.expand_as(given))  # which is what comes of zeros

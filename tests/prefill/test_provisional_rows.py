@@ -52,7 +52,7 @@ def make(tiny_folder: Callable[[str], Path]) -> Make:
     def engine(config: dict[str, Any] | None = None, **values: Any) -> Engine:
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": CHUNK} | (config or {})
         made = make_engine(tiny_folder("qwen2"), prefiller=fake(**values), **limits)
-        made.runner.parts = True
+        made.runner.splits_batches = True
         return made
 
     return engine

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.core import HostBatch
 from forerun.decode.draft_context import DraftContext
 from forerun.engine.engine import Engine
-from forerun.models.execution.planes import RecomputePass
+from forerun.models.execution.all_layers_kv import RecomputePass
 from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.checks import Checker
 from forerun.prefill.depth import RaggedDepthPass, Rows

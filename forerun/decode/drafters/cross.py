@@ -67,8 +67,8 @@ class CrossDrafter(Drafter):
         self._target, self._draft = ctx.tokenizer, draft.tokenizer
         self._ends = {*draft.decoder.config.eos_ids, *draft.tokenizer.eos_ids, *draft.tokenizer.special_ids}
         self.max_context = min(ctx.max_context, draft.decoder.config.max_context)
-        assert ctx.draft_plane is not None
-        self._spare = SparePages(ctx.pool, ctx.draft_plane, ctx.make_room)
+        assert ctx.draft_kv is not None
+        self._spare = SparePages(ctx.pool, ctx.draft_kv, ctx.make_room)
         self.rounds: list[DraftRound] = []
         self._states: dict[int, _State] = {}
 

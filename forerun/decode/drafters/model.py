@@ -50,8 +50,8 @@ class ModelDrafter(Drafter):
         assert ctx.draft_runner is not None
         self._runner, self._pool = ctx.draft_runner, ctx.pool
         self._vocab = ctx.runner.decoder.config.vocab_size
-        assert ctx.draft_plane is not None
-        self._plane = ctx.draft_plane
+        assert ctx.draft_kv is not None
+        self._draft_kv = ctx.draft_kv
         self._states: dict[int, _State] = {}
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
@@ -92,7 +92,7 @@ class ModelDrafter(Drafter):
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._states.pop(seq_id, None)
-        self._plane.drop(seq_id)
+        self._draft_kv.drop_partial(seq_id)
 
     def time_round(self, tokens: int, context: int) -> float:
         return self._runner.time_forward(tokens, context, repeats=2)
@@ -119,7 +119,7 @@ class ModelDrafter(Drafter):
 
     def _filled(self, pages: array[int]) -> int:
         size, whole = self._pool.page_size, 0
-        while whole < len(pages) and self._plane.filled[pages[whole]] == size:
+        while whole < len(pages) and self._draft_kv.filled[pages[whole]] == size:
             whole += 1
         return whole * size
 
@@ -128,11 +128,11 @@ class ModelDrafter(Drafter):
         state, tokens = self._state(request), request.tokens
         missing = len(tokens) - state.valid
         if self._short_head is not None:
-            self._short_head.meet(tokens if state.fresh else tokens[state.valid :])
+            self._short_head.add_seen(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
         if missing > SCORED + 1:
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
-            half = self._plane.halfway(request.seq_id, state.pages, state.valid)
+            half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
             span = Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())
             if half is None:
@@ -146,7 +146,7 @@ class ModelDrafter(Drafter):
     def _advance(self, state: _State, valid: int) -> None:
         size = self._pool.page_size
         for page in range(state.valid // size, valid // size):
-            self._plane.filled[state.pages[page]] = size
+            self._draft_kv.filled[state.pages[page]] = size
         state.valid = valid
 
     # -- growing -------------------------------------------------------------------------------------------------------

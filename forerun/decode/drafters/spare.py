@@ -12,21 +12,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from forerun.cache.pool import PagePool, Plane
+from forerun.cache.pool import DraftKV, PagePool
 
 
 class SparePages:
     """`holder` is any number that stands for one list of pages."""
 
-    def __init__(self, pool: PagePool, plane: Plane, make_room: Callable[[int], bool] | None = None) -> None:
+    def __init__(self, pool: PagePool, plane: DraftKV, make_room: Callable[[int], bool] | None = None) -> None:
         """`make_room`: lets go of pages that are merely remembered until so many are free."""
-        self._pool, self._plane, self._make_room = pool, plane, make_room
+        self._pool, self._draft_kv, self._make_room = pool, plane, make_room
         self._holders = np.full(pool.num_pages, -1, dtype=np.int64)
 
     def intact(self, holder: int, pages: array[int]) -> int:
         """How many of the pages, from the first, still hold what was written; the others are let go."""
         mine = np.array(pages, dtype=np.int64)
-        good = (self._pool.refs[mine] == 0) & (self._plane.filled[mine] > 0) & (self._holders[mine] == holder)
+        good = (self._pool.refs[mine] == 0) & (self._draft_kv.filled[mine] > 0) & (self._holders[mine] == holder)
         count = len(pages) if good.all() else int(np.argmin(good))
         self.drop(holder, pages, count)
         return count
@@ -44,7 +44,7 @@ class SparePages:
             return False
         found = self._choose(free, missing, pages[-1] if pages else None)
         self._holders[found] = holder
-        self._plane.filled[found] = self._pool.page_size
+        self._draft_kv.filled[found] = self._pool.page_size
         pages.extend(found)
         return True
 
@@ -53,7 +53,7 @@ class SparePages:
         gone = np.array(pages[keep:], dtype=np.int64)
         mine = gone[self._holders[gone] == holder]
         self._holders[mine] = -1
-        self._plane.filled[mine[self._pool.refs[mine] == 0]] = 0
+        self._draft_kv.filled[mine[self._pool.refs[mine] == 0]] = 0
         del pages[keep:]
 
     def _unclaimed(self) -> np.ndarray:

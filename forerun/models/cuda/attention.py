@@ -14,9 +14,10 @@ from torch import Tensor
 from forerun.core import TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.cuda.fused import rope_and_store
-from forerun.models.cuda.paged import FEW, QueryPlan, paged_attention, plan_queries
-from forerun.models.cuda.prefixes import LAUNCHES, plan_shared
+from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
+from forerun.models.cuda.prefixes import MIN_LAUNCH_SAVING_BYTES, plan_shared
 from forerun.models.cuda.shared import SharedPlan
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 from forerun.models.linear import Norm
 
 
@@ -28,7 +29,7 @@ class PagedAttention(AttentionBackend):
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=self.device)
         shared = None
         if self.share_prefix and batch.host is not None:
-            groups = plan_shared(batch.host, self.config, LAUNCHES)
+            groups = plan_shared(batch.host, self.config, MIN_LAUNCH_SAVING_BYTES)
             shared = None if groups is None else SharedPlan.send(groups, self.device)
         self.use(batch, plan_queries(batch.cu_seqlens, max(batch.seq_lens), self.device), first, shared)
         self._fresh = self._fresh_slots(batch)
@@ -49,7 +50,7 @@ class PagedAttention(AttentionBackend):
         if (
             batch.num_seqs != 1
             or batch.seq_lens[0] != batch.num_tokens
-            or batch.num_tokens <= FEW
+            or batch.num_tokens <= MAX_DECODE_TOKENS
             or batch.tree is not None
         ):
             return None

@@ -44,7 +44,7 @@ class Recorded:
 
 class Recorder:
     """Functions by name and by the shapes they were called with, recorded at the first call as long as it is `open`.
-    Afterwards other shapes run as they are: recording one takes longer than many calls of it, and somebody waits."""
+    Afterwards other shapes run as they are: recording one takes longer than many calls of it, and a request waits."""
 
     def __init__(self, pool: Any) -> None:
         self._pool, self.open = pool, True

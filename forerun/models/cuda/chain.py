@@ -13,7 +13,7 @@ import torch
 
 from forerun.core import KV, HostBatch
 from forerun.models.cuda.packing import MAX_STEPS
-from forerun.models.cuda.stack import ROWS, Stack, fits
+from forerun.models.cuda.stack import KERNEL_ROWS, Stack, fits
 from forerun.models.decoder import Decoder
 
 
@@ -41,7 +41,7 @@ class ChainRunner:
     def __init__(
         self, decoder: Decoder, kv: KV, max_context: int, page_size: int, head_rows: int | None = None
     ) -> None:
-        self.stack = Stack(decoder, kv, max_context, page_size, ROWS[0], head_rows, keep_logits=False)
+        self.stack = Stack(decoder, kv, max_context, page_size, KERNEL_ROWS[0], head_rows, keep_logits=False)
 
     def run(self, batch: HostBatch, depth: int, least: Sequence[float] = ()) -> Chains:
         """Up to 16 rows, at least one of each sequence, the newest token last; causal. Up to MAX_STEPS guesses each.

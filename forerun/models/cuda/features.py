@@ -2,7 +2,7 @@
 of them.
 
 The tensors stay where they are: the kernel is handed their addresses, as numbers on the device. All arithmetic but the
-product's is float32, rounded once when stored. Knows no model; who may be coarse is decided elsewhere.
+product's is float32, rounded once when stored. Knows no model; what may be computed in float8 is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from forerun.models.cuda.all_layers_kv import addressable, addresses_of
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
-from forerun.models.cuda.planes import addressable, addresses_of
-from forerun.models.decoder import COARSE_ROWS
+from forerun.models.decoder import MIN_FLOAT8_ROWS
 from forerun.models.execution.float8_mlp import FLOAT8
 
 VALUES_AT_ONCE = 8192  # of a program, where its part is one of the widest
 WARPS = 8
-WIDEST = 16384  # values of a row that a program still holds
+MAX_ROW_VALUES = 16384  # values of a row that a program still holds
 MULTIPLE = tl.constexpr(16)  # values that widths are multiples of: rows of float8 start where 16 bytes are read at once
 
 
@@ -70,7 +70,7 @@ def fits(parts: list[Tensor]) -> bool:
 
 
 def _width_fits(width: int) -> bool:
-    return 0 < width <= WIDEST and width % MULTIPLE.value == 0
+    return 0 < width <= MAX_ROW_VALUES and width % MULTIPLE.value == 0
 
 
 def unit_features(parts: list[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
@@ -81,7 +81,9 @@ def unit_features(parts: list[Tensor], eps: float, dtype: torch.dtype) -> Tensor
     like = parts[0]
     rows, widths = like.shape[0], tuple([x.shape[1] for x in parts])
     if not all(_width_fits(width) for width in widths):
-        raise ValueError(f"parts are {MULTIPLE.value}, {2 * MULTIPLE.value}, ... {WIDEST} wide, not {list(widths)}")
+        raise ValueError(
+            f"parts are {MULTIPLE.value}, {2 * MULTIPLE.value}, ... {MAX_ROW_VALUES} wide, not {list(widths)}"
+        )
     if any(x.shape[0] != rows or x.dtype != like.dtype for x in parts):
         raise ValueError("parts have as many rows each, and one dtype")
     out = torch.empty(rows, sum(widths), dtype=dtype, device=like.device)
@@ -108,7 +110,7 @@ class Float8Projection:
         return self._weight.nbytes + self._scales.nbytes
 
     def takes(self, parts: list[Tensor]) -> bool:
-        return parts[0].shape[0] >= COARSE_ROWS and fits(parts)
+        return parts[0].shape[0] >= MIN_FLOAT8_ROWS and fits(parts)
 
     def __call__(self, parts: list[Tensor]) -> Tensor:
         return self._product(unit_features(parts, self._eps, FLOAT8))

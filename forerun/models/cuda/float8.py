@@ -1,7 +1,7 @@
 """An MLP of many rows in float8: kernels that leave rows as float8 with a scale each, and the products between them.
 
 All arithmetic but the products' is float32. A row's scale makes its largest value the largest that float8 (e4m3) has;
-a weight has one scale for each output. Knows no model; who may be this coarse is decided elsewhere.
+a weight has one scale for each output. Knows no model; what may be computed in float8 is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from forerun.models.cuda.launch import next_power_of_2, options
 from forerun.models.cuda.skinny import activate
 from forerun.models.execution.float8_mlp import FLOAT8
 
-WHOLE_ROW = 16384  # values up to which a program holds a gated row; longer ones are computed twice, a piece at a time
-PIECE = 2048  # values of such a piece
+MAX_ROW_VALUES = 16384  # of a gated row that a program holds; longer ones are computed twice, a piece at a time
+PIECE_VALUES = 2048  # values of such a piece
 
 
 @triton.jit
@@ -113,8 +113,8 @@ def act_mul_to_float8(gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out, scales = _empty(rows, n, gate_up)
     if rows:
-        block = next_power_of_2(n) if n <= WHOLE_ROW else PIECE
-        warps = max(1, min(16, block // 1024 if n <= WHOLE_ROW else block // 256))
+        block = next_power_of_2(n) if n <= MAX_ROW_VALUES else PIECE_VALUES
+        warps = max(1, min(16, block // 1024 if n <= MAX_ROW_VALUES else block // 256))
         launch(
             _act_mul_to_float8, (rows,),
             gate_up, out, scales, gate_up.stride(0), N=n, ACT=activation, BLOCK=block, **options(warps)

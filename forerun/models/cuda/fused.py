@@ -21,10 +21,10 @@ ACT_BLOCK = 1024
 
 @triton.jit
 def _rms_norm(
-    x, add, weight, residual, out, stream, x_stride, eps,
+    x, weight, residual, out, x_stride, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row: h = x + add (kept in `stream`); out = norm(h) * weight + residual. Absent pieces are None."""
+    """A row: out = norm(x) * weight + residual, which may be None."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -32,36 +32,11 @@ def _rms_norm(
     col = tl.arange(0, BLOCK)
     ok = col < N
     h = tl.load(x + row * x_stride + col, mask=ok, other=0.0).to(tl.float32)
-    if add is not None:
-        h += tl.load(add + row * N + col, mask=ok, other=0.0).to(tl.float32)
-        h = h.to(stream.dtype.element_ty).to(tl.float32)  # the norm sees what the stream keeps
-        tl.store(stream + row * N + col, h.to(stream.dtype.element_ty), mask=ok)
     scale = tl.rsqrt(tl.sum(h * h, axis=0) / N + eps)
     y = h * scale * tl.load(weight + col, mask=ok, other=0.0).to(tl.float32)
     if residual is not None:
         y += tl.load(residual + row * N + col, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + row * N + col, y.to(out.dtype.element_ty), mask=ok)
-
-
-def _launch_norm(
-    x: torch.Tensor,
-    add: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    stream: torch.Tensor | None,
-) -> None:
-    rows, n = x.shape
-    if x.stride(1) != 1 or any(t is not None and not t.is_contiguous() for t in (add, residual, out, stream)):
-        raise ValueError("norms take rows that are contiguous")
-    if rows:
-        block = next_power_of_2(n)
-        warps = max(1, min(8, block // 512))
-        launch(
-            _rms_norm, (rows,),
-            x, add, weight, residual, out, stream, x.stride(0), eps, N=n, BLOCK=block, **options(warps)
-        )  # fmt: skip
 
 
 def rms_norm(
@@ -75,19 +50,16 @@ def rms_norm(
     residual's."""
     if out is None:
         out = torch.empty(x.shape, dtype=weight.dtype if residual is None else residual.dtype, device=x.device)
-    _launch_norm(x, None, weight, eps, residual, out, None)
-    return out
-
-
-def add_rms_norm(
-    x: torch.Tensor,  # [T, N]
-    residual: torch.Tensor,  # [T, N], overwritten with x + residual
-    weight: torch.Tensor,  # [N]
-    eps: float,
-) -> torch.Tensor:
-    """The residual sum (in place) and, returned, its norm times the weight (in the weight's dtype), in one pass."""
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    _launch_norm(x, residual, weight, eps, None, out, residual)
+    rows, n = x.shape
+    if x.stride(1) != 1 or any(t is not None and not t.is_contiguous() for t in (residual, out)):
+        raise ValueError("norms take rows that are contiguous")
+    if rows:
+        block = next_power_of_2(n)
+        warps = max(1, min(8, block // 512))
+        launch(
+            _rms_norm, (rows,),
+            x, weight, residual, out, x.stride(0), eps, N=n, BLOCK=block, **options(warps)
+        )  # fmt: skip
     return out
 
 

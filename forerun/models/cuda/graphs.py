@@ -5,7 +5,7 @@ do few rows whose sequences share so much that reading it once saves more than t
 and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first needed; groups of
 sequences are tables in its input, with room for as many as the bucket can have. All graphs share their input, their
 output and their memory, since one runs at a time. Batches that fit nothing run as usual. A second kind of graph leaves
-queries instead of logits, for whoever asks what tokens look at (`tail_attention`). Knows no request.
+queries instead of logits, for the attention weights of the last tokens (`tail_attention`). Knows no request.
 """
 
 from __future__ import annotations
@@ -26,33 +26,42 @@ from forerun.models.cuda.capture import Recorder, record
 from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
-from forerun.models.cuda.packing import MASK_BITS, MAX_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
+from forerun.models.cuda.packing import MASK_BITS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.cuda.prefixes import FIELDS, GRAPH, STACK, Groups, most_tiles, plan_shared
+from forerun.models.cuda.prefixes import (
+    MIN_GRAPH_SAVING_BYTES,
+    MIN_STACK_SAVING_BYTES,
+    TILE_FIELDS,
+    Groups,
+    most_tiles,
+    plan_shared,
+)
 from forerun.models.cuda.recompute import RecomputeRunner
 from forerun.models.cuda.shared import SharedPlan
-from forerun.models.cuda.stack import ROWS, Stack, fits
+from forerun.models.cuda.stack import KERNEL_ROWS, Stack, fits
 from forerun.models.cuda.tail_attention import TailAttentionKernel, queries_of
 from forerun.models.decoder import Decoder, Output
+from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 
 class _Buffers:
-    """Input and output that all graphs of a decoder share, for up to MAX_ROWS rows."""
+    """Input and output that all graphs of a decoder share, for up to MAX_LAUNCH_ROWS rows."""
 
     def __init__(self, decoder: Decoder, max_pages: int, page_size: int) -> None:
         self.max_pages, self.page_size = max_pages, page_size
-        size = 8 * MAX_ROWS + 1 + max_pages * MAX_ROWS  # masks (two words), tokens ... tree_start, starts; then pages
-        size += _shared_size(decoder.config, MAX_ROWS, MAX_ROWS)  # before the pages
+        # masks (two words), tokens ... tree_start, cu_seqlens; then pages
+        size = 8 * MAX_LAUNCH_ROWS + 1 + max_pages * MAX_LAUNCH_ROWS
+        size += _shared_size(decoder.config, MAX_LAUNCH_ROWS, MAX_LAUNCH_ROWS)  # before the pages
         self.staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self.host = self.staging.numpy()
         self.inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
-        self.logits = torch.zeros(MAX_ROWS, decoder.config.vocab_size, device=decoder.device)
-        self.greedy = torch.zeros(MAX_ROWS, dtype=torch.int64).pin_memory()
+        self.logits = torch.zeros(MAX_LAUNCH_ROWS, decoder.config.vocab_size, device=decoder.device)
+        self.greedy = torch.zeros(MAX_LAUNCH_ROWS, dtype=torch.int64).pin_memory()
         self.pool = torch.cuda.graph_pool_handle()
 
 
 def _shared_size(config: ModelConfig, seqs: int, rows: int) -> int:
-    return seqs + 2 * rows + FIELDS * most_tiles(rows, config.num_heads // config.num_kv_heads)
+    return seqs + 2 * rows + TILE_FIELDS * most_tiles(rows, config.num_heads // config.num_kv_heads)
 
 
 class _Graph:
@@ -136,7 +145,7 @@ class _QueryGraph(_Graph):
     queries: Tensor  # [layers - 1, rows, Hq, D], in the graphs' memory: held, so that no later graph gets it
 
     def _plan(self, decoder: Decoder) -> None:
-        """Nobody decodes from what these rows see, so their bits may be those of many tokens: less time."""
+        """No token is decoded from these rows, so their bits may be those of many tokens: less time."""
         self.plan = replace(self.plan, few=0, many=self.bucket.rows)
         super()._plan(decoder)
 
@@ -161,14 +170,14 @@ class GraphRunner:
         self._tail_attention: TailAttentionKernel | None = None
         self._mover = Mover(kv)
         self._chains: ChainRunner | None = None
-        self.stack = self._stack(ROWS[0])
+        self.stack = self._stack(KERNEL_ROWS[0])
 
     def run(self, batch: HostBatch) -> Output | None:
         enough, masks = masks_of(batch)
-        if not enough or len(batch.tokens) > MAX_ROWS:
+        if not enough or len(batch.tokens) > MAX_LAUNCH_ROWS:
             return None
         stack = self._stack(len(batch.tokens))
-        groups = self._groups(batch, GRAPH if stack is None else STACK)
+        groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
         if stack is not None and groups is None:
             stack.run(batch, masks)
             logits, greedy = stack.logits, stack.greedy[0]
@@ -186,13 +195,15 @@ class GraphRunner:
         """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads
         and all layers but the last. Leaves their K/V as `run` does; None for batches that the graph does not fit."""
         count, entries = len(batch.tokens), batch.seq_lens[0]
-        fits = 0 < count <= MAX_ROWS and len(batch.pages) == 1 and entries <= self.max_pages * self.page_size
+        fits = 0 < count <= MAX_LAUNCH_ROWS and len(batch.pages) == 1 and entries <= self.max_pages * self.page_size
         if not fits or batch.bits is not None or len(self.kv) < 2:
             return None
         if self._tail_attention is None or self._query_graph is None:
             self._tail_attention = TailAttentionKernel.of(self.decoder.config, self.kv, self.page_size)
             # one for any number of tokens: fewer would save less time than another capture takes
-            self._query_graph = _QueryGraph(self.decoder, self.kv, Bucket(MAX_ROWS, 1, MAX_ROWS, False), self._room())
+            self._query_graph = _QueryGraph(
+                self.decoder, self.kv, Bucket(MAX_LAUNCH_ROWS, 1, MAX_LAUNCH_ROWS, False), self._room()
+            )
         graph = self._query_graph
         graph.replay(batch)
         weights = self._tail_attention.weights(graph.queries, graph.batch.block_tables[0], entries - count, count)
@@ -221,12 +232,12 @@ class GraphRunner:
 
     def most_rows(self, sequences: int) -> int:
         """One sequence's buckets are few and captured at the start; several run as one launch or not so fast."""
-        return MAX_ROWS if sequences == 1 or self.stack is None else ROWS[-1]
+        return MAX_LAUNCH_ROWS if sequences == 1 or self.stack is None else KERNEL_ROWS[-1]
 
     @property
     def decoding_rows(self) -> int:
         """Rows that run the same instructions as one: those of one launch, else a tile of `skinny_linear`, also 16."""
-        return max((rows for rows in ROWS if self._stack(rows) is not None), default=ROWS[0])
+        return max((rows for rows in KERNEL_ROWS if self._stack(rows) is not None), default=KERNEL_ROWS[0])
 
     @property
     def can_chain(self) -> bool:
@@ -234,7 +245,7 @@ class GraphRunner:
 
     def chains(self, batch: HostBatch, depth: int, least: Sequence[float]) -> Chains | None:
         """Greedy continuations of every sequence in one launch; None where the decoder or the batch does not fit."""
-        if len(batch.tokens) > ROWS[0] or not self.can_chain:
+        if len(batch.tokens) > KERNEL_ROWS[0] or not self.can_chain:
             return None
         if self._chains is None:
             self._chains = ChainRunner(self.decoder, self.kv, self.max_context, self.page_size)
@@ -246,7 +257,7 @@ class GraphRunner:
 
     def _stack(self, count: int) -> Stack | None:
         """The decoder as one launch of so many rows, where it fits and can be compiled."""
-        rows = next((rows for rows in ROWS if rows >= count), None)
+        rows = next((rows for rows in KERNEL_ROWS if rows >= count), None)
         if rows is None:
             return None
         if rows not in self.stacks:

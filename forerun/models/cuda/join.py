@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 
-PAIRS = 16  # (token, head) pairs that one program joins where there are many
-ENOUGH = 512  # programs; fewer join fewer pairs each, so that they do not wait for each other's lanes
-LEAST_PAIRS = 2
+MAX_PAIRS = 16  # (token, head) pairs that one program joins where there are many
+TARGET_PROGRAMS = 512  # programs; fewer join fewer pairs each, so that they do not wait for each other's lanes
+MIN_PAIRS = 2
 
 
 @triton.jit(do_not_specialize=["few", "lanes"])
@@ -113,7 +113,7 @@ def join_many(
     lanes: int,
 ) -> None:
     _, heads, dim = out.shape
-    pairs = max(LEAST_PAIRS, min(PAIRS, next_power_of_2(many * heads // ENOUGH)))
+    pairs = max(MIN_PAIRS, min(MAX_PAIRS, next_power_of_2(many * heads // TARGET_PROGRAMS)))
     launch(
         _join_many, (cdiv(many * heads, pairs),), *parts, cu_q, out, least,
         HEADS=heads, D=dim, DP=max(16, next_power_of_2(dim)), LANES=lanes, PAIRS=pairs, **options(4),

@@ -14,7 +14,7 @@ import torch
 from forerun.core import KV
 from forerun.models.cuda import nvrtc
 
-MOST = 64  # slots of one launch
+MAX_MOVED_SLOTS = 64  # slots of one launch
 THREADS = 256
 
 
@@ -25,8 +25,8 @@ class _Params(ctypes.Structure):
         ("caches", ctypes.c_void_p),
         ("pieces", ctypes.c_int),
         ("count", ctypes.c_int),
-        ("source", ctypes.c_int * MOST),
-        ("target", ctypes.c_int * MOST),
+        ("source", ctypes.c_int * MAX_MOVED_SLOTS),
+        ("target", ctypes.c_int * MAX_MOVED_SLOTS),
     ]
 
 
@@ -44,7 +44,7 @@ class Mover:
     def _prepare(self, slot: int) -> nvrtc.Launch | None:
         source = (Path(__file__).parent / "move.cu").read_text()
         each = math.gcd(slot // 16, 32)  # threads that copy one slot: all take the same turns, as they wait in each
-        sizes = {"MOST": MOST, "THREADS": THREADS, "EACH": each}
+        sizes = {"MOST": MAX_MOVED_SLOTS, "THREADS": THREADS, "EACH": each}
         addresses = [cache.data_ptr() for cache in self._caches]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=self._caches[0].device)
         self._params = _Params(caches=self._addresses.data_ptr(), pieces=slot // 16)
@@ -59,12 +59,12 @@ class Mover:
     def move(self, source: list[int], target: list[int]) -> None:
         """Enqueue: what lies in slot source[i] will lie in target[i] too.
 
-        A target may be the source of an earlier pair of the list, not of one more than MOST behind it.
+        A target may be the source of an earlier pair of the list, not of one more than MAX_MOVED_SLOTS behind it.
         """
         if len(source) != len(target):
             raise ValueError(f"{len(source)} sources, {len(target)} targets")
-        for lo in range(0, len(source), MOST):
-            self._move(source[lo : lo + MOST], target[lo : lo + MOST])
+        for lo in range(0, len(source), MAX_MOVED_SLOTS):
+            self._move(source[lo : lo + MAX_MOVED_SLOTS], target[lo : lo + MAX_MOVED_SLOTS])
 
     def _move(self, source: list[int], target: list[int]) -> None:
         if self._launch is not None:

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from forerun.core import HostBatch
+from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 MASK_BITS = 64
 MAX_STEPS = 16  # of one launch
-MAX_ROWS = 64
-DECODING = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)  # rows of sequences with one token each, or of one sequence
-MIXED = (4, 8, 16, 32, 48, 64)  # rows of several sequences with several tokens
-SEQUENCES = (4, 16, 64)
-TOKENS = (4, 16, 64)  # of a sequence among several
+# rows of sequences with one token each, or of one sequence
+DECODE_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+MIXED_ROW_BUCKETS = (4, 8, 16, 32, 48, 64)  # rows of several sequences with several tokens
+SEQ_BUCKETS = (4, 16, 64)
+TOKEN_BUCKETS = (4, 16, 64)  # of a sequence among several
 
 
 def _up(count: int, sizes: tuple[int, ...]) -> int:
@@ -40,15 +41,15 @@ class Bucket:
     def of(cls, batch: HostBatch, shared: bool = False) -> Bucket | None:
         """The smallest bucket that holds a batch; fewer kinds where sequences differ, as each costs a capture."""
         rows, seqs, tree = len(batch.tokens), len(batch.pages), batch.bits is not None
-        if rows > MAX_ROWS:
+        if rows > MAX_LAUNCH_ROWS:
             return None
         few = max(end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False))
         if few == 1:
-            return cls(_up(rows, DECODING), _up(rows, DECODING), 1, tree, shared)
+            return cls(_up(rows, DECODE_ROW_BUCKETS), _up(rows, DECODE_ROW_BUCKETS), 1, tree, shared)
         if seqs == 1:
-            return cls(_up(rows, DECODING), 1, _up(rows, DECODING), tree)
-        rows = _up(rows, MIXED)
-        return cls(rows, min(rows, _up(seqs, SEQUENCES)), min(rows, _up(few, TOKENS)), tree, shared)
+            return cls(_up(rows, DECODE_ROW_BUCKETS), 1, _up(rows, DECODE_ROW_BUCKETS), tree)
+        rows = _up(rows, MIXED_ROW_BUCKETS)
+        return cls(rows, min(rows, _up(seqs, SEQ_BUCKETS)), min(rows, _up(few, TOKEN_BUCKETS)), tree, shared)
 
 
 def layout(rows: int) -> np.dtype:

@@ -26,9 +26,9 @@ from forerun.models.cuda import tiles
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.join import join_few, join_many
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
-from forerun.models.cuda.prefixes import FEW
 from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
-from forerun.models.cuda.tiles import FEW_SHAPE, Shape, lanes_for
+from forerun.models.cuda.tiles import DECODE_SHAPE, Shape, lanes_for
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
 LOG2_E = 1.4426950408889634
 
@@ -43,16 +43,16 @@ class QueryPlan:
     cu_q: torch.Tensor  # [S + 1] int32 on the device: first new token of each sequence, then their end
     cells: torch.Tensor  # [S] int32 on the device: first token of each sequence among those whose keys are cut
     num_cells: int  # how many tokens those are, at most
-    few: int  # most new tokens among sequences with at most FEW; 0: there are none
-    many: int  # most new tokens among sequences with more than FEW; 0: there are none
+    few: int  # most new tokens among sequences with at most MAX_DECODE_TOKENS; 0: there are none
+    many: int  # most new tokens among sequences with more than MAX_DECODE_TOKENS; 0: there are none
     max_context: int  # no token sees an entry at or past this
 
 
 def plan_queries(cu_seqlens: Sequence[int], max_context: int, device: torch.device | str) -> QueryPlan:
     counts = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-    few = max((count for count in counts if count <= FEW), default=0)
-    many = max((count for count in counts if count > FEW), default=0)
-    cut = [count if count <= FEW else 0 for count in counts]
+    few = max((count for count in counts if count <= MAX_DECODE_TOKENS), default=0)
+    many = max((count for count in counts if count > MAX_DECODE_TOKENS), default=0)
+    cut = [count if count <= MAX_DECODE_TOKENS else 0 for count in counts]
     cells = [0, *itertools.accumulate(cut)]
     both = torch.tensor([*cu_seqlens, *cells], dtype=torch.int32).to(device, non_blocking=True)
     return QueryPlan(both[: len(cu_seqlens)], both[len(cu_seqlens) : -1], cells[-1], few, many, max_context)
@@ -110,7 +110,7 @@ def _attend(
     block_end = (high + KEYS - 1) // KEYS
     if SHARED:
         block_low = tl.load(shared + s)  # the first block that has not been run for the whole group
-    block_first = block_low + (lane + LANES - block_low % LANES) % LANES  # the lane's first block that anyone sees
+    block_first = block_low + (lane + LANES - block_low % LANES) % LANES  # the lane's first block that any row sees
     if SHARED:
         if (lane < block_low) & (block_first >= block_end):
             return  # what the group left in this lane is all there is
@@ -171,7 +171,7 @@ def paged_attention(
     tree_start: torch.Tensor | None = None,  # [S] int32 on the device
     shared: SharedPlan | None = None,
     out: torch.Tensor | None = None,
-    few_shape: Shape = FEW_SHAPE,
+    few_shape: Shape = DECODE_SHAPE,
     many_shape: Shape | None = None,  # None: what the plan's numbers suggest
 ) -> torch.Tensor:  # [T, Hq, D]
     """Token t sees entry e of its sequence when e < kv_lens[t], or when its tree row has it.
@@ -186,9 +186,10 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     many_shape = many_shape or tiles.many_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
-    assert shared is None or few_shape == FEW_SHAPE, "shared blocks are those of the default tile"
+    assert shared is None or few_shape == DECODE_SHAPE, "shared blocks are those of the default tile"
     assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
-    width, least = 0 if tree is None else tree.shape[1], FEW + 1 if plan.few else 1  # `least`: of many new tokens
+    width = 0 if tree is None else tree.shape[1]
+    least = MAX_DECODE_TOKENS + 1 if plan.few else 1  # of many new tokens
     for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
@@ -208,11 +209,11 @@ def paged_attention(
             block_tables.stride(0), block_tables.stride(1), width, launched, 1 if few else least,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
             ROWS=shape.rows, KEYS=shape.keys, LANES=lanes, WINDOW=window or 0,
-            WIDTH=next_power_of_2(width) if width else 0, MOST=FEW if few else 1 << 30, TILES_AT=int(by_tile),
-            SHARED=groups is not None, **options(shape.warps, shape.stages),
+            WIDTH=next_power_of_2(width) if width else 0, MOST=MAX_DECODE_TOKENS if few else 1 << 30,
+            TILES_AT=int(by_tile), SHARED=groups is not None, **options(shape.warps, shape.stages),
         )  # fmt: skip
         if parts is not None and few:
-            join_few(parts, plan.cu_q, plan.cells, out, count, FEW, lanes, launched)
+            join_few(parts, plan.cu_q, plan.cells, out, count, MAX_DECODE_TOKENS, lanes, launched)
         elif parts is not None:
             join_many(parts, plan.cu_q, out, count, least, lanes)
     return out

@@ -14,22 +14,22 @@ import numpy as np
 
 from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
-from forerun.models.execution.shared_prefix import LEAST, find_groups
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
+from forerun.models.execution.shared_prefix import MIN_SHARED_KEYS, find_groups
 
-KEYS = 64  # of a block: shared keys come in whole blocks, so that nobody's blocks are cut elsewhere than alone
-ROWS = 32  # pairs of a tile, of a single sequence as of a group
-TILES = 2  # tiles of a group that one program runs over each block it loads
-FIELDS = 5  # of a tile: first member, members, first pair, row of the tables, shared blocks
-FEW = 64  # new tokens of a sequence up to which it may be in a group
+BLOCK_KEYS = 64  # shared keys come in whole blocks, so that blocks are cut where they would be cut without sharing
+TILE_PAIRS = 32  # pairs of a tile, of a single sequence as of a group
+GROUP_TILES = 2  # tiles of a group that one program runs over each block it loads
+TILE_FIELDS = 5  # of a tile: first member, members, first pair, row of the tables, shared blocks
 
 # Bytes of K and V that a layer must be spared for the extra launch to pay: against captured graphs, against single
 # launches whose gaps hide some of it, and against the launch of the whole decoder, which has no launches at all.
-GRAPH, LAUNCHES, STACK = 24 << 20, 96 << 20, 96 << 20
+MIN_GRAPH_SAVING_BYTES, MIN_LAUNCH_SAVING_BYTES, MIN_STACK_SAVING_BYTES = 24 << 20, 96 << 20, 96 << 20
 
 
 @dataclass(frozen=True)
 class Groups:
-    tiles: np.ndarray  # [N, FIELDS] int32
+    tiles: np.ndarray  # [N, TILE_FIELDS] int32
     members: np.ndarray  # [M, 2] int32: token of the batch, and its place among tokens whose keys are cut
     blocks: np.ndarray  # [S] int32: blocks of a sequence that its group's tiles run; 0: it is in no group
     spared: int  # bytes of a layer's K and V that are not read again
@@ -44,7 +44,7 @@ class Groups:
 
 def most_tiles(rows: int, heads_per_kv: int) -> int:
     """Programs per KV head and lane that any groups of so many tokens need; a group has two tokens at least."""
-    return -(-rows * heads_per_kv // (ROWS * TILES)) + rows // 2
+    return -(-rows * heads_per_kv // (TILE_PAIRS * GROUP_TILES)) + rows // 2
 
 
 def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | None:
@@ -58,18 +58,18 @@ def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | N
     firsts = Counter(int(pages[0]) for pages in batch.pages)
     usable = [
         int(batch.kv_lens[start : start + count].min()) // batch.page_size
-        if 0 < count <= FEW and firsts[int(pages[0])] > 1
+        if 0 < count <= MAX_DECODE_TOKENS and firsts[int(pages[0])] > 1
         else 0
         for start, count, pages in zip(batch.cu_seqlens, counts, batch.pages, strict=False)
     ]
-    rows = [row for row, pages in enumerate(usable) if pages * batch.page_size >= LEAST]
+    rows = [row for row, pages in enumerate(usable) if pages * batch.page_size >= MIN_SHARED_KEYS]
     if len(rows) < 2:
         return None
     tables = np.zeros((len(rows), max(usable[row] for row in rows)), dtype=np.int32)
     for at, row in enumerate(rows):
         tables[at, : usable[row]] = batch.pages[row][: usable[row]]
-    found = find_groups(tables, [usable[row] for row in rows], -(-LEAST // batch.page_size))
-    groups = [(sorted(rows[at] for at in part), pages * batch.page_size // KEYS) for part, pages in found]
+    found = find_groups(tables, [usable[row] for row in rows], -(-MIN_SHARED_KEYS // batch.page_size))
+    groups = [(sorted(rows[at] for at in part), pages * batch.page_size // BLOCK_KEYS) for part, pages in found]
     return _lay_out(groups, batch.cu_seqlens, counts, config.num_heads // config.num_kv_heads, key_bytes, least)
 
 
@@ -81,7 +81,7 @@ def _lay_out(
     key_bytes: int,
     least: int,
 ) -> Groups | None:
-    cells = np.cumsum([0, *(count if count <= FEW else 0 for count in counts)])
+    cells = np.cumsum([0, *(count if count <= MAX_DECODE_TOKENS else 0 for count in counts)])
     blocks = np.zeros(len(counts), dtype=np.int32)
     members: list[tuple[int, int]] = []
     tiles: list[tuple[int, int, int, int, int]] = []
@@ -90,11 +90,11 @@ def _lay_out(
         first = len(members)
         members += [(cu_seqlens[row] + i, int(cells[row]) + i) for row in rows for i in range(counts[row])]
         size = len(members) - first
-        cuts = range(0, size * heads_per_kv, ROWS * TILES)
+        cuts = range(0, size * heads_per_kv, TILE_PAIRS * GROUP_TILES)
         tiles += [(first, size, cut, rows[0], shared) for cut in cuts]
         blocks[rows] = shared
-        alone = sum(-(-counts[row] * heads_per_kv // ROWS) for row in rows)
-        spared += (alone - len(cuts)) * shared * KEYS * key_bytes
+        alone = sum(-(-counts[row] * heads_per_kv // TILE_PAIRS) for row in rows)
+        spared += (alone - len(cuts)) * shared * BLOCK_KEYS * key_bytes
     if not tiles or spared < least:
         return None
     return Groups(np.array(tiles, dtype=np.int32), np.array(members, dtype=np.int32), blocks, spared)

@@ -1,4 +1,4 @@
-"""A pass of many rows of one sequence through all layers, recorded: for whoever recomputes chosen tokens of a prompt.
+"""A pass of many rows of one sequence through all layers, recorded: for recomputing chosen tokens of a prompt.
 
 Rows leave their K/V, so in the last layer they only write it; the last row goes on to its logits. Of a few others, the
 picks, the inputs and queries of all layers but the last are kept. One recording for each of some numbers of rows; rows
@@ -19,30 +19,31 @@ from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.capture import record
 from forerun.models.cuda.packing import lay_pages
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.cuda.prefixes import FEW
 from forerun.models.decoder import Decoder
-from forerun.models.execution.planes import RecomputePass
+from forerun.models.execution.all_layers_kv import RecomputePass
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
-SIZES = (*range(128, 1024, 64), *range(1024, 2049, 128))  # rows of a recording: idle ones cost as much as others
-BOUNDS = 4  # numbers: where rows begin and end, the last of them, and one that keeps what follows aligned
-PICKS = 64  # rows of a pass whose way is kept
+# rows of a recording: idle ones cost as much as others
+RECORDED_ROWS = (*range(128, 1024, 64), *range(1024, 2049, 128))
+NUM_BOUNDS = 4  # numbers: where rows begin and end, the last of them, and one that keeps what follows aligned
+MAX_PICKS = 64  # rows of a pass whose inputs and queries are kept
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    left: RecomputePass  # of PICKS rows
+    left: RecomputePass  # of MAX_PICKS rows
 
 
 class RecomputeRunner:
     """One decoder's passes on one plane of K/V. All of them share their input and their memory."""
 
-    most = SIZES[-1]
+    most = RECORDED_ROWS[-1]
 
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int, pool: Any) -> None:
         self._decoder, self._kv, self._page_size, self._pool = decoder, kv, page_size, pool
         self._max_pages = -(-max_context // page_size)
-        size = 4 * self.most + BOUNDS + PICKS + self._max_pages
+        size = 4 * self.most + NUM_BOUNDS + MAX_PICKS + self._max_pages
         self._staging = torch.zeros(size, dtype=torch.int32).pin_memory()
         self._host = self._staging.numpy()
         self._inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
@@ -54,10 +55,15 @@ class RecomputeRunner:
     def run(self, batch: HostBatch, picks: np.ndarray) -> RecomputePass | None:
         """None for batches that no recording fits. What it returns is overwritten by the next pass."""
         count = len(batch.tokens)
-        fits = FEW < count <= self.most and len(batch.pages) == 1 and batch.bits is None and len(self._kv) > 1
-        if not fits or len(picks) > PICKS or batch.seq_lens[0] > self._max_pages * self._page_size:
+        fits = (
+            MAX_DECODE_TOKENS < count <= self.most
+            and len(batch.pages) == 1
+            and batch.bits is None
+            and len(self._kv) > 1
+        )
+        if not fits or len(picks) > MAX_PICKS or batch.seq_lens[0] > self._max_pages * self._page_size:
             return None
-        rows = next(size for size in SIZES if size >= count)
+        rows = next(size for size in RECORDED_ROWS if size >= count)
         if rows not in self._recordings:
             self._recordings[rows] = self._record(rows)
         self._send(batch, picks, rows)
@@ -68,7 +74,7 @@ class RecomputeRunner:
 
     def prepare(self) -> None:
         """Record all sizes now, so that no prompt waits for it."""
-        for rows in SIZES:
+        for rows in RECORDED_ROWS:
             if rows <= self._max_pages * self._page_size and rows not in self._recordings:
                 self._recordings[rows] = self._record(rows)
 
@@ -80,10 +86,10 @@ class RecomputeRunner:
         parts = host[: 4 * rows].reshape(4, rows)
         parts[:, count:] = _IDLE
         parts[:, :count] = batch.tokens, batch.positions, batch.slot_mapping, batch.kv_lens
-        host[4 * rows : 4 * rows + BOUNDS] = 0, count, count - 1, 0
-        tail = 4 * rows + BOUNDS + PICKS
-        host[tail - PICKS : tail] = 0
-        host[tail - PICKS : tail - PICKS + len(picks)] = picks
+        host[4 * rows : 4 * rows + NUM_BOUNDS] = 0, count, count - 1, 0
+        tail = 4 * rows + NUM_BOUNDS + MAX_PICKS
+        host[tail - MAX_PICKS : tail] = 0
+        host[tail - MAX_PICKS : tail - MAX_PICKS + len(picks)] = picks
         used = tail + lay_pages(batch, host[tail:], 1, self._max_pages)
         self._inputs[:used].copy_(self._staging[:used], non_blocking=True)
         self._sent.record()
@@ -92,10 +98,10 @@ class RecomputeRunner:
         decoder, kv, inputs = self._decoder, self._kv, self._inputs
         attention, context = decoder.attention, self._max_pages * self._page_size
         assert isinstance(attention, PagedAttention)
-        parts, bounds = inputs[: 4 * rows].view(4, rows), inputs[4 * rows : 4 * rows + BOUNDS]
+        parts, bounds = inputs[: 4 * rows].view(4, rows), inputs[4 * rows : 4 * rows + NUM_BOUNDS]
         starts, asked = bounds[:2], bounds[2:3]
-        tail = 4 * rows + BOUNDS + PICKS
-        picks, pages = inputs[tail - PICKS : tail], inputs[tail : tail + self._max_pages]
+        tail = 4 * rows + NUM_BOUNDS + MAX_PICKS
+        picks, pages = inputs[tail - MAX_PICKS : tail], inputs[tail : tail + self._max_pages]
         plan, last = QueryPlan(starts, starts[:1], rows, 0, rows, context), decoder.config.num_layers - 1
         single = self._single
         single_plan = QueryPlan(single[:2], single[2:], 1, 1, 0, context)

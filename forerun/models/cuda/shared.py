@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import next_power_of_2, options
-from forerun.models.cuda.prefixes import FIELDS, KEYS, ROWS, TILES, Groups
+from forerun.models.cuda.prefixes import BLOCK_KEYS, GROUP_TILES, TILE_FIELDS, TILE_PAIRS, Groups
 
 STAGES = 2  # blocks on their way; changes no bit
 
@@ -28,13 +28,13 @@ class SharedPlan:
 
     blocks: torch.Tensor  # [S] int32
     members: torch.Tensor  # [M, 2] int32
-    tiles: torch.Tensor  # [N, FIELDS] int32
+    tiles: torch.Tensor  # [N, TILE_FIELDS] int32
 
     @classmethod
     def of(cls, memory: torch.Tensor, seqs: int, rows: int) -> SharedPlan:
         """From int32 memory in which `Groups.lay` has laid blocks, members and tiles."""
         first = seqs + 2 * rows
-        return cls(memory[:seqs], memory[seqs:first].view(rows, 2), memory[first:].view(-1, FIELDS))
+        return cls(memory[:seqs], memory[seqs:first].view(rows, 2), memory[first:].view(-1, TILE_FIELDS))
 
     @classmethod
     def send(cls, groups: Groups, device: torch.device) -> SharedPlan:
@@ -138,8 +138,8 @@ def attend_shared(
         _attend_shared, (plan.tiles.shape[0], kv_heads * launched),
         q, *kv, block_tables, plan.tiles, plan.members, *parts, scale_log2, *block_tables.stride(), launched,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, D=dim, DP=max(16, next_power_of_2(dim)), PAGE=page_size,
-        ROWS=ROWS, KEYS=KEYS, LANES=lanes, FIELDS=FIELDS, **options(warps, STAGES),
+        ROWS=TILE_PAIRS, KEYS=BLOCK_KEYS, LANES=lanes, FIELDS=TILE_FIELDS, **options(warps, STAGES),
     )  # fmt: skip
 
 
-assert TILES == 2, "the kernel runs tiles a and b"
+assert GROUP_TILES == 2, "the kernel runs tiles a and b"

@@ -209,7 +209,7 @@ template <Kind kind> struct Finish {
     }
 };
 
-// A split product: every unit leaves its sums, and whoever finds a tile complete adds them in order.
+// A split product: every unit leaves its sums, and the unit that finds a tile complete adds them in order.
 __device__ __forceinline__ void add_slices(const Params& p, const Share& share, Shared& sh, const u16* next_norm, int token, int r, bool mine) {
     constexpr int TILES = Shape<DOWN>::TILES;
     for (int done = share.first; done < share.end; done += 32) {

@@ -24,14 +24,14 @@ from forerun.models.cuda.packing import MAX_STEPS, Packed, layout
 from forerun.models.cuda.paged import LOG2_E, lanes_for
 from forerun.models.decoder import Decoder
 
-ROWS = (16, 32)  # of the kernels there are
+KERNEL_ROWS = (16, 32)  # of the kernels there are
 SOURCES = ("stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
 THREADS = 384
-CHUNK = 256  # weights of a row per stage of the ring
-STAGE_BYTES = 16 * (CHUNK * 2 + 16)
+CHUNK_WEIGHTS = 256  # weights of a row per stage of the ring
+STAGE_BYTES = 16 * (CHUNK_WEIGHTS * 2 + 16)
 SHARED_BYTES = 232_448  # what a program may have on Hopper
-FEWEST_STAGES = 3  # with fewer, kernel by kernel is faster
-SLICE = 2  # what another slice of the down product costs, in chunks of one program (docs/log.md)
+MIN_STAGES = 3  # with fewer, kernel by kernel is faster
+SLICE_COST_CHUNKS = 2  # what another slice of the down product costs, in chunks of one program (docs/log.md)
 MAX_HIDDEN = 4096  # 16 rows of it must lie in shared memory beside the ring
 
 
@@ -62,7 +62,7 @@ class Cut:
     stages: int
 
     @classmethod
-    def of(cls, c: ModelConfig, programs: int, rows: int = ROWS[0]) -> Cut:
+    def of(cls, c: ModelConfig, programs: int, rows: int = KERNEL_ROWS[0]) -> Cut:
         split = _split(c, programs)
         return cls(rows, programs, split, lanes_for(c.num_kv_heads), _room(c, split, rows), _stages(c, split, rows))
 
@@ -75,16 +75,16 @@ def _split(c: ModelConfig, programs: int) -> int:
 
     The same for any number of rows: a row's sums must not depend on the others.
     """
-    chunks, tiles = -(-c.intermediate_size // CHUNK), c.hidden_size // 16
-    splits = [s for s in range(1, 17) if -(-chunks // s) * CHUNK <= MAX_HIDDEN]
-    return min(splits, key=lambda s: -(-tiles * s // programs) * -(-chunks // s) + SLICE * s)
+    chunks, tiles = -(-c.intermediate_size // CHUNK_WEIGHTS), c.hidden_size // 16
+    splits = [s for s in range(1, 17) if -(-chunks // s) * CHUNK_WEIGHTS <= MAX_HIDDEN]
+    return min(splits, key=lambda s: -(-tiles * s // programs) * -(-chunks // s) + SLICE_COST_CHUNKS * s)
 
 
 def _room(c: ModelConfig, split: int, rows: int) -> int:
     """Bytes for activations, or for attention's tiles."""
-    chunks = -(-c.intermediate_size // CHUNK)
-    widest = max(c.hidden_size, c.q_size, -(-chunks // split) * CHUNK)
-    activations = rows * (-(-widest // CHUNK) * CHUNK * 2 + 16)
+    chunks = -(-c.intermediate_size // CHUNK_WEIGHTS)
+    widest = max(c.hidden_size, c.q_size, -(-chunks // split) * CHUNK_WEIGHTS)
+    activations = rows * (-(-widest // CHUNK_WEIGHTS) * CHUNK_WEIGHTS * 2 + 16)
     attention = 2 * (2 * 64 + 16) * (c.head_dim + 8) * 2 + max(16 * 68, 32 * lanes_for(c.num_kv_heads)) * 4
     return -(-max(activations, attention) // 128) * 128
 
@@ -98,7 +98,7 @@ def _own(rows: int) -> int:
     return 2 * 8 * rows * 17 * 4 + 4096
 
 
-def fits(decoder: Decoder, page_size: int, rows: int = ROWS[0]) -> bool:
+def fits(decoder: Decoder, page_size: int, rows: int = KERNEL_ROWS[0]) -> bool:
     """Whether this decoder, on this device, can run so many rows as one launch."""
     c = decoder.config
     if decoder.dtype != torch.bfloat16 or decoder.device.type != "cuda" or not nvrtc.available():
@@ -113,7 +113,7 @@ def fits(decoder: Decoder, page_size: int, rows: int = ROWS[0]) -> bool:
     )
     if not (plain and sizes and whole) or torch.cuda.get_device_capability(decoder.device)[0] != 9:
         return False
-    return Cut.of(c, _programs(decoder.device), rows).stages >= FEWEST_STAGES
+    return Cut.of(c, _programs(decoder.device), rows).stages >= MIN_STAGES
 
 
 def _programs(device: torch.device) -> int:
@@ -133,7 +133,7 @@ class Stack:
         kv: KV,
         max_context: int,
         page_size: int,
-        rows: int = ROWS[0],
+        rows: int = KERNEL_ROWS[0],
         head_rows: int | None = None,
         keep_logits: bool = True,
     ) -> None:

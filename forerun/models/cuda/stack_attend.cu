@@ -21,7 +21,7 @@ struct AttendShared {
 // What all layers share: found once for each step.
 struct Sequences {
     int start[TOKENS + 1], old[TOKENS], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
-    // old: entries written by earlier launches; high: entries that anyone sees
+    // old: entries written by earlier launches; high: entries that any row sees
     u64 bits[TOKENS];
     int limit[TOKENS], position[TOKENS], slot[TOKENS], token[TOKENS];
     float prob[TOKENS], path[TOKENS];  // of each row's likeliest token; of all of a sequence's guesses so far
@@ -75,7 +75,7 @@ __device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seq
     for (int i = 0; i < KEYS / AT_ONCE; i++) {
         int key = i * AT_ONCE + threadIdx.x / PIECES, entry = block * KEYS + key;
         if (entry < from || entry >= below) continue;
-        bool real = entry < seqs.high[u.s];  // beyond lies memory nobody wrote: 0 * NaN would be NaN
+        bool real = entry < seqs.high[u.s];  // beyond lies memory that was never written: 0 * NaN would be NaN
         int page = pages[0];
 #pragma unroll
         for (int j = 1; j < PAGES; j++)

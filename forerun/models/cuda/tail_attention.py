@@ -21,10 +21,10 @@ from forerun.models.cuda.launch import cdiv, next_power_of_2
 from forerun.models.cuda.paged import LOG2_E
 from forerun.models.decoder import Decoder
 
-ROWS = 64  # (query, head) pairs of a tile, at most
-KEYS = 128  # of a block; half as many where heads are wider than 128
-PROGRAMS = 1024  # of the first kernel: several for each multiprocessor of a large chip
-MOST_SPLITS = 16
+MAX_TILE_PAIRS = 64  # (query, head) pairs of a tile
+BLOCK_KEYS = 128  # half as many where heads are wider than 128
+TARGET_PROGRAMS = 1024  # of the first kernel: several for each multiprocessor of a large chip
+MAX_SPLITS = 16
 UNLIMITED = 1 << 30  # the window of layers that have none
 WARPS, STAGES = 4, 2
 
@@ -32,7 +32,7 @@ WARPS, STAGES = 4, 2
 def queries_of(decoder: Decoder, batch: TokenBatch, kv: KV) -> torch.Tensor:
     """Rotated queries of all layers but the last, [layers - 1, T, Hq, D], of a planned batch; leaves its K/V.
 
-    Nobody asks for what comes out of the last layer, so it only writes its K/V.
+    The last layer's output is not needed, so it only writes its K/V.
     """
     kept: list[torch.Tensor] = []  # alive until all are there: a graph must not use their memory for anything else
 
@@ -171,17 +171,17 @@ class TailAttentionKernel:
         kv_heads, tokens = self.caches[0].shape[1], first + queries
         assert q.is_contiguous() and q.dtype == self.caches[0].dtype and layers == len(self.caches)
         group, pairs = heads // kv_heads, queries * (heads // kv_heads)
-        rows = min(ROWS, max(16, next_power_of_2(pairs)))
-        keys, tiles, planes = KEYS if dim <= 128 else KEYS // 2, cdiv(pairs, rows), layers * kv_heads
-        splits = min(MOST_SPLITS, next_power_of_2(cdiv(PROGRAMS, tiles * planes)))
-        sums = torch.empty(planes * splits * pairs, dtype=torch.float32, device=q.device)
-        out = torch.empty(planes, tokens, dtype=torch.float32, device=q.device)
+        rows = min(MAX_TILE_PAIRS, max(16, next_power_of_2(pairs)))
+        keys, tiles, layer_heads = BLOCK_KEYS if dim <= 128 else BLOCK_KEYS // 2, cdiv(pairs, rows), layers * kv_heads
+        splits = min(MAX_SPLITS, next_power_of_2(cdiv(TARGET_PROGRAMS, tiles * layer_heads)))
+        sums = torch.empty(layer_heads * splits * pairs, dtype=torch.float32, device=q.device)
+        out = torch.empty(layer_heads, tokens, dtype=torch.float32, device=q.device)
         # no programmatic dependent launch: what runs before is the end of a graph, and two launches gain little
         shape = {"GROUP": group, "KV_HEADS": kv_heads, "D": dim, "DP": max(16, next_power_of_2(dim)),
                  "PAGE": self.page_size, "ROWS": rows, "KEYS": keys, "SPLITS": splits, "num_warps": WARPS,
                  "num_stages": STAGES}  # fmt: skip
         where, scale = (q, self.keys_at, self.windows, table, sums), self.scale * LOG2_E
-        launch(_sum_exponentials, (tiles, planes, splits), *where, scale, queries, first, q.stride(0), **shape)
-        grid = (cdiv(tokens, keys), planes)
+        launch(_sum_exponentials, (tiles, layer_heads, splits), *where, scale, queries, first, q.stride(0), **shape)
+        grid = (cdiv(tokens, keys), layer_heads)
         launch(_add_weights, grid, *where, out, scale, queries, first, q.stride(0), **shape)
         return out.sum(0) / (queries * heads * layers)

@@ -1,8 +1,8 @@
 """A decoder whose MLPs multiply in float8 where many rows run, and one such product by itself: faster than bf16, right
 to a few percent.
 
-For who reads a long prompt to guess at what another model makes of it. The decoder that it is made from stays as it
-is, and so does every forward of few rows. Knows the device and the layers; not who reads.
+For reading a long prompt to guess at what another model makes of it. The decoder that it is made from stays as it
+is, and so does every forward of few rows. Knows the device and the layers; not why rows are run.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forerun.models.decoder import COARSE_ROWS, Decoder, Layer
+from forerun.models.decoder import MIN_FLOAT8_ROWS, Decoder, Layer
 from forerun.models.linear import Linear
 
 if TYPE_CHECKING:
     from forerun.models.cuda.features import Float8Projection
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that it has
-ALIGNED = 16  # numbers of a row: what a product in float8 takes multiples of
+FLOAT8_MAX = 448.0  # that it has
+FLOAT8_MULTIPLE = 16  # numbers of a row: what a product in float8 takes multiples of
 
 
 def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] as float8 [N, K] and, for each row, what it is to be multiplied by: [N, 1] float32."""
     rows = rows.float()
     most = rows.abs().amax(-1, keepdim=True).clamp(1e-30, 3e38)  # a row of zeros is one, infinities have a place
-    return (rows * (LARGEST / most)).clamp(-LARGEST, LARGEST).to(FLOAT8), most / LARGEST
+    return (rows * (FLOAT8_MAX / most)).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8), most / FLOAT8_MAX
 
 
-def coarse_decoder(decoder: Decoder, layers: int) -> Decoder:
-    """One that shares everything with this, but computes the MLPs of its first `layers` layers coarsely where at least
-    COARSE_ROWS rows run; this one itself where the device, the model or the memory left does not allow it.
+def float8_decoder(decoder: Decoder, layers: int) -> Decoder:
+    """One that shares everything with this, but computes the MLPs of its first `layers` layers in float8 where at least
+    MIN_FLOAT8_ROWS rows run; this one itself where the device, the model or the memory left does not allow it.
 
     The copies take a byte for each weight of these MLPs: half of what they take in bf16. For the lower 14 of 24 layers
     of a model of 0.5B that is 183 MB, for the lower 17 of 28 layers of one of 1.5B 702 MB.
@@ -42,26 +42,26 @@ def coarse_decoder(decoder: Decoder, layers: int) -> Decoder:
     if not (layers and _device_can(decoder) and all(_fits(decoder, layer) for layer in decoder.layers[:layers])):
         return decoder
     try:
-        coarse = [replace(layer, coarse_mlp=_float8_mlp(decoder, layer)) for layer in decoder.layers[:layers]]
+        float8 = [replace(layer, float8_mlp=_float8_mlp(decoder, layer)) for layer in decoder.layers[:layers]]
         # compiles the kernels now, so that no prompt waits for it, and shows whether this build of torch can
-        assert coarse[0].coarse_mlp is not None
-        coarse[0].coarse_mlp(
-            torch.zeros(COARSE_ROWS, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+        assert float8[0].float8_mlp is not None
+        float8[0].float8_mlp(
+            torch.zeros(MIN_FLOAT8_ROWS, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         )
     except RuntimeError:  # no memory for it, or no such product
         return decoder
-    return replace(decoder, layers=coarse + decoder.layers[layers:])
+    return replace(decoder, layers=float8 + decoder.layers[layers:])
 
 
-def coarse_projection(linear: Linear, widths: list[int], eps: float) -> Float8Projection | None:
-    """A copy of this matrix for parts of these widths, each divided by its root mean square, of COARSE_ROWS rows and
-    more; none where the device, the matrix or the memory left does not allow it."""
+def float8_projection(linear: Linear, widths: list[int], eps: float) -> Float8Projection | None:
+    """A copy of this matrix for parts of these widths, each divided by its root mean square, of MIN_FLOAT8_ROWS rows
+    and more; none where the device, the matrix or the memory left does not allow it."""
     if not (_plain(linear) and _device_can(linear.weight)):
         return None
     try:
         made = _float8_projection(linear, eps)
         # as above: compiled now, and seen to run
-        nothing = [linear.weight.new_zeros(COARSE_ROWS, width) for width in widths]
+        nothing = [linear.weight.new_zeros(MIN_FLOAT8_ROWS, width) for width in widths]
         if not made.takes(nothing):
             return None
         made(nothing)
@@ -77,7 +77,7 @@ def _device_can(held: Decoder | Tensor) -> bool:
 
 
 def _plain(linear: Linear) -> bool:
-    aligned = linear.in_features % ALIGNED == 0 and linear.out_features % ALIGNED == 0
+    aligned = linear.in_features % FLOAT8_MULTIPLE == 0 and linear.out_features % FLOAT8_MULTIPLE == 0
     return aligned and not linear.packs and linear.weight.dtype == torch.bfloat16
 
 

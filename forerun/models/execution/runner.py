@@ -23,8 +23,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.decoder import Decoder, Output, Taps, Watch
-from forerun.models.execution.parts import join, joins_decoding, keep, parts_of
-from forerun.models.execution.planes import Planes, RecomputePass, make_planes
+from forerun.models.execution.all_layers_kv import AllLayersKV, RecomputePass, make_all_layers_kv
+from forerun.models.execution.batch_split import clone_output, join_outputs, joins_decoding, split_spans
 
 if TYPE_CHECKING:
     from forerun.models.cuda.chain import Chains
@@ -89,12 +89,12 @@ class Runner:
             from forerun.models.cuda.graphs import GraphRunner
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
-        self.parts = self.graphs is not None  # whether prompts and decoding rows run apart
+        self.splits_batches = self.graphs is not None  # whether prompts and decoding rows run apart
 
     @cached_property
-    def planes(self) -> Planes:
+    def all_layers_kv(self) -> AllLayersKV:
         """K/V of all layers at once."""
-        return make_planes(self.decoder, self.kv)
+        return make_all_layers_kv(self.decoder, self.kv)
 
     def forward(
         self,
@@ -107,12 +107,12 @@ class Runner:
         whole = taps is None and blocks is None and watch is None
         if len(spans) == 1 and spans[0].known is not None:
             return Output(spans[0].known)
-        apart = whole and len(spans) > 1 and (self.parts or any(span.known is not None for span in spans))
-        parts = parts_of(spans) if apart else []
+        apart = whole and len(spans) > 1 and (self.splits_batches or any(span.known is not None for span in spans))
+        parts = split_spans(spans) if apart else []
         if len(parts) > 1:
             *firsts, last = ([spans[number] for number in part] for part in parts)
-            outputs = [keep(self.forward(part)) for part in firsts]
-            return join(spans, parts, [*outputs, self.forward(last)])
+            outputs = [clone_output(self.forward(part)) for part in firsts]
+            return join_outputs(spans, parts, [*outputs, self.forward(last)])
         batch = self.batch(spans)
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)

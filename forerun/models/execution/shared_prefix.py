@@ -17,10 +17,10 @@ from torch import Tensor
 
 from forerun.core import TokenBatch
 
-LEAST = 256  # shared keys from which a joint call saves more than its extra calls cost
-FEW = 16  # new tokens of a sequence up to which it is decoding: a longer chunk has rows enough of its own
-STEP = 64  # keys of a rest come in multiples of this
-MOST = 256  # sequences that are searched for groups at a time, which bounds the recursion
+MIN_SHARED_KEYS = 256  # shared keys from which a joint call saves more than its extra calls cost
+MAX_GROUPED_TOKENS = 16  # new tokens of a sequence in a group: a longer chunk has rows enough of its own
+REST_KEY_MULTIPLE = 64  # keys of a rest come in multiples of this
+MAX_SEARCHED_SEQS = 256  # sequences that are searched for groups at a time, which bounds the recursion
 
 
 def prefix_order(tables: np.ndarray) -> list[int]:
@@ -52,8 +52,8 @@ def _find_in_family(tables: np.ndarray, rows: list[int], usable: list[int], leas
     ends = own[:, same:]
     order = prefix_order(ends)
     found: list[tuple[list[int], int]] = []
-    for at in range(0, len(rows), MOST):
-        part = order[at : at + MOST]
+    for at in range(0, len(rows), MAX_SEARCHED_SEQS):
+        part = order[at : at + MAX_SEARCHED_SEQS]
         common = []
         for a, b in zip(part, part[1:], strict=False):
             most = min(usable[rows[a]], usable[rows[b]])
@@ -165,9 +165,9 @@ def plan_groups(
     usable = []
     for lo, hi in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
         tree = batch.tree is not None and bool(batch.tree[lo:hi].any())
-        few = 0 < hi - lo <= FEW and not tree
+        few = 0 < hi - lo <= MAX_GROUPED_TOKENS and not tree
         usable.append((int(batch.kv_lens[lo:hi].min()) - 1) // size if few else 0)  # each keeps one entry of its own
-    found = find_groups(tables, usable, -(-LEAST // size))
+    found = find_groups(tables, usable, -(-MIN_SHARED_KEYS // size))
     groups = [_plan_group(batch, rows, pages * size, windows, heads_per_kv) for rows, pages in found]
     return groups, {row for rows, _ in found for row in rows}
 
@@ -178,12 +178,12 @@ def _plan_group(
     buckets: dict[tuple[int, int], list[int]] = {}  # by new tokens and keys, so that no short rest is padded to a long
     for row in rows:
         rest = batch.seq_lens[row] - shared
-        keys = STEP << max(0, (-(-rest // STEP) - 1).bit_length())
+        keys = REST_KEY_MULTIPLE << max(0, (-(-rest // REST_KEY_MULTIPLE) - 1).bit_length())
         buckets.setdefault((batch.cu_seqlens[row + 1] - batch.cu_seqlens[row], keys), []).append(row)
     tokens: list[int] = []
     rests = []
     for (count, _), members in buckets.items():
-        keys = -(-max(batch.seq_lens[row] - shared for row in members) // STEP) * STEP
+        keys = -(-max(batch.seq_lens[row] - shared for row in members) // REST_KEY_MULTIPLE) * REST_KEY_MULTIPLE
         own = [batch.cu_seqlens[row] + i for row in members for i in range(count)]
         seen = batch.kv_lens[own].view(len(members), count)
         masks = {
@@ -212,7 +212,7 @@ def _shared_slots(batch: TokenBatch, row: int, shared: int) -> slice | Tensor:
 
 
 def _entry_slots(tables: Tensor, first: int, keys: int, page_size: int) -> Tensor:
-    """Slots [..., keys] of entries first, first + 1, ...; past a table's end some page's, which nobody sees."""
+    """Slots [..., keys] of entries first, first + 1, ...; past a table's end some page's, which no token sees."""
     entry = torch.arange(first, first + keys)
     page = (entry // page_size).clamp_max(tables.shape[-1] - 1)
     return tables[..., page].to(torch.int64) * page_size + entry % page_size

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from forerun.models.linear import Linear, Norm, rms_norm
 
-FREQUENT = 49_152  # first ids that are always computed
-MOST_MET = 4_096  # further ids that are remembered
+FREQUENT_IDS = 49_152  # first ids that are always computed
+MAX_SEEN_IDS = 4_096  # further ids that are remembered
 
 
 class ShortHead(Linear):
@@ -24,7 +24,7 @@ class ShortHead(Linear):
     def __init__(self, first: Linear, vocab: int, rows: Callable[[Tensor], Tensor]) -> None:
         self.first, self.out_features, self.in_features = first, vocab, first.in_features
         self._rows = rows
-        self._met: dict[int, None] = {}
+        self._seen: dict[int, None] = {}
         self._ids = torch.empty(0, dtype=torch.int64)
         self._weight = torch.empty(0, first.in_features)
 
@@ -32,15 +32,15 @@ class ShortHead(Linear):
     def nbytes(self) -> int:
         return self.first.nbytes + self._weight.nbytes
 
-    def meet(self, tokens: Iterable[int]) -> None:
+    def add_seen(self, tokens: Iterable[int]) -> None:
         """These occur in a text: from now on they can be guessed."""
-        new = list({token for token in tokens if token >= self.first.out_features and token not in self._met})
+        new = list({token for token in tokens if token >= self.first.out_features and token not in self._seen})
         if not new:
             return
-        if len(self._met) + len(new) > MOST_MET:  # start over with what is new
-            self._met.clear()
-            self._ids, self._weight, new = self._ids[:0], self._weight[:0], new[-MOST_MET:]
-        self._met.update(dict.fromkeys(new))
+        if len(self._seen) + len(new) > MAX_SEEN_IDS:  # start over with what is new
+            self._seen.clear()
+            self._ids, self._weight, new = self._ids[:0], self._weight[:0], new[-MAX_SEEN_IDS:]
+        self._seen.update(dict.fromkeys(new))
         ids = torch.tensor(new)
         self._ids = torch.cat((self._ids, ids))
         self._weight = torch.cat((self._weight, self._rows(ids).float()))

@@ -17,15 +17,15 @@ from functools import partial
 
 import torch
 
-CHUNK = 127 * 256  # weights per operation: below torch's 32,768, 127 KB of float32
-SPAN = 16  # chunks whose scales are computed at once: up to 16 scales a block, so 127 * 16 * 16 is below it too
-THREADED = 1 << 21  # weights from which a second thread pays
+CHUNK_WEIGHTS = 127 * 256  # weights per operation: below torch's 32,768, 127 KB of float32
+SPAN_CHUNKS = 16  # chunks whose scales are computed at once: up to 16 scales a block, so 127 * 16 * 16 is below it too
+MIN_THREADED_WEIGHTS = 1 << 21  # weights from which a second thread pays
 
 Scales = tuple[torch.Tensor, torch.Tensor | None]  # factor and shift, [n, groups] each
 
 
 @dataclass(frozen=True)
-class Format:
+class BlockFormat:
     """One block layout: `size` bytes hold `weights` weights in `groups` groups of one scale each."""
 
     weights: int
@@ -42,7 +42,7 @@ def dequantise(raw: torch.Tensor, kind: str) -> torch.Tensor:
     form = FORMATS[kind]
     blocks = raw.reshape(-1, form.size)  # [rows * blocks, size]
     out = torch.empty(blocks.shape[0], form.weights)
-    workers = torch.get_num_threads() if out.numel() >= THREADED else 1
+    workers = torch.get_num_threads() if out.numel() >= MIN_THREADED_WEIGHTS else 1
     if workers == 1:
         _fill(form, (blocks, out))
     else:
@@ -70,19 +70,19 @@ def as_stored(matrix: torch.Tensor) -> tuple[str, torch.Tensor]:
     return kinds[matrix.dtype], matrix.view(torch.uint8)
 
 
-def _fill_as(inference: bool, form: Format, job: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _fill_as(inference: bool, form: BlockFormat, job: tuple[torch.Tensor, torch.Tensor]) -> None:
     """In a thread of its own, which does not inherit the mode that the caller made `out` in."""
     with torch.inference_mode(inference):
         _fill(form, job)
 
 
-def _fill(form: Format, job: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _fill(form: BlockFormat, job: tuple[torch.Tensor, torch.Tensor]) -> None:
     blocks, out = job
-    step = CHUNK // form.weights
-    for start in range(0, blocks.shape[0], SPAN * step):
-        span = blocks[start : start + SPAN * step]
+    step = CHUNK_WEIGHTS // form.weights
+    for start in range(0, blocks.shape[0], SPAN_CHUNKS * step):
+        span = blocks[start : start + SPAN_CHUNKS * step]
         factor, shift = form.scales(span)
-        grouped = out[start : start + SPAN * step].view(-1, form.groups, form.weights // form.groups)
+        grouped = out[start : start + SPAN_CHUNKS * step].view(-1, form.groups, form.weights // form.groups)
         for at in range(0, span.shape[0], step):
             part = grouped[at : at + step]  # [n, groups, weights of a group]
             part.copy_(form.quants(span[at : at + step]).view(part.shape))
@@ -200,14 +200,14 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 _SHIFTS = {width: torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1) for width in (1, 2)}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FORMATS = {
-    "Q4_0": Format(32, 18, 1, _factor, _q4_0),
-    "Q4_1": Format(32, 20, 1, _factor_and_shift, _q4_1),
-    "Q5_0": Format(32, 22, 1, _factor, _q5_0),
-    "Q5_1": Format(32, 24, 1, _factor_and_shift, _q5_1),
-    "Q8_0": Format(32, 34, 1, _factor, _q8_0),
-    "Q2_K": Format(256, 84, 16, _q2_k_scales, _q2_k),
-    "Q3_K": Format(256, 110, 16, _q3_k_scales, _q3_k),
-    "Q4_K": Format(256, 144, 8, _six_bit_scales, _q4_k),
-    "Q5_K": Format(256, 176, 8, _six_bit_scales, _q5_k),
-    "Q6_K": Format(256, 210, 16, _q6_k_scales, _q6_k),
+    "Q4_0": BlockFormat(32, 18, 1, _factor, _q4_0),
+    "Q4_1": BlockFormat(32, 20, 1, _factor_and_shift, _q4_1),
+    "Q5_0": BlockFormat(32, 22, 1, _factor, _q5_0),
+    "Q5_1": BlockFormat(32, 24, 1, _factor_and_shift, _q5_1),
+    "Q8_0": BlockFormat(32, 34, 1, _factor, _q8_0),
+    "Q2_K": BlockFormat(256, 84, 16, _q2_k_scales, _q2_k),
+    "Q3_K": BlockFormat(256, 110, 16, _q3_k_scales, _q3_k),
+    "Q4_K": BlockFormat(256, 144, 8, _six_bit_scales, _q4_k),
+    "Q5_K": BlockFormat(256, 176, 8, _six_bit_scales, _q5_k),
+    "Q6_K": BlockFormat(256, 210, 16, _q6_k_scales, _q6_k),
 }

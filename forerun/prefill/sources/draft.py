@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.cache.pool import Halfway
+from forerun.cache.pool import PartialForward
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.models.decoder import Watch
-from forerun.models.execution.float8_mlp import coarse_decoder
+from forerun.models.execution.float8_mlp import float8_decoder
 from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
 from forerun.prefill.depth import RaggedDepthPass, Rows
@@ -36,11 +36,11 @@ class _Reading:
 
 class DraftSource(KVSource):
     name = "draft"
-    coarse = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
+    float8 = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         profile = require_profile(profile, self.name)
-        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_plane is None:
+        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
             raise BadRequest(
                 "the source 'draft' needs a draft model",
                 "open the model with a draft: draft=..., or --draft on the command line",
@@ -50,16 +50,16 @@ class DraftSource(KVSource):
                 f"the tokens of {ctx.draft.source} are not the target's, so its K/V cannot be mapped",
                 "use a draft of the same family, or source=self",
             )
-        self._pool, self._plane, self._runner = ctx.pool, ctx.draft_plane, ctx.draft_runner
-        self._writer = KVWriter(ctx.runner, ctx.draft.decoder, profile.maps, self.coarse)
+        self._pool, self._draft_kv, self._runner = ctx.pool, ctx.draft_kv, ctx.draft_runner
+        self._writer = KVWriter(ctx.runner, ctx.draft.decoder, profile.maps, self.float8)
         self.base = profile.maps.base
         self._cost = profile.source_cost + self._writer.cost
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
         decoder = ctx.draft.decoder
         self._layers = decoder.config.num_layers
         # the copy runs here alone: answers are drafted, and prompts read to the last layer, by the decoder as it is
-        coarse = self.coarse and self._top < self._layers
-        self._stairs = RaggedDepthPass(self._runner, coarse_decoder(decoder, self._top) if coarse else None)
+        float8 = self.float8 and self._top < self._layers
+        self._stairs = RaggedDepthPass(self._runner, float8_decoder(decoder, self._top) if float8 else None)
         self.longest = min(ctx.max_context, ctx.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
@@ -104,8 +104,9 @@ class DraftSource(KVSource):
     def finish(self, state: PrefillState) -> None:
         """What is halfway through the draft's layers can go on from there when an answer is drafted."""
         if state.source_state is not None and state.source_state.kept:
-            self._plane.keep(
-                state.id, Halfway(state.pages, state.source_state.start, torch.cat(state.source_state.kept), self._top)
+            self._draft_kv.keep_partial(
+                state.id,
+                PartialForward(state.pages, state.source_state.start, torch.cat(state.source_state.kept), self._top),
             )
         state.source_state = None
 
@@ -117,12 +118,16 @@ class DraftSource(KVSource):
     def _filled(self, state: PrefillState) -> int:
         """Entries in whole pages, from the first, that the draft has read before: for this prompt or another."""
         size, whole = self._pool.page_size, 0
-        enough = self._plane.filled if self._top == self._layers else np.maximum(self._plane.filled, self._plane.lower)
+        enough = (
+            self._draft_kv.filled
+            if self._top == self._layers
+            else np.maximum(self._draft_kv.filled, self._draft_kv.lower)
+        )
         while whole < len(state.pages) and enough[state.pages[whole]] == size:
             whole += 1
         return whole * size
 
     def _mark(self, state: PrefillState, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
-        size, marks = self._pool.page_size, self._plane.filled if self._top == self._layers else self._plane.lower
+        size, marks = self._pool.page_size, self._draft_kv.filled if self._top == self._layers else self._draft_kv.lower
         marks[np.array(state.pages[lo // size : hi // size], dtype=np.int64)] = size

@@ -77,10 +77,10 @@ class ReadChunk:
 
 
 class KVWriter:
-    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `coarse`: of
+    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `float8`: of
     many rows in float8, where the device can."""
 
-    def __init__(self, target: Runner, source: Decoder, maps: Maps, coarse: bool = False) -> None:
+    def __init__(self, target: Runner, source: Decoder, maps: Maps, float8: bool = False) -> None:
         _check(maps, source, target.decoder)
         self.base, self.taps = maps.base, maps.taps
         self.stairs = RaggedDepthPass(target)
@@ -89,7 +89,7 @@ class KVWriter:
         self._together = _groups(target.decoder, self.base)
         self._own, taken = maps.target_embedding, [source] * len(maps.taps) + [target.decoder] * maps.target_embedding
         bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
-        self._maps = FastMaps(maps, precision_of(source), bases, source.device, coarse)
+        self._maps = FastMaps(maps, precision_of(source), bases, source.device, float8)
 
     def rows(self, state: PrefillState, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
@@ -116,7 +116,7 @@ class KVWriter:
         c, device = self._decoder.config, self._decoder.device
         mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
         slots = send(slots_of(state.pages, first, end, self._runner.pool.page_size), device)
-        self._runner.planes.write(mapped, first, slots, self._together)
+        self._runner.all_layers_kv.write(mapped, first, slots, self._together)
 
 
 def _groups(decoder: Decoder, base: int) -> list[range]:

@@ -75,7 +75,7 @@ class TokenDropSource(DraftSource):
     base = 0
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_plane is None:
+        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
             raise BadRequest(
                 "the source 'drop' needs a draft model, which says what is kept",
                 "open the model with a draft: draft=..., or --draft on the command line",
@@ -85,7 +85,7 @@ class TokenDropSource(DraftSource):
                 f"the tokens of {ctx.draft.source} are not the target's, so it cannot say which of them to keep",
                 "use a draft of the same family",
             )
-        self._pool, self._plane, self._runner = ctx.pool, ctx.draft_plane, ctx.draft_runner
+        self._pool, self._draft_kv, self._runner = ctx.pool, ctx.draft_kv, ctx.draft_runner
         measured = profile.source_cost if profile is not None and profile.kind == "draft" else None
         counted = macs(ctx.draft.decoder) / macs(ctx.runner.decoder)
         self._cost = counted if measured is None else measured

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_spare_pages_are_free_for_everybody_else():
     config = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 64)
     pool = PagePool(config, 8, 4, torch.float32, CPU)
-    spare, mine, yours = SparePages(pool, pool.add_plane(config, torch.float32, CPU)), array("i"), array("i")
+    spare, mine, yours = SparePages(pool, pool.add_draft_kv(config, torch.float32, CPU)), array("i"), array("i")
     assert spare.extend(1, mine, 3) and spare.extend(2, yours, 4)
     assert not set(mine) & set(yours) and pool.free == 8 and spare.intact(1, mine) == 3
     assert not spare.extend(1, mine, 5) and len(mine) == 3

@@ -8,4 +8,4 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any kernel module is imported
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_[!p]*.py", "test_paged.py", "test_planes.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_[!p]*.py", "test_paged.py"]

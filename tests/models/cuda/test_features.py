@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from forerun.models.cuda import features
 from forerun.models.cuda.features import Float8Projection, fits, unit_features
-from forerun.models.decoder import COARSE_ROWS
+from forerun.models.decoder import MIN_FLOAT8_ROWS
 from forerun.models.execution.float8_mlp import FLOAT8, to_float8
 from forerun.prefill import maps
 
@@ -145,6 +145,6 @@ def test_projection(rounding, biased):
 
 def test_projections_take_many_rows_that_fit():
     made = Float8Projection(to_float8(torch.randn(16, 48, device=DEVICE)), None, EPS)
-    many = draw(COARSE_ROWS, 16, 32)
+    many = draw(MIN_FLOAT8_ROWS, 16, 32)
     assert made.takes(many) and not made.takes([x[1:] for x in many])
     assert not made.takes([x.float() for x in many])

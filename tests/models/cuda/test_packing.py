@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from forerun.core import HostBatch
-from forerun.models.cuda.packing import MAX_ROWS, Bucket, Packed, lay_pages, layout, masks_of
+from forerun.models.cuda.packing import Bucket, Packed, lay_pages, layout, masks_of
+from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 CPU = torch.device("cpu")
 
@@ -113,9 +114,12 @@ def test_bucket_holds_the_batch(counts, want):
 
 def test_buckets_are_few_and_know_trees():
     kinds = {
-        Bucket.of(batch([few] + [1] * more)) for few in range(1, 65) for more in range(64) if few + more <= MAX_ROWS
+        Bucket.of(batch([few] + [1] * more))
+        for few in range(1, 65)
+        for more in range(64)
+        if few + more <= MAX_LAUNCH_ROWS
     }
     assert None not in kinds and len(kinds) < 60
     tree = Bucket.of(batch([2], bits=[0, 1], tree_start=[101]))
     assert tree is not None and tree.tree
-    assert Bucket.of(batch([MAX_ROWS + 1])) is None
+    assert Bucket.of(batch([MAX_LAUNCH_ROWS + 1])) is None

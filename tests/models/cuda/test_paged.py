@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.models.cuda.paged import FEW, QueryPlan, Shape, paged_attention, plan_queries
-from forerun.models.cuda.tiles import MANY_SHAPE, SCARCE_SHAPE, WIDE_SHAPE, many_shape
+from forerun.models.cuda.paged import QueryPlan, Shape, paged_attention, plan_queries
+from forerun.models.cuda.tiles import PREFILL_SHAPE, SHORT_PREFILL_SHAPE, WIDE_HEAD_SHAPE, many_shape
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
@@ -102,7 +103,10 @@ def test_few_tokens(sequences, window):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_many_tokens_beside_few(window):
-    check(Case([(90, 70), (33, 1), (80, FEW), (FEW + 1, FEW + 1)], kv_heads=3), window)
+    check(
+        Case([(90, 70), (33, 1), (80, MAX_DECODE_TOKENS), (MAX_DECODE_TOKENS + 1, MAX_DECODE_TOKENS + 1)], kv_heads=3),
+        window,
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (8, 1, 64), (5, 1, 24), (32, 8, 128)])
@@ -111,7 +115,7 @@ def test_head_shapes(heads, kv_heads, dim):
 
 
 @pytest.mark.parametrize("window", [None, 12])
-@pytest.mark.parametrize("count", [9, FEW + 3])
+@pytest.mark.parametrize("count", [9, MAX_DECODE_TOKENS + 3])
 def test_draft_tree(window, count):
     check(Case([(count + 40, count), (count, count)], tree_width=count + 2), window)
 
@@ -163,7 +167,7 @@ def test_a_token_that_sees_nothing_gets_zeros():
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_many_tokens_of_one_sequence_are_cut_into_lanes(lanes, window):
-    case = Case([(300, FEW + 9)]).scatter()
+    case = Case([(300, MAX_DECODE_TOKENS + 9)]).scatter()
     case.kv_lens[:3] = 0  # in a tile with others that see something
     check(case, window, many_shape=Shape(32, 16, 4, 2, lanes))
     assert case.run(window, many_shape=Shape(32, 16, 4, 2, lanes))[:3].eq(0).all()
@@ -178,7 +182,10 @@ def test_lanes_without_a_block_and_head_shapes(heads, kv_heads, dim):
 
 
 def test_lanes_with_a_draft_tree():
-    check(Case([(FEW + 70, FEW + 3)], tree_width=FEW + 5), many_shape=Shape(32, 16, 4, 2, 4))
+    check(
+        Case([(MAX_DECODE_TOKENS + 70, MAX_DECODE_TOKENS + 3)], tree_width=MAX_DECODE_TOKENS + 5),
+        many_shape=Shape(32, 16, 4, 2, 4),
+    )
 
 
 @pytest.mark.parametrize("count", [0, 5, 70])
@@ -197,7 +204,7 @@ def test_a_static_plan_with_both_regimes_leaves_few_rows_to_theirs():
     case = Case([(150, 5)])
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     both = case.run(
-        plan=QueryPlan(cu_seqlens, cu_seqlens[:-1], FEW, FEW, 80, 4096),
+        plan=QueryPlan(cu_seqlens, cu_seqlens[:-1], MAX_DECODE_TOKENS, MAX_DECODE_TOKENS, 80, 4096),
         **SMALL | {"many_shape": Shape(32, 16, 4, 2, 4)},
     )
     assert torch.equal(both, case.run())
@@ -213,18 +220,18 @@ def test_lanes_are_for_one_sequence():
     [(64, 12, 2, 16), (944, 12, 2, 4), (1800, 12, 2, 4), (2048, 12, 2, 2), (944, 24, 4, 2), (1800, 24, 4, 2)],
 )
 def test_the_shape_chosen_fills_the_chip(rows: int, heads: int, kv_heads: int, lanes: int):
-    assert many_shape(rows, heads, kv_heads, 128, 1, 16384) == replace(SCARCE_SHAPE, lanes=lanes)
-    assert many_shape(rows, heads, kv_heads, 128, 2, 16384) == MANY_SHAPE  # would need a table of cells
+    assert many_shape(rows, heads, kv_heads, 128, 1, 16384) == replace(SHORT_PREFILL_SHAPE, lanes=lanes)
+    assert many_shape(rows, heads, kv_heads, 128, 2, 16384) == PREFILL_SHAPE  # would need a table of cells
 
 
 def test_lanes_need_keys_and_wide_heads_smaller_tiles():
-    assert many_shape(8192, 12, 2, 128, 1, 8192) == MANY_SHAPE
+    assert many_shape(8192, 12, 2, 128, 1, 8192) == PREFILL_SHAPE
     assert many_shape(80, 12, 2, 128, 1, 80).lanes == 1
     assert many_shape(80, 12, 2, 128, 1, 1100).lanes == 4
-    assert many_shape(8192, 8, 1, 256, 1, 8192) == WIDE_SHAPE
-    assert many_shape(80, 8, 1, 256, 1, 8192) == replace(WIDE_SHAPE, lanes=16)
+    assert many_shape(8192, 8, 1, 256, 1, 8192) == WIDE_HEAD_SHAPE
+    assert many_shape(80, 8, 1, 256, 1, 8192) == replace(WIDE_HEAD_SHAPE, lanes=16)
 
 
 def test_the_chosen_shape_is_right():
-    check(Case([(1100, FEW + 1)], heads=2, kv_heads=2, dim=16).scatter(), few_shape=Shape(16, 16, 4, 2))
-    assert many_shape(FEW + 1, 2, 2, 16, 1, 1100).lanes > 1
+    check(Case([(1100, MAX_DECODE_TOKENS + 1)], heads=2, kv_heads=2, dim=16).scatter(), few_shape=Shape(16, 16, 4, 2))
+    assert many_shape(MAX_DECODE_TOKENS + 1, 2, 2, 16, 1, 1100).lanes > 1

@@ -4,7 +4,15 @@ import pytest
 from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.packing import Bucket
-from forerun.models.cuda.prefixes import FEW, FIELDS, KEYS, ROWS, TILES, most_tiles, plan_shared
+from forerun.models.cuda.prefixes import (
+    BLOCK_KEYS,
+    GROUP_TILES,
+    MAX_DECODE_TOKENS,
+    TILE_FIELDS,
+    TILE_PAIRS,
+    most_tiles,
+    plan_shared,
+)
 
 PAGE = 16
 HEADS, KV_HEADS, DIM = 12, 2, 8
@@ -43,7 +51,9 @@ def test_tiles_and_members_of_two_groups_beside_others():
         branch(FIRST, 5, 1, 300),
         branch(SECOND, 40, 3, 310),
         branch([], 90, 1, 320),
-        branch([], FEW + 9, FEW + 9, 330),  # a prefill, which takes no place among the tokens whose keys are cut
+        branch(
+            [], MAX_DECODE_TOKENS + 9, MAX_DECODE_TOKENS + 9, 330
+        ),  # a prefill, which takes no place among the tokens whose keys are cut
         branch(FIRST, 20, 4, 340),
         branch(SECOND, 1, 1, 350),
         branch(FIRST, 100, 1, 360),
@@ -60,15 +70,15 @@ def test_tiles_and_members_of_two_groups_beside_others():
     assert found.members[first : first + size].tolist() == [[0, 0], [78, 5], [79, 6], [80, 7], [81, 8], [83, 10]]
     first, size, _, blocks = by_row[1]
     assert found.members[first : first + size].tolist() == [[1, 1], [2, 2], [3, 3], [82, 9]] and blocks == 5
-    assert found.spared == ((3 - 1) * 7 + (2 - 1) * 5) * KEYS * KEY_BYTES
+    assert found.spared == ((3 - 1) * 7 + (2 - 1) * 5) * BLOCK_KEYS * KEY_BYTES
 
 
 def test_what_is_spared_decides():
     batch = make_batch([branch(FIRST, 5, 1, 300 + 10 * i) for i in range(20)])
     found = plan_shared(batch, config(), 1)
-    assert found is not None and len(found.tiles) == -(-20 * 6 // (ROWS * TILES)) == 2
-    assert [pair for _, _, pair, _, _ in found.tiles.tolist()] == [0, ROWS * TILES]
-    assert found.spared == (20 - 2) * 7 * KEYS * KEY_BYTES
+    assert found is not None and len(found.tiles) == -(-20 * 6 // (TILE_PAIRS * GROUP_TILES)) == 2
+    assert [pair for _, _, pair, _, _ in found.tiles.tolist()] == [0, TILE_PAIRS * GROUP_TILES]
+    assert found.spared == (20 - 2) * 7 * BLOCK_KEYS * KEY_BYTES
     assert plan_shared(batch, config(), found.spared) is not None
     assert plan_shared(batch, config(), found.spared + 1) is None
 
@@ -79,7 +89,10 @@ def test_what_is_spared_decides():
         [branch(FIRST, 5, 1, 300)],
         [branch(FIRST, 5, 1, 300), branch(SECOND, 5, 1, 310)],
         [branch(FIRST[:15], 5, 1, 300), branch(FIRST[:15], 5, 1, 310)],  # 240 entries are too few
-        [branch(FIRST, FEW + 1, FEW + 1, 300), branch(FIRST, 5, 1, 320)],  # one of them prefills
+        [
+            branch(FIRST, MAX_DECODE_TOKENS + 1, MAX_DECODE_TOKENS + 1, 300),
+            branch(FIRST, 5, 1, 320),
+        ],  # one of them prefills
         [branch(FIRST, 5, 1, 300), (FIRST, 200, 1)],  # and one is only at its beginning
     ],
 )
@@ -104,7 +117,7 @@ def test_no_token_shares_what_it_does_not_see():
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 6, 16])
 def test_a_bucket_has_room_for_any_groups(rows: int, heads_per_kv: int):
     def count(sizes: list[int]) -> int:
-        return sum(-(-size * heads_per_kv // (ROWS * TILES)) for size in sizes)
+        return sum(-(-size * heads_per_kv // (TILE_PAIRS * GROUP_TILES)) for size in sizes)
 
     splits = [[rows], [2] * (rows // 2), [rows // 2, rows - rows // 2], [3] * (rows // 3) + [rows % 3]]
     assert max(map(count, splits)) <= most_tiles(rows, heads_per_kv)
@@ -113,11 +126,11 @@ def test_a_bucket_has_room_for_any_groups(rows: int, heads_per_kv: int):
 def test_groups_are_laid_one_after_the_other():
     found = plan_shared(make_batch([branch(FIRST, 5, 1, 300), branch(FIRST, 9, 3, 310)]), config(), 1)
     assert found is not None
-    memory = np.zeros(8 + 2 * 16 + FIELDS * 5, dtype=np.int32)
+    memory = np.zeros(8 + 2 * 16 + TILE_FIELDS * 5, dtype=np.int32)
     found.lay(memory, 8, 16)
     assert memory[:8].tolist() == [7, 7] + [0] * 6
     assert memory[8:40].reshape(16, 2)[:5].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3], [0, 0]]
-    assert memory[40:].reshape(5, FIELDS).tolist() == [[0, 4, 0, 0, 7]] + [[0] * FIELDS] * 4
+    assert memory[40:].reshape(5, TILE_FIELDS).tolist() == [[0, 4, 0, 0, 7]] + [[0] * TILE_FIELDS] * 4
 
 
 def test_shared_batches_have_graphs_of_their_own():

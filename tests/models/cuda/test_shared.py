@@ -8,7 +8,7 @@ from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
-from forerun.models.cuda.prefixes import FIELDS, most_tiles, plan_shared
+from forerun.models.cuda.prefixes import TILE_FIELDS, most_tiles, plan_shared
 from forerun.models.cuda.shared import SharedPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +88,7 @@ def test_room_for_more_groups_is_left_alone():
     """What a captured graph has: buffers for any groups of a bucket, whose grid is fixed."""
     case, seqs, rows = Case([18], [(0, 5, 1), (0, 70, 3)]), 4, 8
     found = plan_shared(case.batch, case.config, 1)
-    memory = torch.zeros(seqs + 2 * rows + FIELDS * most_tiles(rows, 3), dtype=torch.int32)
+    memory = torch.zeros(seqs + 2 * rows + TILE_FIELDS * most_tiles(rows, 3), dtype=torch.int32)
     found.lay(memory.numpy(), seqs, rows)
     cu_seqlens = torch.tensor([0, 1, 4, 4, 4], dtype=torch.int32, device=DEVICE)
     plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, 4, 0, 1024)

@@ -13,7 +13,7 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
-from forerun.models.cuda.stack import CHUNK, SHARED_BYTES, Cut
+from forerun.models.cuda.stack import CHUNK_WEIGHTS, SHARED_BYTES, Cut
 from forerun.models.execution.runner import Runner, Span
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
@@ -26,7 +26,7 @@ def test_cut_fits_the_chip_and_keeps_it_busy(shape):
     cut = Cut.of(config, 132)
     assert cut.shared_bytes() <= SHARED_BYTES
     assert cut.stages >= 8  # fewer would not cover memory's latency
-    chunks = -(-config.intermediate_size // CHUNK)
+    chunks = -(-config.intermediate_size // CHUNK_WEIGHTS)
     busiest = -(-config.hidden_size // 16 * cut.down_split // 132) * -(-chunks // cut.down_split)
     assert busiest * 132 < 1.3 * chunks * config.hidden_size / 16
 
@@ -41,8 +41,8 @@ def test_more_rows_are_cut_the_same_way(shape):
 def test_cut_gives_every_slice_work():
     for inner in range(256, 16_385, 256):
         cut = Cut.of(replace(SHAPES["1.5b"], intermediate_size=inner), 132)
-        chunks = inner // CHUNK
-        assert -(-chunks // cut.down_split) * CHUNK <= 4096, inner
+        chunks = inner // CHUNK_WEIGHTS
+        assert -(-chunks // cut.down_split) * CHUNK_WEIGHTS <= 4096, inner
 
 
 if HOPPER:

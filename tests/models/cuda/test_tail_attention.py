@@ -11,7 +11,7 @@ from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.cuda import tail_attention as module
-from forerun.models.cuda.tail_attention import KEYS, MOST_SPLITS, TailAttentionKernel, queries_of
+from forerun.models.cuda.tail_attention import KEYS, MAX_SPLITS, TailAttentionKernel, queries_of
 from forerun.models.execution.runner import Runner, Span
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
@@ -96,7 +96,7 @@ def test_the_same_input_gives_the_same_bits():
 
 def test_more_blocks_than_splits(monkeypatch):
     monkeypatch.setattr(module, "PROGRAMS", 1024)
-    Case(KEYS * (MOST_SPLITS + 2), 3, heads=2, kv_heads=1, layers=1, dim=16).check()
+    Case(KEYS * (MAX_SPLITS + 2), 3, heads=2, kv_heads=1, layers=1, dim=16).check()
 
 
 def test_very_unequal_scores_stay_finite():

@@ -1,5 +1,5 @@
-"""Who gets coarser MLPs and projections, when they run, and how far their arithmetic is off, with torch's own float8 on
-the CPU."""
+"""Which MLPs and projections run in float8, when, and how far their arithmetic is off, with torch's own float8 on the
+CPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.build import build_decoder
-from forerun.models.decoder import COARSE_ROWS, Decoder, Layer
-from forerun.models.execution import float8_mlp as coarse
-from forerun.models.execution.float8_mlp import coarse_decoder, coarse_projection, to_float8
+from forerun.models.decoder import MIN_FLOAT8_ROWS, Decoder, Layer
+from forerun.models.execution import float8_mlp as module
+from forerun.models.execution.float8_mlp import float8_decoder, float8_projection, to_float8
 from forerun.models.formats.load import open_checkpoint
 from forerun.models.linear import Linear, gate
 
@@ -48,8 +48,8 @@ def able(monkeypatch: pytest.MonkeyPatch) -> list[Layer]:
         asked.append(layer)
         return Marked()
 
-    monkeypatch.setattr(coarse, "_device_can", lambda _: True)
-    monkeypatch.setattr(coarse, "_float8_mlp", make)
+    monkeypatch.setattr(module, "_device_can", lambda _: True)
+    monkeypatch.setattr(module, "_float8_mlp", make)
     return asked
 
 
@@ -105,7 +105,7 @@ def test_an_mlp_in_float8_is_off_by_a_few_percent(activation: str) -> None:
 
 
 def test_a_cpu_does_not(decoder: Decoder) -> None:
-    assert coarse_decoder(decoder, 2) is decoder
+    assert float8_decoder(decoder, 2) is decoder
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_which_devices_can(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     if not known:
         monkeypatch.delattr(torch, "_scaled_mm")
-    assert coarse._device_can(replace(decoder, device=torch.device("cuda"), dtype=dtype)) is can
+    assert module._device_can(replace(decoder, device=torch.device("cuda"), dtype=dtype)) is can
 
 
 def test_copies_of_the_lower_layers_alone(decoder: Decoder, able: list[Layer]) -> None:
-    made = coarse_decoder(decoder, 3)
+    made = float8_decoder(decoder, 3)
     assert made is not decoder and able == decoder.layers[:3]
-    assert [layer.coarse_mlp is not None for layer in made.layers] == [True, True, True, False]
-    assert all(layer.coarse_mlp is None for layer in decoder.layers), "others' forwards must not change"
+    assert [layer.float8_mlp is not None for layer in made.layers] == [True, True, True, False]
+    assert all(layer.float8_mlp is None for layer in decoder.layers), "others' forwards must not change"
     assert made.attention is decoder.attention and made.layers[0].gate_up is decoder.layers[0].gate_up
-    assert coarse_decoder(decoder, 0) is decoder
+    assert float8_decoder(decoder, 0) is decoder
 
 
 def biased(linear: Linear) -> Linear:
@@ -164,14 +164,14 @@ def test_layers_that_float8_has_no_pieces_for(
 ) -> None:
     odd = decoder.layers[1]
     changed = replace(decoder, layers=[decoder.layers[0], replace(odd, **change(odd)), *decoder.layers[2:]])
-    assert coarse_decoder(changed, 2) is changed and not able
-    assert coarse_decoder(changed, 1) is not changed  # only layers that get copies count
+    assert float8_decoder(changed, 2) is changed and not able
+    assert float8_decoder(changed, 1) is not changed  # only layers that get copies count
 
 
 def test_other_activations(decoder: Decoder, able: list[Layer]) -> None:
     other = replace(decoder, config=replace(decoder.config))
     object.__setattr__(other.config, "activation", "relu")
-    assert coarse_decoder(other, 2) is other and not able
+    assert float8_decoder(other, 2) is other and not able
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -182,14 +182,14 @@ def test_no_memory_and_no_such_product(
         raise error("no")
 
     monkeypatch.setattr(Marked, "__call__", fail)
-    assert coarse_decoder(decoder, 2) is decoder and len(able) == 2
+    assert float8_decoder(decoder, 2) is decoder and len(able) == 2
 
 
 def test_few_rows_run_as_ever(decoder: Decoder, able: list[Layer]) -> None:
-    made, x = coarse_decoder(decoder, 2), torch.randn(COARSE_ROWS, decoder.config.hidden_size).bfloat16()
-    marked = made.layers[0].coarse_mlp
-    assert isinstance(marked, Marked) and marked.rows == [COARSE_ROWS]  # compiled before anybody waits
-    assert torch.equal(made._mlp(x[1:], 0), decoder._mlp(x[1:], 0)) and marked.rows == [COARSE_ROWS]
+    made, x = float8_decoder(decoder, 2), torch.randn(MIN_FLOAT8_ROWS, decoder.config.hidden_size).bfloat16()
+    marked = made.layers[0].float8_mlp
+    assert isinstance(marked, Marked) and marked.rows == [MIN_FLOAT8_ROWS]  # compiled before anybody waits
+    assert torch.equal(made._mlp(x[1:], 0), decoder._mlp(x[1:], 0)) and marked.rows == [MIN_FLOAT8_ROWS]
     assert torch.equal(made._mlp(x, 0), x + 1) and torch.equal(made._mlp(x, 2), decoder._mlp(x, 2))
 
 
@@ -213,9 +213,9 @@ class Projection:
 
 
 def projection(monkeypatch: pytest.MonkeyPatch, made: Projection, linear: Linear) -> object:
-    monkeypatch.setattr(coarse, "_device_can", lambda _: True)
-    monkeypatch.setattr(coarse, "_float8_projection", lambda *_: made)
-    return coarse_projection(linear, [32, 64], 1e-6)
+    monkeypatch.setattr(module, "_device_can", lambda _: True)
+    monkeypatch.setattr(module, "_float8_projection", lambda *_: made)
+    return float8_projection(linear, [32, 64], 1e-6)
 
 
 def matrix(rows: int = 48, columns: int = 96, dtype: torch.dtype = torch.bfloat16) -> Linear:
@@ -225,11 +225,11 @@ def matrix(rows: int = 48, columns: int = 96, dtype: torch.dtype = torch.bfloat1
 def test_a_projection_is_tried_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Projection()
     assert projection(monkeypatch, made, matrix()) is made
-    assert made.shapes == [[(COARSE_ROWS, 32), (COARSE_ROWS, 64)]]
+    assert made.shapes == [[(MIN_FLOAT8_ROWS, 32), (MIN_FLOAT8_ROWS, 64)]]
 
 
 def test_a_cpu_has_no_projection() -> None:
-    assert coarse_projection(matrix(), [32, 64], 1e-6) is None
+    assert float8_projection(matrix(), [32, 64], 1e-6) is None
 
 
 @pytest.mark.parametrize(
@@ -260,5 +260,5 @@ def test_units_need_no_scale() -> None:
     features = torch.cat([F.rms_norm(x, (x.shape[1],), None, 1e-6) for x in parts], 1)
     weight, bias = torch.randn(128, 1600, generator=draw) * 0.025, torch.randn(128, generator=draw) * 0.3
     values, scales = to_float8(weight)
-    z = features.to(coarse.FLOAT8).float() @ (values.float() * scales).t() + bias
+    z = features.to(module.FLOAT8).float() @ (values.float() * scales).t() + bias
     assert 0.01 < apart(z, features @ weight.t() + bias) < 0.05

@@ -17,7 +17,7 @@ from forerun.core import EXTRA_KV_SLOTS, ROOT, TokenBatch
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.execution.copies import Keys
+from forerun.models.execution.kv_copies import KeyRuns
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.execution.shared_prefix import PrefixGroup, find_groups
 from forerun.models.formats.load import open_checkpoint
@@ -179,13 +179,13 @@ def test_a_shared_prefix_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     spare = shuffled(4)
     case = Case(branches([spare.pop() for _ in range(32)], spare, [(10, 1)] * 5))
     copied: list[int] = []
-    copy = Keys.copy
+    copy = KeyRuns.copy
 
-    def counted(keys: Keys, kv: tuple[torch.Tensor, torch.Tensor], memory: torch.Tensor) -> None:
+    def counted(keys: KeyRuns, kv: tuple[torch.Tensor, torch.Tensor], memory: torch.Tensor) -> None:
         copied.append(sum(run.stop - run.start for _, run in keys._fresh()))
         copy(keys, kv, memory)
 
-    monkeypatch.setattr(Keys, "copy", counted)
+    monkeypatch.setattr(KeyRuns, "copy", counted)
     case.run(same_bits=True, share_prefix=True)
     assert copied == [522, *[10] * 4] * 2  # in both layers
     copied.clear()

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from forerun.models.formats.dequant import CHUNK, FORMATS, SPAN, THREADED, dequantise
+from forerun.models.formats.dequant import CHUNK_WEIGHTS, FORMATS, MIN_THREADED_WEIGHTS, SPAN_CHUNKS, dequantise
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 # Where the float16 scales of a block lie: random bytes there would be infinities, so they get real numbers
@@ -41,7 +41,7 @@ def test_equals_reference(kind: str) -> None:
 def test_chunks_spans_and_threads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a span of chunks, with a rest, on three threads: the same numbers."""
     weights = gguf.GGML_QUANT_SIZES[Kind[kind]][0]
-    raw = random_rows(kind, rows=5, blocks=max(SPAN * CHUNK, THREADED) // weights // 4 + 3)
+    raw = random_rows(kind, rows=5, blocks=max(SPAN_CHUNKS * CHUNK_WEIGHTS, MIN_THREADED_WEIGHTS) // weights // 4 + 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     np.testing.assert_array_equal(dequantise(torch.from_numpy(raw), kind).numpy(), dequantize(raw, Kind[kind]))
 
@@ -63,7 +63,7 @@ def test_rows_of_a_view() -> None:
 
 def test_many_rows_in_inference_mode() -> None:
     """Large tables are filled by threads, which must be able to write what inference mode made."""
-    rows = -(-THREADED // 256) + 1
+    rows = -(-MIN_THREADED_WEIGHTS // 256) + 1
     raw = torch.zeros(rows, FORMATS["Q8_0"].size * 8, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -46,12 +46,12 @@ def make_workshop(folder: Path, weights: str = "float32", draft: Path | None = N
 
 
 def clear(pool: PagePool) -> None:
-    for kv in (pool.kv, *(plane.kv for plane in pool.planes)):
+    for kv in (pool.kv, *(draft_kv.kv for draft_kv in pool.draft_kvs)):
         for cache in (cache for layer in kv for cache in layer):
             cache.fill_(EMPTY)
-    for plane in pool.planes:
-        plane.filled[:] = plane.lower[:] = 0
-        plane.drop(1)
+    for draft_kv in pool.draft_kvs:
+        draft_kv.filled[:] = draft_kv.lower[:] = 0
+        draft_kv.drop_partial(1)
 
 
 def linear_kv(checkpoint: Checkpoint, i: int) -> tuple[Tensor, Tensor]:

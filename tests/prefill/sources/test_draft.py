@@ -114,12 +114,12 @@ def test_a_rotated_stream_is_mapped_too(vnni: bool, tiny_folder: Folder, monkeyp
 def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
     ctx = workshop_of(tiny_folder("llama"))
     exact = exact_kv(ctx)
-    assert ctx.draft_runner is not None and ctx.draft_plane is not None
+    assert ctx.draft_runner is not None and ctx.draft_kv is not None
     read_all(source_of(ctx, tiny_folder("llama")), make_state(), 13)
     for mine, true in zip(stored(ctx.draft_runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     whole = len(IDS) // PAGE
-    assert ctx.draft_plane.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
+    assert ctx.draft_kv.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
     assert ModelDrafter(ctx)._filled(PAGES) == whole * PAGE
 
 
@@ -127,14 +127,14 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
     """The maps look at lower layers only: the rest runs when an answer is drafted, and nothing runs twice."""
     ctx = workshop_of(tiny_folder("llama"))
     exact, runner = exact_kv(ctx), ctx.draft_runner
-    assert runner is not None and ctx.draft_plane is not None
+    assert runner is not None and ctx.draft_kv is not None
     source, state = source_of(ctx, tiny_folder("llama"), whole=False), make_state()
     read_all(source, state, 13)
     source.finish(state)
     half = stored(runner)
     assert all(torch.allclose(a, b, atol=1e-4) for i in range(3) for a, b in zip(half[i], exact[i], strict=True))
     assert (half[3][0] == EMPTY).all(), "the last layer was not needed"
-    assert not ctx.draft_plane.filled[list(PAGES)].any()
+    assert not ctx.draft_kv.filled[list(PAGES)].any()
 
     ran: list[int] = []
     forward = runner.forward
@@ -150,14 +150,14 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
     for mine, true in zip(stored(runner), exact, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     assert ran and max(ran) <= 2, "the prompt was read again"
-    ctx.draft_plane.drop(state.id)
+    ctx.draft_kv.drop_partial(state.id)
 
 
 @pytest.mark.parametrize(("lower", "start"), [(3, 24), (0, 0)])
 def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, start: int):
     ctx = workshop_of(tiny_folder("llama"))
-    assert ctx.draft_plane is not None
-    ctx.draft_plane.lower[list(PAGES)[:lower]] = PAGE
+    assert ctx.draft_kv is not None
+    ctx.draft_kv.lower[list(PAGES)[:lower]] = PAGE
     for whole in (False, True):
         state = make_state(24)
         source_of(ctx, tiny_folder("llama"), whole=whole).open(state)
@@ -170,8 +170,8 @@ def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, st
 )
 def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, first: int, known: int, start: int):
     ctx = workshop_of(tiny_folder("llama"))
-    assert ctx.draft_plane is not None
-    ctx.draft_plane.filled[list(PAGES)[:filled]] = PAGE
+    assert ctx.draft_kv is not None
+    ctx.draft_kv.filled[list(PAGES)[:filled]] = PAGE
     state = make_state(first, known)
     source_of(ctx, tiny_folder("llama")).open(state)
     assert state.read == start

@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 @dataclass
-class Keys:
+class KeyRuns:
     """The keys of some tokens: slots in order, one slice for each run of pages that follow each other."""
 
     runs: list[slice]
     count: int
     context: int  # keys that any of the tokens sees; those behind fill the last block
-    kept: int = 0  # first keys that are those copied before
+    reused: int = 0  # first keys that are those copied before
     _memory: Tensor | None = None
     _steps: list[tuple[slice, Tensor, Tensor]] = field(default_factory=list)  # slots, and where their K and V go
 
@@ -31,7 +31,7 @@ class Keys:
     def scattered(self) -> bool:
         return len(self.runs) > 1
 
-    def keep(self, last: Keys) -> None:
+    def reuse(self, last: KeyRuns) -> None:
         """Copy no keys that the copy made before has already."""
         common = 0
         for a, b in zip(last.runs, self.runs, strict=False):
@@ -39,7 +39,7 @@ class Keys:
                 common += min(a.stop, b.stop) - a.start
             if a != b:
                 break
-        self.kept = min(common, last.context, self.context)
+        self.reused = min(common, last.context, self.context)
 
     def copy(self, kv: tuple[Tensor, Tensor], memory: Tensor) -> None:
         """Into memory [2 (K and V), keys, Hkv, D]; the same in every layer, so the places are worked out once."""
@@ -56,19 +56,19 @@ class Keys:
         """Runs of slots to copy, each with the key it begins at."""
         at = 0
         for run in self.runs:
-            lo, hi = max(self.kept - at, 0), min(self.context - at, run.stop - run.start)
+            lo, hi = max(self.reused - at, 0), min(self.context - at, run.stop - run.start)
             if lo < hi:
                 yield at + lo, slice(run.start + lo, run.start + hi)
             at += run.stop - run.start
 
 
-def link(order: Iterable[Keys]) -> None:
+def link_copies(order: Iterable[KeyRuns]) -> None:
     """Keys that will be read in this order: let each copy keep what it has in common with the one before."""
     for last, keys in itertools.pairwise(keys for keys in order if keys.scattered):
-        keys.keep(last)
+        keys.reuse(last)
 
 
-class KeyCopies:
+class KVCopies:
     """Reads keys from a cache: where they lie if that is one run, as it mostly is, else as a copy."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class KeyCopies:
     def forget(self) -> None:
         self._memory = None
 
-    def read(self, keys: Keys, kv: tuple[Tensor, Tensor], most: int) -> tuple[Tensor, Tensor]:
+    def read(self, keys: KeyRuns, kv: tuple[Tensor, Tensor], most: int) -> tuple[Tensor, Tensor]:
         """K and V [1, Hkv, keys, D]; `most` keys are read between one plan and the next."""
         if not keys.scattered:
             return kv[0][None, keys.runs[0]].transpose(1, 2), kv[1][None, keys.runs[0]].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The prefix tree as somebody looks at it: runs of shared pages, how often they were read, who reads them now.
+"""A summary of the prefix tree: runs of shared pages, how often they were read, how many readers they have now.
 
 Bounded however large the tree is, and holding no more of a text than its first tokens. Knows no text and no request.
 """
@@ -13,33 +13,33 @@ from dataclasses import dataclass
 
 from forerun.cache.prefix import TOKEN_BYTES, Node, PrefixTree, pack
 
-SHOWN = 32  # first tokens of a run that are kept
+SHOWN_TOKENS = 32  # first tokens of a run that are kept
 
 
 @dataclass(frozen=True)
-class Run:
+class SharedRun:
     """Pages that every text below them shares."""
 
-    parent: int  # its place in the outline; -1: a text begins here
+    parent: int  # its place in the summary; -1: a text begins here
     tokens: int
     branches: int  # different continuations
     reads: int  # requests that read these pages and did not compute them
-    readers: int  # who holds them now: requests that run, sessions that stay
+    readers: int  # that hold them now: running requests, sessions
     shared: int  # of its tokens, how many the text that was asked about begins with, too, in whole pages
     first: list[int]  # its first token ids
 
 
 @dataclass(frozen=True)
-class Outline:
-    runs: list[Run]  # parents before their children, the latest used first
+class TreeSummary:
+    runs: list[SharedRun]  # parents before their children, the latest used first
     left_out: int  # runs that there are beside these
     tokens: int  # that the whole tree holds
     page_size: int
 
 
-def outline(tree: PrefixTree, mine: Sequence[int], most: int) -> Outline:
+def summarise_tree(tree: PrefixTree, mine: Sequence[int], most: int) -> TreeSummary:
     """Up to `most` runs; each tells how much of it the text `mine` shares."""
-    runs: list[Run] = []
+    runs: list[SharedRun] = []
     way, data = {-1: 0}, pack(mine)  # place of a run that is all on that text's way: bytes of the text up to its end
     heap: list[tuple[int, int, int, Node]] = []
     pushed, page = 0, tree.pool.page_size
@@ -59,8 +59,8 @@ def outline(tree: PrefixTree, mine: Sequence[int], most: int) -> Outline:
         if at >= 0 and same == len(node.pages):
             way[place] = at + len(node.tokens)
         readers = max(0, int(tree.pool.refs[node.pages[0]]) - 1)  # the tree itself is one holder
-        first = array("i", node.tokens[: SHOWN * TOKEN_BYTES]).tolist()
+        first = array("i", node.tokens[: SHOWN_TOKENS * TOKEN_BYTES]).tolist()
         tokens = len(node.tokens) // TOKEN_BYTES
-        runs.append(Run(above, tokens, len(node.children), node.reads, readers, same * page, first))
+        runs.append(SharedRun(above, tokens, len(node.children), node.reads, readers, same * page, first))
         push(place, node)
-    return Outline(runs, tree.num_nodes - len(runs), tree.num_pages * page, page)
+    return TreeSummary(runs, tree.num_nodes - len(runs), tree.num_pages * page, page)

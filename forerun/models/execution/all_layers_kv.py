@@ -1,4 +1,4 @@
-"""K/V of many layers at once, for callers that hold it for all of them: written, read; and rows of what passes by.
+"""K/V of many layers at once, for callers that hold it for all of them: written, read; and rows of passing tensors.
 
 One contract with two ways: torch, layer by layer (here), and on CUDA in bf16 one launch for all layers, because there
 the host's time for each launch is what costs. Knows slots and layers; not whose they are.
@@ -16,28 +16,28 @@ from forerun.models.decoder import Decoder
 from forerun.models.rope import rotate
 
 
-class Picker:
+class RowPicker:
     """The same rows of many tensors that are shown one after the other."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
         self._picked: list[Tensor] = []  # [some tensors, rows, ...] each
 
-    def see(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         """x [T, ...]: all are of one shape and dtype, and none is written to after it was shown."""
         self._picked.append(x.index_select(0, self._rows)[None])
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Let go of whatever was shown."""
 
     def picked(self) -> Tensor:
         """[tensors, rows, ...], once all were shown."""
-        self.settle()
+        self.flush()
         return torch.cat(self._picked)
 
 
-class Held(Picker):
-    """Rows picked already, [tensors, rows, ...]: copied, since whoever picked them may use the memory again."""
+class PickedRows(RowPicker):
+    """Rows picked already, [tensors, rows, ...]: copied, since their memory may be used again."""
 
     def __init__(self, picked: Tensor) -> None:
         self._picked = [picked.clone()]
@@ -52,7 +52,7 @@ class RecomputePass:
     logits: Tensor  # [1, V] float32
 
 
-class Planes:
+class AllLayersKV:
     """All layers' caches of one decoder."""
 
     def __init__(self, decoder: Decoder, kv: KV) -> None:
@@ -86,14 +86,14 @@ class Planes:
                 torch.index_select(cache, 0, slots, out=out[j, i])
         return out
 
-    def picker(self, rows: Tensor) -> Picker:
+    def row_picker(self, rows: Tensor) -> RowPicker:
         """For tensors [T, ...] of which rows [N] are wanted."""
-        return Picker(rows)
+        return RowPicker(rows)
 
 
-def make_planes(decoder: Decoder, kv: KV) -> Planes:
+def make_all_layers_kv(decoder: Decoder, kv: KV) -> AllLayersKV:
     if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
-        from forerun.models.cuda.planes import CudaPlanes
+        from forerun.models.cuda.all_layers_kv import CudaAllLayersKV
 
-        return CudaPlanes(decoder, kv)
-    return Planes(decoder, kv)
+        return CudaAllLayersKV(decoder, kv)
+    return AllLayersKV(decoder, kv)

@@ -18,11 +18,11 @@ from forerun.core import KV
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.decoder import Decoder
-from forerun.models.execution.planes import Picker, Planes
+from forerun.models.execution.all_layers_kv import AllLayersKV, RowPicker
 
 HEADS_AT_ONCE = 32
 VALUES_AT_ONCE = 4096
-MOST_HELD = 128 << 20  # bytes of tensors that are kept until their rows are picked
+MAX_HELD_BYTES = 128 << 20  # bytes of tensors that are kept until their rows are picked
 ALIGNED = tl.constexpr(16)  # bytes: where every tensor starts, so that kernels may read that much at once
 
 
@@ -112,26 +112,26 @@ def gather(addresses: Tensor, base: int, like: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-class LatePicker(Picker):
+class DeferredRowPicker(RowPicker):
     """Keeps what it is shown and picks from many tensors in one launch; from fewer where they are large."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__(rows)
         self._held: list[Tensor] = []
 
-    def see(self, x: Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         self._held.append(x if addressable(x) else x.clone(memory_format=torch.contiguous_format))
-        if len(self._held) * x.nbytes > MOST_HELD:
-            self.settle()
+        if len(self._held) * x.nbytes > MAX_HELD_BYTES:
+            self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if self._held:
             addresses = addresses_of(self._held, self._rows.device)[None]
             self._picked.append(gather(addresses, 0, self._held[0], self._rows)[0])
             self._held = []
 
 
-class CudaPlanes(Planes):
+class CudaAllLayersKV(AllLayersKV):
     def __init__(self, decoder: Decoder, kv: KV) -> None:
         super().__init__(decoder, kv)
         tables = [self._ropes[self._config.layer_rope(i)].table for i in range(len(kv))]
@@ -164,5 +164,5 @@ class CudaPlanes(Planes):
     def read(self, base: int, slots: Tensor) -> Tensor:
         return gather(self._addresses[:2], base, self._kv[base][0], slots)
 
-    def picker(self, rows: Tensor) -> Picker:
-        return LatePicker(rows)
+    def row_picker(self, rows: Tensor) -> RowPicker:
+        return DeferredRowPicker(rows)

@@ -12,10 +12,15 @@ import torch
 from forerun.cache.pool import PagePool
 from forerun.core import ROOT
 from forerun.models.build import build_decoder
-from forerun.models.cuda.packing import MAX_ROWS
-from forerun.models.cuda.prefixes import FEW
 from forerun.models.decoder import Output
-from forerun.models.execution.parts import LONG, join, keep, parts_of
+from forerun.models.execution.batch_split import (
+    MAX_DECODE_TOKENS,
+    MAX_LAUNCH_ROWS,
+    MIN_LONE_PROMPT_TOKENS,
+    clone_output,
+    join_outputs,
+    split_spans,
+)
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
 
@@ -30,50 +35,70 @@ def span(tokens: int, first: int = 0, alone: bool = False, want: int = 1) -> Spa
     ("spans", "expected"),
     [
         ([span(1, 9), span(1, 5)], [[0, 1]]),
-        ([span(1, 9), span(LONG), span(3, 5)], [[1], [0, 2]]),
-        ([span(LONG), span(LONG)], [[0], [1]]),
-        ([span(1, 9), span(FEW + 1), span(LONG - 1)], [[1, 2], [0]]),  # short prompts stay together
-        ([span(1, 9), span(FEW + 1)], [[1], [0]]),
-        ([span(1, 9), span(FEW - 1)], [[0, 1]]),
-        ([span(1, 9), span(LONG, 64), span(FEW + 1)], [[1, 2], [0]]),  # not from the first token on
-        ([span(1, 9), span(20, 64, alone=True), span(LONG)], [[1], [2], [0]]),
+        ([span(1, 9), span(MIN_LONE_PROMPT_TOKENS), span(3, 5)], [[1], [0, 2]]),
+        ([span(MIN_LONE_PROMPT_TOKENS), span(MIN_LONE_PROMPT_TOKENS)], [[0], [1]]),
+        (
+            [span(1, 9), span(MAX_DECODE_TOKENS + 1), span(MIN_LONE_PROMPT_TOKENS - 1)],
+            [[1, 2], [0]],
+        ),  # short prompts stay together
+        ([span(1, 9), span(MAX_DECODE_TOKENS + 1)], [[1], [0]]),
+        ([span(1, 9), span(MAX_DECODE_TOKENS - 1)], [[0, 1]]),
+        (
+            [span(1, 9), span(MIN_LONE_PROMPT_TOKENS, 64), span(MAX_DECODE_TOKENS + 1)],
+            [[1, 2], [0]],
+        ),  # not from the first token on
+        ([span(1, 9), span(20, 64, alone=True), span(MIN_LONE_PROMPT_TOKENS)], [[1], [2], [0]]),
         ([span(1, 9), span(1, 64, alone=True)], [[1], [0]]),
-        ([*[span(1, 9)] * MAX_ROWS, span(FEW + 1)], [[MAX_ROWS], list(range(MAX_ROWS))]),
-        ([*[span(1, 9)] * (MAX_ROWS + 1), span(FEW + 1)], [list(range(MAX_ROWS + 2))]),  # no single launch either way
-        ([*[span(1, 9)] * (MAX_ROWS + 1), span(LONG)], [[MAX_ROWS + 1], list(range(MAX_ROWS + 1))]),
+        (
+            [*[span(1, 9)] * MAX_LAUNCH_ROWS, span(MAX_DECODE_TOKENS + 1)],
+            [[MAX_LAUNCH_ROWS], list(range(MAX_LAUNCH_ROWS))],
+        ),
+        (
+            [*[span(1, 9)] * (MAX_LAUNCH_ROWS + 1), span(MAX_DECODE_TOKENS + 1)],
+            [list(range(MAX_LAUNCH_ROWS + 2))],
+        ),  # no single launch either way
+        (
+            [*[span(1, 9)] * (MAX_LAUNCH_ROWS + 1), span(MIN_LONE_PROMPT_TOKENS)],
+            [[MAX_LAUNCH_ROWS + 1], list(range(MAX_LAUNCH_ROWS + 1))],
+        ),
     ],
 )
 def test_who_runs_together(spans: list[Span], expected: list[list[int]]):
-    assert parts_of(spans) == expected
+    assert split_spans(spans) == expected
 
 
 def test_every_span_runs_once_and_parts_are_not_parted_again():
-    spans = [span(n, first, alone) for n in (1, FEW, FEW + 1, LONG) for first in (0, 7) for alone in (False, True)]
-    parts = parts_of(spans)
+    spans = [
+        span(n, first, alone)
+        for n in (1, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, MIN_LONE_PROMPT_TOKENS)
+        for first in (0, 7)
+        for alone in (False, True)
+    ]
+    parts = split_spans(spans)
     assert sorted(number for part in parts for number in part) == list(range(len(spans)))
     for part in parts:
-        assert len(parts_of([spans[number] for number in part])) == 1
+        assert len(split_spans([spans[number] for number in part])) == 1
 
 
 def test_rows_come_back_in_the_order_of_the_spans():
-    spans = [span(1, 9), span(LONG, want=2), span(3, 5, want=3), span(LONG, want=0)]
-    parts = parts_of(spans)
+    spans = [span(1, 9), span(MIN_LONE_PROMPT_TOKENS, want=2), span(3, 5, want=3), span(MIN_LONE_PROMPT_TOKENS, want=0)]
+    parts = split_spans(spans)
     assert parts == [[1], [3], [0, 2]]
     rows = torch.eye(6)
     outputs = [Output(rows[[1, 2]]), Output(rows[:0]), Output(rows[[0, 3, 4, 5]], torch.tensor([0, 3, 4, 5]))]
-    joined = join(spans, parts, outputs)
+    joined = join_outputs(spans, parts, outputs)
     assert torch.equal(joined.logits, rows) and joined.greedy is not None and joined.greedy.tolist() == list(range(6))
-    plain = join(spans, parts, [Output(output.logits) for output in outputs])
+    plain = join_outputs(spans, parts, [Output(output.logits) for output in outputs])
     assert torch.equal(plain.logits, rows) and plain.greedy is None
 
 
 def test_what_is_kept_does_not_change_with_the_memory_it_came_from():
     logits, greedy = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    kept = keep(Output(logits, greedy))
+    kept = clone_output(Output(logits, greedy))
     logits += 1
     greedy += 1
     assert kept.greedy is not None and not kept.logits.any() and not kept.greedy.any()
-    assert keep(Output(logits)).greedy is None
+    assert clone_output(Output(logits)).greedy is None
 
 
 class Shared(Runner):
@@ -84,11 +109,11 @@ class Shared(Runner):
 
     def forward(self, spans: list[Span], *others: object) -> Output:  # type: ignore[override]
         output = super().forward(spans)
-        if len(parts_of(spans)) > 1:
+        if len(split_spans(spans)) > 1:
             return output
         self.ran.append(len(spans))
         if self.memory is None:
-            self.memory = torch.zeros(MAX_ROWS, output.logits.shape[1])
+            self.memory = torch.zeros(MAX_LAUNCH_ROWS, output.logits.shape[1])
         self.memory[: len(output.logits)] = output.logits
         return Output(self.memory[: len(output.logits)])
 
@@ -99,11 +124,14 @@ def test_parts_give_what_one_forward_gives(tiny_folder: Callable[[str], Path]):
     for apart in (False, True):
         pool = PagePool(decoder.config, 400, SIZE, decoder.dtype, CPU)
         runner = Shared(decoder, pool, 1024)
-        assert runner.parts is False and runner.decoding_rows is None  # a CPU
-        runner.parts, runner.ran = apart, []
+        assert runner.splits_batches is False and runner.decoding_rows is None  # a CPU
+        runner.splits_batches, runner.ran = apart, []
         pages = [array("i", pool.allocate(80)) for _ in range(5)]
         ids = torch.Generator().manual_seed(1)
-        spans, shapes = [], ((1, 0, 1), (LONG, 0, 1), (4, 20, 4), (100, 0, 1), (LONG, 0, 0))
+        spans, shapes = (
+            [],
+            ((1, 0, 1), (MIN_LONE_PROMPT_TOKENS, 0, 1), (4, 20, 4), (100, 0, 1), (MIN_LONE_PROMPT_TOKENS, 0, 0)),
+        )
         for number, (tokens, first, want) in enumerate(shapes):
             text = torch.randint(3, 400, (first + tokens,), generator=ids).tolist()
             if first:
@@ -125,4 +153,4 @@ def test_what_is_known_runs_nowhere():
         Span([1] * 70, 0, array("i", range(9)), (69,)),
         Span([5], 8, array("i", [3, 4]), (0,), known=torch.ones(1, 7)),
     ]
-    assert parts_of(spans) == [[1], [0]]
+    assert split_spans(spans) == [[1], [0]]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from forerun.models.config import RopeConfig
-from forerun.models.cuda import planes
-from forerun.models.cuda.planes import CudaPlanes, LatePicker, addresses_of, gather
-from forerun.models.execution.planes import Picker, Planes
+from forerun.models.cuda import all_layers_kv
+from forerun.models.cuda.all_layers_kv import CudaAllLayersKV, DeferredRowPicker, addresses_of, gather
+from forerun.models.execution.all_layers_kv import AllLayersKV, RowPicker
 from forerun.models.rope import RopeTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ def test_written_as_torch_does(layers, base, heads, dim, given, kept, tokens):
     mapped = draw(tokens, layers - base, 2, heads, dim, dtype=getattr(torch, given))
     slots = torch.randperm(SLOTS, device=DEVICE)[:tokens]
     (kernel, found), (torchs, wanted) = (
-        make(way, layers, heads, dim, getattr(torch, kept)) for way in (CudaPlanes, Planes)
+        make(way, layers, heads, dim, getattr(torch, kept)) for way in (CudaAllLayersKV, AllLayersKV)
     )
     for each in (kernel, torchs):
         each.write(mapped, 5, slots, runs(base, layers))
@@ -60,7 +60,7 @@ def test_written_as_torch_does(layers, base, heads, dim, given, kept, tokens):
 def test_rows_of_what_is_mapped_may_lie_apart():
     wide = draw(9, 2 * 2 * 2 * 16 + 32)
     slots = torch.arange(9, device=DEVICE) * 3
-    (mine, found), (plain, wanted) = (make(way, 2, 2, 16, torch.float32) for way in (CudaPlanes, Planes))
+    (mine, found), (plain, wanted) = (make(way, 2, 2, 16, torch.float32) for way in (CudaAllLayersKV, AllLayersKV))
     for each in (mine, plain):
         each.write(wide[:, :128].view(9, 2, 2, 2, 16), 0, slots, runs(0, 2))
         each.write(wide[:, :128].view(9, 2, 2, 2, 16).flip(3), 0, slots + 1, runs(0, 2))
@@ -75,7 +75,7 @@ def test_rows_of_what_is_mapped_may_lie_apart():
 @pytest.mark.parametrize("count", [0, 1, 50])
 def test_read_as_torch_does(heads, dim, dtype, count):
     slots = torch.randint(0, SLOTS, (count,), device=DEVICE)
-    (mine, _), (plain, _) = (make(way, 4, heads, dim, dtype) for way in (CudaPlanes, Planes))
+    (mine, _), (plain, _) = (make(way, 4, heads, dim, dtype) for way in (CudaAllLayersKV, AllLayersKV))
     for base in (0, 1, 3):
         got = mine.read(base, slots)
         assert got.shape == (2, 4 - base, count, heads, dim)
@@ -84,34 +84,34 @@ def test_read_as_torch_does(heads, dim, dtype, count):
 
 @pytest.mark.parametrize("held", [0, 2000, 1 << 20])
 def test_rows_are_picked_from_all(monkeypatch, held):
-    monkeypatch.setattr(planes, "MOST_HELD", held)
+    monkeypatch.setattr(all_layers_kv, "MAX_HELD_BYTES", held)
     rows = torch.tensor([6, 0, 3], device=DEVICE)
     shown = [draw(7, 5, 20) for _ in range(6)]
-    late, plain = LatePicker(rows), Picker(rows)
+    late, plain = DeferredRowPicker(rows), RowPicker(rows)
     for x in shown:
-        late.see(x)
-        plain.see(x)
+        late.add(x)
+        plain.add(x)
     assert torch.equal(late.picked(), torch.stack([x[rows] for x in shown]))
     assert torch.equal(late.picked(), plain.picked())
 
 
 def test_rows_that_have_no_address_are_copied():
-    late, wide = LatePicker(torch.tensor([3, 1], device=DEVICE)), draw(4, 9)
-    late.see(wide[:, 1:])
-    late.see(wide.flatten()[1:33].view(4, 8))
+    late, wide = DeferredRowPicker(torch.tensor([3, 1], device=DEVICE)), draw(4, 9)
+    late.add(wide[:, 1:])
+    late.add(wide.flatten()[1:33].view(4, 8))
     assert torch.equal(late.picked(), torch.stack([wide[:, 1:][[3, 1]], wide.flatten()[1:33].view(4, 8)[[3, 1]]]))
 
 
 def test_preparing_writes_nothing():
-    (mine, found), (_, before) = (make(way, 3, 2, 16, torch.bfloat16) for way in (CudaPlanes, Planes))
+    (mine, found), (_, before) = (make(way, 3, 2, 16, torch.bfloat16) for way in (CudaAllLayersKV, AllLayersKV))
     mine.prepare()
     assert all(torch.equal(a, b) for x, y in zip(found, before, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_what_was_picked_does_not_change_later():
-    late, x = LatePicker(torch.tensor([1], device=DEVICE)), draw(2, 8)
-    late.see(x)
-    late.settle()
+    late, x = DeferredRowPicker(torch.tensor([1], device=DEVICE)), draw(2, 8)
+    late.add(x)
+    late.flush()
     kept = x[1].clone()
     x.zero_()
     assert torch.equal(late.picked(), kept[None, None])
@@ -123,5 +123,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="multiples of 16"):
         addresses_of([draw(9)[1:]], DEVICE)
     with pytest.raises(ValueError, match="2 layers from 1"):
-        make(CudaPlanes, 4, 1, 16, torch.float32)[0].write(draw(1, 2, 2, 1, 16), 0, torch.zeros(1).long(), runs(1, 4))
+        make(CudaAllLayersKV, 4, 1, 16, torch.float32)[0].write(
+            draw(1, 2, 2, 1, 16), 0, torch.zeros(1).long(), runs(1, 4)
+        )
     assert gather(addresses_of([draw(4, 3)], DEVICE)[None], 0, draw(4, 3), torch.zeros(0).long()).shape == (1, 1, 0, 3)
