@@ -1,6 +1,6 @@
-"""Several answers to one prompt, and the best of them: by a score, or by what most of them say.
+"""Several answers to one prompt, and the best of them: by a score, or by majority vote.
 
-All answers branch from one prefill and run together; each is looked at as soon as it ends, while others run.
+All answers branch from one prefill and run together; each is evaluated as soon as it ends, while others run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.engine.sequence import FinishReason
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
-from forerun.sharing.branches import Branch, all_of, checked_score, grow, run_sync
+from forerun.sharing.branches import Branch, checked_score, gather_or_cancel, run_branch, run_sync
 from forerun.sharing.rollout_config import SAMPLING, answer_seed, group_seed
 
-MOST = 256
+MAX_CANDIDATES = 256
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Best:
 
 @dataclass(frozen=True)
 class Vote:
-    """What most answers said. Ties go to the answers that the model thought likelier, per token, on the whole."""
+    """The answer with most votes. Ties go to the answer of the highest mean log-probability per token."""
 
     answer: Hashable
-    share: float  # of the candidates that said something
+    share: float  # of the candidates that have a vote
     counts: dict[Hashable, int]
     candidates: list[Candidate]
 
@@ -69,15 +69,15 @@ def best_of_n(
     params: SamplingParams = SAMPLING,
     seed: int | None = None,
 ) -> Best:
-    """n answers from one prefill, best score first. `score` is called in a thread, one answer at a time, while others
-    run; an answer it fails on carries the error. Raises only where it failed on all."""
+    """n answers from one prefill, best score first. `score` is called in a thread, with one answer at a time, while
+    others run; an answer it fails on carries the error. Raises only where it failed on all."""
     if not callable(score):
         raise BadRequest(f"score is {score!r:.80}", "give a function from a candidate to a number")
 
-    def judge(candidate: Candidate) -> None:
+    def evaluate(candidate: Candidate) -> None:
         candidate.score = checked_score(score, candidate, "a candidate")
 
-    found = _judged(llm, prompt, n, params, seed, judge)
+    found = _evaluated(llm, prompt, n, params, seed, evaluate)
     return Best(sorted(found, key=lambda c: -float("inf") if c.score is None else c.score, reverse=True))
 
 
@@ -89,12 +89,12 @@ def self_consistency(
     params: SamplingParams = SAMPLING,
     seed: int | None = None,
 ) -> Vote:
-    """n answers from one prefill, and what most of them say. `extract` finds the final answer in a text; None: there is
-    none, and no vote."""
+    """n answers from one prefill, and a majority vote. `extract` finds the final answer in a text; None: there is none,
+    and no vote."""
     if not callable(extract):
         raise BadRequest(f"extract is {extract!r:.80}", "give a function from a text to its final answer")
 
-    def judge(candidate: Candidate) -> None:
+    def evaluate(candidate: Candidate) -> None:
         try:
             candidate.vote = extract(candidate.text)
             hash(candidate.vote)
@@ -105,15 +105,15 @@ def self_consistency(
                 "return something that can be counted (text, a number), or None where there is no answer",
             ) from error
 
-    found = _judged(llm, prompt, n, params, seed, judge)
+    found = _evaluated(llm, prompt, n, params, seed, evaluate)
     counts = Counter(c.vote for c in found if c.vote is not None)
     if not counts:
         return Vote(None, 0.0, {}, found)
-    sure: dict[Hashable, float] = {}
+    best_logprob: dict[Hashable, float] = {}
     for candidate in found:
         mean = candidate.logprob / max(1, len(candidate.logprobs))
-        sure[candidate.vote] = max(sure.get(candidate.vote, -float("inf")), mean)
-    answer = max(counts, key=lambda vote: (counts[vote], sure[vote]))
+        best_logprob[candidate.vote] = max(best_logprob.get(candidate.vote, -float("inf")), mean)
+    answer = max(counts, key=lambda vote: (counts[vote], best_logprob[vote]))
     return Vote(answer, counts[answer] / counts.total(), dict(counts), found)
 
 
@@ -121,24 +121,24 @@ def sample(
     llm: LLM, prompt: Prompt | Messages, n: int, params: SamplingParams = SAMPLING, seed: int | None = None
 ) -> list[Candidate]:
     """n answers from one prefill, in the order they were started."""
-    return _judged(llm, prompt, n, params, seed, lambda candidate: None)
+    return _evaluated(llm, prompt, n, params, seed, lambda candidate: None)
 
 
-def _judged(
+def _evaluated(
     llm: LLM,
     prompt: Prompt | Messages,
     n: int,
     params: SamplingParams,
     seed: int | None,
-    judge: Callable[[Candidate], Any],
+    evaluate: Callable[[Candidate], Any],
 ) -> list[Candidate]:
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST:
-        raise BadRequest(f"n is {n!r}, allowed is 1 to {MOST}", "choose a whole number in that range")
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_CANDIDATES:
+        raise BadRequest(f"n is {n!r}, allowed is 1 to {MAX_CANDIDATES}", "choose a whole number in that range")
     if params.n != 1:
         raise BadRequest(f"params has n={params.n}, beside {n} candidates", "leave n out of params")
     ids = llm.encode(prompt)
     llm.engine.check(ids, params)
-    found = run_sync(_run(llm, ids, n, params, group_seed(seed, params), judge))
+    found = run_sync(_run(llm, ids, n, params, group_seed(seed, params), evaluate))
     if all(candidate.error is not None for candidate in found):
         assert found[0].error is not None
         raise found[0].error
@@ -146,18 +146,18 @@ def _judged(
 
 
 async def _run(
-    llm: LLM, ids: list[int], n: int, params: SamplingParams, seed: int, judge: Callable[[Candidate], Any]
+    llm: LLM, ids: list[int], n: int, params: SamplingParams, seed: int, evaluate: Callable[[Candidate], Any]
 ) -> list[Candidate]:
     loop, logprobs = asyncio.get_running_loop(), params.logprobs or 0
 
     async def one(index: int) -> Candidate:
-        b = await grow(llm, Branch(ids, replace(params, logprobs=logprobs, seed=answer_seed(seed, index))))
+        b = await run_branch(llm, Branch(ids, replace(params, logprobs=logprobs, seed=answer_seed(seed, index))))
         candidate = Candidate(b.text, b.token_ids, b.logprobs, b.finish_reason, b.usage)
         try:
-            await loop.run_in_executor(thread, judge, candidate)
+            await loop.run_in_executor(thread, evaluate, candidate)
         except BadRequest as error:
             candidate.error = error
         return candidate
 
     with ThreadPoolExecutor(1, "forerun-score") as thread:
-        return await all_of(one(index) for index in range(n))
+        return await gather_or_cancel(one(index) for index in range(n))

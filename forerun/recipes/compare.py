@@ -1,7 +1,7 @@
 """A rollout tree beside independent sampling with the same budget: distinct trajectories per 1,000 computed tokens.
 
 Independent sampling is counted twice: as it runs here, where all answers share the prompt's prefill, and as it would be
-where every answer computes the prompt again. The tree is to be held against the first, which is the harder one.
+where every answer computes the prompt again. The first is the harder baseline, and the one to compare the tree with.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from forerun.sharing.rounds import Rollout
 from forerun.sharing.tree import RolloutTree, Trajectory
 
 Key = Callable[[Trajectory], Hashable]
-FIRST_TOKENS = 128  # of each answer that distances are taken over
-MOST_COMPARED = 24  # answers that distances are taken over: pairs grow with the square
+DISTANCE_TOKENS = 128  # first tokens of each answer that distances are computed over
+MAX_COMPARED_ANSWERS = 24  # for distances: pairs grow with the square
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one way of sampling gave for its tokens."""
+    """The outcome of one way of sampling, and its cost in tokens."""
 
     trajectories: int  # complete ones
     distinct: int
@@ -60,8 +60,8 @@ def independent(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig) -> R
 
 
 def compare(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig, key: Key | None = None) -> Comparison:
-    """Both ways with the same budget and the same sampling. `key`: what makes two trajectories the same; without one,
-    equal tokens."""
+    """Both ways with the same budget and the same sampling. `key`: two trajectories with the same key count once;
+    without one, those with equal tokens do."""
     grown = run_sync(Rollout(llm, llm.encode(prompt), config).run())
     plain = independent(llm, prompt, config)
     shared = sampled(plain, key)
@@ -72,5 +72,5 @@ def compare(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig, key: Key
 def sampled(tree: RolloutTree, key: Key | None = None) -> Sampled:
     found = tree.trajectories()
     keys: list[Hashable] = [tuple(t.token_ids) if key is None else key(t) for t in found]
-    distance = mean_pairwise_distance([t.token_ids for t in found[:MOST_COMPARED]], FIRST_TOKENS)
+    distance = mean_pairwise_distance([t.token_ids for t in found[:MAX_COMPARED_ANSWERS]], DISTANCE_TOKENS)
     return Sampled(len(found), count_distinct(keys), tree.cost.computed + tree.root.cost.shared, distance)

@@ -1,9 +1,9 @@
 """Equilibrium ranking of candidate answers: where the model as generator and the model as discriminator agree.
 
-The Consensus Game (Jacob et al., 2023): the generator is told "correct" or "incorrect" and picks a candidate, the
-discriminator sees the candidate and says which of the two it was; both win where they agree. Both start from the
-model's own probabilities and play no-regret updates that are held near the start (KL). Candidates that both find
-plausible come out on top. Nothing is sampled and nothing is trained: the model only scores given texts, and the
+The Consensus Game (Jacob et al., 2023): the generator gets "correct" or "incorrect" and picks a candidate, the
+discriminator gets the candidate and predicts which of the two it was; both win where they agree. Both start from the
+model's own probabilities and play no-regret updates with a penalty (KL) for moving away from the start. Candidates that
+both find plausible rank highest. Nothing is sampled and nothing is trained: the model only scores given texts, and the
 question, which all of them share, is computed once.
 """
 
@@ -23,7 +23,7 @@ CORRECT, INCORRECT = 0, 1
 
 @dataclass(frozen=True)
 class Wording:
-    """How the two players are asked, each text following the question."""
+    """The prompts of the two players; each text follows the question."""
 
     generate_correct: str = "\nCorrect answer:"
     generate_incorrect: str = "\nIncorrect answer:"
@@ -48,7 +48,7 @@ class Equilibrium:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Candidates, best first, by the equilibrium's generator; beside it the discriminator's word, and both before the
+    """Candidates, best first, by the equilibrium's generator; and the policies of both players, after and before the
     game, in the order of the candidates given."""
 
     order: list[int]
@@ -64,8 +64,8 @@ class Ranking:
 
 
 def play(start: Equilibrium, steps: int = 5000, rate: float = 0.1, stay: float = 0.1) -> Equilibrium:
-    """`steps` rounds of both players. `rate`: how fast they follow what the other has played on average; `stay`: how
-    strongly they are held to where they started (the KL term)."""
+    """`steps` rounds of both players. `rate`: how fast they follow the other player's average policy; `stay`: weight
+    of the KL term, which holds them near the start."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise BadRequest(f"steps is {steps!r}, it must be a whole number of at least 1", "leave it out")
     for name, value in (("rate", rate), ("stay", stay)):
@@ -73,26 +73,26 @@ def play(start: Equilibrium, steps: int = 5000, rate: float = 0.1, stay: float =
             raise BadRequest(f"{name} is {value!r}, it must be above 0", "leave it out for 0.1")
     log_g, log_d = np.log(start.generator), np.log(start.discriminator)  # [2, n], [n, 2]
     generator, discriminator = start.generator, start.discriminator
-    heard_d, heard_g = np.zeros_like(generator), np.zeros_like(discriminator)
+    sum_d, sum_g = np.zeros_like(generator), np.zeros_like(discriminator)  # of the policies so far
     for t in range(1, steps + 1):
-        heard_d, heard_g = heard_d + discriminator.T, heard_g + generator.T
+        sum_d, sum_g = sum_d + discriminator.T, sum_g + generator.T
         weight = 1.0 / (rate * t) + stay
-        generator = softmax((heard_d / (2 * t) + stay * log_g) / weight)
-        discriminator = softmax((heard_g / (2 * t) + stay * log_d) / weight)
+        generator = softmax((sum_d / (2 * t) + stay * log_g) / weight)
+        discriminator = softmax((sum_g / (2 * t) + stay * log_d) / weight)
     return Equilibrium(generator, discriminator)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis; nothing gets a plain zero, whose logarithm nobody could use."""
+    """Over the last axis; no probability is 0, so that each has a logarithm."""
     e = np.exp(scores - scores.max(-1, keepdims=True))
     probs = np.maximum(e / e.sum(-1, keepdims=True), 1e-12)
     return np.asarray(probs / probs.sum(-1, keepdims=True))
 
 
 def initial(generate: np.ndarray, judge: np.ndarray) -> Equilibrium:
-    """Policies from log-probabilities: `generate` [2, n] of each candidate when told correct and incorrect, `judge`
-    [n, 2] of both words after each candidate. Each is taken against the other role first, so that a candidate that is
-    likely whatever was asked, and a word that follows any candidate, count for little."""
+    """Policies from log-probabilities: `generate` [2, n] of each candidate after "correct" and after "incorrect",
+    `judge` [n, 2] of both verdicts after each candidate. Each is normalised over the other role first, so that a
+    candidate that is likely in both roles, and a verdict that is likely after any candidate, count for little."""
     relative_g = generate - np.logaddexp(generate[CORRECT], generate[INCORRECT])[None]  # [2, n]
     relative_d = judge - np.logaddexp.reduce(judge, axis=0)[None]  # [n, 2]
     return Equilibrium(softmax(relative_g), softmax(relative_d))

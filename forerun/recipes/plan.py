@@ -3,8 +3,8 @@
 import warnings
 from typing import Any
 
-from forerun.recipes.planning.asking import Limits, PlanUsage
 from forerun.recipes.planning.calls import CallResult, run_plan
+from forerun.recipes.planning.chat import Limits, PlanUsage
 from forerun.recipes.planning.examples import Example
 from forerun.recipes.planning.interleaved import LoopResult, interleaved
 from forerun.recipes.planning.solve import PlanResult, solve

@@ -1,7 +1,6 @@
-"""Events from the thread that steps the engine to an event loop: one wake-up for all that a step has to say.
+"""Events from the thread that steps the engine to an event loop: one wake-up for all events of a step.
 
-Waking a loop costs a system call, and the thread that steps would pay it for every stream of its batch. Knows no
-engine.
+Waking a loop costs a system call, and the stepping thread would pay it for every stream of its batch. Knows no engine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """What waits for the readers of one event loop."""
+    """Undelivered items for the readers of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -24,7 +23,7 @@ class Mailbox(Generic[T]):
     def put(self, inbox: asyncio.Queue[T], item: T) -> None:
         """From any thread; raises where the loop is closed."""
         self._waiting.append((inbox, item))
-        if self._announced:  # the loop has not begun to look: it will find this, too
+        if self._announced:  # the loop has not started to deliver: it will find this item, too
             return
         self._announced = True
         try:
@@ -34,7 +33,7 @@ class Mailbox(Generic[T]):
             raise
 
     def _deliver(self) -> None:
-        self._announced = False  # before looking: what comes from now on announces itself again
+        self._announced = False  # before the queue is read: later items announce themselves again
         while self._waiting:
             inbox, item = self._waiting.popleft()
             inbox.put_nowait(item)

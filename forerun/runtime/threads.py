@@ -1,9 +1,9 @@
 """Work in a thread that ends with it.
 
-OpenMP keeps a team of threads for every thread that has ever used it. Once there are more of them than cores, nobody
-spins any longer at the end of a parallel loop; everybody sleeps and is woken, thousands of times in a forward. Measured
-on two cores: a model opened in one thread and stepped in another gives a third fewer tokens a second than in one alone.
-A team goes when its thread does.
+OpenMP keeps a team of threads for every thread that has ever used it. Once there are more of them than cores, threads
+no longer spin at the end of a parallel loop; they sleep and are woken, thousands of times in a forward. Measured on two
+cores: a model opened in one thread and stepped in another gives a third fewer tokens a second than in one alone. A team
+ends with its thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises."""
+    """Return what `work` returns, or raise what it raises."""
     found: dict[str, Any] = {}
 
     def run() -> None:
@@ -25,7 +25,7 @@ def run_in_thread(work: Callable[[], T]) -> T:
         except BaseException as error:
             found["error"] = error
 
-    thread = threading.Thread(target=run, name="forerun-apart", daemon=True)  # Ctrl-C does not wait for it
+    thread = threading.Thread(target=run, name="forerun-work", daemon=True)  # Ctrl-C does not wait for it
     thread.start()
     thread.join()
     if "error" in found:

@@ -23,7 +23,7 @@ from forerun.serve.api_keys import ApiKey
 from forerun.serve.errors import ApiError
 from forerun.serve.tool_parser import ToolCallParser
 from forerun.sharing.session import Session, completed
-from forerun.sharing.session_registry import DEFAULT_TTL
+from forerun.sharing.session_registry import DEFAULT_TTL_S
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ServerSessions:
             raise BadRequest(f"the session's ttl is {options.ttl:g}, the limit here is {self.max_ttl:g}", hint)
         with self._lock:
             self._close_expired(name)
-            ttl = options.ttl or (None if name in self._used else min(DEFAULT_TTL, self.max_ttl))
+            ttl = options.ttl or (None if name in self._used else min(DEFAULT_TTL_S, self.max_ttl))
             session = self._open(name, ttl, options.create)
         if session.pending:  # a turn of a process that was killed
             session.rewind(turns=1)

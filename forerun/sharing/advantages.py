@@ -1,4 +1,4 @@
-"""From scores to advantages: how much better a branch did than its siblings.
+"""From scores to advantages: how much better a branch scored than its siblings.
 
 The baseline of a branch is the mean over the branches of the same point, as in group-relative policy optimisation; in a
 tree every branch point gives one. Knows trees and numbers only.

@@ -6,14 +6,14 @@ worker. In a step every worker may append tokens to its block, all at once. Work
     prompt | block w+1 | block w+2 | ... | block w-1 | block w          (worker numbers modulo n)
 
 with rotary positions 0, 1, 2, ... along that line, the other blocks with all their tokens, those of this very step too,
-and its own block up to the token that looks. A token runs once, in the view its own worker has in that step: its K
+and its own block up to the token that attends. A token runs once, in the view its own worker has in that step: its K
 (before rotation) and its V are those of this one pass in every view and ever after. Only positions differ from view to
 view, and they move as blocks grow. Sliding windows count along the same line.
 
 K is kept rotated for one place: entry j of any block as if it followed the prompt, at P + j. Scores depend on
 differences of positions alone, so not keys are turned for each view but queries, once for every block: all workers read
 the same cache, each entry once in a step. A block alone follows the prompt in its only view: that is an ordinary
-sequence, and it runs as one. Nothing here knows requests, sampling, text or who owns pages.
+sequence, and it runs as one. Knows no requests, no sampling, no text and no owner of pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import rotate
 from forerun.prefill.attention_scores import slots_of
 
-TILE = 64  # new tokens that attend in one go: scores of all tokens of long blocks at once would be large
+TILE_TOKENS = 64  # new tokens that attend at once: the scores of all tokens of long blocks would be large
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Views:
     tokens: Tensor  # [T]
     slots: Tensor  # [T] where K and V go
     stored: Tensor  # [T] positions that K is rotated to
-    queries: Tensor  # [B, T] positions that queries are rotated to when they meet a stretch
+    queries: Tensor  # [B, T] positions that queries are rotated to for a stretch
     keys: list[slice | Tensor]  # [B] slots of a stretch
     key_positions: Tensor  # [E] what the K of all entries, stretch after stretch, was rotated to
     lengths: list[int]  # [B] entries of a stretch; E together
@@ -90,7 +90,7 @@ class BlockAttention(AttentionBackend):
         self._distance = views.queries.T.index_select(1, owner) - views.key_positions  # [T, E]
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
-        """As the contract says, but the queries that come back are not rotated: that depends on what they meet."""
+        """As the contract says, but the queries that come back are not rotated: that depends on the stretch."""
         c = self.config
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
@@ -104,8 +104,8 @@ class BlockAttention(AttentionBackend):
         cos, sin = self._turns[self.config.layer_rope(layer)]
         window = self.config.window(layer)
         out = []
-        for lo in range(0, q.shape[0], TILE):
-            tile = slice(lo, lo + TILE)
+        for lo in range(0, q.shape[0], TILE_TOKENS):
+            tile = slice(lo, lo + TILE_TOKENS)
             hidden = self._distance[tile] < 0  # [t, E]
             if window is not None:
                 hidden |= self._distance[tile] >= window
@@ -113,7 +113,7 @@ class BlockAttention(AttentionBackend):
         return torch.cat(out)
 
     def _attend_tile(self, q: Tensor, hidden: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries as each stretch meets them [B, t, Hq, D] -> [t, Hq * D]; in float32, as fused kernels sum."""
+        """Queries rotated for each stretch [B, t, Hq, D] -> [t, Hq * D]; in float32, as fused kernels sum."""
         stretches, count, heads, dim = q.shape
         shared, group = kv[0].shape[1], heads // kv[0].shape[1]
         rows = q.view(stretches, count, shared, group, dim).transpose(1, 2).flatten(2, 3).float()  # [B, Hkv, t g, D]
@@ -173,8 +173,8 @@ class BlockRunner:
         for worker, own in enumerate(entries):
             starts = np.array(view_starts(prompt, lengths, worker))
             positions = starts[worker] + own  # in the view of its own worker
-            meets = positions - (starts - prompt)[:, None]  # a block that lies further back than its K says
-            queries.append(np.concatenate((positions[None], meets)))
+            shifted = positions - (starts - prompt)[:, None]  # K of a block is rotated as if it followed the prompt
+            queries.append(np.concatenate((positions[None], shifted)))
         stretches = [self.prompt, *self.blocks]
         bases = [0, *(prompt for _ in lengths)]
         key_positions = [base + np.arange(block.length) for base, block in zip(bases, stretches, strict=True)]

@@ -1,7 +1,7 @@
 """Answers that run side by side: each is a request of its own, all share the engine's steps and the prefix tree.
 
-The engine steps in its own thread, so that what looks at the answers (scores, likeness) works while others run. Knows
-requests and events; not why a branch was started.
+The engine steps in its own thread, so that functions of the caller (scores) run meanwhile. Knows requests and events;
+not why a branch was started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Branch:
-    """One request in the making."""
+    """One request and what it has generated so far."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -36,18 +36,13 @@ class Branch:
     request_id: int | None = None
     stopped: bool = False
 
-    @property
-    def prefill(self) -> int:
-        """Prompt tokens that had to run."""
-        return self.usage.computed_tokens
-
     def stop(self, llm: LLM) -> None:
-        """End it at the next step; its last event still comes, with what it cost."""
+        """Cancel it at the next step; its last event is still emitted, with its usage."""
         self.stopped = True
         if self.request_id is not None:
             llm.engine.cancel(self.request_id)
 
-    def take(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         self.request_id = event.request_id
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
@@ -56,22 +51,22 @@ class Branch:
         self.usage = event.usage or self.usage
 
 
-async def grow(
+async def run_branch(
     llm: LLM, branch: Branch, on_tokens: Callable[[Branch], Coroutine[Any, Any, None]] | None = None
 ) -> Branch:
-    """Run a branch to its end; `on_tokens` is awaited whenever it has grown, and meanwhile the engine goes on."""
+    """Run a branch to its end; `on_tokens` is awaited after each of its events, and meanwhile the engine goes on."""
     async with aclosing(llm.astream(branch.prompt_ids, branch.params)) as events:  # type: ignore[type-var]
         async for event in events:
-            branch.take(event)
+            branch.add_event(event)
             if branch.stopped:
-                branch.stop(llm)  # it may have been stopped before its request had a number
+                branch.stop(llm)  # it may have been stopped before its request had an id
             elif on_tokens is not None and event.finish_reason is None:
                 await on_tokens(branch)
     return branch
 
 
-async def all_of(tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once; where one fails none of them goes on."""
+async def gather_or_cancel(tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; where one fails, the others are cancelled."""
     running = [asyncio.ensure_future(task) for task in tasks]
     try:
         return await asyncio.gather(*running)
@@ -83,7 +78,7 @@ async def all_of(tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine for a caller that waits, inside a running event loop too (as in a notebook)."""
+    """The result of a coroutine for a blocking caller, inside a running event loop too (as in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -106,7 +101,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 
 
 def checked_score(score: Callable[[T], float], subject: T, what: str) -> float:
-    """What a caller's score function says; whatever is wrong with it becomes one kind of error."""
+    """The score that a caller's function gives; all that can be wrong with it is a `BadRequest`."""
     try:
         value = score(subject)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Where a trajectory may branch, and with which token: at the start of steps, where the model was unsure, or where the
-caller says. Reads tokens and log-probabilities of a node; runs nothing.
+"""Where a trajectory may branch, and with which token: at the start of steps, at high entropy, or at positions that the
+caller's function returns. Reads tokens and log-probabilities of a node; runs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BRANCH_NAMES = ("step", "entropy")
 
 
 def entropy(entry: TokenLogprob) -> float:
-    """Of the next token's distribution, in nats, from its likeliest tokens; all others count as one."""
+    """Of the next token's distribution, in nats, from its likeliest tokens; all others count as one token."""
     probs = [math.exp(logprob) for _, logprob in entry.top]
     rest = max(0.0, 1.0 - sum(probs))
     return -sum(p * math.log(p) for p in (*probs, rest) if p > 0.0)
@@ -46,7 +46,7 @@ def step_starts(token_ids: Sequence[int], tokenizer: Tokenizer, separator: str) 
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """A new branch: it leaves `node` before its token `at` and starts with `token`, which no sibling has."""
+    """A new branch: it starts before token `at` of `node`, with `token`, which no sibling starts with."""
 
     node: RolloutNode
     at: int
@@ -55,23 +55,23 @@ class BranchPoint:
 
 
 class Brancher:
-    """Finds the best point of a node that is still free. `floor`: the least probability of a token to branch with;
-    `banned`: tokens that would end the answer at once."""
+    """Finds the best free branch point of a node. `min_prob`: of a token to branch with; `banned`: tokens that would
+    end the answer at once."""
 
     def __init__(
         self,
         branch_on: BranchOn,
         tokenizer: Tokenizer,
         separator: str,
-        floor: float,
+        min_prob: float,
         width: int,
         banned: Collection[int],
     ) -> None:
         self.branch_on, self.tokenizer, self.separator = branch_on, tokenizer, separator
-        self.floor, self.width, self.banned = floor, width, frozenset(banned)
+        self.min_prob, self.width, self.banned = min_prob, width, frozenset(banned)
 
     def best(self, node: RolloutNode, rng: random.Random) -> BranchPoint | None:
-        """Where the model was least sure among the positions allowed; the token is drawn among those not taken."""
+        """The allowed position of highest entropy; the token is drawn from those that no sibling starts with."""
         allowed = self.positions(node)
         for at in sorted(allowed, key=lambda at: -entropy(node.logprobs[at])):
             there = node.parent.children if at == 0 and node.parent is not None else []
@@ -81,7 +81,7 @@ class Brancher:
             free = [
                 (token, logprob)
                 for token, logprob in node.logprobs[at].top
-                if token not in taken and token not in self.banned and math.exp(logprob) >= self.floor
+                if token not in taken and token not in self.banned and math.exp(logprob) >= self.min_prob
             ]
             if free:
                 token, logprob = rng.choices(free, weights=[math.exp(logprob) for _, logprob in free])[0]
@@ -96,10 +96,10 @@ class Brancher:
         if self.branch_on == "step":
             return [0, *step_starts(node.token_ids, self.tokenizer, self.separator)]
         assert callable(self.branch_on)
-        return self._asked(node, self.branch_on)
+        return self._from_function(node, self.branch_on)
 
     @staticmethod
-    def _asked(node: RolloutNode, function: Callable[[RolloutNode], Sequence[int]]) -> list[int]:
+    def _from_function(node: RolloutNode, function: Callable[[RolloutNode], Sequence[int]]) -> list[int]:
         try:
             found = list(function(node))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How different answers are: edit distances between their beginnings, distinct ones, and groups that are too alike.
+"""How different answers are: edit distances between their first tokens, distinct ones, and groups of duplicates.
 
 Works on lists of token ids; knows no model, no text and no tree.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 
-FIRST_LOOK = 16  # tokens of every branch before a group is looked at; then twice as many, and so on
+FIRST_COMPARED_TOKENS = 16  # of every branch, for the first comparison of a group; then twice as many, and so on
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
@@ -29,7 +29,7 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 
 def mean_pairwise_distance(sequences: Sequence[Sequence[int]], prefix: int | None = None) -> float:
     """Mean over all pairs of the edit distance of their first `prefix` tokens, as a share of the longer one: 0 where
-    all are the same, 1 where no two have anything in common. One sequence alone is as far from others as can be."""
+    all are the same, 1 where no two have anything in common. One sequence alone has distance 1."""
     cut = [sequence[:prefix] for sequence in sequences]
     pairs = list(combinations(cut, 2))
     if not pairs:
@@ -41,39 +41,42 @@ def count_distinct(items: Iterable[Hashable]) -> int:
     return len(set(items))
 
 
-class Group:
-    """Branches of one point that run together: stopped early where their beginnings are too alike.
+class SiblingGroup:
+    """Branches of one point that run together: stopped early where their first tokens are too similar.
 
-    `others`: beginnings of finished siblings. Whether a group is alike depends on its tokens only, not on who was fast:
-    it is looked at when all that run have as many tokens as the look takes.
+    `others`: first tokens of finished siblings. The outcome depends on tokens only, not on timing: a group is compared
+    when all running members have as many tokens as the comparison takes.
     """
 
-    def __init__(self, least: float, others: Sequence[Sequence[int]] = ()) -> None:
-        self.least = least
+    def __init__(self, min_distance: float, others: Sequence[Sequence[int]] = ()) -> None:
+        self.min_distance = min_distance
         self.others = others
         self._members: dict[int, list[int]] = {}
         self._running: set[int] = set()
-        self._look = FIRST_LOOK
+        self._compared_tokens = FIRST_COMPARED_TOKENS
 
-    def join(self, member: int, tokens: list[int]) -> None:
+    def add(self, member: int, tokens: list[int]) -> None:
         """`tokens` is the member's own list, which grows."""
         self._members[member] = tokens
         self._running.add(member)
 
-    def leave(self, member: int) -> list[int]:
-        """A member has ended; the others may have waited for it."""
+    def remove(self, member: int) -> list[int]:
+        """A member has ended; the comparison of the others may be due now."""
         self._running.discard(member)
-        return self.look()
+        return self.find_duplicates()
 
-    def look(self) -> list[int]:
+    def find_duplicates(self) -> list[int]:
         """Members to stop now, if any: all that run but the first; that one, too, where a sibling has ended."""
         stopped: list[int] = []
-        while self.least > 0 and self._running and all(len(self._members[m]) >= self._look for m in self._running):
-            beginnings = [*self._members.values(), *self.others]
-            if mean_pairwise_distance(beginnings, self._look) < self.least:
+        while self.min_distance > 0 and self._running and self._long_enough():
+            compared = [*self._members.values(), *self.others]
+            if mean_pairwise_distance(compared, self._compared_tokens) < self.min_distance:
                 ended = bool(self.others) or len(self._running) < len(self._members)
                 stopped = sorted(self._running)[0 if ended else 1 :]
                 self._running -= set(stopped)
-                self.least = 0.0  # said once
-            self._look *= 2
+                self.min_distance = 0.0  # stop members once
+            self._compared_tokens *= 2
         return stopped
+
+    def _long_enough(self) -> bool:
+        return all(len(self._members[member]) >= self._compared_tokens for member in self._running)

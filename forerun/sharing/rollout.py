@@ -1,7 +1,7 @@
-"""Rollout trees: many answers to one prompt that share what they have in common.
+"""Rollout trees: many answers to one prompt that share their common prefixes.
 
-A few answers start from the stem; then, round after round, every promising run of tokens gets one more branch, at a
-step or where the model was unsure. How a round is planned and run is the business of `rounds`.
+A few answers start from the stem; then, round after round, every promising node gets one more branch, at a step or
+where entropy is high. Rounds are planned and run in `rounds`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rollout is asked to do: `RolloutConfig`, checked on creation. Knows no engine."""
+"""The options of a rollout: `RolloutConfig`, checked on creation, and the seeds of its answers. Knows no engine."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ def answer_seed(seed: int, number: int) -> int:
 class RolloutConfig:
     """How a tree grows; every value is checked on creation."""
 
-    width: int  # answers that start from the stem, and most branches of any one point
-    depth: int  # 1: nothing but those; 2: they branch; 3: branches branch, and so on
-    token_budget: int  # most tokens computed, the stem included whether it was cached or not
+    width: int  # answers that start from the stem, and the limit of branches of one point
+    depth: int  # 1: only those; 2: they branch; 3: branches branch, and so on
+    token_budget: int  # limit of computed tokens, including the stem whether it was cached or not
     branch_on: BranchOn = "step"  # or a function from a node to positions in its tokens
-    score: Score | None = None  # called with one trajectory at a time, in a thread, while others run
+    score: Score | None = None  # called in a thread, with one trajectory at a time, while others run
     params: SamplingParams = field(default=SAMPLING)
     separator: str = "\n"  # between steps
-    keep: float = 0.5  # with a score: the share of nodes, best first, that is branched in a round
-    prune_below: float | None = None  # with a score: answers are scored at every step, too, and stopped below this
-    min_distance: float = (
-        0.0  # branches of one point are stopped where their mean pairwise prefix edit distance is less
-    )
-    min_prob: float = 0.02  # least probability of a token that a branch starts with
+    keep: float = 0.5  # with a score: fraction of nodes, best first, that branch in a round
+    prune_below: float | None = None  # with a score: answers are also scored at every step, and stopped below this
+    min_distance: float = 0.0  # branches of one point stop where their mean pairwise prefix edit distance is less
+    min_prob: float = 0.02  # of the token that a branch starts with
     seed: int | None = None  # of everything random; None: that of params, or 0
 
     def __post_init__(self) -> None:
@@ -81,7 +79,7 @@ class RolloutConfig:
         p = self.params
         if not isinstance(p, SamplingParams):
             raise BadRequest(f"params must be SamplingParams, got {p!r:.80}", "pass SamplingParams(temperature=1.0)")
-        # A branch's request has part of the answer in its prompt: what depends on where the answer began would differ
+        # A branch's prompt contains part of the answer: options that depend on where the answer begins would differ
         refused = {
             "n": p.n != 1,
             "grammar": p.grammar is not None,

@@ -1,9 +1,9 @@
-"""One rollout tree in the making: rounds of branches, planned within a budget, watched and scored while they run.
+"""Grows one rollout tree: rounds of branches, planned within a budget, compared and scored while they run.
 
-What a round may cost is settled before it starts, so the token budget holds as long as the pool has room for the tree:
-where pages were evicted, a round may cost what it takes to compute them again. A branch costs its own tokens and at
-most one page of what lies before it: the prefix tree shares whole pages. Which branches a round starts depends on the
-tokens so far and the seed, not on who was fast.
+A round's cost is bounded before it starts, so the token budget holds as long as the pool has room for the tree: where
+pages were evicted, a round also costs what it takes to compute them again. A branch costs its own tokens and at most
+one page of its prefix: the prefix tree shares whole pages. Which branches a round starts depends on the tokens so far
+and the seed, not on timing.
 """
 
 from __future__ import annotations
@@ -16,115 +16,118 @@ from dataclasses import dataclass, replace
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import MAX_LOGPROBS
-from forerun.sharing.branches import Branch, all_of, checked_score, grow
+from forerun.sharing.branches import Branch, checked_score, gather_or_cancel, run_branch
 from forerun.sharing.branching import Brancher, BranchPoint, step_starts
-from forerun.sharing.diversity import Group
+from forerun.sharing.diversity import SiblingGroup
 from forerun.sharing.rollout_config import RolloutConfig, answer_seed
-from forerun.sharing.tree import Cost, RolloutNode, RolloutTree, Status
+from forerun.sharing.tree import BranchStatus, Cost, RolloutNode, RolloutTree
 
-ALTERNATIVES = 8  # likeliest tokens kept at every position: what a branch may start with
-LOOKED_AT = 1024  # tokens of finished siblings that a branch is compared with
+MIN_TOP_LOGPROBS = 8  # recorded at every position: the tokens that a branch may start with
+NO_SHARING = 1 << 40  # tokens of a page where no prefix is cached: no prompt fills one
+MAX_COMPARED_TOKENS = 1024  # first tokens of finished siblings that a branch is compared with
 
 
 @dataclass(eq=False)
-class Start:
-    """A branch that a round starts: where, with which first token, and how much it may cost."""
+class NewBranch:
+    """A branch of the current round: its place in the tree, its prompt, and how much it may cost."""
 
     node: RolloutNode
     prompt_ids: list[int]
-    most: int  # tokens it may generate
-    whole: bool  # whether that is as long as an answer may be: then ending there is an end
-    reserved: int  # most tokens of the budget that it takes
-    group: Group
+    max_tokens: int
+    full_length: bool  # whether `max_tokens` is the limit of an answer, not of the budget
+    reserved: int  # tokens of the budget that it takes at most
+    group: SiblingGroup
     branch: Branch | None = None
-    status: Status | None = None  # why it was stopped
-    steps: int = 0  # that it had when it was scored last
+    status: BranchStatus | None = None  # why it was stopped
+    scored_steps: int = 0  # steps it had when it was scored last
 
 
 class Rollout:
-    """One tree in the making."""
+    """Grows one tree."""
 
     def __init__(self, llm: LLM, stem: list[int], config: RolloutConfig) -> None:
         self.llm, self.config = llm, config
-        self.page = llm.engine.pool.page_size if llm.engine.config.enable_prefix_caching else 1 << 40
+        self.page_size = llm.engine.pool.page_size if llm.engine.config.enable_prefix_caching else NO_SHARING
         if config.token_budget <= len(stem):
             raise BadRequest(
                 f"the token budget is {config.token_budget}, the stem alone has {len(stem)} tokens",
                 "raise token_budget to the stem's length and what the answers may take, or shorten the prompt",
             )
-        logprobs = min(MAX_LOGPROBS, max(ALTERNATIVES, config.params.logprobs or 0))
+        logprobs = min(MAX_LOGPROBS, max(MIN_TOP_LOGPROBS, config.params.logprobs or 0))
         self.params = replace(config.params, logprobs=logprobs)
         llm.engine.check(stem, self.params)
         self.tree = RolloutTree(stem, llm.tokenizer, config.token_budget)
         eos = llm.config.eos_ids
         self.brancher = Brancher(config.branch_on, llm.tokenizer, config.separator, config.min_prob, config.width, eos)
         self.rng = random.Random(config.tree_seed)
-        self._stem_booked = False
-        self._running: dict[int, Start] = {}
+        self._stem_recorded = False
+        self._running: dict[int, NewBranch] = {}
         self._scorer = ThreadPoolExecutor(1, "forerun-score")  # one at a time: score functions need not be thread-safe
 
     async def run(self) -> RolloutTree:
         try:
-            while starts := self._next():
-                await all_of(self._grow(start) for start in starts)
+            while starts := self._plan_round():
+                await gather_or_cancel(self._run(start) for start in starts)
                 self._registry(starts)
         finally:
             self._scorer.shutdown(wait=False, cancel_futures=True)
         return self.tree
 
-    # -- what a round starts ---------------------------------------------------------------------------------------
+    # -- planning a round ----------------------------------------------------------------------------------------------
 
     @property
     def left(self) -> int:
-        """Tokens of the budget that nobody has used. A stem that was cached before counts, too: the same call gives the
-        same tree whatever was asked before."""
+        """Tokens of the budget that are not used. A stem that was cached before counts, too: the same call gives the
+        same tree whatever was cached."""
         return self.config.token_budget - self.tree.cost.computed - self.tree.root.cost.shared
 
     def _prefill(self, length: int) -> int:
-        """Tokens of a prompt of this length that must run though all of it was computed before: no whole page is
-        shared that has the last token in it."""
-        return length - (length - 1) // self.page * self.page
+        """Tokens of a prompt of this length that run though all of it was computed before: the page with the last token
+        is not shared."""
+        return length - (length - 1) // self.page_size * self.page_size
 
-    def _next(self) -> list[Start]:
-        """Answers from the stem, as long as they are too few, then one more branch for every promising node: as many as
-        the budget holds even where all get as long as they may, so that none is cut short."""
-        starts = self._from_stem()
+    def _plan_round(self) -> list[NewBranch]:
+        """Answers from the stem until there are `width` of them, then one more branch for every promising node: as many
+        as the budget holds even where all reach the longest length, so that none is cut short."""
+        starts = self._new_answers()
         left = self.left - sum(start.reserved for start in starts)
-        for point in self._points():
+        for point in self._branch_points():
             reserved = self._prefill(len(self.tree.prefix(point.node, point.at)) + 1) + max(0, self._longest(point))
             if reserved <= left:
                 left -= reserved
                 starts.append(self._start(point, reserved))
         return starts
 
-    def _from_stem(self) -> list[Start]:
+    def _new_answers(self) -> list[NewBranch]:
         root = self.tree.root
         longest, again = self._limit() - len(root.token_ids), self._prefill(len(root.token_ids))
-        group = Group(self.config.min_distance, [child.first_tokens(LOOKED_AT) for child in root.children])
-        starts: list[Start] = []
+        group = SiblingGroup(
+            self.config.min_distance, [child.first_tokens(MAX_COMPARED_TOKENS) for child in root.children]
+        )
+        starts: list[NewBranch] = []
         left, missing = self.left, self.config.width - len(root.children)
         while len(starts) < missing:
             first = not root.children
             prefill = len(root.token_ids) if first else again
             if prefill + longest > left and not first:
                 break
-            most = min(longest, left - prefill)  # a budget too small for one whole answer gives part of one
+            max_tokens = min(longest, left - prefill)  # a budget too small for one whole answer gives part of one
             node = self.tree.add(root, 1)
-            starts.append(Start(node, list(root.token_ids), most, most == longest, prefill + most, group))
-            left -= prefill + most
+            starts.append(
+                NewBranch(node, list(root.token_ids), max_tokens, max_tokens == longest, prefill + max_tokens, group)
+            )
+            left -= prefill + max_tokens
         return starts
 
     def _limit(self) -> int:
-        """Tokens that stem and answer may have together, by what was asked and by what fits."""
-        limits = self.llm.engine.config
-        asked = len(self.tree.root.token_ids) + self.params.max_tokens
-        return min(asked, limits.max_model_len, limits.capacity)
+        """Tokens that stem and answer may have together."""
+        return min(len(self.tree.root.token_ids) + self.params.max_tokens, self.llm.engine.max_length)
 
     def _longest(self, point: BranchPoint) -> int:
         """Tokens that may follow a branch's first one."""
         return self._limit() - len(self.tree.prefix(point.node, point.at)) - 1
 
-    def _points(self) -> list[BranchPoint]:
+    def _branch_points(self) -> list[BranchPoint]:
         nodes = [node for node in self.tree.nodes if self._may_branch(node)]
         if self.config.score is not None:
             values = {node.id: value for node in nodes if (value := self.tree.value(node)) is not None}
@@ -141,59 +144,59 @@ class Rollout:
                 points.append(point)
         if self.config.score is None:
             points.sort(key=lambda point: -point.entropy)
-        return _one_per_place(points)
+        return _one_per_position(points)
 
     def _may_branch(self, node: RolloutNode) -> bool:
         if node is self.tree.root or node.generation >= self.config.depth or node.error is not None:
             return False
         return any(leaf.status == "finished" for leaf in node.leaves())
 
-    def _start(self, point: BranchPoint, reserved: int) -> Start:
+    def _start(self, point: BranchPoint, reserved: int) -> NewBranch:
         node, parent = point.node, point.node.parent
         assert parent is not None
-        prompt, most = [*self.tree.prefix(node, point.at), point.token.token_id], self._longest(point)
+        prompt, max_tokens = [*self.tree.prefix(node, point.at), point.token.token_id], self._longest(point)
         if point.at > 0:
             parent = self.tree.split(node, point.at)
-        siblings = [child.first_tokens(LOOKED_AT) for child in parent.children]
+        siblings = [child.first_tokens(MAX_COMPARED_TOKENS) for child in parent.children]
         new = self.tree.add(parent, node.generation + 1)
         new.forced, new.token_ids, new.logprobs = True, [point.token.token_id], [point.token]
-        return Start(new, prompt, most, True, reserved, Group(self.config.min_distance, siblings))
+        return NewBranch(new, prompt, max_tokens, True, reserved, SiblingGroup(self.config.min_distance, siblings))
 
-    # -- while it runs ---------------------------------------------------------------------------------------------
+    # -- running a round--------------------------------------------------------------------------------------------
 
-    async def _grow(self, start: Start) -> None:
+    async def _run(self, start: NewBranch) -> None:
         node = start.node
-        if start.most < 1:  # the first token was the last that an answer may have
+        if start.max_tokens < 1:  # its first token is the last that an answer may have
             node.status, node.finish_reason = "finished", "length"
             await self._score(node)
             return
         seed = answer_seed(self.config.tree_seed, node.id)
-        params = replace(self.params, max_tokens=start.most, seed=seed)
+        params = replace(self.params, max_tokens=start.max_tokens, seed=seed)
         start.branch = branch = Branch(start.prompt_ids, params, node.token_ids, node.logprobs)
         self._running[node.id] = start
-        start.group.join(node.id, node.token_ids)
-        await grow(self.llm, branch, lambda _: self._watch(start))
+        start.group.add(node.id, node.token_ids)
+        await run_branch(self.llm, branch, lambda _: self._check_progress(start))
         del self._running[node.id]
-        self._stop(start.group.leave(node.id), "alike")
+        self._stop(start.group.remove(node.id), "alike")
         node.finish_reason = branch.finish_reason
-        cut = branch.finish_reason == "length" and not start.whole
+        cut = branch.finish_reason == "length" and not start.full_length
         node.status = start.status or ("truncated" if cut else "finished")
         if node.status == "finished":
             await self._score(node)
 
-    async def _watch(self, start: Start) -> None:
-        """A branch has grown: is its group too alike, is it worth going on?"""
-        self._stop(start.group.look(), "alike")
+    async def _check_progress(self, start: NewBranch) -> None:
+        """A branch has new tokens: stop it where its group is too similar, or where its score is too low."""
+        self._stop(start.group.find_duplicates(), "alike")
         if self.config.prune_below is None or start.status is not None:
             return
         steps = len(step_starts(start.node.token_ids, self.llm.tokenizer, self.config.separator))
-        if steps > start.steps:
-            start.steps = steps
+        if steps > start.scored_steps:
+            start.scored_steps = steps
             value = await self._score(start.node)
             if start.status is None and (value is None or value < self.config.prune_below):
                 self._stop([start.node.id], "pruned" if value is not None else "failed")
 
-    def _stop(self, node_ids: list[int], status: Status) -> None:
+    def _stop(self, node_ids: list[int], status: BranchStatus) -> None:
         for node_id in node_ids:
             start = self._running[node_id]
             assert start.branch is not None
@@ -201,7 +204,7 @@ class Rollout:
             start.branch.stop(self.llm)
 
     async def _score(self, node: RolloutNode) -> float | None:
-        """Have a trajectory scored while others run; None where that failed, which concerns this one alone."""
+        """Score a trajectory while others run; None where that failed, which does not affect the others."""
         score = self.config.score
         if score is None:
             return None
@@ -213,22 +216,22 @@ class Rollout:
             node.status, node.error, node.score = "failed", error, None
         return node.score
 
-    def _registry(self, starts: list[Start]) -> None:
-        """What the round's branches cost. The stem's own cost is the root's: its first branch computed it."""
+    def _registry(self, starts: list[NewBranch]) -> None:
+        """Record what the round's branches cost. The first one computed the stem: that cost is the root's."""
         for start in starts:
             if start.branch is None:
                 continue
             usage, prefill = start.branch.usage, start.branch.usage.computed_tokens
-            if not self._stem_booked:
+            if not self._stem_recorded:
                 again = self._prefill(len(start.prompt_ids))
                 own = min(prefill, again)
                 self.tree.root.cost = Cost(prefill - own, 0, len(start.prompt_ids) - again - (prefill - own))
-                self._stem_booked, prefill = True, own
+                self._stem_recorded, prefill = True, own
             start.node.cost = Cost(prefill, usage.completion_tokens, usage.cached_tokens)
 
 
-def _one_per_place(points: list[BranchPoint]) -> list[BranchPoint]:
-    """Where siblings would branch at their common start, the first of them does."""
+def _one_per_position(points: list[BranchPoint]) -> list[BranchPoint]:
+    """Of siblings that would branch at their common start, only the first one does."""
     places: set[tuple[int, int]] = set()
     kept = []
     for point in points:

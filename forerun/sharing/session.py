@@ -1,9 +1,9 @@
-"""Sessions: conversations and texts that go on, under a name, with their K/V kept at hand.
+"""Sessions: conversations and texts that are continued under a name, with their K/V kept in the cache.
 
-A session is its tokens. Each turn appends to them, asks for an answer and keeps it token by token, so that the next
-turn reads all of it from the cache. After a turn its K/V stays in the pool until its time to live is over, and goes to
-the disk tier where there is one: then a new process finds the session by its name. Which sessions there are is the
-business of `session_registry`. Knows no pages.
+A session is a list of tokens. Each turn appends to it, generates an answer and keeps the answer's own tokens, so that
+the next turn reads all of them from the cache. After a turn its K/V stays in the pool until its time to live is over,
+and is written to the disk tier where there is one: then a new process finds the session by its name. Sessions are
+opened and closed by `session_registry`. Knows no pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.engine.stats import Account
 from forerun.errors import BadRequest
 from forerun.inputs import as_params
 from forerun.outputs import Completion, collect
-from forerun.sharing.session_files import State
+from forerun.sharing.session_files import SessionState
 
 if TYPE_CHECKING:
     from forerun.llm import Messages
@@ -37,15 +37,15 @@ class Session:
     Text and token ids are continued as they are; messages go through the chat template. One turn at a time.
     """
 
-    def __init__(self, registry: SessionRegistry, name: str, ttl: float, state: State) -> None:
+    def __init__(self, registry: SessionRegistry, name: str, ttl: float, state: SessionState) -> None:
         self._registry, self.name, self.ttl, self._state = registry, name, ttl, state
         self._busy = threading.Lock()
         self.closed = False
-        self.encoder: Callable[[Messages], list[int]] | None = None  # how messages become a prompt; None: as usual
+        self.encoder: Callable[[Messages], list[int]] | None = None  # of messages; None: the chat template
 
     @property
     def tokens(self) -> list[int]:
-        """All that was said so far, as tokens; messages that wait for an answer are not among them."""
+        """All tokens so far; those of messages without an answer are not among them."""
         return list(self._state.tokens)
 
     @property
@@ -59,12 +59,12 @@ class Session:
 
     @property
     def stats(self) -> Account:
-        """How the prompt tokens of its turns were served, and what they cost."""
+        """Where the prompt tokens of its turns came from, and what they cost."""
         return self._registry.llm.stats().sessions.get(self.name, Account())
 
     def append(self, content: str | list[int] | dict[str, Any] | Messages) -> None:
-        """Add text, token ids, a message or messages; the next answer is about them."""
-        with self._alone("append to"):
+        """Add text, token ids, a message or messages for the next answer."""
+        with self._exclusively("append to"):
             before = self._state.before_turn()
             if isinstance(content, dict) or (
                 isinstance(content, (list, tuple)) and content and _is_message(content[0])
@@ -105,7 +105,7 @@ class Session:
         return collect(turn.prompt, 1, list(self._stream(self._checked(params), turn)))
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[Event]:
-        """The same as it comes. Leaving the loop cancels the turn: the session is then as if it had not been asked."""
+        """`answer` event by event. Leaving the loop cancels the turn: the session is then as it was before."""
         return self._stream(self._checked(params), _Turn())
 
     async def aanswer(self, params: SamplingParams | None = None) -> Completion:
@@ -131,7 +131,7 @@ class Session:
         return self._registry.llm.request(self._prompt(), params, self.name)
 
     def _stream(self, params: SamplingParams, turn: _Turn) -> Iterator[Event]:
-        with self._alone("answer in"):
+        with self._exclusively("answer in"):
             request = self._request(params)
             turn.prompt += request.prompt_ids
             for event in self._registry.driver.stream(request):
@@ -140,7 +140,7 @@ class Session:
                 yield event
 
     async def _astream(self, asked: SamplingParams | Request, turn: _Turn) -> AsyncIterator[Event]:
-        with self._alone("answer in"):
+        with self._exclusively("answer in"):
             request = asked if isinstance(asked, Request) else await asyncio.to_thread(self._request, asked)
             turn.prompt += request.prompt_ids
             async with aclosing(self._registry.driver.astream(request)) as events:  # type: ignore[type-var]
@@ -150,14 +150,14 @@ class Session:
                     yield event
 
     def _end(self, turn: _Turn) -> None:
-        """The answer is there: from here on it is kept, whatever becomes of this process."""
+        """The answer is complete: from here on it survives this process, where there is a disk tier."""
         self._state.end_turn(turn.prompt, self._kept(turn), turn.text)
         self._registry.save(self)
         self._registry.driver.save(self._state.tokens)
 
     def _kept(self, turn: _Turn) -> list[int]:
-        """The answer's tokens, without what a stop string cut from its text: the next prompt is about the text."""
-        llm, tokens = self._registry.llm, turn.said
+        """The answer's tokens, without what a stop string cut from its text: the next prompt goes on from the text."""
+        llm, tokens = self._registry.llm, turn.answer_ids
         if turn.finish_reason != "stop" or tokens[-1] in llm.config.eos_ids:
             return tokens
         kept, decode = len(tokens), llm.tokenizer.decode
@@ -168,16 +168,16 @@ class Session:
 
     @property
     def pending(self) -> bool:
-        """Whether something was appended that is not answered."""
+        """Whether something was appended that has no answer yet."""
         return self._state.pending is not None
 
     def upcoming(self) -> list[int]:
-        """The prompt that the next answer is about."""
-        with self._alone("look at"):
+        """The prompt of the next turn."""
+        with self._exclusively("read"):
             return self._prompt()
 
     def _prompt(self) -> list[int]:
-        """What the model is asked: all tokens so far as they were, then what is new."""
+        """All tokens so far, unchanged, then what was appended."""
         state, llm = self._state, self._registry.llm
         if not state.messages:
             if not state.tokens:
@@ -190,25 +190,25 @@ class Session:
             return full
         # an answer's text may have other tokens when it is encoded again: keep those that have K/V, and take from the
         # template only what follows the answer
-        head, told = state.tokens[: state.prompt_end], state.tokens[state.prompt_end :]
-        before = head + llm.tokenizer.encode(state.said)
-        if full[: len(before)] != before:  # this template changes earlier messages: then its word counts
+        head, answer = state.tokens[: state.prompt_end], state.tokens[state.prompt_end :]
+        before = head + llm.tokenizer.encode(state.answer_text)
+        if full[: len(before)] != before:  # this template changes earlier messages: then all of it is used
             return full
         tail = full[len(before) :]
-        if told and tail and told[-1] == tail[0]:  # the end of the answer, said and in the template
+        if answer and tail and answer[-1] == tail[0]:  # the end of the answer, generated and in the template
             tail = tail[1:]
         return [*state.tokens, *tail]
 
     def fork(self, name: str, ttl: float | None = None) -> Session:
-        """Another session that begins as this one is now; what both have in common is in the cache once."""
-        with self._alone("fork"):
+        """Another session with the same content; what both share is in the cache once."""
+        with self._exclusively("fork"):
             return self._registry.fork(self, name, self.ttl if ttl is None else ttl)
 
     def rewind(self, *, turns: int | None = None, tokens: int | None = None) -> None:
-        """Take back the last turns (what waits for an answer counts as one), or tokens of a plain text."""
+        """Remove the last turns (one without an answer counts), or tokens of a plain text."""
         if (turns is None) == (tokens is None):
-            raise BadRequest("rewind takes turns or tokens, one of them", "say rewind(turns=1)")
-        with self._alone("rewind"):
+            raise BadRequest("rewind takes turns or tokens, one of them", "call rewind(turns=1)")
+        with self._exclusively("rewind"):
             if turns is not None:
                 self._rewind_turns(turns)
             elif tokens is not None:
@@ -217,22 +217,22 @@ class Session:
 
     def _rewind_turns(self, turns: int) -> None:
         starts = [*self._state.marks, *([self._state.pending] if self._state.pending is not None else [])]
-        _whole("turns", turns, len(starts), self.name)
+        _check_count("turns", turns, len(starts), self.name)
         self._state.go_back(len(starts) - turns)
 
     def _rewind_tokens(self, tokens: int) -> None:
         if self._state.messages:
             raise BadRequest(f"session {self.name!r} is a conversation", "rewind it by turns")
-        _whole("tokens", tokens, len(self._state.tokens), self.name)
+        _check_count("tokens", tokens, len(self._state.tokens), self.name)
         self._state.cut(len(self._state.tokens) - tokens)
 
     def close(self, forget: bool = False) -> None:
-        """Its K/V may go, and this object is of no more use. Where there is a disk tier the session can be opened again
-        by its name, unless it is to `forget`."""
+        """Unpin its K/V; this object cannot be used afterwards. Where there is a disk tier the session can be opened
+        again by its name, unless `forget` is set."""
         if self.closed or self._registry.driver.closed:
             self.closed = True
             return
-        with self._alone("close"):
+        with self._exclusively("close"):
             self._registry.close(self, forget)
             self.closed = True
 
@@ -243,7 +243,7 @@ class Session:
         self.close()
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _exclusively(self, what: str) -> Iterator[None]:
         if self.closed:
             raise BadRequest(f"cannot {what} session {self.name!r}: it is closed", "open it with llm.session(name)")
         self._registry.driver.check_open()
@@ -260,17 +260,17 @@ class Session:
 
 @dataclass
 class _Turn:
-    """A question and what has come of its answer."""
+    """A prompt and its answer so far."""
 
     prompt: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
 
     def add(self, event: Event) -> bool:
         """Whether the answer is complete with this event."""
         if not event.provisional:
-            self.said += event.token_ids
+            self.answer_ids += event.token_ids
             self.text += event.text
         self.finish_reason = event.finish_reason
         return event.finish_reason in ("stop", "length")
@@ -285,13 +285,13 @@ def _is_message(value: object) -> bool:
     return not isinstance(value, (int, str))
 
 
-def _whole(what: str, value: int, most: int, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise BadRequest(f"cannot rewind {value!r} {what}: session {name!r} has {most}", f"give 1 to {most}")
+def _check_count(what: str, value: int, limit: int, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise BadRequest(f"cannot rewind {value!r} {what}: session {name!r} has {limit}", f"give 1 to {limit}")
 
 
 async def completed(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for it even where whoever waits is cancelled: a thread cannot be, and nobody may change what it works on."""
+    """Wait for `work` even where the waiting task is cancelled: its thread goes on, and uses the session meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""What a session is made of, and its file: a small JSON document that is written whole or not at all.
+"""The state of a session, and its file: a small JSON document that is written whole or not at all.
 
 Knows no model and no cache. Where the folder cannot be written, that is logged once; sessions go on without files.
 """
@@ -21,50 +21,50 @@ log = logging.getLogger("forerun")
 
 
 @dataclass
-class State:
-    """`marks`: where each answered turn began, as (tokens, messages, prompt_end, said) before it; `pending`: the same
-    of a turn that is not answered yet."""
+class SessionState:
+    """`marks`: where each answered turn began, as (tokens, messages, prompt_end, answer_text) before it; `pending`: the
+    same of a turn that is not answered yet."""
 
     tokens: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)  # empty: a plain text
     marks: list[tuple[int, int, int, str]] = field(default_factory=list)
     pending: tuple[int, int, int, str] | None = None
-    prompt_end: int = 0  # where the last answer begins
-    said: str = ""  # the last answer
+    prompt_end: int = 0  # where the last answer begins in `tokens`
+    answer_text: str = ""  # of the last turn
 
     def before_turn(self) -> tuple[int, int, int, str]:
-        """Where the turn began that is being written."""
-        return self.pending or (len(self.tokens), len(self.messages), self.prompt_end, self.said)
+        """Where the current turn began."""
+        return self.pending or (len(self.tokens), len(self.messages), self.prompt_end, self.answer_text)
 
-    def end_turn(self, prompt: list[int], answer: list[int], said: str) -> None:
+    def end_turn(self, prompt: list[int], answer: list[int], answer_text: str) -> None:
         self.marks.append(self.before_turn())
-        self.pending, self.prompt_end, self.said = None, len(prompt), said
+        self.pending, self.prompt_end, self.answer_text = None, len(prompt), answer_text
         self.tokens = [*prompt, *answer]
         if self.messages:
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": answer_text})
 
     def go_back(self, turn: int) -> None:
         """To where turn number `turn` began."""
         start = self.marks[turn] if turn < len(self.marks) else self.before_turn()
-        tokens, messages, self.prompt_end, self.said = start
+        tokens, messages, self.prompt_end, self.answer_text = start
         del self.tokens[tokens:], self.messages[messages:], self.marks[turn:]
         self.pending = None
 
     def cut(self, length: int) -> None:
-        """A plain text to its first tokens."""
+        """Keep the first tokens of a plain text."""
         del self.tokens[length:]
         self.marks = [mark for mark in self.marks if mark[0] < length]
         if self.pending is not None and self.pending[0] >= length:
             self.pending = None
         self.prompt_end = min(self.prompt_end, length)
 
-    def copy(self) -> State:
+    def copy(self) -> SessionState:
         return deepcopy(self)
 
 
 class SessionFiles:
     def __init__(self, folder: Path, identity: str) -> None:
-        """`identity`: of the model's weights, whatever they run on; sessions of another one are not seen."""
+        """`identity`: of the model's weights, on any device; sessions of other models are not listed."""
         self._folder, self._identity = folder, identity
         self._failed = False
 
@@ -74,28 +74,31 @@ class SessionFiles:
             try:
                 found.append(str(_read(path)["name"]))
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # said when it is asked for by name
+                continue  # reported when it is opened by name
         return found
 
-    def load(self, name: str) -> State | None:
+    def load(self, name: str) -> SessionState | None:
         path = self._path(name)
         if not path.exists():
             return None
         try:
             state = _read(path)["state"]
+            state["answer_text"] = state.pop("said")
             marks = [tuple(mark) for mark in state.pop("marks")]
             pending = state.pop("pending")
-            return State(**state, marks=marks, pending=None if pending is None else tuple(pending))
+            return SessionState(**state, marks=marks, pending=None if pending is None else tuple(pending))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ForerunError(
                 f"the file of session {name!r} is damaged: {error}", f"remove {path}, or choose another name"
             ) from error
 
-    def save(self, name: str, state: State) -> None:
+    def save(self, name: str, state: SessionState) -> None:
         temporary = self._path(name).with_suffix(f".{os.getpid()}.tmp")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            body = {"name": name, "state": asdict(state)}
+            values = asdict(state)
+            values["said"] = values.pop("answer_text")  # its name in files
+            body = {"name": name, "state": values}
             with open(temporary, "w", encoding="utf-8", opener=_private) as file:
                 json.dump({"body": body, "digest": _digest(body)}, file)
                 file.flush()
@@ -119,7 +122,7 @@ class SessionFiles:
 
 
 def _private(path: str, flags: int) -> int:
-    """What people say to a model is nobody else's business."""
+    """Conversations are private: only the owner of the process may read them."""
     return os.open(path, flags, 0o600)
 
 

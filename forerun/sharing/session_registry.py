@@ -1,6 +1,6 @@
-"""Which sessions there are: by name, those that are open and those that the disk tier has kept from earlier processes.
+"""All sessions by name: those that are open, and those that the disk tier has kept from earlier processes.
 
-Pins their K/V in the pool for their time to live. What a session does is its own business.
+Pins their K/V in the pool for their time to live. What a turn does is in `session`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from forerun.errors import BadRequest
 from forerun.sharing.session import Session
-from forerun.sharing.session_files import SessionFiles, State
+from forerun.sharing.session_files import SessionFiles, SessionState
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
     from forerun.runtime.driver import Driver
 
-DEFAULT_TTL = 600.0  # seconds
-MOST_NAME = 200  # characters
+DEFAULT_TTL_S = 600.0  # after each turn
+MAX_NAME_CHARS = 200
 
 
 class SessionRegistry:
@@ -49,7 +49,7 @@ class SessionRegistry:
             if state is None and not create:
                 known = ", ".join(map(repr, self.names()[:5])) or "none"
                 raise BadRequest(f"there is no session {name!r}", f"known are: {known}")
-            return self._add(name, DEFAULT_TTL if ttl is None else ttl, state or State())
+            return self._add(name, DEFAULT_TTL_S if ttl is None else ttl, state or SessionState())
 
     def fork(self, session: Session, name: str, ttl: float) -> Session:
         _check_name(name)
@@ -61,13 +61,13 @@ class SessionRegistry:
             self.save(fork)
             return fork
 
-    def _add(self, name: str, ttl: float, state: State) -> Session:
+    def _add(self, name: str, ttl: float, state: SessionState) -> Session:
         session = self._open[name] = Session(self, name, ttl, state)
         self._pin(session)
         return session
 
     def _pin(self, session: Session) -> None:
-        """From now on its K/V stays for its time to live; what of it is in the pool already, too."""
+        """Pin its K/V for its time to live, from now on and as far as it is in the pool already."""
         with self.driver.exclusive() as engine:
             pins = engine.scheduler.pins
             pins.open(session.name, session.ttl)
@@ -88,9 +88,9 @@ class SessionRegistry:
 
 
 def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME:
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise BadRequest(
-            f"a session's name is text of 1 to {MOST_NAME} characters, got {name!r:.80}", "choose another name"
+            f"a session's name is text of 1 to {MAX_NAME_CHARS} characters, got {name!r:.80}", "choose another name"
         )
 
 

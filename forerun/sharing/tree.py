@@ -1,7 +1,7 @@
-"""What a rollout leaves: a tree of tokens whose paths are trajectories, with log-probabilities, scores and costs.
+"""The result of a rollout: a tree of tokens whose paths are trajectories, with log-probabilities, scores and costs.
 
 A node is a run of tokens that all trajectories through it share; the root is the stem (the prompt). A branch that
-starts inside a node cuts it in two. Knows no engine: whoever grows the tree writes to it.
+starts inside a node splits it in two. Knows no engine: `rounds` writes to the tree.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from forerun.core import TokenLogprob
 from forerun.engine.sequence import FinishReason
 from forerun.text.tokenizer import Tokenizer
 
-Status = Literal["running", "finished", "truncated", "pruned", "alike", "failed"]
+BranchStatus = Literal["running", "finished", "truncated", "pruned", "alike", "failed"]
 
 
 @dataclass
 class Cost:
-    """Tokens of one node or tree: what was run for it, and what was read from the cache."""
+    """Tokens of one node or tree: computed, or read from the cache."""
 
-    prefill: int = 0  # prompt tokens run: the stem, or what lies between the last shared page and a branch's start
+    prefill: int = 0  # prompt tokens computed: the stem, or from the last shared page to a branch's start
     generated: int = 0
-    shared: int = 0  # prompt tokens whose K/V was there already
+    shared: int = 0  # prompt tokens whose K/V was cached
 
     @property
     def computed(self) -> int:
@@ -40,12 +40,12 @@ class RolloutNode:
     id: int
     parent: RolloutNode | None
     token_ids: list[int]
-    generation: int  # 0: the stem; a branch is one more than the trajectory it left
+    generation: int  # 0: the stem; a branch is one more than the trajectory it branches from
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token; none for the stem
     children: list[RolloutNode] = field(default_factory=list)
     forced: bool = False  # whether the first token was chosen to differ from its siblings, not drawn
     cost: Cost = field(default_factory=Cost)
-    status: Status = "running"  # of a leaf
+    status: BranchStatus = "running"  # of a leaf
     finish_reason: FinishReason | None = None
     score: float | None = None
     error: Exception | None = None  # what the caller's own functions raised about it
@@ -70,11 +70,11 @@ class RolloutNode:
             yield from child.leaves()
 
     def length_below(self) -> int:
-        """Tokens of the longest way down, its own included."""
+        """Tokens of the longest path from here to a leaf, its own included."""
         return len(self.token_ids) + max((child.length_below() for child in self.children), default=0)
 
     def first_tokens(self, count: int) -> list[int]:
-        """The first tokens from here on, along the oldest way down."""
+        """The first tokens from here on, along the oldest path to a leaf."""
         tokens, node = list(self.token_ids[:count]), self
         while len(tokens) < count and node.children:
             node = node.children[0]
@@ -84,7 +84,7 @@ class RolloutNode:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One way from the stem to a leaf: the answer, token by token."""
+    """One path from the stem to a leaf: an answer, token by token."""
 
     node_ids: list[int]
     token_ids: list[int]
@@ -102,8 +102,8 @@ class Trajectory:
 
 
 class RolloutTree:
-    """The tree and its totals. `trajectories()` for what was answered, `failures()` for what the caller's functions
-    could not judge."""
+    """The tree and its totals. `trajectories()`: the answers; `failures()`: nodes that the caller's functions failed
+    on."""
 
     def __init__(self, stem: list[int], tokenizer: Tokenizer, token_budget: int) -> None:
         self.tokenizer, self.token_budget = tokenizer, token_budget
@@ -117,8 +117,8 @@ class RolloutTree:
         return node
 
     def split(self, node: RolloutNode, at: int) -> RolloutNode:
-        """Cut a node before its token `at` (not its first): the upper part, with the rest as its child. Leaves keep
-        their ids, so a trajectory is still where it was."""
+        """Split a node before its token `at` (not its first): the upper part, with the rest as its child. Leaves keep
+        their ids, so trajectories can still be found."""
         assert node.parent is not None and 0 < at < len(node.token_ids)
         upper = RolloutNode(len(self.nodes), node.parent, node.token_ids[:at], node.generation, node.logprobs[:at])
         upper.forced, upper.status, upper.children = node.forced, "finished", [node]

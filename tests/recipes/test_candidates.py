@@ -80,8 +80,8 @@ def test_the_majority_wins_and_silence_does_not_count(llm: LLM):
     found = self_consistency(llm, "The lamp", 6, votes_in_turn(["a", None, "b", "b", None, "b"]), PARAMS)
     assert (found.answer, found.share, found.counts) == ("b", 0.75, {"a": 1, "b": 3})
     assert len(found.candidates) == 6
-    nobody = self_consistency(llm, "The lamp", 2, lambda text: None, PARAMS)
-    assert (nobody.answer, nobody.share) == (None, 0.0)
+    none = self_consistency(llm, "The lamp", 2, lambda text: None, PARAMS)
+    assert (none.answer, none.share) == (None, 0.0)
 
 
 def test_ties_go_to_what_the_model_finds_likelier(llm: LLM):

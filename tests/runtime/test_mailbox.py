@@ -46,6 +46,6 @@ def test_a_closed_loop_is_an_error_every_time() -> None:
     mailbox: Mailbox[int] = Mailbox(loop)
     loop.close()
     inbox: asyncio.Queue[int] = asyncio.Queue()
-    for _ in range(2):  # whoever sends must hear of it each time, and can end its request
+    for _ in range(2):  # an error each time: the sender can end its request
         with pytest.raises(RuntimeError):
             mailbox.put(inbox, 1)

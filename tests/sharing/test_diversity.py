@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.sharing.diversity import FIRST_LOOK, Group, edit_distance, mean_pairwise_distance
+from forerun.sharing.diversity import FIRST_COMPARED_TOKENS, SiblingGroup, edit_distance, mean_pairwise_distance
 
 
 def slow_distance(a: list[int], b: list[int]) -> int:
@@ -33,33 +33,40 @@ def test_mean_pairwise_distance_looks_at_beginnings_only():
 
 
 def test_an_alike_group_keeps_its_first_branch():
-    group, alike = Group(0.5), [list(range(FIRST_LOOK)), list(range(FIRST_LOOK)), list(range(FIRST_LOOK - 1))]
+    group, alike = (
+        SiblingGroup(0.5),
+        [
+            list(range(FIRST_COMPARED_TOKENS)),
+            list(range(FIRST_COMPARED_TOKENS)),
+            list(range(FIRST_COMPARED_TOKENS - 1)),
+        ],
+    )
     for member, tokens in enumerate(alike):
-        group.join(member, tokens)
-    assert group.look() == []  # the third has too few tokens yet
+        group.add(member, tokens)
+    assert group.find_duplicates() == []  # the third has too few tokens yet
     alike[2].append(99)
-    assert group.look() == [1, 2]
-    assert group.look() == []
+    assert group.find_duplicates() == [1, 2]
+    assert group.find_duplicates() == []
 
 
 def test_a_branch_like_a_finished_sibling_is_stopped_alone():
-    tokens = list(range(FIRST_LOOK))
-    group = Group(0.5, others=[[7, *tokens]])  # the same text, moved by a token
-    group.join(4, tokens)
-    assert group.look() == [4]
+    tokens = list(range(FIRST_COMPARED_TOKENS))
+    group = SiblingGroup(0.5, others=[[7, *tokens]])  # the same text, moved by a token
+    group.add(4, tokens)
+    assert group.find_duplicates() == [4]
 
 
 def test_different_branches_and_groups_without_a_limit_go_on():
-    for least, second in ((0.5, range(100, 100 + FIRST_LOOK)), (0.0, range(FIRST_LOOK))):
-        group = Group(least)
-        group.join(0, list(range(FIRST_LOOK)))
-        group.join(1, list(second))
-        assert group.look() == []
+    for min_distance, second in ((0.5, range(100, 100 + FIRST_COMPARED_TOKENS)), (0.0, range(FIRST_COMPARED_TOKENS))):
+        group = SiblingGroup(min_distance)
+        group.add(0, list(range(FIRST_COMPARED_TOKENS)))
+        group.add(1, list(second))
+        assert group.find_duplicates() == []
 
 
 def test_whoever_waits_for_a_branch_that_ended_is_looked_at_then():
-    group, long = Group(0.9), list(range(FIRST_LOOK))
-    group.join(0, long)
-    group.join(1, long[:8])
-    assert group.look() == []
-    assert group.leave(1) == [0]  # 8 of 16 tokens are shared: alike enough for this limit
+    group, long = SiblingGroup(0.9), list(range(FIRST_COMPARED_TOKENS))
+    group.add(0, long)
+    group.add(1, long[:8])
+    assert group.find_duplicates() == []
+    assert group.remove(1) == [0]  # 8 of 16 tokens are shared: alike enough for this limit

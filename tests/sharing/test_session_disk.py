@@ -1,4 +1,4 @@
-"""Sessions on disk: restarts and crashes find them again; what cannot be written or read harms nobody."""
+"""Sessions on disk: restarts and crashes find them again; files that cannot be written or read do no harm."""
 
 from __future__ import annotations
 

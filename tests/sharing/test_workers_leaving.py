@@ -97,7 +97,7 @@ def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
         assert_no_page_is_held(llm)
 
 
-# -- an iterator that nobody goes on with ------------------------------------------------------------------------------
+# -- an iterator that is begun and left --------------------------------------------------------------------------------
 
 
 def paused(llm: LLM) -> Iterator[Event]:

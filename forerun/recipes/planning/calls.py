@@ -1,7 +1,7 @@
-"""Carries a plan out: calls run side by side as soon as what they need is there.
+"""Runs a plan: calls run side by side as soon as the results they need exist.
 
-A tool that raises or takes too long leaves its error as its result, and whoever needs that result is not run; all
-others go on. Knows tools as functions from text to anything; no model.
+A tool that raises or takes too long has its error as its result, and calls that need this result are not run; all
+others are. Knows tools as functions from text to anything; no model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import BadRequest
-from forerun.recipes.planning.template import MOST_STEPS, TOOL_NAME, Plan, Step, fill
+from forerun.recipes.planning.template import MAX_STEPS, TOOL_NAME, Plan, Step, fill
 
 Tool = Callable[[str], Any]  # may be a coroutine function
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """One call as it was made."""
+    """One finished call."""
 
     name: str  # the step: "#E1"
     tool: str
@@ -54,7 +54,7 @@ def run_plan(
 ) -> list[CallResult]:
     """Every call of a plan, in the plan's order."""
     check_tools(tools)
-    plan.check(tools, MOST_STEPS)
+    plan.check(tools, MAX_STEPS)
     start, done = time.perf_counter(), dict[str, CallResult]()
     waiting, running = list(plan.steps), dict[str, tuple[Step, float]]()
     ended: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
@@ -76,14 +76,14 @@ def run_plan(
 
 
 def run_step(step: Step, tool: Tool, timeout_s: float | None, result_chars: int) -> CallResult:
-    """One call, waited for; in a thread of its own, so that it can be given up and coroutines have a loop to run in."""
+    """One call, in a thread of its own, so that a timeout can abandon it and coroutines have a loop to run in."""
     ended: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
     _start(step, step.argument, tool, 0.0, result_chars, ended)
     try:
         return ended.get(timeout=timeout_s)
     except queue.Empty:
         assert timeout_s is not None
-        return _late(step, timeout_s, 0.0, timeout_s)
+        return _timed_out(step, timeout_s, 0.0, timeout_s)
 
 
 def _call(step: Step, tool: Tool, argument: str, result_chars: int, since: float) -> CallResult:
@@ -93,7 +93,7 @@ def _call(step: Step, tool: Tool, argument: str, result_chars: int, since: float
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
         result, failed = _clipped(str(found), result_chars), False
-    except Exception as error:  # a tool is foreign code: whatever goes wrong in it is a result like any other
+    except Exception as error:  # a tool is foreign code: its errors are results
         result, failed = _clipped(f"error: {type(error).__name__}: {error}", result_chars), True
     return CallResult(step.name, step.tool, argument, result, failed, since, time.perf_counter() - start)
 
@@ -127,10 +127,10 @@ def _collect(
         for name, (step, began) in list(running.items()):
             if timeout_s is not None and now - began >= timeout_s:
                 del running[name]
-                done[name] = _late(step, timeout_s, began - start, now - began)
+                done[name] = _timed_out(step, timeout_s, began - start, now - began)
 
 
-def _late(step: Step, timeout_s: float, since: float, seconds: float) -> CallResult:
+def _timed_out(step: Step, timeout_s: float, since: float, seconds: float) -> CallResult:
     result = f"error: no result within {timeout_s:g} s"
     return CallResult(step.name, step.tool, step.argument, result, True, since, seconds)
 
@@ -139,5 +139,5 @@ async def _awaited(found: Any) -> Any:
     return await found
 
 
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
+def _clipped(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]} ... ({len(text) - max_chars:,} more characters)"

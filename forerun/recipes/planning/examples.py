@@ -45,9 +45,9 @@ def as_plans(examples: Sequence[Example]) -> Messages:
     messages: Messages = []
     for example in examples:
         plan = example.parsed()
-        messages += [_says("user", example.task), _says("assistant", plan.text)]
+        messages += [_message("user", example.task), _message("assistant", plan.text)]
         if example.answer:
-            messages += [_says("user", results_text(example.results)), _says("assistant", example.answer)]
+            messages += [_message("user", results_text(example.results)), _message("assistant", example.answer)]
     return messages
 
 
@@ -55,13 +55,13 @@ def as_turns(examples: Sequence[Example]) -> Messages:
     """The same tasks, one call and one result at a time."""
     messages: Messages = []
     for example in examples:
-        messages.append(_says("user", example.task))
+        messages.append(_message("user", example.task))
         for step in example.parsed().steps:
-            messages.append(_says("assistant", f"Call: {step.tool}[{fill(step.argument, example.results)}]"))
-            messages.append(_says("user", f"Result: {example.results[step.name]}"))
-        messages.append(_says("assistant", f"Answer: {example.answer}"))
+            messages.append(_message("assistant", f"Call: {step.tool}[{fill(step.argument, example.results)}]"))
+            messages.append(_message("user", f"Result: {example.results[step.name]}"))
+        messages.append(_message("assistant", f"Answer: {example.answer}"))
     return messages
 
 
-def _says(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}

@@ -1,6 +1,6 @@
-"""The interleaved loop (ReAct): the model calls one tool, reads its result, and decides again.
+"""The interleaved loop (ReAct): one tool call per request, whose prompt has all earlier results.
 
-Here to compare with: every call costs another request with a longer prompt, and calls never run side by side.
+The baseline of `solve`: every call costs another request with a longer prompt, and calls never run side by side.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.params import SamplingParams
-from forerun.recipes.planning.asking import (
-    Answers,
-    Asker,
+from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_step
+from forerun.recipes.planning.chat import (
+    BudgetedChat,
+    ChatModel,
     Limits,
     Messages,
     PlanUsage,
     check_task,
     checked_params,
-    described,
+    describe_tools,
 )
-from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_step
 from forerun.recipes.planning.examples import Example, as_turns
 from forerun.recipes.planning.template import PlanError, Step, turn_grammar
 
@@ -48,7 +48,7 @@ class LoopResult:
 
 
 def interleaved(
-    llm: Answers,
+    llm: ChatModel,
     task: str,
     tools: Mapping[str, Tool],
     *,
@@ -61,9 +61,9 @@ def interleaved(
     check_task(task)
     check_tools(tools)
     limits = limits or Limits()
-    asker = Asker(llm, checked_params(params), limits)
+    chat = BudgetedChat(llm, checked_params(params), limits)
     messages: Messages = [
-        {"role": "system", "content": _SYSTEM.format(tools=described(tools))},
+        {"role": "system", "content": _SYSTEM.format(tools=describe_tools(tools))},
         *as_turns(examples),
         {"role": "user", "content": task},
     ]
@@ -72,11 +72,11 @@ def interleaved(
     while True:
         may_call = len(calls) < limits.max_calls
         grammar = turn_grammar(tools, may_call) if constrain else None
-        text = asker.ask(messages, limits.plan_tokens if may_call else limits.answer_tokens, grammar)
+        text = chat.ask(messages, limits.plan_tokens if may_call else limits.answer_tokens, grammar)
         messages.append({"role": "assistant", "content": text})
         made, problem = _CALL.search(text), ""
         if made is None and (answer := _ANSWER.search(text)):
-            return LoopResult(calls, answer[1].strip(), asker.close())
+            return LoopResult(calls, answer[1].strip(), chat.close())
         if made is None:
             problem = f"{text!r:.80} is neither a call nor an answer"
         elif made[1] not in tools:
@@ -86,11 +86,11 @@ def interleaved(
         if problem or made is None:
             wrong += 1
             if wrong >= limits.tries:
-                raise PlanError(f"no usable turn in {wrong} tries: {problem}", "raise max_calls", asker.close())
+                raise PlanError(f"no usable turn in {wrong} tries: {problem}", "raise max_calls", chat.close())
             messages.append({"role": "user", "content": f"That is not possible: {problem}."})
             continue
         step = Step(f"#E{len(calls) + 1}", made[1], made[2].strip())
         found = run_step(step, tools[step.tool], limits.timeout_s, limits.result_chars)
-        calls.append(replace(found, started_s=asker.usage.tools_s))
-        asker.usage.tools_s += found.seconds
+        calls.append(replace(found, started_s=chat.usage.tools_s))
+        chat.usage.tools_s += found.seconds
         messages.append({"role": "user", "content": f"Result: {found.result}"})

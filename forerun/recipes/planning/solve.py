@@ -13,17 +13,17 @@ from typing import Literal
 
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
-from forerun.recipes.planning.asking import (
-    Answers,
-    Asker,
+from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_plan
+from forerun.recipes.planning.chat import (
+    BudgetedChat,
+    ChatModel,
     Limits,
     Messages,
     PlanUsage,
     check_task,
     checked_params,
-    described,
+    describe_tools,
 )
-from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_plan
 from forerun.recipes.planning.examples import Example, as_plans, results_text
 from forerun.recipes.planning.template import Plan, PlanError, fill, parse, plan_grammar
 
@@ -55,7 +55,7 @@ class PlanResult:
 
 
 def solve(
-    llm: Answers,
+    llm: ChatModel,
     task: str,
     tools: Mapping[str, Tool],
     *,
@@ -78,15 +78,15 @@ def solve(
     if answer not in ("generate", "template"):
         raise BadRequest(f"answer is {answer!r}", "use generate or template")
     limits = limits or Limits()
-    asker = Asker(llm, checked_params(params), limits)
+    chat = BudgetedChat(llm, checked_params(params), limits)
     fills = answer == "template"
     messages: Messages = [
-        {"role": "system", "content": _SYSTEM.format(tools=described(tools)) + (_TEMPLATE if fills else "")},
+        {"role": "system", "content": _SYSTEM.format(tools=describe_tools(tools)) + (_TEMPLATE if fills else "")},
         *as_plans(examples),
         {"role": "user", "content": task},
     ]
     if plan is None:
-        made, tries = _planned(asker, messages, tools, fills, constrain)
+        made, tries = _planned(chat, messages, tools, fills, constrain)
     else:
         made, tries = _given(plan, tools, fills, limits), 0
         messages.append({"role": "assistant", "content": made.text})
@@ -94,25 +94,25 @@ def solve(
     calls = run_plan(
         made, tools, parallel=limits.parallel, timeout_s=limits.timeout_s, result_chars=limits.result_chars
     )
-    asker.usage.tools_s = time.perf_counter() - start
+    chat.usage.tools_s = time.perf_counter() - start
     if fills:
         text = fill(made.answer, {call.name: call.result for call in calls})
     else:
         results = results_text({call.name: call.result for call in calls})
         asked = [*messages, {"role": "user", "content": results}]
-        text = asker.ask(asked, limits.answer_tokens)
-    return PlanResult(made, calls, text, asker.close(), tries)
+        text = chat.ask(asked, limits.answer_tokens)
+    return PlanResult(made, calls, text, chat.close(), tries)
 
 
 def _planned(
-    asker: Asker, messages: Messages, tools: Mapping[str, Tool], fills: bool, constrain: bool
+    chat: BudgetedChat, messages: Messages, tools: Mapping[str, Tool], fills: bool, constrain: bool
 ) -> tuple[Plan, int]:
     """A plan that can be carried out; the conversation ends with it afterwards."""
-    limits = asker.limits
+    limits = chat.limits
     grammar = plan_grammar(tools, limits.max_calls, answer=fills) if constrain else None
     asked, problem = messages, PlanError("no plan")
     for number in range(1, limits.tries + 1):
-        text = asker.ask(asked, limits.plan_tokens, grammar)
+        text = chat.ask(asked, limits.plan_tokens, grammar)
         try:
             plan = parse(text)
             _check(plan, tools, fills, limits)
@@ -123,7 +123,7 @@ def _planned(
             continue
         messages[:] = [*asked, {"role": "assistant", "content": text}]
         return plan, number
-    raise PlanError(f"no valid plan in {limits.tries} tries; the last one: {problem}", problem.hint, asker.close())
+    raise PlanError(f"no valid plan in {limits.tries} tries; the last one: {problem}", problem.hint, chat.close())
 
 
 def _given(plan: Plan | str, tools: Mapping[str, Tool], fills: bool, limits: Limits) -> Plan:

@@ -1,7 +1,7 @@
 """Plans as text: lines such as `#E2 = Search[population of #E1]`, where `#E1` stands for a result yet to come.
 
-Reads a plan, finds what is wrong with it, says what waits for what, fills results in, and makes the grammar that a
-model's plan must follow. Knows no model and calls no tool.
+Parses and checks plans, orders their steps, fills results in, and makes the grammar that a model's plan must follow.
+Knows no model and calls no tool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from forerun.errors import ForerunError
 from forerun.params import Grammar
 
-MOST_STEPS = 64  # of a plan; a grammar for more would be slow to follow
-MOST_ARGUMENT = 160  # characters of an argument that a grammar allows
+MAX_STEPS = 64  # of a plan; a grammar for more would be slow
+MAX_ARGUMENT_CHARS = 160  # that a grammar allows
 
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STEP = re.compile(r"^\s*(#E\d+)\s*=\s*([A-Za-z_]\w*)\s*\[(.*)\]\s*$")
@@ -23,7 +23,7 @@ _ANSWER = re.compile(r"^\s*Answer:\s*(.*)$")
 
 
 class PlanError(ForerunError):
-    """No usable plan, or no answer within the limits; `usage` tells what it had cost by then, where that is known."""
+    """No usable plan, or no answer within the limits; `usage`: the cost until then, where it is known."""
 
     def __init__(self, message: str, hint: str = "", usage: object = None) -> None:
         super().__init__(message, hint)
@@ -69,8 +69,8 @@ class Plan:
                 raise PlanError(
                     f"step {step.name} calls {step.tool!r}, which is no tool", f"the tools are {', '.join(tools)}"
                 )
-            _known(step.needs, names, f"step {step.name}")
-        _known(references(self.answer), names, "the answer")
+            _check_references(step.needs, names, f"step {step.name}")
+        _check_references(references(self.answer), names, "the answer")
         self.stages()
 
     def stages(self) -> list[list[Step]]:
@@ -81,7 +81,9 @@ class Plan:
             ready = [step for step in left if done.issuperset(step.needs)]
             if not ready:
                 circle = ", ".join(step.name for step in left)
-                raise PlanError(f"the steps {circle} wait for each other", "a step may only use results of others")
+                raise PlanError(
+                    f"the steps {circle} need each other's results", "a step may only use results of others"
+                )
             found.append(ready)
             done.update(step.name for step in ready)
             left = [step for step in left if step.name not in done]
@@ -138,10 +140,10 @@ def _argument(earlier: int, within: bool = True) -> str:
     plain = r"\[\]\n\r#" if within else r"\n\r#"
     names = [f"|#E{number}" for number in range(earlier, 0, -1)]
     first = f"([^\\s{plain}]{''.join(names)})"
-    return f"{first}([^{plain}]{''.join(names)}){{0,{MOST_ARGUMENT - 1}}}"
+    return f"{first}([^{plain}]{''.join(names)}){{0,{MAX_ARGUMENT_CHARS - 1}}}"
 
 
-def _known(names: tuple[str, ...], steps: list[str], who: str) -> None:
+def _check_references(names: tuple[str, ...], steps: list[str], where: str) -> None:
     for name in names:
         if name not in steps:
-            raise PlanError(f"{who} uses {name}, which no step gives", f"the steps are {', '.join(steps)}")
+            raise PlanError(f"{where} uses {name}, which no step gives", f"the steps are {', '.join(steps)}")

@@ -1,4 +1,4 @@
-"""What both ways of using tools have in common: their limits, what they spend, and how the model is asked.
+"""What both ways of using tools share: limits, usage, and chat requests within a budget.
 
 Knows an `LLM` only as something that encodes and answers conversations.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forerun.errors import BadRequest
 from forerun.params import Grammar, SamplingParams
 from forerun.recipes.planning.calls import Tool
-from forerun.recipes.planning.template import MOST_STEPS, PlanError
+from forerun.recipes.planning.template import MAX_STEPS, PlanError
 
 if TYPE_CHECKING:
     from forerun.llm import Completion
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 
-class Answers(Protocol):
+class ChatModel(Protocol):
     """The part of `LLM` that is used here."""
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> list[Completion]: ...
@@ -32,10 +32,10 @@ class Answers(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """How far one task may go; unknown or senseless values are refused."""
+    """Limits of one task; every value is checked on creation."""
 
     max_calls: int = 8
-    tries: int = 3  # plans asked for before giving up
+    tries: int = 3  # invalid plans before the task fails
     parallel: int = 8  # calls at once
     plan_tokens: int = 256  # of one plan, or of one turn of the interleaved loop
     answer_tokens: int = 256
@@ -50,8 +50,8 @@ class Limits:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
-        if self.max_calls > MOST_STEPS:
-            raise BadRequest(f"max_calls is {self.max_calls}, the limit is {MOST_STEPS}", "split the task")
+        if self.max_calls > MAX_STEPS:
+            raise BadRequest(f"max_calls is {self.max_calls}, the limit is {MAX_STEPS}", "split the task")
         seconds = self.timeout_s
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
             raise BadRequest(f"timeout_s is {seconds!r}, it must be a number above 0", "leave it out for no limit")
@@ -59,14 +59,14 @@ class Limits:
 
 @dataclass
 class PlanUsage:
-    """What a task has cost: requests, tokens, and seconds of the model, of tools, and on the clock."""
+    """What a task has cost: requests, tokens, and seconds of the model, of tools, and in total."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those read from cache
     completion_tokens: int = 0
     model_s: float = 0.0
-    tools_s: float = 0.0  # the clock's time while calls ran, however many at once
+    tools_s: float = 0.0  # wall time while calls ran, however many at once
     total_s: float = 0.0
 
     @property
@@ -75,22 +75,22 @@ class PlanUsage:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens the model really ran."""
+        """Tokens that were not read from a cache."""
         return self.tokens - self.cached_tokens
 
 
 @dataclass
-class Asker:
-    """Asks the model for one task and keeps the books."""
+class BudgetedChat:
+    """Chat requests of one task, and what they cost together."""
 
-    llm: Answers
+    llm: ChatModel
     params: SamplingParams
     limits: Limits
     usage: PlanUsage = field(default_factory=PlanUsage)
     _start: float = field(default_factory=time.perf_counter)
 
     def ask(self, messages: Messages, max_tokens: int, grammar: Grammar | None = None) -> str:
-        """One answer, within what is left of the budget."""
+        """One answer, within the rest of the budget."""
         budget = self.limits.token_budget
         if budget is not None:
             needed = self.usage.tokens + len(self.llm.encode(messages))
@@ -130,10 +130,10 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
 
 def check_task(task: str) -> None:
     if not isinstance(task, str) or not task.strip():
-        raise BadRequest(f"a task is text, got {task!r:.80}", "say what is to be found out")
+        raise BadRequest(f"a task is text, got {task!r:.80}", "describe what the tools are to find out")
 
 
-def described(tools: Mapping[str, Tool]) -> str:
+def describe_tools(tools: Mapping[str, Tool]) -> str:
     """A line for each tool: its name and the first line of its documentation."""
     lines = []
     for name, tool in tools.items():
