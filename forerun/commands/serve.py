@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 
     forerun serve --host 0.0.0.0 --api-keys keys.txt --max-queue 64
     """
+    _check_installed()
     config = server.config(opened.model)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -154,6 +156,21 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
             warning = f"any client that can reach {host} may send requests: consider --api-keys"
             console.print(warning, style="yellow", markup=False, soft_wrap=True)
         Server(app, config).run(sockets=[sock])
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if not _importable(name)]
+    if missing:
+        message = f"the server needs packages that are not installed: {', '.join(missing)}"
+        raise BadRequest(message, "pip install 'forerun[serve]'")
+
+
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def _bytes(megabytes: float) -> int:
