@@ -1,4 +1,4 @@
-"""A page in a real browser, and an engine that says what a test wants it to say."""
+"""A page in a real browser, and an engine whose events a test scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.engine.sequence import Event, Request
 from tests.serve.common import Running
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
-# As root there is no sandbox to be had; the others keep a browser from looking for its maker's servers
+# As root there is no sandbox; the others stop the browser's own network traffic
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
@@ -34,7 +34,7 @@ def launch(playwright: Playwright) -> Browser:
 
 @dataclass
 class Visit:
-    """Somebody looking at the page, and all that a test may want to know of it."""
+    """One open page, with its console errors and requests."""
 
     page: Page
     made: Running
@@ -80,12 +80,12 @@ class Visit:
 
 
 class Script:
-    """What the engine will say: events in order, and gates at which it waits for the test."""
+    """The engine's events in order, and `threading.Event`s at which it waits for the test."""
 
     def __init__(self, *said: Event | threading.Event) -> None:
         self.said: Sequence[Event | threading.Event] = said
         self.asked: list[tuple[list[int], Any]] = []
-        self.left = threading.Event()  # whoever asked is gone, or has it all
+        self.left = threading.Event()  # the stream was closed or is complete
 
     def play(self, llm: LLM, patch: pytest.MonkeyPatch, usage: Callable[[int], Usage]) -> Script:
         async def astream(request: Request) -> AsyncIterator[Event]:

@@ -14,7 +14,7 @@ from tests.serve.common import Running, running
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    # Its event loop runs as long as this does: no longer than the tests of this folder, none of which is asynchronous
+    # Its event loop runs as long as this fixture: no longer than the tests of this folder, none of which is async
     with sync_playwright() as playwright:
         made = launch(playwright)
         yield made

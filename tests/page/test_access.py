@@ -1,4 +1,4 @@
-"""For everybody: by keyboard, on a phone, light and dark, with less motion."""
+"""Accessibility: keyboard, phone, light and dark, reduced motion."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from tests.page.common import Script, Visit, plain, says
 from tests.page.conftest import visiting
 from tests.serve.common import NAME, Running, running
 
+END = says("", finish_reason="stop")
 DOCUMENT = "The keeper counts the ships every evening. " * 12
 
 DROP = """([text, name]) => {
@@ -48,13 +49,15 @@ def test_a_document_is_dropped_asked_about_and_remembered(visit: Visit):
 
 
 def test_words_appear_as_they_come_and_stop_frees_the_request(visit: Visit, monkeypatch: pytest.MonkeyPatch):
-    gate, never = threading.Event(), threading.Event()
-    said = Script(says("One ", token_ids=[1]), gate, says("two", token_ids=[2]), never, says("", finish_reason="stop"))
+    resume, never = threading.Event(), threading.Event()
+    said = Script(
+        says("One ", token_ids=[1]), resume, says("two", token_ids=[2]), never, says("", finish_reason="stop")
+    )
     said.play(visit.made.llm, monkeypatch, plain)
     visit.ask("Count.", done=False)
     expect(visit.page.locator(".answer")).to_have_text("One")
     assert visit.page.locator("#ask").is_disabled() and visit.page.locator("#stop").is_enabled()
-    gate.set()
+    resume.set()
     expect(visit.page.locator(".answer")).to_have_text("One two")
     visit.page.click("#stop")
     visit.wait_done()
@@ -107,7 +110,7 @@ def test_files_that_are_no_documents(visit: Visit, content: bytes, words: str):
     assert visit.text("#document") == "or drop one anywhere"
 
 
-def test_a_document_that_does_not_fit_is_told_before_anybody_asks(visit: Visit):
+def test_a_document_that_does_not_fit_is_an_error_before_the_question(visit: Visit):
     visit.attach("tide " * 9000, "long.txt")
     expect(visit.page.locator("#problem")).to_contain_text("the context holds")
     visit.page.click("#remove")

@@ -46,7 +46,7 @@ def test_the_policy_forbids_what_the_page_does_not_need(visit: Visit):
             script.textContent = "window.hit = 1";
             document.head.append(script);
             await fetch("https://example.org/").catch(() => {});
-            await new Promise((done) => setTimeout(done, 50));
+            for (let frames = 0; seen.length < 2 && frames < 600; frames++) await new Promise(requestAnimationFrame);
             return [seen, window.hit ?? null];
         }"""
     )

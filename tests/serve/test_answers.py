@@ -184,13 +184,14 @@ def test_a_prediction_saves_steps_and_changes_nothing(served: Running, llm: LLM)
         assert found.token_ids == expected.token_ids and found.usage.steps <= most
     with pytest.raises(BadRequest, match="vocabulary"):
         llm.generate(prompt, replace(plain, prediction=(10**6,)))
+    own = {"forerun": {"statistics": True, "speculate": {"drafter": "copy", "depth": 4}}}
     for content in ("The keeper", [{"type": "text", "text": "The "}, {"type": "text", "text": "keeper"}]):
-        told: Any = {"type": "content", "content": content}
-        answer = served.client().chat.completions.create(**ASKED, prediction=told)
+        given: Any = {"type": "content", "content": content}
+        answer: Any = served.client().chat.completions.create(**ASKED, prediction=given, extra_body=own)
         assert answer.choices[0].message.content == llm.chat(MESSAGES, GREEDY)[0].text
-    details = answer.usage.completion_tokens_details if answer.usage else None
-    assert details is not None and details.accepted_prediction_tokens is not None
-    assert details.rejected_prediction_tokens is not None and details.rejected_prediction_tokens >= 0
+        details, statistics = answer.usage.completion_tokens_details, answer.forerun["statistics"]
+        assert details.accepted_prediction_tokens == statistics["accepted"]
+        assert details.rejected_prediction_tokens == statistics["drafted"] - statistics["accepted"]
     off = {"prediction": {"type": "content", "content": "x"}, "forerun": {"speculate": "off"}}
     assert "drafter copy" in error(served.post(CHAT, ASKED | off), 400)["message"]
 

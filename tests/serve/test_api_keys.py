@@ -1,4 +1,4 @@
-"""Who may ask: API keys and other origins."""
+"""API keys and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_key_files_with_mistakes(text: str, tmp_path: Path):
         ApiKeys.load(tmp_path / "none")
 
 
-def test_other_origins_may_ask_only_where_they_are_named(served: Running, llm: LLM):
+def test_other_origins_are_allowed_only_where_they_are_named(served: Running, llm: LLM):
     asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in served.post(CHAT, ASKED, headers=asking).headers
     keys = ApiKeys.parse(f"ann {digest('secret-a')}", "here")

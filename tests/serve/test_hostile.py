@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly, half or nonsense: each is answered or cut off, and nobody else notices."""
+"""Clients that send too much, too slowly, half or nonsense: each gets a response or is cut off; others go on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(served: Running, a
             sock.sendall(b"%x\r\n%s\r\n" % (MB, piece))
         assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")  # 91 of them were not sent
         start = time.monotonic()
-        with pytest.raises(OSError):  # whoever goes on all the same is cut off
+        with pytest.raises(OSError):  # a client that continues all the same is cut off
             while time.monotonic() < start + 10:
                 sock.sendall(piece if announced else b"%x\r\n%s\r\n" % (MB, piece))
                 time.sleep(0.005)
@@ -62,14 +62,14 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(served: Running, a
     assert served.post(CHAT, ASKED).status_code == 200
 
 
-def test_whoever_waits_for_the_go_ahead_hears_no(served: Running):
+def test_expect_100_continue_is_refused(served: Running):
     with connected(served) as sock:
         sock.sendall(head(f"Content-Length: {100 * MB}", "Expect: 100-continue", "Connection: close"))
         answer = received(sock)
     assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
 
 
-def test_a_body_that_nobody_wants_does_not_hold_the_connection(served: Running):
+def test_a_body_for_an_unknown_path_does_not_hold_the_connection(served: Running):
     with connected(served) as sock:
         sock.sendall(head("Content-Length: 1000", path="/nothing") + b"{")
         start = time.monotonic()
@@ -104,7 +104,7 @@ def test_one_byte_at_a_time_is_too_slow(llm: LLM):
         threads = [threading.Thread(target=trickle, args=(start,)) for start in starts]
         for thread in threads:
             thread.start()
-        assert made.post(CHAT, ASKED).status_code == 200  # the others keep nobody waiting
+        assert made.post(CHAT, ASKED).status_code == 200  # slow clients do not delay others
         for thread in threads:
             thread.join(20)
         assert len(cut) == len(starts) and max(cut) < 5
@@ -113,8 +113,8 @@ def test_one_byte_at_a_time_is_too_slow(llm: LLM):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_half_a_goodbye_is_one(llm: LLM, stream: bool):
-    """A client that closes its side is taken to have gone: nothing tells it from one that has."""
+def test_a_half_closed_connection_is_a_disconnect(llm: LLM, stream: bool):
+    """A client that closes its sending side counts as disconnected: ASGI cannot tell the two apart."""
     patch, _ = slowed(llm)
     with running(llm) as made:
         body = json.dumps(ENDLESS | {"stream": stream}).encode()
@@ -149,14 +149,14 @@ def test_half_a_goodbye_is_one(llm: LLM, stream: bool):
 )
 def test_what_is_no_http_or_no_utf8(served: Running, sent: bytes, status: bytes):
     with connected(served) as sock:
-        with suppress(OSError):  # it may have heard enough
+        with suppress(OSError):  # the server may close first
             sock.sendall(sent)
         answer = received(sock)
     assert answer.startswith(b"HTTP/1.1 " + status), answer[:200]
     assert served.post(CHAT, ASKED).status_code == 200
 
 
-def test_only_those_who_call_it_by_its_name(llm: LLM):
+def test_only_requests_for_its_own_host_name(llm: LLM):
     """A page whose own name was made to lead here (DNS rebinding) is not this server's page."""
     with running(llm) as made:
         port = made.port
@@ -180,7 +180,7 @@ def test_only_those_who_call_it_by_its_name(llm: LLM):
         ServeConfig(NAME, allowed_hosts=("http://a.example",))
 
 
-def test_nothing_of_others_in_anybodys_answer(llm: LLM):
+def test_no_text_of_other_requests_in_an_answer(llm: LLM):
     """Streams, whole answers, sessions, calls and failures side by side: each has what it would have alone."""
     words = [f"secret{number:02d}" for number in range(24)]
 

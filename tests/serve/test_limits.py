@@ -1,4 +1,4 @@
-"""What is refused and how; who goes away; who has to wait; what the server says about itself."""
+"""Refusals, disconnects, queueing, draining, and the limits of a server."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_bodies_that_are_no_request(served: Running, body: bytes):
         ({"body": 1}, "body", "not supported"),
     ],
 )
-def test_what_is_wrong_is_told_in_words_of_the_request(served: Running, change: Any, param: str, words: str):
-    """Not in those of the schema, which has names for each form that a value may have."""
+def test_errors_name_the_place_in_the_request(served: Running, change: Any, param: str, words: str):
+    """Not the place in the schema, which has a name for each type of a union."""
     found = error(served.post(CHAT, ASKED | change), 400)
     assert found["param"] == param and found["message"].startswith(param) and words in found["message"]
 
@@ -138,7 +138,7 @@ def test_what_is_not_there(served: Running):
     assert "embedding model" in error(served.post("/v1/embeddings", {"model": NAME, "input": "x"}), 501)["message"]
 
 
-def test_drafters_that_take_long_to_make_are_for_whoever_starts_the_server(llm: LLM, tiny_folder: Any):
+def test_drafters_that_take_long_to_make_are_prepared_at_the_start(llm: LLM, tiny_folder: Any):
     asked = ASKED | {"forerun": {"speculate": {"drafter": "self"}}}
     with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True) as fresh:
         with running(fresh) as made:
@@ -194,7 +194,7 @@ def head(length: int) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_pages(llm: LLM, stream: bool):
+def test_a_disconnect_frees_the_pages(llm: LLM, stream: bool):
     llm.clear_cache()
     with running(llm) as made:
         engine = llm.engine
@@ -224,7 +224,7 @@ def narrow(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
         yield made
 
 
-def test_a_full_queue_says_when_to_come_again(narrow: LLM):
+def test_a_full_queue_has_a_retry_after(narrow: LLM):
     patch, _ = slowed(narrow)
     with running(narrow, max_queue=0) as made:
         one = Holding(made)
@@ -233,7 +233,7 @@ def test_a_full_queue_says_when_to_come_again(narrow: LLM):
         assert 1 <= int(response.headers["retry-after"]) <= 60
         with pytest.raises(openai.RateLimitError):
             made.client().chat.completions.create(**ASKED)
-        assert "n" in error(made.post(CHAT, ASKED | {"n": 2}), 400)["hint"]
+        assert error(made.post(CHAT, ASKED | {"n": 2}), 400)["hint"] == "lower n"
         assert one.join().endswith("data: [DONE]\n\n")
         wait_for(lambda: made.app.state.admission.num_open == 0)
         assert made.post(CHAT, ASKED).status_code == 200

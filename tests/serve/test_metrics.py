@@ -1,4 +1,4 @@
-"""What Prometheus reads, against what the answers said of themselves."""
+"""What Prometheus reads, against the statistics in the responses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_pages_are_the_pools(llm: LLM, served: Running):
     assert read(served)["forerun_pages_pinned"] == 0
 
 
-def test_those_who_wait_and_those_who_run(tiny_folder: Any):
+def test_running_and_waiting_sequences(tiny_folder: Any):
     with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True, max_num_seqs=1) as narrow:
         patch, _ = slowed(narrow)
         with running(narrow, max_queue=1) as made, contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def test_those_who_wait_and_those_who_run(tiny_folder: Any):
         patch.undo()
 
 
-def test_what_a_client_left_is_counted(llm: LLM):
+def test_cancelled_answers_are_counted(llm: LLM):
     with running(llm) as made:
         before = read(made)
         patch, _ = slowed(llm)

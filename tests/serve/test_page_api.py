@@ -1,4 +1,4 @@
-"""What the page asks of a server: what it can do, what the prefix tree holds, how text becomes tokens."""
+"""The page's own endpoints: what a server offers, what the prefix tree holds, how text is tokenised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from forerun import LLM
 from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
 
-SECRET = "The vault opens at nine and the key hangs behind the clock, as everybody here knows by heart."
+SECRET = "The vault opens at nine and the key hangs behind the clock, as all of us here know by heart."
 
 
 def say(text: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def test_about_tells_what_may_be_asked_for(served: Running):
         assert served.post(CHAT, asked).status_code == 200
 
 
-def test_the_tree_tells_numbers_to_all_and_words_to_whoever_knows_them(served: Running):
+def test_the_tree_has_counts_for_all_and_text_only_of_the_own_prefix(served: Running):
     served.llm.clear_cache()
     for _ in range(3):
         served.post(CHAT, ASKED | say(SECRET) | {"max_tokens": 2})

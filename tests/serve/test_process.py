@@ -159,4 +159,4 @@ def _drop(made: Process) -> None:
         with httpx.stream("POST", made.url + CHAT, json=ENDLESS | {"max_tokens": 900}, timeout=60) as response:
             next(response.iter_text())
     wait_for(lambda: figure("forerun_sequences_running") == 0 == figure("forerun_answers_open"), 5)
-    assert figure("forerun_pages_used") == figure("forerun_pages_cached")  # nobody holds any of them
+    assert figure("forerun_pages_used") == figure("forerun_pages_cached")  # no sequence holds any of them

@@ -1,4 +1,4 @@
-"""Conversations that the server keeps: what is sent again is not added again, one turn at a time, each key its own."""
+"""Stored conversations: messages sent again are not appended again, one turn at a time, separate for each key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_where_it_was(served: Running):
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == session["served"]["pool"]
 
 
-def test_whoever_sends_all_of_it_gets_the_same(served: Running):
+def test_the_whole_conversation_sent_again_gives_the_same(served: Running):
     name, messages = "whole", [{"role": "system", "content": "Be brief."}, *ASKED["messages"]]
     for turn in range(1, 4):
         answer = told(served, ASKED | {"messages": messages} | own(name))
@@ -62,7 +62,7 @@ def test_whoever_sends_all_of_it_gets_the_same(served: Running):
     assert content(told(served, ASKED | {"messages": messages})) == content(
         told(served, ASKED | {"messages": messages} | own(name))
     )
-    changed = [*messages[:2], {"role": "assistant", "content": "Nobody."}, USER]
+    changed = [*messages[:2], {"role": "assistant", "content": "The tide."}, USER]
     assert "word for word" in error(served.post(CHAT, ASKED | {"messages": changed} | own(name)), 400)["hint"]
     known = messages[:1]
     assert "new ones" in error(served.post(CHAT, ASKED | {"messages": known} | own(name)), 400)["message"]
@@ -122,7 +122,7 @@ def delete(made: Running, name: str, **options: Any) -> int:
     return httpx.delete(f"{made.url}/forerun/sessions/{name}", **options).status_code
 
 
-def test_a_turn_that_comes_to_nothing_is_taken_back(llm: LLM):
+def test_a_failed_turn_is_rolled_back(llm: LLM):
     patch, _ = slowed(llm)
     with running(llm, max_request_s=0.3) as made:
         endless = ENDLESS | {"forerun": ENDLESS["forerun"] | {"session": "late"}}
@@ -143,7 +143,7 @@ def test_a_turn_that_comes_to_nothing_is_taken_back(llm: LLM):
     patch.undo()
 
 
-def test_whoever_goes_away_leaves_the_session_as_it_was(llm: LLM):
+def test_a_disconnect_rolls_the_turn_back(llm: LLM):
     patch, _ = slowed(llm)
     with running(llm) as made:
         told(made, ASKED | own("left"))
@@ -228,7 +228,7 @@ def kept(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callabl
     yield opened
 
 
-def test_sessions_that_nobody_comes_back_to_are_closed_and_wait_on_disk(kept: Callable[[], LLM]):
+def test_expired_sessions_are_closed_and_stored_on_disk(kept: Callable[[], LLM]):
     with kept() as llm, running(llm, max_sessions=2) as made:
         told(made, ASKED | own({"name": "short", "ttl": 0.01}))
         for name in ("a", "b", "c"):

@@ -156,7 +156,7 @@ def test_a_conversation_with_calls_and_results_goes_on(made: Running):
     assert "'call_1'" in lost["message"]
 
 
-def test_the_model_is_told_of_tools_unless_it_may_not_call_any(made: Running):
+def test_tools_are_in_the_prompt_unless_the_choice_is_none(made: Running):
     def prompt_tokens(**more: Any) -> int:
         return made.post(CHAT, ASKED | more).json()["usage"]["prompt_tokens"]
 
@@ -166,7 +166,7 @@ def test_the_model_is_told_of_tools_unless_it_may_not_call_any(made: Running):
     assert prompt_tokens(tools=TOOLS, tool_choice=named("turn_lamp")) < prompt_tokens(tools=TOOLS)
 
 
-def test_who_may_answer_in_words_does(made: Running):
+def test_without_a_forced_call_there_is_text(made: Running):
     for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"}):
         asked: Any = ASKED | {"tools": TOOLS} | more
         answer = made.client().chat.completions.create(**asked).choices[0]
@@ -265,7 +265,7 @@ def test_the_form_of_calls_follows_from_the_template(made: Running, request: Any
 
 
 def test_the_default_model_calls_functions(smollm2: Path):
-    """Its template knows no tools: they are put into words, and what must be called is."""
+    """Its template has no tools: they are put into a system instruction, and a forced call is made."""
     question: Any = [{"role": "user", "content": "Count the ferries of length 20."}]
     asked: Any = {"model": NAME, "messages": question, "temperature": 0, "max_tokens": 60, "tools": [SHIP]}
     with LLM(str(smollm2), threads=1, quiet=True, kv_cache_tokens=4096) as llm, running(llm) as made:

@@ -1,4 +1,4 @@
-"""Spans against what answers said of themselves; nothing of any text in them, and nothing at all where they are off."""
+"""Spans against the statistics of responses; no text in them, and no spans where tracing is off."""
 
 from __future__ import annotations
 

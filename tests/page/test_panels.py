@@ -14,7 +14,7 @@ GREY, BLACK, STRUCK = ".answer .provisional", ".answer .settled", ".answer .retr
 
 @pytest.fixture
 def can_draft(monkeypatch: pytest.MonkeyPatch, served) -> None:
-    """This server says that it can draft prompts; what becomes of them is the script's business."""
+    """This server offers drafted prompts; the script decides what comes of them."""
     monkeypatch.setattr(served.llm.engine.speculative_prefill, "problem", lambda settings, tokens: None)
 
 
