@@ -28,21 +28,28 @@ def derived(name: str, options: type, *names: str, optional: bool = False) -> An
 
 def described(options: type, name: str, **more: Any) -> Any:
     """For a field whose type in JSON is another one: the help and limits of a dataclass's field; null by default."""
-    entry = next(entry for entry in dataclasses.fields(options) if entry.name == name)
-    return Field(default=None, description=entry.metadata.get("help"), json_schema_extra=_documented(entry), **more)
+    return Field(default=None, json_schema_extra=documented(options, name), **more)
+
+
+def documented(options: type, name: str) -> dict[str, Any]:
+    """The help, limits and known values of a dataclass's field, as JSON schema has them."""
+    return _documented(next(entry for entry in dataclasses.fields(options) if entry.name == name))
 
 
 def _field(entry: dataclasses.Field[Any], hint: Any, optional: bool) -> tuple[Any, Any]:
     kind = Literal[entry.metadata["choices"]] if entry.metadata.get("closed") else hint
-    default, extra = None if optional else entry.default, _documented(entry)
-    return (kind | None if optional else kind), Field(
-        default=default, description=entry.metadata.get("help"), json_schema_extra=extra
-    )
+    default = None if optional else entry.default
+    return (kind | None if optional else kind), Field(default=default, json_schema_extra=_documented(entry))
 
 
 def _documented(entry: dataclasses.Field[Any]) -> dict[str, Any]:
     about = entry.metadata
-    names = {"minimum": about.get("low"), "maximum": about.get("high"), "examples": about.get("choices")}
+    names = {
+        "description": about.get("help"),
+        "minimum": about.get("low"),
+        "maximum": about.get("high"),
+        "examples": about.get("choices"),
+    }
     if about.get("open_low"):
         names["exclusiveMinimum"] = names.pop("minimum")
     return {

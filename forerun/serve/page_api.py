@@ -10,12 +10,13 @@ import asyncio
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from forerun.cache.tree_summary import SharedRun
 from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
-from forerun.params import PREFILL_MODES
+from forerun.params import PREFILL_MODES, Prefill, SamplingParams
 from forerun.serve.context import ServerContext
+from forerun.serve.derived import StrictModel, documented
 from forerun.text.tokenizer import Tokenizer
 
 MAX_TREE_RUNS = 200
@@ -25,17 +26,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 _ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
 
 
-class _ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _ChatMessage(StrictModel):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class ConversationBody(BaseModel):
+class ConversationBody(StrictModel):
     """The messages of a chat request."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     messages: list[_ChatMessage] = Field(min_length=1)
 
@@ -88,6 +85,10 @@ def _about(ctx: ServerContext) -> dict[str, Any]:
             "off",
             *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),
         ],
+        "options": {
+            "temperature": documented(SamplingParams, "temperature"),
+            "budget": documented(Prefill, "budget"),
+        },
         "shows_prompts": config.show_prompts,
     }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from forerun.errors import BadRequest
+from forerun.serve.derived import StrictModel
 
 MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -15,11 +16,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class Function(_Model):
+class Function(StrictModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -36,16 +33,16 @@ class Function(_Model):
         return {"type": "object"} | self.parameters
 
 
-class Tool(_Model):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Model):
+class NamedFunction(StrictModel):
     name: str
 
 
-class NamedTool(_Model):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -53,7 +50,7 @@ class NamedTool(_Model):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(_Model):
+class CalledFunction(StrictModel):
     name: str
     arguments: str
 
@@ -66,7 +63,7 @@ class CalledFunction(_Model):
             return self.arguments
 
 
-class ToolCall(_Model):
+class ToolCall(StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction

@@ -76,7 +76,7 @@ class Visit:
     @property
     def answer(self) -> str:
         """What stands of the last answer."""
-        return "".join(self.page.locator(".answer").last.locator(".settled").all_text_contents())
+        return "".join(self.page.locator(".answer").last.locator(".final").all_text_contents())
 
 
 class Script:

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.page.common import Script, Visit, drafted, plain, says
 
-GREY, BLACK, STRUCK = ".answer .provisional", ".answer .settled", ".answer .retracted"
+GREY, BLACK, STRUCK = ".answer .provisional", ".answer .final", ".answer .retracted"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_provisional_words_turn_black_or_are_struck(can_draft: None, visit: Visi
                                                "a => a.finished)); return getComputedStyle(node).color; }")  # fmt: skip
     assert line == "line-through" and grey != black
     assert "".join(page.locator(BLACK).all_inner_texts()) == "The old keeper."
-    assert "Provisional words kept" in visit.text("#figures")
+    assert "Provisional confirmed" in visit.text("#figures")
 
 
 def test_words_turn_black_piece_by_piece(can_draft: None, visit: Visit, monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +112,7 @@ def test_the_depth_strip_tells_what_statistics_tell(can_draft: None, visit: Visi
     assert widths == [tokens for _, tokens in report.depth_runs]
     page.focus("#depth .strip")  # by keyboard: the second run
     page.keyboard.press("ArrowRight")
-    assert visit.text("#depth .readout") == "tokens 9–18 · drafted, accepted · 1 layer of 4 by the model itself"
+    assert visit.text("#depth .readout") == "tokens 9–18 · drafted, accepted · 1 layer of 4 computed by the model"
     page.hover(".prompt-text .recomputed")
     assert visit.text("#depth .readout").startswith("tokens 19–") and "recomputed" in visit.text("#depth .readout")
 
@@ -124,14 +124,16 @@ def test_the_timeline_tells_of_every_pass(can_draft: None, visit: Visit, monkeyp
     visit.ask("Did it?")
     page = visit.page
     assert "3 passes of the model for 7 tokens" in visit.text("#timeline")
-    assert "4 of 6 guesses stood" in visit.text("#timeline")
-    assert page.locator("#timeline rect.own").count() == 3 and page.locator("#timeline rect.stood").count() == 2
-    assert page.locator("#timeline rect.fell").count() == 2
+    assert "4 of 6 drafted tokens accepted" in visit.text("#timeline")
+    assert page.locator("#timeline rect.own").count() == 3 and page.locator("#timeline rect.passed").count() == 2
+    assert page.locator("#timeline rect.failed").count() == 2
     page.focus("#timeline .steps")
     page.keyboard.press("ArrowRight")
     readout = visit.text("#timeline .readout")
-    assert readout == "pass 2 at 300 ms · 4 tokens · 3 of 4 guesses stood · guessing 20 ms, model 50 ms"
-    assert "provisional words 100 ms" in visit.text("#timeline .lane .legend")
+    assert (
+        readout == "pass 2 at 300 ms · 4 tokens · 3 of 4 drafted tokens accepted · drafting 20 ms, verification 50 ms"
+    )
+    assert "provisional text 100 ms" in visit.text("#timeline .lane .legend")
 
 
 def test_a_real_answer_has_a_timeline(visit: Visit):
@@ -166,6 +168,10 @@ def test_the_tree_shows_what_is_shared_and_how_often(visit: Visit):
 
 def test_modes_that_a_server_has_not_are_off_and_it_says_why(visit: Visit):
     expect(visit.page.locator("#prefill-why")).to_contain_text("needs a profile of this model")
+    about = visit.made.get("/forerun/about").json()
+    modes = visit.page.locator("#prefill input").evaluate_all("all => all.map(box => box.value)")
+    drafters = visit.page.locator("#speculate option").all_inner_texts()
+    assert modes == list(about["prefill"]) and drafters == about["speculate"]
     assert visit.page.locator("input[value=provisional]").is_disabled()
     assert visit.page.locator("input[value=exact]").is_enabled() and visit.page.locator("#budget").is_disabled()
 

@@ -32,7 +32,7 @@ def test_both_sides_run_cold_and_a_summary_compares_them(visit: Visit):
     assert "One after the other" in note and "Plain first" in note and "cold cache" in note
     rows = page.locator(".summary tr").all_inner_texts()
     assert [row.split("\t")[0] for row in rows[1:]] == [
-        "First word on the page", "First word that stands", "Tokens a second after it", "Whole answer"
+        "First token on the page", "First confirmed token", "Tokens per second after it", "Whole answer"
     ]  # fmt: skip
     assert "The race is over" in visit.text("#status")
     page.click("#race")  # the other way round
@@ -72,4 +72,4 @@ def test_a_race_against_oneself_is_refused(visit: Visit):
     visit.page.locator("#speculate").select_option("off")
     visit.page.fill("#question", "How many?")
     visit.page.click("#race")
-    assert "Both sides would do the same" in visit.text("#problem") and visit.page.locator(".race").count() == 0
+    assert "Both sides would be the same" in visit.text("#problem") and visit.page.locator(".race").count() == 0

@@ -1,30 +1,30 @@
-// An answer on the page while it comes: provisional words in grey, black once confirmed, struck out when taken back.
-// All text goes in as text: nothing that a document or a model says can become markup.
+// A streamed answer on the page: provisional text in grey, black once confirmed, struck out when retracted.
+// All text is inserted as text: nothing in a document or an answer can become markup.
 
-import { element, seconds, rate } from "./words.js";
+import { element, seconds, rate } from "./dom.js";
 
 export class AnswerView {
-  /** `onFigures` hears of every change of the live figures. */
+  /** `onFigures` is called on every change of the live figures. */
   constructor(onFigures = () => {}) {
     this.node = element("div", "answer");
-    this._head = element("span", "settled");
-    this._taken = element("del", "retracted");
-    this._rest = element("span", "settled");
-    this._maybe = element("span", "provisional");
-    this.node.append(this._head, this._taken, this._rest, this._maybe);
-    this._taken.hidden = true;
+    this._head = element("span", "final");
+    this._retracted = element("del", "retracted");
+    this._rest = element("span", "final");
+    this._provisional = element("span", "provisional");
+    this.node.append(this._head, this._retracted, this._rest, this._provisional);
+    this._retracted.hidden = true;
     this._onFigures = onFigures;
     this.text = "";
     this.confirmed = "";
     this.statistics = null;
-    this.steps = []; // [seconds, tokens] of every piece that came, for the live timeline
-    this.live = { shown: null, first: null, tokens: 0, early: 0, stood: 0, taken: 0, last: 0 };
+    this.steps = []; // [seconds, tokens] of every chunk, for the live timeline
+    this.live = { shown: null, first: null, tokens: 0, provisional: 0, confirmed: 0, retracted: 0, last: 0 };
   }
 
   provisional(text, tokens, at) {
-    this._maybe.append(text);
+    this._provisional.append(text);
     this.live.shown ??= at;
-    this.live.early += tokens;
+    this.live.provisional += tokens;
     this._changed();
   }
 
@@ -32,34 +32,34 @@ export class AnswerView {
     this.confirmed += text;
     this._head.textContent = this.confirmed;
     this._head.classList.add("confirmed");
-    this._maybe.textContent = this._maybe.textContent.slice(text.length);
-    this.live.stood += tokens;
+    this._provisional.textContent = this._provisional.textContent.slice(text.length);
+    this.live.confirmed += tokens;
   }
 
   retract(text, tokens) {
-    this._maybe.textContent = "";
-    this._taken.textContent = text;
-    this._taken.hidden = false;
-    this._taken.title = "Provisional words that the model took back";
-    this.live.taken = tokens;
+    this._provisional.textContent = "";
+    this._retracted.textContent = text;
+    this._retracted.hidden = false;
+    this._retracted.title = "Provisional text that the exact answer does not have";
+    this.live.retracted = tokens;
     this._changed();
   }
 
   content(text, tokens, at) {
-    if (this.live.stood + this.live.taken >= this.live.early) this._maybe.textContent = ""; // nothing is open any more
+    if (this.live.confirmed + this.live.retracted >= this.live.provisional) this._provisional.textContent = ""; // all of it is resolved
     this.text += text;
-    const stands = this.confirmed.length;
-    if (this._rest.textContent === "" && this.text.length <= stands) {
+    const confirmed = this.confirmed.length;
+    if (this._rest.textContent === "" && this.text.length <= confirmed) {
       this._head.textContent = this.confirmed; // all of it is on the page already
     } else {
-      this._head.textContent = this.text.slice(0, stands);
-      this._rest.textContent = this.text.slice(stands);
+      this._head.textContent = this.text.slice(0, confirmed);
+      this._rest.textContent = this.text.slice(confirmed);
     }
     const live = this.live;
     live.shown ??= at;
     if (live.first === null) {
       live.first = at;
-      live.start = tokens ?? 1; // tokens that the first piece brought: they took the prompt's time, not decoding's
+      live.start = tokens ?? 1; // tokens of the first chunk: their time is the prompt's, not decoding's
     }
     this.steps.push([at, (tokens ?? live.tokens + 1) - live.tokens]);
     live.tokens = tokens ?? live.tokens + 1;
@@ -71,23 +71,23 @@ export class AnswerView {
     this.statistics = figures;
   }
 
-  /** What `stream.ask` talks to. */
+  /** The listener of `streamAnswer`. */
   get listener() {
     return {
-      provisional: (...told) => this.provisional(...told),
-      confirm: (...told) => this.confirm(...told),
-      retract: (...told) => this.retract(...told),
-      content: (...told) => this.content(...told),
-      statistics: (...told) => this.statistics_(...told),
+      provisional: (...event) => this.provisional(...event),
+      confirm: (...event) => this.confirm(...event),
+      retract: (...event) => this.retract(...event),
+      content: (...event) => this.content(...event),
+      statistics: (...event) => this.statistics_(...event),
     };
   }
 
-  /** Words that nobody will confirm any more, as the answer was stopped. */
+  /** The answer was stopped: provisional text that is left is retracted. */
   abandon() {
-    if (this._maybe.textContent) this.retract(this._maybe.textContent, this.live.early - this.live.stood);
+    if (this._provisional.textContent) this.retract(this._provisional.textContent, this.live.provisional - this.live.confirmed);
   }
 
-  /** Tokens a second after the first; null before there is such a thing. */
+  /** Tokens per second after the first chunk; null before the second. */
   get rate() {
     const { tokens, start, first, last } = this.live;
     return first !== null && last > first && tokens > start ? (tokens - start) / (last - first) : null;

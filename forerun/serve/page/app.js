@@ -1,17 +1,17 @@
-// The page as a whole: the conversation, the question, and who is told when something happens.
+// The page as a whole: the conversation, the question, and the updates of all panels.
 
 import { AnswerView } from "./answer.js";
 import { DepthMap } from "./depth.js";
-import { Attached, watchDrops } from "./document.js";
+import { Attached, onDrop } from "./document.js";
 import { Figures } from "./figures.js";
 import { Race, pointless } from "./race.js";
 import { ServerError, hasKey, json, setKey } from "./server.js";
 import { Settings } from "./settings.js";
-import { ask } from "./stream.js";
+import { streamAnswer } from "./stream.js";
 import { startTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 import { TreeView } from "./tree.js";
-import { element, plural, seconds } from "./words.js";
+import { element, plural, seconds } from "./dom.js";
 
 const at = (id) => document.getElementById(id);
 
@@ -23,13 +23,13 @@ const panels = {
 };
 const settings = new Settings(at);
 const attached = new Attached(at("document"), at("remove"), problem);
-let messages = []; // the conversation so far, as the server gets it
-let running = null; // the AbortController of the answer in the making
-let begun = null; // settles when the server has said what it is
+let messages = []; // the conversation so far, as it is sent
+let running = null; // the AbortController of the open request
+let loaded = null; // resolves when /forerun/about was read
 
-// -- asking -----------------------------------------------------------------------------------------------------------
+// -- requests ---------------------------------------------------------------------------------------------------------
 
-/** The conversation with the new question; a document stands before it, so that what follows shares it. */
+/** The conversation with the new question; a document comes before it, so that later questions share its prefix. */
 function withQuestion() {
   const question = at("question").value.trim();
   const content = attached.text === null ? question : `${attached.text}\n\n${question}`;
@@ -40,10 +40,10 @@ async function askQuestion() {
   const [question, asked] = withQuestion();
   if (running || !ready(question)) return;
   const turn = element("li", "turn");
-  turn.append(...askedWords(question));
-  const view = new AnswerView(watch);
+  turn.append(...questionNodes(question));
+  const view = new AnswerView(update);
   for (const [name, value] of [["role", "article"], ["aria-label", "Answer"], ["aria-live", "polite"], ["aria-busy", "true"]]) {
-    view.node.setAttribute(name, value); // read out when it is complete, not word by word
+    view.node.setAttribute(name, value); // screen readers read it when it is complete
   }
   turn.append(view.node);
   at("turns").append(turn);
@@ -51,20 +51,20 @@ async function askQuestion() {
   at("question").value = "";
   const line = element("p", "quiet line");
   turn.append(line);
-  const ended = await during(async (signal) => {
+  const ended = await runExclusive(async (signal) => {
     panels.figures.waiting();
-    const reason = await ask(settings.body(asked), view.listener, signal);
-    return `Answer complete: ${plural(view.live.tokens, "token")}, first word after ${seconds(view.live.shown)}`
-      + `${reason === "length" ? "; it ended at the longest answer allowed" : ""}.`;
+    const reason = await streamAnswer(settings.body(asked), view.listener, signal);
+    return `Answer complete: ${plural(view.live.tokens, "token")}, first token after ${seconds(view.live.shown)}`
+      + `${reason === "length" ? "; it reached the longest answer allowed" : ""}.`;
   });
-  if (!turn.isConnected) return; // a new conversation has begun: this one is no part of it
+  if (!turn.isConnected) return; // a new conversation was started meanwhile
   view.abandon();
   view.node.setAttribute("aria-busy", "false");
   panels.figures.rest(view);
   line.textContent = view.line;
   reveal(line);
   if (!ended && !view.text) {
-    at("question").value = at("question").value || question; // nothing came of it: it can be asked again
+    at("question").value = at("question").value || question; // it failed: the question can be sent again
     if (!view.node.textContent) turn.remove();
     return;
   }
@@ -78,48 +78,48 @@ async function race() {
   if (running || !ready(question)) return;
   const body = settings.body(asked);
   if (pointless(body.forerun)) {
-    problem("Both sides would do the same: choose another prefill, or let somebody guess ahead.");
+    problem("Both sides would be the same: choose another prefill mode or a drafter.");
     return;
   }
-  const made = new Race(askedWords(question), { prefill: body.forerun.prefill, speculate: body.forerun.speculate });
+  const made = new Race(questionNodes(question), { prefill: body.forerun.prefill, speculate: body.forerun.speculate });
   at("turns").append(made.node);
   reveal(made.node);
-  const ended = await during((signal) =>
-    made.run(body, signal, watch));
+  const ended = await runExclusive((signal) =>
+    made.run(body, signal, update));
   reveal(made.node.lastChild);
   if (ended) await inspect(asked, made.winner);
 }
 
-/** Whether what a panel shows is about an answer that is not the latest any more. */
+/** Mark a panel whose content is about an earlier answer. */
 function stale(name, is) {
   document.querySelector(`#${name}-h .before`).hidden = !is || !panels[name].filled;
 }
 
-/** An answer that comes in, as the panels show it. */
-function watch(view) {
-  if (!view.node.isConnected) return; // of a conversation that was left
+/** Update the panels with a streaming answer. */
+function update(view) {
+  if (!view.node.isConnected) return; // of an earlier conversation
   panels.figures.live(view);
   panels.timeline.live(view);
   if (view.steps.length) stale("timeline", false);
   follow();
-  if (!running) return; // words that are struck as an answer is stopped
-  say(view.live.first === null ? "Provisional words, while the exact prompt is computed…" : "Answering…");
+  if (!running) return; // text that is struck when an answer is stopped
+  setStatus(view.live.first === null ? "Provisional text, while the exact prompt is computed…" : "Answering…");
 }
 
-/** Around whatever runs: one at a time, can be stopped, says how it ended. True when it went well. */
-async function during(work) {
+/** Run one request: one at a time, can be stopped, reports its end. True when it succeeded. */
+async function runExclusive(work) {
   running = new AbortController();
   problem("");
   at("welcome").hidden = true;
   busy(true);
   for (const name of ["timeline", "depth"]) stale(name, true);
-  say("Waiting for the first word…");
+  setStatus("Waiting for the first token…");
   try {
-    await begun; // a question may be asked before the server has said which model it has
-    say(await work(running.signal));
+    await loaded; // a question may be sent before the model's name is known
+    setStatus(await work(running.signal));
     return true;
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
+    if (error.name === "AbortError") setStatus("Stopped.");
     else failed(error);
     return false;
   } finally {
@@ -128,12 +128,12 @@ async function during(work) {
   }
 }
 
-/** What the panels say once all is known. */
+/** Fill the panels once an answer is complete. */
 async function inspect(asked, view) {
   const figures = view.statistics;
   panels.figures.final(view);
   if (!figures) {
-    panels.timeline.left();
+    panels.timeline.stopped();
   } else {
     panels.timeline.final(figures);
     try {
@@ -156,7 +156,7 @@ async function showTree() {
   }
 }
 
-/** Where the conversation has its own place to scroll, what comes in is kept in sight, unless somebody reads above. */
+/** Scroll with the streaming answer, unless the user has scrolled up. */
 function follow() {
   const box = at("scroll");
   if (box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
@@ -166,22 +166,22 @@ function reveal(node) {
   node.scrollIntoView({ block: "nearest" });
 }
 
-// -- words ------------------------------------------------------------------------------------------------------------
+// -- text -------------------------------------------------------------------------------------------------------------
 
 function ready(question) {
   if (question) return true;
-  problem(attached.text === null ? "There is no question yet." : "The document is here; now ask something about it.");
+  problem(attached.text === null ? "There is no question yet." : "The document is attached; now ask something about it.");
   at("question").focus();
   return false;
 }
 
-function askedWords(question) {
-  const words = [element("p", "asked", question)];
-  if (attached.text !== null) words.unshift(element("p", "quiet with", attached.line));
-  return words;
+function questionNodes(question) {
+  const nodes = [element("p", "asked", question)];
+  if (attached.text !== null) nodes.unshift(element("p", "quiet with", attached.line));
+  return nodes;
 }
 
-function say(text) {
+function setStatus(text) {
   at("status").textContent = text;
 }
 
@@ -190,7 +190,7 @@ function problem(text) {
 }
 
 function failed(error) {
-  say("");
+  setStatus("");
   if (error instanceof ServerError && error.status === 401) {
     at("key-form").hidden = false;
     at("key").focus();
@@ -207,9 +207,9 @@ function busy(is) {
   if (!is && document.activeElement === document.body) at("question").focus(); // the button that had it is disabled
 }
 
-// -- beginning --------------------------------------------------------------------------------------------------------
+// -- start ------------------------------------------------------------------------------------------------------------
 
-async function begin() {
+async function load() {
   try {
     const about = await json("/forerun/about");
     at("key-form").hidden = true;
@@ -249,7 +249,7 @@ at("new").addEventListener("click", () => {
   for (const panel of [panels.figures, panels.timeline, panels.depth]) panel.clear();
   for (const name of ["timeline", "depth"]) stale(name, false);
   problem("");
-  say("");
+  setStatus("");
   showTree();
   at("question").focus();
 });
@@ -258,12 +258,12 @@ at("key-form").addEventListener("submit", (event) => {
   setKey(at("key").value.trim());
   at("key").value = "";
   problem("");
-  begun = begin();
+  loaded = load();
 });
 at("file").addEventListener("change", (event) => {
-  if (event.target.files.length) attached.take(event.target.files[0], messages).then(() => at("question").focus());
+  if (event.target.files.length) attached.read(event.target.files[0], messages).then(() => at("question").focus());
   event.target.value = ""; // the same file can be chosen again
 });
-watchDrops(at("drop"), (file) => attached.take(file, messages).then(() => at("question").focus()));
+onDrop(at("drop"), (file) => attached.read(file, messages).then(() => at("question").focus()));
 startTheme(at("theme"));
-begun = begin();
+loaded = load();

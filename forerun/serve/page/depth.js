@@ -1,6 +1,6 @@
-// The prompt's depth map: which tokens the model computed, recomputed over drafted K/V, or took as drafted.
+// The prompt's depth map: which tokens were computed, recomputed over drafted K/V, or accepted as drafted.
 
-import { count, cursor, element, percent, plural, shape } from "./words.js";
+import { count, cursor, element, percent, plural, shape } from "./dom.js";
 
 export const KINDS = {
   cached: "read from the cache",
@@ -68,7 +68,7 @@ export class DepthMap {
       part.replaceChildren();
       part.hidden = true;
     }
-    this._rest = "After an answer: which tokens of its prompt were computed, recomputed or taken as drafted.";
+    this._rest = "After an answer: which tokens of its prompt were computed, recomputed or accepted as drafted.";
     this._show(null, false);
   }
 
@@ -77,7 +77,7 @@ export class DepthMap {
     this._runs = runsOf(figures);
     this._layers = figures.prefill ? figures.prefill.layers : 0;
     this._total = figures.prompt_tokens;
-    this._rest = told(figures);
+    this._rest = summary(figures);
     this._drawStrip();
     this._drawLegend();
     this._drawText(pieces.length === this._total ? pieces : []);
@@ -123,7 +123,7 @@ export class DepthMap {
     this._text.hidden = !this._spans.length;
   }
 
-  /** The fewer layers the model itself computed, the stronger. */
+  /** The fewer layers were computed, the stronger. */
   _heat(run) {
     return run.kind === "accepted" && this._layers ? 0.35 + 0.65 * (1 - run.depth / this._layers) : 1;
   }
@@ -150,17 +150,17 @@ export class DepthMap {
     if (span) span.classList.add("shown");
     if (span && scroll) this._text.scrollTop = span.offsetTop - this._text.offsetTop - this._text.clientHeight / 3;
     const where = run.to - run.from === 1 ? `token ${count(run.from + 1)}` : `tokens ${count(run.from + 1)}–${count(run.to)}`;
-    const deep = this._layers && run.depth ? ` · ${plural(run.depth, "layer")} of ${this._layers} by the model itself` : "";
+    const deep = this._layers && run.depth ? ` · ${plural(run.depth, "layer")} of ${this._layers} computed by the model` : "";
     this._readout.textContent = `${where} · ${KINDS[run.kind]}${deep}`;
   }
 }
 
-function told(figures) {
+function summary(figures) {
   const report = figures.prefill;
   const tokens = plural(figures.prompt_tokens, "prompt token");
   if (!report) return `${tokens}, ${count(figures.cached_tokens)} of them read from the cache; nothing approximate`;
-  if (report.fell_back) return `${tokens}, computed exactly after all: ${report.fell_back}`;
-  const cost = `drafted by ${report.source} at ${report.cost.toFixed(2)} of exact prefill’s work`;
-  const then = figures.provisional ? "; the answer stands on the exact prompt, only provisional words on this" : "";
+  if (report.fell_back) return `${tokens}, computed exactly instead: ${report.fell_back}`;
+  const cost = `drafted by ${report.source} at ${report.cost.toFixed(2)} of exact prefill’s cost`;
+  const then = figures.provisional ? "; the answer is from the exact prompt, only provisional text from this" : "";
   return `${tokens}, ${cost}${then}`;
 }

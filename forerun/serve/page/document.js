@@ -1,28 +1,28 @@
-// The document of the next question: read as text in the browser, counted by the server, never shown as markup.
+// The document of the next question: read as text in the browser, tokenised by the server, never shown as markup.
 
 import { json } from "./server.js";
-import { count } from "./words.js";
+import { count } from "./dom.js";
 
 export class Attached {
   constructor(line, remove, problem) {
     this._line = line;
     this._remove = remove;
     this._problem = problem;
-    this._most = 8e6;
-    this._taken = 0;
+    this._maxBytes = 8e6;
+    this._version = 0;
     remove.addEventListener("click", () => this.clear());
     this.clear();
   }
 
   /** Largest request in bytes. */
   limit(bytes) {
-    this._most = bytes;
+    this._maxBytes = bytes;
   }
 
   clear() {
-    this._taken++;
+    this._version++;
     this.text = null;
-    this._say("or drop one anywhere");
+    this._show("or drop one anywhere");
     this._remove.hidden = true;
   }
 
@@ -30,11 +30,11 @@ export class Attached {
     return this._line.textContent;
   }
 
-  /** Take a file in; says in words where that cannot be. */
-  async take(file, before) {
+  /** Read a file; an error message where it is not a text document. */
+  async read(file, before) {
     this._problem("");
-    if (file.size > this._most) {
-      this._problem(`${file.name} has ${count(file.size)} bytes, this server takes ${count(this._most)}.`);
+    if (file.size > this._maxBytes) {
+      this._problem(`${file.name} has ${count(file.size)} bytes, the limit of this server is ${count(this._maxBytes)}.`);
       return;
     }
     let text;
@@ -54,30 +54,30 @@ export class Attached {
   }
 
   async _count(name, before) {
-    const mine = ++this._taken;
-    this._say(`${name} · counting tokens…`);
+    const mine = ++this._version;
+    this._show(`${name} · counting tokens…`);
     try {
       const asked = { messages: [...before, { role: "user", content: this.text }] };
       const { tokens, context } = await json("/forerun/tokens", asked);
-      if (mine !== this._taken) return;
+      if (mine !== this._version) return;
       const fits = tokens < context;
-      this._say(`${name} · ${count(tokens)} of ${count(context)} tokens`);
+      this._show(`${name} · ${count(tokens)} of ${count(context)} tokens`);
       if (!fits) {
         this._problem(`${name} has ${count(tokens)} tokens with the conversation, the context holds ${count(context)}. `
-          + "Take a shorter one, or begin a new conversation.");
+          + "Choose a shorter one, or begin a new conversation.");
       }
     } catch {
-      if (mine === this._taken) this._say(name); // it can be asked about all the same
+      if (mine === this._version) this._show(name); // the question can be sent all the same
     }
   }
 
-  _say(text) {
+  _show(text) {
     this._line.textContent = text;
   }
 }
 
 /** Files dropped anywhere on the page. */
-export function watchDrops(veil, take) {
+export function onDrop(veil, read) {
   let inside = 0;
   const files = (event) => event.dataTransfer && [...event.dataTransfer.types].includes("Files");
   document.addEventListener("dragenter", (event) => {
@@ -95,6 +95,6 @@ export function watchDrops(veil, take) {
     veil.hidden = true;
     if (!files(event)) return;
     event.preventDefault();
-    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+    if (event.dataTransfer.files.length) read(event.dataTransfer.files[0]);
   });
 }

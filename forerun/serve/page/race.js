@@ -1,15 +1,15 @@
-// The race: one request twice, one after the other, both with a cold cache: plain, and with the settings of the page.
+// The race: one request twice, one after the other, both without the cache: plain, and with the settings of the page.
 
 import { AnswerView } from "./answer.js";
 import { json } from "./server.js";
-import { ask } from "./stream.js";
-import { element, plural, rate, seconds } from "./words.js";
+import { streamAnswer } from "./stream.js";
+import { element, plural, rate, seconds } from "./dom.js";
 
 export const PLAIN = { prefill: "exact", speculate: "off" };
 
-let plainFirst = false; // the order changes from race to race: whoever is second may find the machine warm
+let plainFirst = false; // the order alternates: the second run may profit from a warm machine
 
-/** Whether both sides would do the same. */
+/** Whether both sides have the same settings. */
 export function pointless(own) {
   const mode = typeof own.prefill === "string" ? own.prefill : own.prefill.mode;
   return mode === "exact" && own.speculate === "off";
@@ -21,7 +21,7 @@ export class Race {
     this.node = element("li", "race");
     this.node.append(...asked);
     const lanes = element("div", "lanes");
-    this._sides = [side("Plain", "exact prefill, no guesses", PLAIN), side("Forerun", named(own), own)];
+    this._sides = [side("Plain", "exact prefill, no drafts", PLAIN), side("Forerun", named(own), own)];
     lanes.append(...this._sides.map((one) => one.node));
     this._note = element("p", "quiet note");
     this._summary = element("div", "summary");
@@ -36,9 +36,9 @@ export class Race {
   /** Run both sides; returns a sentence for the status line. */
   async run(body, signal, tick) {
     const others = (await json("/forerun/stats", undefined, signal)).open;
-    this._note.textContent = `One after the other on this server, ${this._order[0].name} first. Neither reads what the `
-      + "other or any earlier request left: both start with a cold cache."
-      + (others ? ` ${plural(others, "other answer")} ran when it began, so times are not clean.` : "");
+    this._note.textContent = `One after the other on this server, ${this._order[0].name} first. Neither reads K/V of the `
+      + "other or of earlier requests: both start with a cold cache."
+      + (others ? ` ${plural(others, "other answer")} ran when it began, which affects the times.` : "");
     for (const one of this._order) {
       one.node.classList.add("running");
       const forerun = { ...body.forerun, ...one.settings, cache: false, statistics: "steps" };
@@ -46,7 +46,7 @@ export class Race {
       one.place.replaceChildren(one.view.node);
       const clock = ticking(one);
       try {
-        one.reason = await ask({ ...body, forerun }, one.view.listener, signal);
+        one.reason = await streamAnswer({ ...body, forerun }, one.view.listener, signal);
         one.total = (performance.now() - clock.start) / 1000;
       } finally {
         clock.stop();
@@ -60,9 +60,9 @@ export class Race {
   _sum() {
     const [plain, own] = this._sides;
     const rows = [
-      ["First word on the page", plain.view.live.shown, own.view.live.shown, seconds, false],
-      ["First word that stands", plain.view.live.first, own.view.live.first, seconds, false],
-      ["Tokens a second after it", plain.view.rate, own.view.rate, rate, true],
+      ["First token on the page", plain.view.live.shown, own.view.live.shown, seconds, false],
+      ["First confirmed token", plain.view.live.first, own.view.live.first, seconds, false],
+      ["Tokens per second after it", plain.view.rate, own.view.rate, rate, true],
       ["Whole answer", plain.total, own.total, seconds, false],
     ];
     const table = element("table");
@@ -77,7 +77,7 @@ export class Race {
       table.append(line);
     }
     this._summary.replaceChildren(table, element("p", "quiet", texts(plain.view, own.view)));
-    return `The race is over: first word ${seconds(plain.view.live.shown)} plain, ${seconds(own.view.live.shown)} Forerun; `
+    return `The race is over: first token ${seconds(plain.view.live.shown)} plain, ${seconds(own.view.live.shown)} Forerun; `
       + `whole answer ${seconds(plain.total)} and ${seconds(own.total)}.`;
   }
 }
@@ -97,7 +97,7 @@ function ticking(one) {
     const line = one.view.line;
     one.clock.textContent = `${((performance.now() - start) / 1000).toFixed(1)} s${line ? ` · ${line}` : ""}`;
   };
-  const clock = setInterval(show, 100); // no more often: on one machine the page takes its time from the server
+  const clock = setInterval(show, 100); // no more often: on one machine the page competes with the server
   show();
   return {
     start,
@@ -111,10 +111,10 @@ function ticking(one) {
 function named(own) {
   const prefill = typeof own.prefill === "string" ? own.prefill : own.prefill.mode;
   const budget = own.prefill.budget ? ` at ${own.prefill.budget}` : "";
-  return `${prefill} prefill${budget}, ${own.speculate === "off" ? "no guesses" : `guesses by ${own.speculate}`}`;
+  return `${prefill} prefill${budget}, ${own.speculate === "off" ? "no drafts" : `drafts by ${own.speculate}`}`;
 }
 
-/** How Forerun did against plain, in words, and whether that is worse. */
+/** Forerun against plain as text, and whether that is worse. */
 function compared(plain, own, higher) {
   if (!plain || !own) return ["", false];
   const gain = higher ? own / plain : plain / own;
@@ -128,9 +128,9 @@ function texts(plain, own) {
   let at = 0;
   while (plain.text[at] === own.text[at]) at++;
   const report = own.statistics && own.statistics.prefill;
-  const kept = report && !own.statistics.provisional ? report.accepted : 0;
-  const why = kept
-    ? `Speculative prefill is approximate: ${plural(kept, "prompt token")} kept drafted K/V.`
-    : "Where two words are as likely as each other, rounding can decide between them.";
+  const drafted = report && !own.statistics.provisional ? report.accepted : 0;
+  const why = drafted
+    ? `Speculative prefill is approximate: ${plural(drafted, "prompt token")} used drafted K/V.`
+    : "Where two tokens are equally likely, rounding can decide between them.";
   return `The answers differ from character ${at + 1} on. ${why}`;
 }

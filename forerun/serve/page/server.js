@@ -1,8 +1,8 @@
-// What the page asks its own server, and how errors become words. Nothing here touches the page.
+// Requests to the page's own server, and their errors as text. Does not touch the page.
 
 const KEY = "forerun-key";
 
-/** An answer other than the one asked for, in words. */
+/** A failed request, with a message for the user. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -18,17 +18,17 @@ export function hasKey() {
   return sessionStorage.getItem(KEY) !== null;
 }
 
-/** The response to a request, if it is a good one; a body makes it a POST. */
+/** The response to a request; throws unless it is 2xx. A body makes it a POST. */
 export async function send(path, body = undefined, signal = undefined) {
   const headers = {};
   const key = sessionStorage.getItem(KEY);
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const asked = { method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store" };
-  if (body !== undefined) asked.body = JSON.stringify(body);
+  const options = { method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store" };
+  if (body !== undefined) options.body = JSON.stringify(body);
   let response;
   try {
-    response = await fetch(path, asked);
+    response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServerError("The server cannot be reached. Is it still running?");
@@ -42,17 +42,17 @@ export async function json(path, body = undefined, signal = undefined) {
 }
 
 async function failure(response) {
-  let words = "";
+  let message = "";
   try {
-    words = inWords((await response.json()).error);
+    message = errorText((await response.json()).error);
   } catch {
-    // no JSON: somebody between us and the server answered
+    // no JSON: a proxy responded
   }
-  return new ServerError(words || `The server answered ${response.status}.`, response.status);
+  return new ServerError(message || `The server answered ${response.status}.`, response.status);
 }
 
-/** An error object as sentences: what is wrong, then the way out. */
-export function inWords(error) {
+/** An error object as sentences: the message, then the hint. */
+export function errorText(error) {
   const end = ` (${error.hint})`;
   const message = error.hint && error.message.endsWith(end) ? error.message.slice(0, -end.length) : error.message;
   return [message, error.hint].filter(Boolean).map(sentence).join(" ");

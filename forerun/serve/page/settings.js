@@ -1,6 +1,6 @@
-// What a request asks for, from the fields of the page; offers only what this server can do, and says why not.
+// Requests from the fields of the page. Modes, drafters and limits are the server's, from /forerun/about.
 
-import { element } from "./words.js";
+import { element } from "./dom.js";
 
 export class Settings {
   constructor(at) {
@@ -11,17 +11,21 @@ export class Settings {
     this._changed();
   }
 
-  /** `about`: what the server says of itself. */
+  /** `about`: what `/forerun/about` returned. */
   offer(about) {
     this._model = about.model;
-    const reasons = new Set();
-    for (const box of this._at("prefill").querySelectorAll("input")) {
-      const why = about.prefill[box.value];
-      box.disabled = why !== null;
-      box.parentNode.title = why ?? "";
-      if (why !== null) reasons.add(short(why));
+    const before = this._mode;
+    const modes = Object.entries(about.prefill).map(([mode, problem]) => choice(mode, problem, mode === before));
+    this._at("modes").replaceChildren(...modes);
+    const problems = new Set(Object.values(about.prefill).filter((problem) => problem !== null).map(short));
+    this._at("prefill-why").textContent = problems.size ? `Not available: ${[...problems].join("; ")}.` : "";
+    for (const [id, option] of Object.entries({ temperature: "temperature", budget: "budget" })) {
+      const { minimum, maximum, description } = about.options[option];
+      const field = this._at(id);
+      if (minimum !== undefined) field.min = minimum;
+      if (maximum !== undefined) field.max = maximum;
+      field.title = description ?? "";
     }
-    this._at("prefill-why").textContent = reasons.size ? `Not here: ${[...reasons].join("; ")}.` : "";
     const chosen = this._at("speculate").value;
     this._at("speculate").replaceChildren(...about.speculate.map((name) => element("option", "", name)));
     this._at("speculate").value = about.speculate.includes(chosen) ? chosen : "auto";
@@ -33,7 +37,7 @@ export class Settings {
     return this._at("prefill").querySelector("input:checked").value;
   }
 
-  /** A request, with all the figures that the panels show. */
+  /** A request body, with the statistics that the panels show. */
   body(messages) {
     const mode = this._mode;
     const budget = this._at("budget").valueAsNumber;
@@ -57,11 +61,21 @@ export class Settings {
   }
 }
 
+/** A radio button of a prefill mode; disabled with its reason where the server has a problem with it. */
+function choice(mode, problem, checked) {
+  const label = element("label");
+  const box = element("input");
+  Object.assign(box, { type: "radio", name: "prefill", value: mode, checked, disabled: problem !== null });
+  label.title = problem ?? "";
+  label.append(box, ` ${mode}`);
+  return label;
+}
+
 function number(field, otherwise) {
   return Number.isNaN(field.valueAsNumber) ? otherwise : field.valueAsNumber;
 }
 
-/** Reasons name the mode they are about; one reason for all of them is enough. */
-function short(why) {
-  return why.replace(/^prefill '\w+' /, "drafting a prompt ").replace(/\.$/, "");
+/** Problems name the mode they are about; one for all modes is enough. */
+function short(problem) {
+  return problem.replace(/^prefill '\w+' /, "drafting a prompt ").replace(/\.$/, "");
 }

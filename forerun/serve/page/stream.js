@@ -1,33 +1,33 @@
-// One answer as it comes: server-sent events, told to a listener. Knows no page and no settings.
+// One streamed answer: server-sent events, passed to a listener. Knows no page and no settings.
 
-import { ServerError, inWords, send } from "./server.js";
+import { ServerError, errorText, send } from "./server.js";
 
 /**
- * Ask, and tell `heard` of all that comes, each with its time in seconds since asking:
+ * Send a request, and call `listener` for each event, with its time in seconds since the request:
  * provisional(text, tokens), confirm(text, tokens), retract(text, tokens), content(text, tokens so far),
- * statistics(figures). Returns why the answer ended.
+ * statistics(figures). Returns the finish reason.
  */
-export async function ask(body, heard, signal) {
+export async function streamAnswer(body, listener, signal) {
   const start = performance.now();
   const response = await send("/v1/chat/completions", body, signal);
   let reason = null;
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return reason;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ServerError(inWords(chunk.error));
-    reason = tell(chunk, heard, (performance.now() - start) / 1000) ?? reason;
+    if (chunk.error) throw new ServerError(errorText(chunk.error));
+    reason = dispatch(chunk, listener, (performance.now() - start) / 1000) ?? reason;
   }
   throw new ServerError("The server closed the connection before the answer was complete.");
 }
 
-function tell(chunk, heard, at) {
+function dispatch(chunk, listener, at) {
   const own = chunk.forerun;
-  if (own && ["provisional", "confirm", "retract"].includes(own.event)) heard[own.event](own.text, own.tokens, at);
-  if (own && own.statistics) heard.statistics(own.statistics, at);
+  if (own && ["provisional", "confirm", "retract"].includes(own.event)) listener[own.event](own.text, own.tokens, at);
+  if (own && own.statistics) listener.statistics(own.statistics, at);
   const choice = chunk.choices[0];
   if (!choice) return null;
   const text = choice.delta.content;
-  if (text) heard.content(text, own ? own.tokens : null, at);
+  if (text) listener.content(text, own ? own.tokens : null, at);
   return choice.finish_reason;
 }
 

@@ -1,10 +1,10 @@
-// The answer over time: the prompt, then every pass of the model with what it checked and what stood.
+// The answer over time: prefill, then every pass of the model with the drafted tokens it accepted and rejected.
 
-import { count, cursor, element, plural, seconds, shape } from "./words.js";
+import { count, cursor, element, plural, seconds, shape } from "./dom.js";
 
 const HEIGHT = 96; // of the steps
-const PAUSE = 120; // milliseconds between two pictures of an answer that comes in
-const LANE = 14; // of the line below them, where time goes
+const REDRAW_MS = 120; // between two pictures of a streaming answer
+const LANE = 14; // of the bar below them: drafting and verification time
 
 export class Timeline {
   constructor(node) {
@@ -32,29 +32,29 @@ export class Timeline {
     this._lane.replaceChildren();
     this._picture.replaceChildren();
     this._picture.hidden = true;
-    this._rest = "Ask something, and every pass of the model shows here.";
+    this._rest = "Every pass of the model is shown here.";
     this._show(null);
   }
 
-  /** While an answer comes: pieces as they arrived, as nothing is known yet of what was guessed. */
+  /** While an answer streams: its chunks; the drafts of each pass are known only at the end. */
   live(view) {
-    if (!view.steps.length || (view.steps.length > 1 && performance.now() - this._drawn < PAUSE)) return;
+    if (!view.steps.length || (view.steps.length > 1 && performance.now() - this._drawn < REDRAW_MS)) return;
     this._drawn = performance.now();
     this._lane.replaceChildren();
     this._steps = view.steps.map(([at, tokens]) => ({ at, tokens, drafted: null, draft: 0, verify: 0 }));
     this._start = view.live.first;
-    this._rest = "Coming in…";
+    this._rest = "Streaming…";
     this._draw();
     this._show(null);
   }
 
-  /** It was stopped: nobody will tell the rest. */
-  left() {
-    if (this._steps.length) this._rest = "Stopped: these are the pieces that came.";
+  /** The answer was stopped: there are no statistics. */
+  stopped() {
+    if (this._steps.length) this._rest = "Stopped: these are the chunks that arrived.";
     this._show(null);
   }
 
-  /** When it is there: what the server has written down. */
+  /** When it is complete: the server's statistics. */
   final(figures) {
     this._steps = figures.timeline.map(([at, tokens, drafted, draft, verify]) => ({ at, tokens, drafted, draft, verify }));
     this._start = figures.ttft_s;
@@ -62,8 +62,8 @@ export class Timeline {
     const passes = plural(figures.steps, "pass", "passes");
     const cut = figures.timeline.length < figures.steps ? `, the first ${count(figures.timeline.length)} shown` : "";
     this._rest = `${passes} of the model for ${plural(figures.completion_tokens, "token")}${cut}: `
-      + `${figures.accepted_length.toFixed(2)} tokens a pass, ${count(figures.accepted)} of `
-      + `${count(figures.drafted)} guesses stood`;
+      + `${figures.accepted_length.toFixed(2)} tokens per pass, ${count(figures.accepted)} of `
+      + `${count(figures.drafted)} drafted tokens accepted`;
     this._picture.setAttribute("aria-label", `Passes of the model over time. ${this._rest}. Arrow keys move from pass to pass.`);
     this._draw();
     this._show(null);
@@ -79,8 +79,8 @@ export class Timeline {
     parts.push(["draft", figures.draft_s], ["verify", figures.verify_s]);
     parts.push(["other", Math.max(0, decode - figures.draft_s - figures.verify_s)]);
     const names = {
-      queued: "waiting", prompt: "prompt", drafting: "prompt drafted", early: "provisional words",
-      draft: "guessing", verify: "model", other: "other",
+      queued: "queued", prompt: "prefill", drafting: "drafted prefill", early: "provisional text",
+      draft: "drafting", verify: "verification", other: "other",
     };
     const bar = element("div", "bar");
     const legend = element("p", "legend");
@@ -138,16 +138,16 @@ export class Timeline {
       return;
     }
     const parts = [`pass ${at + 1} at ${seconds(step.at)}`, plural(step.tokens, "token")];
-    if (step.drafted) parts.push(`${Math.max(0, step.tokens - 1)} of ${step.drafted} guesses stood`);
-    if (step.verify) parts.push(`guessing ${seconds(step.draft)}, model ${seconds(step.verify)}`);
+    if (step.drafted) parts.push(`${Math.max(0, step.tokens - 1)} of ${step.drafted} drafted tokens accepted`);
+    if (step.verify) parts.push(`drafting ${seconds(step.draft)}, verification ${seconds(step.verify)}`);
     this._readout.textContent = parts.join(" · ");
   }
 }
 
-/** What the blocks of a pass stand for. */
+/** The legend of the blocks of a pass. */
 function key() {
   const made = element("p", "legend");
-  const names = { own: "a pass’s own token", stood: "guesses that stood", fell: "guesses that fell" };
+  const names = { own: "a pass’s own token", passed: "accepted drafts", failed: "rejected drafts" };
   for (const [kind, name] of Object.entries(names)) {
     const entry = element("span", "entry");
     entry.append(element("i", `swatch ${kind}`), name);
@@ -156,7 +156,7 @@ function key() {
   return made;
 }
 
-/** One pass: the token it always gives, guesses that stood, guesses that did not; below, where its time went. */
+/** One pass: the token it always gives, accepted and rejected drafts; below, drafting and verification time. */
 function bars(step, x, width, unit) {
   const gap = width > 4 ? 1 : 0;
   const made = [];
@@ -167,8 +167,8 @@ function bars(step, x, width, unit) {
     }
   };
   block("own", 0, Math.min(1, step.tokens));
-  block("stood", 1, step.tokens - 1);
-  block("fell", Math.max(1, step.tokens), (step.drafted ?? 0) - Math.max(0, step.tokens - 1));
+  block("passed", 1, step.tokens - 1);
+  block("failed", Math.max(1, step.tokens), (step.drafted ?? 0) - Math.max(0, step.tokens - 1));
   const spent = step.draft + step.verify;
   if (spent > 0) {
     const share = ((width - gap) * step.draft) / spent;

@@ -1,24 +1,24 @@
-// The prefix tree: which runs of text are kept, how often each was read, and the way of this conversation through it.
+// The prefix tree: which runs of tokens are cached, how often each was read, and this conversation's path in it.
 
 import { json } from "./server.js";
-import { count, element, plural } from "./words.js";
+import { count, element, plural } from "./dom.js";
 
-const DEEPEST = 8; // steps of indentation: deeper ones would leave no room for words
+const MAX_INDENTS = 8; // deeper ones would leave no room for text
 
 export class TreeView {
   constructor(node) {
     this._line = element("p", "quiet");
     this._list = element("ul", "tree");
     node.append(this._line, this._list);
-    this._line.textContent = "What requests have in common is computed once and kept here.";
-    this._asked = 0;
+    this._line.textContent = "Prefixes that requests share are computed once and cached here.";
+    this._version = 0;
   }
 
-  /** `messages`: the conversation whose way is marked; the server tells no other text. */
+  /** `messages`: the conversation whose path is marked; the server sends no other text. */
   async refresh(messages) {
-    const mine = ++this._asked;
+    const mine = ++this._version;
     const found = await json("/forerun/tree", messages.length ? { messages } : undefined);
-    if (mine === this._asked) this._draw(found);
+    if (mine === this._version) this._draw(found);
   }
 
   _draw(found) {
@@ -28,7 +28,7 @@ export class TreeView {
     this._line.textContent = runs.length
       ? `${count(found.tokens)} tokens in ${plural(runs.length + found.left_out, "run")}${more}; `
         + `${count(read)} tokens were read instead of computed`
-      : "Nothing is kept yet: it begins to fill with the first answer.";
+      : "Nothing is cached yet: it fills with the first answer.";
     const largest = Math.max(1, ...runs.map((run) => run.tokens));
     this._list.replaceChildren();
     const depths = [];
@@ -50,7 +50,7 @@ export class TreeView {
   }
 
   _below(parent, depth) {
-    const list = element("ul", depth > DEEPEST ? "flat" : "");
+    const list = element("ul", depth > MAX_INDENTS ? "flat" : "");
     this._items.get(parent).append(list);
     return list;
   }

@@ -1,4 +1,4 @@
-// Small things that all parts of the page use: elements, numbers in words, a cursor for pictures.
+// Helpers of all parts of the page: elements, formatted numbers, a cursor for pictures.
 
 /** An element with a class and text; never markup. */
 export function element(tag, name = "", text = "") {
@@ -37,7 +37,7 @@ export function plural(number, one, many = `${one}s`) {
 
 /**
  * Make a picture of `size()` parts readable by mouse and keyboard: `show(i)` is called for the part under the pointer
- * or the cursor keys, `show(null)` when nobody looks. `find(event)` tells which part a pointer is on.
+ * or the cursor keys, `show(null)` when the pointer or the focus leaves. `find(event)`: the part under a pointer.
  */
 export function cursor(picture, size, find, show) {
   let at = -1;
