@@ -10,6 +10,8 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from forerun.options import field_of
+
 
 class StrictModel(BaseModel):
     """No coercion (no text for numbers), and unknown fields are errors: a field without effect would mislead."""
@@ -33,7 +35,7 @@ def described(options: type, name: str, **more: Any) -> Any:
 
 def documented(options: type, name: str) -> dict[str, Any]:
     """The help, limits and known values of a dataclass's field, as JSON schema has them."""
-    return _documented(next(entry for entry in dataclasses.fields(options) if entry.name == name))
+    return _documented(field_of(options, name))
 
 
 def _field(entry: dataclasses.Field[Any], hint: Any, optional: bool) -> tuple[Any, Any]:

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from forerun.errors import BadRequest
-from forerun.params import MAX_LOGPROBS, PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
+from forerun.options import check_number, field_of
+from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
 from forerun.serve.derived import StrictModel, derived, described
 from forerun.serve.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, chosen
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
-MAX_TOKENS = 10_000_000
+MAX_TOKENS = field_of(SamplingParams, "max_tokens").metadata["high"]
 TEMPLATE_ROLES = {"developer": "system"}  # in chat templates
 
 
@@ -74,10 +75,8 @@ class ForerunOptions(_ForerunFields):
     def params(self) -> dict[str, Any]:
         prefill, speculate = self.prefill, self.speculate
         return {name: getattr(self, name) for name in _ForerunFields.model_fields} | {
-            "prefill": Prefill(prefill) if isinstance(prefill, str) else Prefill(**prefill.model_dump()),
-            "speculation": Speculation(speculate)
-            if isinstance(speculate, str)
-            else Speculation(**speculate.model_dump()),
+            "prefill": prefill if isinstance(prefill, str) else Prefill(**prefill.model_dump()),
+            "speculation": speculate if isinstance(speculate, str) else Speculation(**speculate.model_dump()),
             "timeline": self.statistics == "steps",
         }
 
@@ -171,7 +170,7 @@ class _CompletionBody(_SamplingFields):
             raise BadRequest("stream_options is about streams, and stream is not true", "leave it out")
         given = {name: getattr(self, name) for name in _SAMPLING}
         values = {name: value for name, value in given.items() if value is not None}
-        values["max_tokens"] = min(max_tokens, room) if max_tokens <= MAX_TOKENS else max_tokens
+        values["max_tokens"] = max_tokens if max_tokens > MAX_TOKENS else min(max_tokens, room)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         bias = {_token(name): value for name, value in (self.logit_bias or {}).items()}
         return SamplingParams(stop=tuple(stop), logit_bias=bias, **values, **self.forerun.params(), **more)
@@ -199,16 +198,17 @@ class ChatRequest(_CompletionBody):
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Prediction | None = described(SamplingParams, "prediction")
+    prediction: Prediction | None = Field(
+        default=None, description="What the answer may well be: drafted from, never more."
+    )
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         """`room`: tokens that the context has left for the answer."""
         # `SamplingParams` has other names for these: its errors would name fields that the request does not have
-        for name, low, high in (("max_completion_tokens", 1, MAX_TOKENS), ("top_logprobs", 0, MAX_LOGPROBS)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                hint = "choose a value in that range"
-                raise BadRequest(f"{name} is {value}, allowed is from {low} to {high}", hint)
+        for name, field in (("max_completion_tokens", "max_tokens"), ("top_logprobs", "logprobs")):
+            about, value = field_of(SamplingParams, field).metadata, getattr(self, name)
+            if value is not None:
+                check_number(name, value, about["low"], about["high"], whole=True)
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", "set logprobs, or leave top_logprobs out")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
