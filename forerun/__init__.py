@@ -7,52 +7,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.core import Usage
-    from forerun.errors import ForerunError
+    from forerun.cache.tiers import TierConfig
+    from forerun.core import PrefillReport, Usage
+    from forerun.engine.sequence import Event
+    from forerun.engine.stats import Stats
+    from forerun.errors import (
+        BadProfile,
+        BadRequest,
+        CorruptModel,
+        ForerunError,
+        ModelNotFound,
+        OutOfPages,
+        UnsupportedModel,
+    )
     from forerun.llm import LLM, Choice, Completion
     from forerun.params import Grammar, Prefill, SamplingParams, Speculation
+    from forerun.sharing.session import Session
 
 __all__ = [
-    "LLM",
+    "BadProfile",
+    "BadRequest",
     "Choice",
     "Completion",
+    "CorruptModel",
+    "Event",
     "ForerunError",
     "Grammar",
+    "LLM",
+    "ModelNotFound",
+    "OutOfPages",
     "Prefill",
+    "PrefillReport",
     "SamplingParams",
+    "Session",
     "Speculation",
+    "Stats",
+    "TierConfig",
+    "UnsupportedModel",
     "Usage",
+    "__version__",
 ]
 __version__ = "0.1.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
-_HOME = {
+_MODULE_OF = {
     "LLM": "forerun.llm",
-    "Choice": "forerun.llm",
-    "Completion": "forerun.llm",
+    "Choice": "forerun.outputs",
+    "Completion": "forerun.outputs",
+    "Event": "forerun.engine.sequence",
     "Grammar": "forerun.params",
     "Prefill": "forerun.params",
+    "PrefillReport": "forerun.core",
     "SamplingParams": "forerun.params",
+    "Session": "forerun.sharing.session",
     "Speculation": "forerun.params",
+    "Stats": "forerun.engine.stats",
+    "TierConfig": "forerun.cache.tiers",
     "Usage": "forerun.core",
+    "BadProfile": "forerun.errors",
+    "BadRequest": "forerun.errors",
+    "CorruptModel": "forerun.errors",
     "ForerunError": "forerun.errors",
+    "ModelNotFound": "forerun.errors",
+    "OutOfPages": "forerun.errors",
+    "UnsupportedModel": "forerun.errors",
 }
 
-
-_PARTS = ("drafters", "recipes", "sharing")  # public names in parts, such as forerun.drafters.register
+_PACKAGES = ("drafters", "recipes", "sharing")  # public ones, imported when first used
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PARTS:
+    if name in _PACKAGES:
         return import_module(f"forerun.{name}")
     if name == "plan":  # its old place, for one release
         warnings.warn("forerun.plan is forerun.recipes.plan now", DeprecationWarning, stacklevel=2)
         return import_module("forerun.recipes.plan")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PARTS})
+    return sorted({*globals(), *__all__, *_PACKAGES})

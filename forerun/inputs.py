@@ -4,14 +4,18 @@ tokenizer and no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
+from forerun.renamed import SAMPLING_ARGUMENTS, with_new_names
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+OneOrMore = SamplingParams | Sequence[SamplingParams] | None
 
 KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
 
@@ -24,7 +28,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise BadRequest(f"a conversation is a list of messages, got {messages!r:.80}", KINDS)
     if isinstance(messages[0], dict):
@@ -35,12 +39,40 @@ def as_conversations(messages: Messages | list[Messages]) -> list[Messages]:
     return list(messages)  # type: ignore[arg-type]
 
 
-def as_params(params: SamplingParams | None) -> SamplingParams:
+def as_token_ids(prompt: object) -> list[int]:
+    """A prompt that is given as token ids; whether a vocabulary has them is checked with the request."""
+    if not isinstance(prompt, (list, tuple)):
+        raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", KINDS)
+    if list(map(type, prompt)).count(int) < len(prompt):  # bool is an int to Python, but no token id
+        token = next(token for token in prompt if type(token) is not int)
+        raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
+    return list(prompt)
+
+
+def as_params(params: SamplingParams | None, options: Mapping[str, Any] | None = None) -> SamplingParams:
+    """`params`, or the defaults, with the fields that `options` name replaced."""
     if params is None:
-        return SamplingParams()
+        params = SamplingParams()
     if not isinstance(params, SamplingParams):
         raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(max_tokens=...)")
-    return params
+    if not options:
+        return params
+    options, known = with_new_names(options, SAMPLING_ARGUMENTS), [entry.name for entry in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise BadRequest(f"no sampling parameter is called {name!r}", hint)
+    return replace(params, **options)
+
+
+def params_for_each(params: OneOrMore, count: int, options: Mapping[str, Any]) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
+    if isinstance(params, (list, tuple)):
+        if len(params) != count:
+            raise BadRequest(f"there are {count} prompts and {len(params)} params", "give one for all, or one for each")
+        return [as_params(each, options) for each in params]
+    return [as_params(params, options)] * count  # type: ignore[arg-type]
 
 
 DTYPES = {  # as others write them: our name of the mode
@@ -82,3 +114,18 @@ def check_counts(**given: int | None) -> None:
                 f"{name} is {value!r:.80}, it must be a whole number of at least 1",
                 f"leave {name} out to have it chosen",
             )
+
+
+def check_switches(**given: bool) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise BadRequest(f"{name} is {value!r:.80}, it must be True or False", "leave it out")
+
+
+def checked_model_len(asked: int | None, limit: int) -> int:
+    """`max_model_len`, or all that the model allows."""
+    if asked is None:
+        return limit
+    if not isinstance(asked, int) or not 2 <= asked <= limit:
+        raise BadRequest(f"max_model_len is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
+    return asked

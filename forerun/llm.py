@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import psutil
 import torch
@@ -25,16 +26,30 @@ from forerun.engine.sequence import Event, Request
 from forerun.engine.sizing import size_kv_cache
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
-from forerun.inputs import KINDS, Messages, Prompt, as_conversations, as_params, as_prompts, check_counts, weights_mode
+from forerun.inputs import (
+    Messages,
+    OneOrMore,
+    Prompt,
+    as_conversations,
+    as_params,
+    as_prompts,
+    as_token_ids,
+    check_counts,
+    check_switches,
+    checked_model_len,
+    params_for_each,
+    weights_mode,
+)
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.load import open_checkpoint
-from forerun.outputs import Choice, Completion, collect
+from forerun.outputs import Choice, Completion, acomplete, complete
+from forerun.params import SamplingOptions
 from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
-from forerun.renamed import LLM_ARGUMENTS, accepts_old_arguments, renamed_attribute
+from forerun.renamed import LLM_ARGUMENTS, OldLLMNames, accepts_old_arguments
 from forerun.runtime.driver import Driver
 
 if TYPE_CHECKING:
@@ -51,7 +66,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step: enough to keep the device busy, few enough for others to go on
 
 
-class LLM:
+class LLM(OldLLMNames):
     """A model ready to answer.
 
         with LLM("smollm2-135m-instruct") as llm:
@@ -108,12 +123,11 @@ class LLM:
                 "tiers keep what the prefix cache holds, and enable_prefix_caching is off", "leave one of them out"
             )
         check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=max_num_batched_tokens)
-        if not isinstance(batch_invariant, bool):
-            raise BadRequest(f"batch_invariant is {batch_invariant!r:.80}, it must be True or False", "leave it out")
+        check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
         checkpoint = _opened(model)
-        context = _model_len(max_model_len, checkpoint.config.max_context)
+        context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(
             checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
@@ -122,6 +136,7 @@ class LLM:
         self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
         drafting = None if draft_model is None else _opened(draft_model)
         draft = None if drafting is None else self._open_draft(drafting, where, weights, context, quiet)
+        self.draft_name = None if drafting is None else drafting.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         config = EngineConfig(
             max_model_len=context,
@@ -167,39 +182,80 @@ class LLM:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """Continue each prompt (text or token ids); one `Completion` per prompt, in order."""
-        return self._complete([self.encode(p) for p in as_prompts(prompts)], params)
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """Continue each prompt (text or token ids); one `Completion` per prompt, in order.
 
-    def chat(self, messages: Messages | list[Messages], params: SamplingParams | None = None) -> list[Completion]:
-        """Answer each conversation; one `Completion` per conversation, in order."""
-        return self._complete([self.encode(m) for m in as_conversations(messages)], params)
+        `params`: for all prompts, or one for each. `options`: fields of `SamplingParams` for this call, such as
+        `max_tokens=64`. `progress`: show on stderr how many answers are done.
+        """
+        return self._complete([self.encode(p) for p in as_prompts(prompts)], params, progress, options)
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[Event]:
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """Answer each conversation; one `Completion` per conversation, in order. The rest is as in `generate`."""
+        return self._complete([self.encode(m) for m in as_conversations(messages)], params, progress, options)
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self.driver.stream(self.request(self.encode(prompt), params))
+        return self.driver.stream(self.request(self.encode(prompt), as_params(params, options)))
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
-        """`generate` of one prompt for asyncio; run several at once and they share batches."""
-        return await self._acomplete(self.request(self.encode(prompt), params))
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """`generate` for asyncio; calls that run at the same time share batches."""
+        return await self._acomplete([self.encode(p) for p in as_prompts(prompts)], params, progress, options)
 
-    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
-        """`chat` of one conversation for asyncio."""
-        return await self._acomplete(self.request(self.encode(messages), params))
+    async def achat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """`chat` for asyncio; calls that run at the same time share batches."""
+        return await self._acomplete([self.encode(m) for m in as_conversations(messages)], params, progress, options)
 
     def astream(
-        self, prompt: Prompt | Messages | Request, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages | Request,
+        params: SamplingParams | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> AsyncIterator[Event]:
         """`stream` for asyncio. A `Request` was checked by `request`, in a thread of its own where that takes long."""
-        made = prompt if isinstance(prompt, Request) else self.request(self.encode(prompt), params)
-        return self.driver.astream(made)
+        if not isinstance(prompt, Request):
+            prompt = self.request(self.encode(prompt), as_params(params, options))
+        return self.driver.astream(prompt)
 
     def request(
         self, prompt_ids: list[int], params: SamplingParams | None = None, session: str | None = None
     ) -> Request:
         """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
         session whose turn it is."""
-        return self.driver.request(prompt_ids, as_params(params), session)
+        return self.driver.request(prompt_ids, self._encoded(as_params(params)), session)
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
@@ -207,26 +263,31 @@ class LLM:
             if not prompt:  # a model that starts every text with a BOS token would answer that token
                 raise BadRequest("the prompt is empty", "give at least one character of text")
             return self.tokenizer.encode(prompt, add_special=True)
-        if not isinstance(prompt, (list, tuple)):
-            raise BadRequest(f"a prompt cannot be a {type(prompt).__name__}: {prompt!r:.80}", KINDS)
-        if prompt and isinstance(prompt[0], dict):
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
             return self.tokenizer.apply_chat_template(prompt)
-        if list(map(type, prompt)).count(int) < len(prompt):  # bool is an int to Python, but no token id
-            token = next(token for token in prompt if type(token) is not int)
-            raise BadRequest(f"a token id cannot be a {type(token).__name__}: {token!r:.80}", KINDS)
-        return list(prompt)  # type: ignore[arg-type]
+        return as_token_ids(prompt)
 
-    def _complete(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Completion]:
-        params = self._checked(params)
-        runs = self.driver.run([(ids, params) for ids in prompts])
-        return [collect(ids, params.n, events) for ids, events in zip(prompts, runs, strict=True)]
+    def _complete(
+        self, prompts: list[list[int]], params: OneOrMore, progress: bool, options: SamplingOptions
+    ) -> list[Completion]:
+        each = [self._checked(p) for p in params_for_each(params, len(prompts), options)]
+        return complete(self.driver, list(zip(prompts, each, strict=True)), progress)
 
-    async def _acomplete(self, request: Request) -> Completion:
-        events = [event async for event in self.driver.astream(request)]
-        return collect(request.prompt_ids, request.params.n, events)
+    async def _acomplete(
+        self, prompts: list[list[int]], params: OneOrMore, progress: bool, options: SamplingOptions
+    ) -> list[Completion]:
+        each = params_for_each(params, len(prompts), options)
+        requests = [self.request(ids, p) for ids, p in zip(prompts, each, strict=True)]
+        return await acomplete(self.driver, requests, progress)
+
+    def _encoded(self, params: SamplingParams) -> SamplingParams:
+        """With the prediction as token ids, where it is text."""
+        if not isinstance(params.prediction, str):
+            return params
+        return replace(params, prediction=self.tokenizer.encode(params.prediction))
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        params = as_params(params)
+        params = self._encoded(as_params(params))
         self.driver.prepare(params)
         return params
 
@@ -321,8 +382,7 @@ class LLM:
 
     # -- settings and statistics ---------------------------------------------------------------------------------------
 
-    @property
-    def memory(self) -> dict[str, int]:
+    def memory_stats(self) -> dict[str, int]:
         """Bytes by part: weights, KV pool, and the whole process."""
         return {
             "weights": self.decoder.weight_bytes,
@@ -335,20 +395,18 @@ class LLM:
         without params are greedy in any case."""
         return SamplingParams.from_generation_config(self._generation)
 
-    profile = renamed_attribute("profile", "prefill_profile")
-
     def prepare(self, params: SamplingParams) -> None:
-        """Check parameters and make what they need (a drafter that is timed or searched for) before anybody waits."""
+        """Check parameters and make what they need (a drafter that is timed or searched for), ahead of requests."""
         self.engine.speculator.check(as_params(params))
         self.driver.prepare(params)
 
-    def speculation(self) -> dict[str, Any]:
-        """What guessing ahead cost and earned over all requests so far, and what the controller has measured."""
+    def speculation_stats(self) -> dict[str, Any]:
+        """What drafting cost and earned over all requests so far, and what the controller has measured."""
         return self.engine.speculator.stats()
 
     def upgrade(self) -> None:
         """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens
-        by itself while nobody asks anything."""
+        by itself while no request is open."""
         self.driver.upgrade()
 
     def clear_cache(self) -> None:
@@ -358,6 +416,16 @@ class LLM:
     def close(self) -> None:
         """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
         self.driver.close()
+
+    def __repr__(self) -> str:
+        about: dict[str, Any] = {"dtype": self.precision.name, "device": self.decoder.device.type}
+        if self.draft_name is not None:
+            about["draft_model"] = self.draft_name
+        limits = self.engine.config
+        about |= {"max_model_len": limits.max_model_len, "kv_cache_tokens": limits.kv_cache_tokens}
+        closed = ", closed" if self.driver.closed else ""
+        named = ", ".join(f"{name}={value!r}" for name, value in about.items())
+        return f"LLM({self.model!r}, {named}{closed})"
 
     def __enter__(self) -> LLM:
         return self
@@ -374,11 +442,3 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
             f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
         )
     return model
-
-
-def _model_len(asked: int | None, limit: int) -> int:
-    if asked is None:
-        return limit
-    if not isinstance(asked, int) or not 2 <= asked <= limit:
-        raise BadRequest(f"max_model_len is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
-    return asked

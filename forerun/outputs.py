@@ -1,12 +1,16 @@
-"""What comes back: a `Completion` of n `Choice`s, collected from the engine's events."""
+"""What comes back: a `Completion` of n `Choice`s, collected from the engine's events as a driver runs requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from forerun.core import TokenLogprob, Usage
-from forerun.engine.sequence import Event, FinishReason
+from forerun.core.progress import counter
+from forerun.engine.sequence import Event, FinishReason, Request
+from forerun.params import SamplingParams
+from forerun.runtime.driver import Driver
 
 
 @dataclass
@@ -44,7 +48,7 @@ def collect(prompt_ids: list[int], n: int, events: Iterable[Event]) -> Completio
     choices = [Choice() for _ in range(n)]
     total = Usage(prompt_tokens=len(prompt_ids))
     for event in events:
-        if event.provisional:  # what stands of it comes again
+        if event.provisional:  # what is confirmed of it comes again
             continue
         choice = choices[event.index]
         choice.text += event.text
@@ -57,9 +61,34 @@ def collect(prompt_ids: list[int], n: int, events: Iterable[Event]) -> Completio
 
 
 def _merge(total: Usage, part: Usage, first: bool) -> None:
-    """Usage of n answers: the first one's prompt and first token, everybody's answer tokens, the slowest one's end."""
+    """Usage of n answers: prompt and first token of the first, tokens of all, the end of the slowest."""
     total.add(part)
     total.total_s = max(total.total_s, part.total_s)
     if first:
         total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s
         total.served, total.prefill, total.provisional_s = dict(part.served), part.prefill, part.provisional_s
+
+
+def complete(driver: Driver, jobs: list[tuple[list[int], SamplingParams]], progress: bool) -> list[Completion]:
+    """Run all jobs; one `Completion` each, in order."""
+    with counter(sum(params.n for _, params in jobs), "answers", quiet=not progress) as count:
+        runs = driver.run(jobs, on_finish=count)
+    return [collect(ids, params.n, events) for (ids, params), events in zip(jobs, runs, strict=True)]
+
+
+async def acomplete(driver: Driver, requests: list[Request], progress: bool) -> list[Completion]:
+    """The same for asyncio; an error in one of them cancels the others."""
+    with counter(len(requests), "answers", quiet=not progress) as count:
+        tasks = [asyncio.ensure_future(_completion(driver, request, count)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+
+async def _completion(driver: Driver, request: Request, on_finish: Callable[[], None]) -> Completion:
+    events = [event async for event in driver.astream(request)]
+    on_finish()
+    return collect(request.prompt_ids, request.params.n, events)

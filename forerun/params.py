@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from forerun.errors import BadRequest
 from forerun.options import Converted, check_fields, check_number, option
@@ -293,3 +293,28 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or bool(self.logit_bias)
         )
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of `SamplingParams` as keyword arguments of one call, for the type checker; a test compares them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int
+    stop: str | Iterable[str]
+    seed: int | None
+    logprobs: int | None
+    n: int
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
+    grammar: Grammar | None
+    speculation: Speculation | str
+    prefill: Prefill | str
+    cache: bool
+    prediction: str | Iterable[int]
+    timeline: bool

@@ -37,19 +37,25 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel)
 
 
+def with_new_names(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Keyword arguments of the caller's caller under today's names."""
+    made = dict(given)
+    for old in names.keys() & given.keys():
+        new = names[old]
+        if new in given:
+            raise BadRequest(f"{old} and {new} are the same, and both are given", f"leave {old} out")
+        warn_renamed(f"{old}=", f"{new}=", stacklevel=4)
+        made[new] = made.pop(old)
+    return made
+
+
 def accepts_old_arguments(names: Mapping[str, str]) -> Callable[[F], F]:
     """Decorates a function: keyword arguments under their old names are passed on under the new ones."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            for old in names.keys() & given.keys():
-                new = names[old]
-                if new in given:
-                    raise BadRequest(f"{old} and {new} are the same, and both are given", f"leave {old} out")
-                warn_renamed(f"{old}=", f"{new}=")
-                given[new] = given.pop(old)
-            return function(*args, **given)
+            return function(*args, **with_new_names(given, names))
 
         return call  # type: ignore[return-value]
 
@@ -76,3 +82,20 @@ def accepts_old_fields(names: Mapping[str, str]) -> Callable[[C], C]:
         return kind
 
     return decorate
+
+
+class OldLLMNames:
+    """Attributes of `LLM` under their old names."""
+
+    profile = renamed_attribute("profile", "prefill_profile")
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Old name of `memory_stats()`."""
+        warn_renamed("LLM.memory", "LLM.memory_stats()")
+        return self.memory_stats()  # type: ignore[attr-defined]
+
+    def speculation(self) -> dict[str, Any]:
+        """Old name of `speculation_stats()`."""
+        warn_renamed("LLM.speculation()", "LLM.speculation_stats()")
+        return self.speculation_stats()  # type: ignore[attr-defined]

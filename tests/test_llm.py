@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.inputs import weights_mode
+from forerun.params import SamplingOptions
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPTS = ["The lamp turns", "A keeper counts the ships", "def turn(lamp):", "twelve times"]
@@ -55,7 +59,10 @@ def test_async_answers_equal_sync_ones(llm: LLM):
         many = asyncio.gather(*(llm.agenerate(prompt, PARAMS) for prompt in PROMPTS))
         chat = llm.achat(MESSAGES, PARAMS)
         streamed = "".join([event.text async for event in llm.astream(PROMPTS[1], PARAMS)])
-        return [c.text for c in await many] + [(await chat).text, streamed]
+        together = [c.text for c in await llm.agenerate(PROMPTS, PARAMS)]
+        alone = [c.text for (c,) in await many]
+        assert together == alone
+        return [*alone, (await chat)[0].text, streamed]
 
     expected = [c.text for c in llm.generate(PROMPTS, PARAMS)]  # type: ignore[arg-type]
     assert asyncio.run(ask()) == [*expected, llm.chat(MESSAGES, PARAMS)[0].text, expected[1]]
@@ -165,7 +172,7 @@ def test_a_closed_model_says_so(tiny_folder: Callable[[str], Path]):
         task = asyncio.create_task(closed.agenerate("fog", SamplingParams(max_tokens=900, ignore_eos=True)))
         await asyncio.sleep(0.05)
         closed.close()
-        return (await asyncio.wait_for(task, 10)).finish_reason
+        return (await asyncio.wait_for(task, 10))[0].finish_reason
 
     assert asyncio.run(close_while_running()) == "cancelled"
     with pytest.raises(ForerunError, match="closed"):
@@ -188,7 +195,7 @@ def test_an_error_in_the_background_reaches_those_who_wait(llm: LLM, monkeypatch
         with pytest.raises(RuntimeError, match="boom"):
             llm.generate("fog", PARAMS)
     assert llm.engine.idle
-    assert asyncio.run(llm.agenerate("fog", PARAMS)).text == llm.generate("fog", PARAMS)[0].text
+    assert asyncio.run(llm.agenerate("fog", PARAMS))[0].text == llm.generate("fog", PARAMS)[0].text
 
 
 def test_a_pool_larger_than_memory_is_refused(tiny_folder: Callable[[str], Path]):
@@ -268,3 +275,125 @@ def test_a_prompt_outside_the_vocabulary_has_no_prefixes(llm: LLM, token: int):
     with pytest.raises(BadRequest, match=f"token id {token} is not in the vocabulary") as caught:
         llm.prefixes([5, token])
     assert caught.value.hint
+
+
+def test_options_of_one_call(llm: LLM) -> None:
+    assert llm.generate("fog", max_tokens=3, ignore_eos=True)[0].usage.completion_tokens == 3
+    assert llm.generate("fog", PARAMS, max_tokens=3)[0].token_ids == llm.generate("fog", PARAMS)[0].token_ids[:3]
+    assert len(list(llm.stream("fog", PARAMS, max_tokens=2, speculation="off"))) == 2
+    assert llm.chat(MESSAGES, max_tokens=2, ignore_eos=True)[0].usage.completion_tokens == 2
+    assert len(asyncio.run(llm.agenerate("fog", PARAMS, max_tokens=2))[0].token_ids) == 2
+    with pytest.raises(BadRequest, match="called 'max_token'") as caught:
+        llm.generate("fog", max_token=3)  # type: ignore[call-arg]
+    assert caught.value.hint == "did you mean max_tokens?"
+    with pytest.raises(BadRequest, match="temperature is -1"):
+        llm.generate("fog", temperature=-1)
+    with pytest.warns(DeprecationWarning, match="speculate= is now speculation="):
+        llm.generate("fog", PARAMS, speculate="off")  # type: ignore[call-arg]
+
+
+def test_options_of_one_call_are_the_fields_of_params() -> None:
+    assert list(SamplingOptions.__annotations__) == [entry.name for entry in fields(SamplingParams)]
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    each = [replace(PARAMS, max_tokens=number) for number in (1, 2, 3, 4)]
+    assert [len(c.token_ids) for c in llm.generate(PROMPTS, each)] == [1, 2, 3, 4]
+    assert [len(c.token_ids) for c in asyncio.run(llm.agenerate(PROMPTS, each, n=2))] == [1, 2, 3, 4]
+    with pytest.raises(BadRequest, match="4 prompts and 3 params"):
+        llm.generate(PROMPTS, each[:3])
+    with pytest.raises(BadRequest, match="must be SamplingParams"):
+        llm.generate(PROMPTS, {"max_tokens": 3})  # type: ignore[arg-type]
+
+
+def test_progress_counts_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("forerun.core.progress.SHOW_AFTER_S", -1.0)
+    monkeypatch.setattr("forerun.core.progress.LINE_INTERVAL_S", -1.0)
+    llm.generate(PROMPTS, PARAMS, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("answers: 1 of 4") and lines[-1].startswith("answers: 4 of 4 in")
+    asyncio.run(llm.agenerate(PROMPTS, PARAMS, progress=True))
+    assert capsys.readouterr().err.splitlines()[-1].startswith("answers: 4 of 4 in")
+    llm.generate(PROMPTS, PARAMS)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_prediction_may_be_text(llm: LLM) -> None:
+    plain = llm.generate("fog", PARAMS)[0]
+    for prediction in (plain.text, plain.token_ids):
+        found = llm.generate("fog", PARAMS, prediction=prediction, speculation="copy", cache=False)[0]
+        assert found.token_ids == plain.token_ids
+    assert llm.request([5], SamplingParams(prediction="fog")).params.prediction == tuple(llm.tokenizer.encode("fog"))
+
+
+def test_statistics_are_methods_and_old_names_warn(llm: LLM) -> None:
+    assert llm.memory_stats()["weights"] > 0 and "drafters" in llm.speculation_stats()
+    with pytest.warns(DeprecationWarning, match="LLM.memory is now"):
+        assert llm.memory.keys() == llm.memory_stats().keys()
+    with pytest.warns(DeprecationWarning, match=r"LLM.speculation\(\) is now"):
+        llm.speculation()
+    with pytest.warns(DeprecationWarning, match="LLM.profile is now LLM.prefill_profile"):
+        assert llm.profile is None
+
+
+def test_the_repr_names_what_runs(llm: LLM) -> None:
+    assert repr(llm).startswith(f"LLM({llm.model!r}, dtype='float32', device='cpu', max_model_len=")
+
+
+def test_old_arguments_are_accepted_with_a_warning(tiny_folder: Callable[[str], Path]) -> None:
+    old: Any = {"weights": "float32", "max_context": 64, "pool_tokens": 256, "max_batch": 4, "chunk_tokens": 32}
+    with pytest.warns(DeprecationWarning) as caught:
+        made = LLM(
+            str(tiny_folder("llama")), threads=1, quiet=True, prefix_cache=False, draft=None, profile=None, **old
+        )
+    config = made.engine.config
+    made.close()
+    assert len(caught) == 8 and all(warning.filename == __file__ for warning in caught)
+    assert (config.max_model_len, config.kv_cache_tokens, config.max_num_seqs) == (64, 256, 4)
+    assert config.max_num_batched_tokens == 32 and not config.enable_prefix_caching
+    with pytest.raises(BadRequest, match="weights and dtype are the same"):
+        LLM(str(tiny_folder("llama")), weights="float32", dtype="float32")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "mode"),
+    [
+        ("auto", None, "auto"),
+        ("float16", None, "fp16"),
+        ("half", None, "fp16"),
+        (torch.bfloat16, None, "bf16"),
+        (torch.float32, None, "float32"),
+        ("auto", "int8", "int8"),
+        ("int8", "int8", "int8"),
+    ],
+)
+def test_weights_are_named_as_others_name_them(dtype: Any, quantization: str | None, mode: str) -> None:
+    assert weights_mode(dtype, quantization) == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "float32", "quantization": "int8"}, "dtype is 'float32' and quantization 'int8'"),
+        ({"quantization": "awq"}, "quantization is 'awq'"),
+        ({"gpu_memory_utilization": 0.9, "device": "cpu"}, "about CUDA"),
+    ],
+)
+def test_what_cannot_be_opened_so(options: Any, error: str, tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(BadRequest, match=error):
+        LLM(str(tiny_folder("llama")), threads=1, quiet=True, **options)
+
+
+def test_a_model_recommends_its_own_settings(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    with LLM(str(folder), dtype="float32", threads=1, quiet=True) as made:
+        found = made.get_default_sampling_params()
+    assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.95, 20)
+
+
+def test_an_unknown_role_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadRequest, match="the role 'wizard'") as caught:
+        llm.chat([{"role": "wizard", "content": "Who counts the ships?"}], PARAMS)
+    assert "system, user, assistant, tool" in caught.value.hint

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TextIO, TypeVar
 
 from rich.console import Console
@@ -34,6 +35,18 @@ def track(
         yield from _with_bar(items, label, stream, clock)
     else:
         yield from _with_lines(items, label, stream, clock)
+
+
+@contextmanager
+def counter(total: int, label: str, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """A function to call each time one of `total` things is done; shows how many are, as `track` does."""
+    with closing(track(range(total), label, quiet)) as steps:  # type: ignore[type-var]
+
+        def advance() -> None:
+            next(steps, None)
+
+        advance()
+        yield advance
 
 
 def _with_bar(items: Sequence[T], label: str, stream: TextIO, clock: Callable[[], float]) -> Iterator[T]:

@@ -13,7 +13,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from forerun.cache.prefix import pack
@@ -42,8 +42,11 @@ class Driver:
         self._readers = 0  # callers that leave the steps to the thread
         self._mailbox: Mailbox[Event] | None = None  # to the event loop of the latest request
 
-    def run(self, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[Event]]:
-        """Run jobs to their ends; the events of each, in order. An error or Ctrl-C cancels all of them."""
+    def run(
+        self, jobs: list[tuple[list[int], SamplingParams]], on_finish: Callable[[], None] = lambda: None
+    ) -> list[list[Event]]:
+        """Run jobs to their ends; the events of each, in order. An error or Ctrl-C cancels all of them. `on_finish` is
+        called at the end of each answer."""
         inboxes: list[list[Event]] = [[] for _ in jobs]
         requests = [Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)]
         for request in requests:  # all are checked before the first one starts
@@ -58,8 +61,11 @@ class Driver:
                 while done < open_answers:
                     self._step(requests)
                     for i, inbox in enumerate(inboxes):
-                        done += sum(_ends(e) for e in inbox[seen[i] :])
+                        ended = sum(_ends(e) for e in inbox[seen[i] :])
                         seen[i] = len(inbox)
+                        done += ended
+                        for _ in range(ended):
+                            on_finish()
             except BaseException:
                 self._abandon(requests)
                 raise

@@ -21,6 +21,8 @@ from forerun.errors import BadRequest, CorruptModel
 
 _STAND_INS = range(0xF0000, 0xFFFFD)  # a private-use plane: no template or tokenizer gives these a meaning
 
+ROLES = ("system", "user", "assistant", "tool")
+
 Piece = tuple[str, bool]  # text, and whether control tokens in it count
 
 
@@ -64,12 +66,18 @@ class ChatTemplate:
                 raise BadRequest(
                     f"a message must have a role, got {message!r:.80}", "pass {'role': ..., 'content': ...}"
                 )
+            if message["role"] not in ROLES and not self._names(message["role"]):
+                raise BadRequest(f"a message has the role {message['role']!r:.80}", f"known are {', '.join(ROLES)}")
         guard = _Guard(self._starts, self._pattern())
         text = self._run(guard.clean(list(messages)), guard.clean(list(tools)) if tools else None, prompt)
         if not guard.hidden:
             return [(text, True)]
         cut = self._pattern().split(text)  # plain, control, plain, control, ...
         return [(guard.restore(piece), i % 2 == 1) for i, piece in enumerate(cut) if piece]
+
+    def _names(self, role: str) -> bool:
+        """Whether the template itself compares roles with this one: some models have roles of their own."""
+        return any(f"{quote}{role}{quote}" in text for text in self._texts.values() for quote in "'\"")
 
     def _pattern(self) -> re.Pattern[str]:
         if self._search is None:

@@ -145,7 +145,7 @@ class ForerunSide:
 
     def speculation(self) -> dict[str, Any]:
         """Figures over all requests so far, acceptance and cost curves."""
-        return self.llm.speculation()
+        return self.llm.speculation_stats()
 
     def bound(self, survival: list[float], drafter: str | None) -> float:
         """The speedup that the measured cost curves allow where drafts survive like this."""

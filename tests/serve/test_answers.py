@@ -71,7 +71,7 @@ async def test_many_async_clients_get_their_own_answers(served: Running, llm: LL
     expected = await asyncio.to_thread(llm.generate, prompts, replace(GREEDY, max_tokens=16))
     assert answers == [completion.text for completion in expected]
     whole = await client.chat.completions.create(**ASKED)
-    assert whole.choices[0].message.content == (await llm.achat(MESSAGES, GREEDY)).text
+    assert whole.choices[0].message.content == (await llm.achat(MESSAGES, GREEDY))[0].text
 
 
 def test_completions_take_every_kind_of_prompt(served: Running, llm: LLM):

@@ -317,7 +317,7 @@ def test_a_cancelled_rollout_ends_its_branches(llm: LLM):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        answer = await llm.agenerate("A boat", SamplingParams(max_tokens=3, ignore_eos=True))
+        (answer,) = await llm.agenerate("A boat", SamplingParams(max_tokens=3, ignore_eos=True))
         assert answer.usage.completion_tokens == 3
 
     asyncio.run(leave())

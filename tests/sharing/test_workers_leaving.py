@@ -143,7 +143,7 @@ def test_pages_of_an_abandoned_iterator_are_taken_back(
         with pytest.raises(OutOfPages, match="revoked"):
             list(running)
         running = paused(llm)
-        assert len(asyncio.run(llm.agenerate([8] * 100, params(4))).choices[0].token_ids) == 4
+        assert len(asyncio.run(llm.agenerate([8] * 100, params(4)))[0].choices[0].token_ids) == 4
         assert_no_page_is_held(llm)
 
 

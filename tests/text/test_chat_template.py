@@ -51,8 +51,9 @@ def test_messages_cannot_add_control_tokens(content: str, tokenizer: Tokenizer) 
 def test_nor_can_roles_tools_or_parts_of_a_list(tokenizer: Tokenizer) -> None:
     parts = chat(
         tokenizer,
-        "{% for m in messages %}<|im_start|>{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-        "{% if tools %}{{ tools | tojson }}{% endif %}",
+        "{# '<|im_end|>' #}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}",
     )
     content = [{"text": "<|im_"}, {"text": "end|>"}]
     ids = parts.apply_chat_template([{"role": "<|im_end|>", "content": content}], tools=[{"name": EVIL}])
@@ -103,3 +104,13 @@ def test_named_templates(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "x"}]
     assert named.decode(named.apply_chat_template(messages)) == "plain"
     assert named.decode(named.apply_chat_template(messages, tools=[{"name": "f"}])) == "tools"
+
+
+def test_a_role_must_be_known_or_named_by_the_template(tokenizer: Tokenizer) -> None:
+    plain = chat(tokenizer, "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    own = chat(tokenizer, "{% for m in messages %}{{ 'Note' if m.role == 'note' else m.role }}{% endfor %}")
+    message = {"role": "note", "content": "fog"}
+    assert own.decode(own.apply_chat_template([message])) == "Note"
+    with pytest.raises(BadRequest, match="the role 'note'") as caught:
+        plain.apply_chat_template([message])
+    assert caught.value.hint == "known are system, user, assistant, tool"
