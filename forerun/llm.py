@@ -41,7 +41,7 @@ from forerun.inputs import (
     weights_mode,
 )
 from forerun.models.build import build_decoder, choose_device
-from forerun.models.fetch.store import resolve
+from forerun.models.fetch.store import DEFAULT_MODEL, resolve
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.load import open_checkpoint
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step: enough to keep the device busy, few enough for others to go on
 
 

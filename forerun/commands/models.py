@@ -27,16 +27,15 @@ def gigabytes(count: int) -> str:
 
 @app.command(name="list")
 def list_() -> None:
-    """The models Forerun knows by name, and which of them are on this machine.
+    """The models Forerun knows by name, and where each is or will come from: here, the hub, or packages.
 
     Example: forerun models list
     """
     from forerun.models.fetch.store import list_models
 
-    table = Table("name", "size", "here", "what it is", box=None, pad_edge=False)
+    table = Table("name", "size", "from", "what it is", box=None, pad_edge=False)
     for entry in list_models():
-        here = entry.path is not None and entry.path.exists()
-        table.add_row(entry.name, gigabytes(entry.bytes), "yes" if here else "no", entry.description)
+        table.add_row(entry.name, gigabytes(entry.bytes), entry.source, entry.description)
     Console(highlight=False).print(table)
     print("\nA folder with safetensors, a .gguf file or a hub id (org/name) works wherever a name does.")
 

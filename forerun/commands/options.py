@@ -17,13 +17,13 @@ import typer
 
 from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
+from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.options import field_of, limits
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from forerun import LLM
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 SAMPLINGS = ("greedy", "model")  # where settings that are not given come from
 CHOOSING, DRAFTING, PREFILLING = "Choosing tokens", "Speculative decoding", "Prefill of the prompt"

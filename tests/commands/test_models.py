@@ -26,10 +26,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_list_names_every_known_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_known_model(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shas = {known.hub: known.sha256 for known in store.KNOWN.values()}
+    monkeypatch.setattr(store.HubFile, "sha256", lambda self: "" if "gemma" in self.file else shas[self])
+    (home / "models").mkdir()
+    (home / "models" / f"{store.DEFAULT_MODEL}.gguf").write_bytes(b"GGUF")
     assert run("list") == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in store.KNOWN)
+    lines = capsys.readouterr().out.splitlines()
+    sources = {name: next(line.split()[3] for line in lines if line.startswith(f"{name} ")) for name in store.KNOWN}
+    expected = ["here", "hub", "hub", "packages"]  # the hub has another file, or none, of the last one
+    assert list(sources.values()) == expected
 
 
 def test_rm_of_what_is_not_here_is_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

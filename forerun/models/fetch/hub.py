@@ -1,18 +1,68 @@
-"""Models by hub id (`org/name`) through huggingface_hub: what is complete here is used without asking the network.
+"""The model hub, through huggingface_hub: whole models by id (`org/name`), and single files whose sha256 is known.
+
+What is complete here is used without asking the network. A hub that does not answer within seconds counts as absent.
 
 Does not know file formats beyond which files make a folder complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
 
 _PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+HUB_ANSWER_S = 2.0  # until the hub counts as absent; name servers included, which HTTP clients do not limit
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a model repository. The hub names a large file's sha256 without sending it."""
+
+    repo: str
+    file: str
+
+    def sha256(self) -> str:
+        """Of what the hub has under this name, empty where that is nothing; raises what keeps it from answering."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+        answers: list[str | Exception] = []
+
+        def ask() -> None:
+            try:
+                found = get_hf_file_metadata(hf_hub_url(self.repo, self.file), timeout=HUB_ANSWER_S)
+                answers.append(found.etag or "")
+            except (EntryNotFoundError, RepositoryNotFoundError):
+                answers.append("")
+            except Exception as error:  # the hub client's, its HTTP library's or the system's
+                answers.append(error)
+
+        thread = threading.Thread(target=ask, name="forerun-hub", daemon=True)
+        thread.start()
+        thread.join(HUB_ANSWER_S)
+        answer = answers[0] if answers else TimeoutError(f"no answer within {HUB_ANSWER_S:g} s")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def download(self, sha256: str, folder: Path) -> Path:
+        """Fetch it into a folder and check it."""
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(self.repo, self.file, local_dir=folder))
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256:
+            raise ValueError(f"its sha256 is {found}, expected {sha256}")
+        return path
 
 
 def is_hub_id(name: str) -> bool:

