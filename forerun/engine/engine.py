@@ -49,7 +49,7 @@ log = logging.getLogger("forerun")
 class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree, with speculative decoding.
 
-    `controller` is for those who bring their own costs; without one the engine measures the models it is given.
+    `controller`: with costs measured elsewhere; without one the engine measures the models it is given.
     `prefiller` makes what drafts prompts; without one only exact prefill can be asked for. `tiers` makes what keeps
     pages that the pool has no room for.
     """
@@ -305,7 +305,7 @@ class Engine:
         """Whether no request waits or runs; there may be upgrades to do."""
         return not self._inbox and not self._cancelled and self.scheduler.idle
 
-    # -- looking inside ------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     def score(self, ids: list[int]) -> Tensor:
         """Logits at every position of a text, [len(ids), V] float32; for measuring, between steps."""

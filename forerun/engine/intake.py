@@ -64,7 +64,7 @@ class Intake:
             self.speculative_prefill.check(params.prefill, len(prompt_ids))
         if params.grammar is not None:
             self.grammars.compile(params.grammar)
-        packed = _packed(prompt_ids, vocab)  # long prompts wait for this: one by one only to name what is wrong
+        packed = _packed(prompt_ids, vocab)  # fast for long prompts: one by one only to name what is wrong
         for token in (*(prompt_ids if packed is None else ()), *params.logit_bias, *params.prediction):
             if not isinstance(token, int) or not 0 <= token < vocab:
                 raise BadRequest(

@@ -46,7 +46,7 @@ class ProvisionalAnswer:
         return Draft.chain(tokens, [1.0] * len(tokens), NAME)
 
     def verify(self, answer: list[int], last: bool = True) -> tuple[int, int]:
-        """How many of the open tokens stand, now that the final answer goes on like this, and how many are retracted:
+        """How many of the open tokens stand, now that the final answer continues like this, and how many are retracted:
         none before the first wrong one, or the `last` of what can be compared."""
         left = self.open
         pairs = zip(left, answer, strict=False)

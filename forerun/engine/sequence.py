@@ -151,8 +151,8 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def packed(self, end: int) -> array[int]:
-        """The first tokens as int32, negative `end` as in slices. Caches are asked and told of the same ones several
-        times, and packing a long prompt anew takes them longer than all else that they do."""
+        """The first tokens as int32, negative `end` as in slices. Caches read the same ones several times,
+        and packing a long prompt anew takes longer than all else that they do."""
         self._packed.extend(self.tokens[len(self._packed) :])
         return self._packed[:end]
 

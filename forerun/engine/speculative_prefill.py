@@ -1,7 +1,7 @@
 """Prompts whose K/V is drafted, as part of the engine's steps.
 
 `SpeculativePrefill` stands between the scheduler, which gives such a sequence its pages, and the prefiller, which fills
-them: one unit of work for each sequence and step, until the sequence goes on like any other. `SharedDrafts` lets the
+them: one unit of work for each sequence and step, until the sequence continues like any other. `SharedDrafts` lets the
 other answers to the same request start from the prompt that one of them has drafted. Neither knows sources or plans.
 """
 
@@ -77,7 +77,7 @@ class SpeculativePrefill:
 
     def open(self, seq: Sequence) -> Sequence | None:
         """Mark a new sequence whose prompt is to be drafted, or return a provisional sequence of which that is true;
-        where it cannot be, the report in its usage says why."""
+        where it cannot be, the report in its usage has the reason."""
         settings = seq.params.prefill
         provisional = settings.mode == "provisional"
         if settings.exact or (provisional and seq.index):  # further answers read the first one's exact prompt
@@ -210,7 +210,7 @@ class SharedDrafts:
             PrefillStage.DONE,
         )  # fmt: skip
         state.depths, seq.prefill = depths, state
-        if not seq.num_generated:  # else it was preempted, and the report says how its answer began
+        if not seq.num_generated:  # else it was preempted, and the report is of how its answer began
             seq.usage.prefill = state.report = _report(draft, len(seq.request.prompt_ids), shared)
         return {"pool": shared - int((depths < layers).sum())}
 

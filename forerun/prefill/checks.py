@@ -61,8 +61,9 @@ class Scores:
         return (bad[self.base :].sum(0) <= failing * (layers - self.base)) & self.finite
 
     def verdict(self, thresholds: dict[str, list[float]], failing: float) -> np.ndarray:
-        """[spans] what passed. After a first round the tail's own answer decides, where it is said how much it may
-        still move."""
+        """[spans] what passed. After a first round the tail's own distributions decide, where there is a threshold for
+        how
+        much they may still move."""
         if self.kl is not None and "kl" in thresholds:
             return self.finite & (self.kl <= thresholds["kl"][0])
         return self.passed(thresholds, failing)
@@ -139,13 +140,13 @@ class Checker:
         seen = _Pass(self._all_layers_kv.row_picker(rows), self._all_layers_kv.row_picker(rows))
         self._passes.append(seen)
 
-        def look(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
+        def record(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
             if q is not None and layer >= self._base and q.shape[0] == len(entries):  # in the last layer rows are gone
                 seen.layers.append(layer)
                 seen.inputs.add(x)
                 seen.queries.add(q)
 
-        return look
+        return record
 
     def saw(self, recompute: RecomputePass) -> None:
         """The same of a pass that picked its checkpoint rows by itself."""
@@ -165,7 +166,7 @@ class Checker:
         watched = len(self._passes[0].layers) if seen else 0
         values = {signal: np.full((count, spans), float(signal in COSINES)) for signal in SIGNALS}
         sizes = (count - base, count - base, watched, watched)
-        for signal, figures in zip(SIGNALS, np.split(told, np.cumsum(sizes)[:-1]), strict=True):
+        for signal, figures in zip(SIGNALS, np.split(figures_of, np.cumsum(sizes)[:-1]), strict=True):
             values[signal][base : base + len(figures)] = figures
         finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
         return Scores(values, base, kl, finite)

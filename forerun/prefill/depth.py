@@ -1,7 +1,7 @@
 """The depth map, and the pass that follows it: tokens leave the batch as layers go up.
 
 A token of depth d has K/V of the target's own in layers 0 .. d; above them it keeps whatever lies in its pages. Full
-depth is exact prefill. Knows nothing of who wrote the rest, of why a token has its depth, or of requests.
+depth is exact prefill. Knows neither the source of the rest, nor why a token has its depth, nor requests.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RecomputeOutput:
 class RaggedDepthPass:
     """Runs rows through one runner's decoder, each as far as its depth goes.
 
-    The last layer of a row that nobody wants logits of is its K/V alone, as is the last one below any row's depth:
+    The last layer of a row without wanted logits is its K/V alone, as is the last one below any row's depth:
     nothing reads what would come out of it.
     """
 
@@ -140,7 +140,7 @@ class RaggedDepthPass:
                 result.x, result.kept = x, alive
             whole = rows.whole(i, count, keep)[alive]
             leaving = (rows.depths[alive] > i) & ~whole
-            if leaving.any():  # before the others, who look at these
+            if leaving.any():  # before the others, which attend to these
                 plan.use(alive[leaving], attend=False)
                 decoder.write_kv(_pick(x, leaving), i, kv)
             x, alive = _pick(x, whole), alive[whole]
@@ -159,7 +159,7 @@ class RaggedDepthPass:
     @torch.inference_mode()
     def at_once(self, rows: Rows, picks: np.ndarray) -> RecomputePass | None:
         """Rows of full depth through all layers, as a device does it that needs the host only to begin: what the picks
-        among them met, until the next such pass. None where no device does, or where not all go all the way."""
+        among them saw, until the next such pass. None where no device does, or where not all go all the way."""
         if not 0 < len(rows.ids) <= self._runner.max_recompute_rows or rows.first or len(rows.logits_indices):
             return None
         if not (rows.depths == self._layers).all():
@@ -167,7 +167,7 @@ class RaggedDepthPass:
         return self._runner.recompute(_Plan(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
 
     def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
-        """The layer before which none of these rows leaves and nobody wants to see what comes in: up to it they run in
+        """The layer before which none of these rows leaves and whose inputs are not kept: up to it they run in
         one go, because every stop in between costs the host more than a small layer takes."""
         end, least = first + 1, rows.depths[alive].min(initial=self._layers)
         while end < self._layers and end != keep:
@@ -216,7 +216,7 @@ class _Plan:
     def batch(self, index: np.ndarray, attend: bool) -> HostBatch:
         rows, size = self._rows, self._runner.pool.page_size
         assert rows.positions is not None
-        # nobody looks where K/V is only written: one entry seen is the least to plan, masks of a long context are not
+        # rows that only write K/V do not attend: one entry seen is the least to plan, masks of a long context are not
         own = slice(None) if len(index) == len(rows.ids) else index  # all of them need no copies
         seen = (rows.entries[own] + 1).astype(np.int32) if attend else np.ones(len(index), dtype=np.int32)
         context = int(seen[-1])

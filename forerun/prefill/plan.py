@@ -32,7 +32,7 @@ class Policy:
 
     first: int = 16  # entries at the start of a prompt that are always exact
     tail: int = 64  # tokens at its end that are never drafted
-    shortest: int = 1536  # fewer tokens to draft are computed exactly: little is won, and summaries lost words
+    shortest: int = 1536  # fewer tokens to draft are computed exactly: little is saved, and summaries lost content
     spans: int = 4  # checkpoints
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of repair where checks fail
@@ -157,8 +157,8 @@ def plan(
 def why_exact(
     state: PrefillState, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0
 ) -> str:
-    """Why exact prefill would be taken instead, before anything is read; empty: it would not. What `plan` says without
-    scores; of a prompt whose entries are all alike that is known without looking at them."""
+    """Why exact prefill would be taken instead, before anything is read; empty: it would not. The same as `plan`
+    without scores; for a prompt whose entries are all alike it needs no arrays of them."""
     begun = state.x is not None and state.x.shape[0] > 0
     if begun or isinstance(source, Gapped) or state.depths[state.first :].any():
         return plan(state, None, profile, source, costs, policy, spent).exact
@@ -183,7 +183,7 @@ def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarra
 def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[CheckSpan]:
     """Checkpoints spread evenly over what is drafted, each where most of its entries are chosen anyway.
 
-    Only entries that still hold drafted K/V can be compared; what `must` be recomputed says nothing about the rest.
+    Only entries that still hold drafted K/V can be compared; what `must` be recomputed is no sample of the rest.
     """
     lo, size = max(state.first, policy.first), policy.span
     drafted = np.zeros(state.end, dtype=bool)

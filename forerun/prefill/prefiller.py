@@ -215,7 +215,7 @@ class Prefiller:
         """Check a first span, so that a prompt whose drafts are no good is not read to its end."""
         state.first_checked = True
         assert self.profile is not None
-        if not self.profile.thresholds or isinstance(state.source, Gapped):  # gaps tell nothing about the rest
+        if not self.profile.thresholds or isinstance(state.source, Gapped):  # a gap is no sample of the rest
             return
         scores, entries = self._recomputer.first_check(state, state.costs, state.source.base)
         state.spent += state.costs.rows(entries) + state.costs.checks(self.policy.span)

@@ -95,7 +95,7 @@ class Recomputer:
         """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
         size, end = self._policy.span, min(state.read, state.end)
         span = CheckSpan(end - size, size, state.first, end)
-        sinks = np.arange(state.first, min(self._policy.first, state.end))  # what every token looks at must be right
+        sinks = np.arange(state.first, min(self._policy.first, state.end))  # every token attends to these
         checker = Checker(self._runner, state.pages, [span], base, min(self._policy.first, state.end))
         entries = todo = np.union1d(sinks, span.entries)
         while len(todo):

@@ -55,7 +55,7 @@ class PrefillState:
     report: PrefillReport = field(init=False)
 
     # how far it is
-    known: int = 0  # entries before it have drafted K/V from an earlier request; `depths` says how deep they are
+    known: int = 0  # entries before it have drafted K/V from an earlier request; `depths` has their depths
     read: int = 0  # entries that the source has read
     filled: int = field(init=False)  # entries before it have K/V once it is done: up to `end`, or most of the tail too
     depths: np.ndarray = field(init=False)  # [end] int16: layers of each entry that the target itself computed so far

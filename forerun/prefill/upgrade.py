@@ -1,5 +1,5 @@
 """From approximate to exact: texts that were answered from drafted K/V are computed as they should have been, when
-there is nothing else to do, so that whoever comes back to them is answered exactly.
+there is nothing else to do, so that the next request about them is answered exactly.
 
 Each step is whole in itself: read what the exact tree knows, compute a few pages more, give them to the tree. Nothing
 is held in between, so a request that comes meanwhile waits for one step at most, and what was computed stays known.
@@ -39,7 +39,7 @@ class Upgrader:
         return len(self._waiting)
 
     def add(self, tokens: list[int]) -> None:
-        """A text to be computed. The latest is the first in turn: it is the likeliest to be asked about again."""
+        """A text to be computed. The latest is computed first: it is the likeliest to be read again."""
         whole = tokens[: len(tokens) // self._size * self._size]
         others = [text for text in self._waiting if text != whole[: len(text)]]
         self._waiting = deque([*others, whole] if whole else others, MAX_WAITING_TEXTS)

@@ -31,9 +31,9 @@ def make_engine(folder: Path, *, weights: str = "float32", prefiller: Any = None
 class Answer:
     """Collects one request's events."""
 
-    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams, session: str | None = None) -> None:
         self.events: list[Event] = []
-        self.request = Request(prompt, params, sink=self.events.append)
+        self.request = Request(prompt, params, sink=self.events.append, session=session)
         engine.submit(self.request)
 
     def tokens(self, index: int = 0) -> list[int]:

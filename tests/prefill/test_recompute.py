@@ -17,6 +17,8 @@ from forerun.models.execution.all_layers_kv import RecomputePass
 from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.checks import Checker
 from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.plan import Costs
+from forerun.prefill.recompute import Recomputer
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.engine.common import Answer, finish, leaked
 from tests.engine.test_speculative_prefill import prompt
@@ -32,6 +34,7 @@ from tests.prefill.fakes import (
     exact_kv,
     make_prefiller,
     own_pages,
+    slots,
     start,
     stored,
 )
@@ -89,6 +92,25 @@ def test_a_climb_leaves_what_steps_leave(ctx: DraftContext, recomputed: list[tup
     for layer in range(layers - 1):
         assert torch.allclose(recompute.x[layer], seen[layer][0][[1, 5]], atol=1e-6)
         assert torch.allclose(recompute.q[layer], seen[layer][1][[1, 5]], atol=1e-6)
+
+
+def test_entries_that_start_in_different_layers_run_in_passes_of_their_own(ctx: DraftContext):
+    config, base, kept = ctx.runner.decoder.config, 2, 60  # inputs of layer 2 are kept of the first 60 entries
+    pages, entries, (exact, _) = own_pages(ctx), np.arange(50, 70), exact_kv(ctx)
+    ctx.runner.forward([Span(IDS, 0, pages, ())])
+    state = PrefillState(1, IDS, pages, 0, END, BY_SOURCE, config.num_layers)
+    rows = Rows(np.array(IDS[:kept]), np.arange(kept), pages, np.full(kept, base))
+    state.x = RaggedDepthPass(ctx.runner).run(rows, keep=base).x
+    for layer, caches in enumerate(ctx.pool.kv):
+        for cache in caches:
+            cache[slots(pages, entries if layer >= base else entries[10:])] = 9.0  # what is to be recomputed
+    recomputer, costs = Recomputer(ctx.runner, POLICY), Costs(state, Fake(ctx, base=base), config)
+    assert recomputer.run(state, costs, entries, None) == 10
+    assert (state.depths[50:60] == config.num_layers).all() and not state.depths[60:].any()
+    assert state.report.token_layers == 10 * (config.num_layers - base)
+    assert recomputer.run(state, costs, entries[10:], None) == 10
+    for mine, theirs in zip(stored(ctx, pages, 0, 70), exact, strict=True):
+        assert all(torch.allclose(a, b[:70], atol=1e-5) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_only_rows_that_go_all_the_way_climb(ctx: DraftContext, recomputed: list[tuple[int, int]]):
