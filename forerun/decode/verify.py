@@ -148,14 +148,14 @@ def _matches(each: VerifyInput) -> bool:
 def _match_all(rows: list[int], inputs: list[VerifyInput], targets: list[Target]) -> dict[int, Verdict]:
     """`MatchVerifier.verify` of many sequences at once: one sampling call per level of the trees."""
     verdicts: dict[int, Verdict] = {}
-    children = {i: inputs[i].draft.children() for i in rows}
+    children = {i: inputs[i].draft.children() for i in rows if len(inputs[i].draft)}  # none: plain decoding
     paths: dict[int, list[int]] = {i: [] for i in rows}
     while rows:
         nodes = [paths[i][-1] if paths[i] else ROOT for i in rows]
         matched = []
         for i, node, token in zip(rows, nodes, draw_all([targets[i] for i in rows], nodes), strict=True):
             tokens = inputs[i].draft.tokens
-            child = next((c for c in children[i].get(node, ()) if tokens[c] == token), None)
+            child = next((c for c in children.get(i, {}).get(node, ()) if tokens[c] == token), None)
             if child is None:
                 verdicts[i] = Verdict(paths[i], token)
             else:

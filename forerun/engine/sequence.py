@@ -21,7 +21,7 @@ from forerun.decode.sampling import Context
 from forerun.decode.state import SpeculationState
 from forerun.decode.verifiers.base import Verifier
 from forerun.decode.verifiers.match import MatchVerifier
-from forerun.engine.stats import complete_served
+from forerun.engine.stats import CACHES
 from forerun.models.execution.runner import Span
 
 if TYPE_CHECKING:
@@ -233,6 +233,15 @@ class ScheduledSequence:
         known = seq.ready_logits if self.count == 1 and self.samples and not len(draft) else None
         ids = [*ids, *draft.tokens]
         return Span(ids, seq.computed, seq.pages, want, len(seq.tokens), draft.parents, known, self.isolated)
+
+
+def complete_served(usage: Usage, approximate: int, reached: int) -> None:
+    """Complete `usage.served` at an answer's end: `reached` tokens of the prompt have K/V; of those that no cache had,
+    `approximate` kept drafted K/V and the rest was computed. For a finished answer the parts add up to the prompt."""
+    read = {name: usage.served.get(name, 0) for name in CACHES}
+    left = max(0, reached - sum(read.values()))
+    drafted = min(approximate, left)
+    usage.served = read | {"approximate": drafted, "computed": left - drafted}
 
 
 def common_prefix(a: array[int], b: array[int]) -> int:

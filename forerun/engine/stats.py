@@ -15,15 +15,6 @@ SERVED = ("pool", "host", "disk", "approximate", "computed")
 CACHES = ("pool", "host", "disk")
 
 
-def complete_served(usage: Usage, approximate: int, reached: int) -> None:
-    """Complete `usage.served` at an answer's end: `reached` tokens of the prompt have K/V; of those that no cache had,
-    `approximate` kept drafted K/V and the rest was computed. For a finished answer the parts add up to the prompt."""
-    read = {name: usage.served.get(name, 0) for name in CACHES}
-    left = max(0, reached - sum(read.values()))
-    drafted = min(approximate, left)
-    usage.served = read | {"approximate": drafted, "computed": left - drafted}
-
-
 @dataclass
 class Account:
     """Sums over answers. Each of a request's n answers has the whole prompt, and reads most of it from the pool."""

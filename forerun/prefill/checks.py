@@ -161,12 +161,12 @@ class Checker:
         """Once all checkpoint rows have run."""
         seen = self._seen()
         inputs = (self._all_layers_kv.read(self._base, self._slots), self._drafted, self._member, *seen)
-        told = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
+        measured = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
         count, spans, base = self._decoder.config.num_layers, len(self.spans), self._base
         watched = len(self._passes[0].layers) if seen else 0
         values = {signal: np.full((count, spans), float(signal in COSINES)) for signal in SIGNALS}
         sizes = (count - base, count - base, watched, watched)
-        for signal, figures in zip(SIGNALS, np.split(figures_of, np.cumsum(sizes)[:-1]), strict=True):
+        for signal, figures in zip(SIGNALS, np.split(measured, np.cumsum(sizes)[:-1]), strict=True):
             values[signal][base : base + len(figures)] = figures
         finite = np.isfinite(values["key"]).all(0) & np.isfinite(values["value"]).all(0)
         return Scores(values, base, kl, finite)

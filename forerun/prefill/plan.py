@@ -35,7 +35,7 @@ class Policy:
     shortest: int = 1536  # fewer tokens to draft are computed exactly: little is saved, and summaries lost content
     spans: int = 4  # checkpoints
     span: int = 16  # entries of each
-    deepenings: int = 2  # further rounds of repair where checks fail
+    deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     window: int = 1  # neighbours over which scores are averaged
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
@@ -79,7 +79,7 @@ class Costs:
     """Work in tokens of the target's prefill, for one prompt."""
 
     def __init__(self, state: PrefillState, source: KVSource, config: ModelConfig) -> None:
-        self._job, self._base = state, source.base
+        self._state, self._base = state, source.base
         self.exact = float(max(1, len(state.tokens) - state.first))
         self.tail = float(len(state.tokens) - state.end)
         # a check applies the attention's output matrix twice to every row
@@ -89,21 +89,21 @@ class Costs:
     @property
     def row(self) -> float:
         """Of one chosen token, as a rule."""
-        return 1.0 if self._job.x is None else 1.0 - self._base / self._job.layers
+        return 1.0 if self._state.x is None else 1.0 - self._base / self._state.layers
 
     def start(self, entries: np.ndarray) -> np.ndarray:
         """The layer from which each entry's row runs: those whose hidden states the source kept start above."""
         start = np.zeros(len(entries), dtype=np.int64)
-        if self._job.x is not None:
-            kept = self._job.first + self._job.x.shape[0]
-            start[(entries >= self._job.first) & (entries < kept)] = self._base
+        if self._state.x is not None:
+            kept = self._state.first + self._state.x.shape[0]
+            start[(entries >= self._state.first) & (entries < kept)] = self._base
         return start
 
     def token_layers(self, entries: np.ndarray) -> int:
-        return int((self._job.layers - self.start(entries)).sum())
+        return int((self._state.layers - self.start(entries)).sum())
 
     def rows(self, entries: np.ndarray) -> float:
-        return self.token_layers(entries) / self._job.layers
+        return self.token_layers(entries) / self._state.layers
 
     def checks(self, rows: int) -> float:
         return self._check_row * rows

@@ -130,7 +130,7 @@ def test_branches_join_in_one_step_wherever_the_prompt_ends(folder: Path, length
     assert leaked(engine) == 0
 
 
-def test_cancelling_frees_pages_within_a_step_and_disturbs_nobody(folder: Path, alone: dict):
+def test_cancelling_frees_pages_within_a_step_and_disturbs_no_other(folder: Path, alone: dict):
     engine = make_engine(folder, enable_prefix_caching=False)
     prompts = make_prompts()
     answers = [Answer(engine, prompt, GREEDY) for prompt in prompts]
@@ -197,7 +197,7 @@ def test_logprobs_are_the_models_own(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "error", "says"),
+    ("prompt", "params", "error", "message"),
     [
         ([], GREEDY, BadRequest, "empty"),
         ([5] * 600, GREEDY, BadRequest, "600 tokens"),
@@ -212,10 +212,10 @@ def test_logprobs_are_the_models_own(folder: Path):
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(
-    folder: Path, prompt: list[int], params: SamplingParams, error: type[ForerunError], says: str
+    folder: Path, prompt: list[int], params: SamplingParams, error: type[ForerunError], message: str
 ):
     engine = make_engine(folder)
-    with pytest.raises(error, match=says) as caught:
+    with pytest.raises(error, match=message) as caught:
         Answer(engine, prompt, params)
     assert caught.value.hint
     assert engine.idle

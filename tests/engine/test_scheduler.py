@@ -75,7 +75,7 @@ def test_a_sessions_turn_is_spared_as_long_as_others_run(make: Callable[[], Engi
 
 def test_a_provisional_sequence_is_preempted_before_any_other(make: Callable[[], Engine]):
     engine = make()
-    guided = Answer(engine, prompt(0, 400), replace(LONG, prefill="provisional"))
+    provisional_answer = Answer(engine, prompt(0, 400), replace(LONG, prefill="provisional"))
     decode_all(engine, 1)  # the provisional sequence; the final one prefills
     other = Answer(engine, prompt(1, 8), LONG)
     decode_all(engine, 2)
@@ -88,7 +88,7 @@ def test_a_provisional_sequence_is_preempted_before_any_other(make: Callable[[],
     assert not engine.scheduler.waiting and [seq.final for seq in engine.scheduler.running] == [None, None]
     engine.pool.release(held)
     finish(engine)
-    for answer in (guided, other):
+    for answer in (provisional_answer, other):
         assert answer.last.usage is not None and answer.last.usage.preemptions == 0
     assert leaked(engine) == 0
 

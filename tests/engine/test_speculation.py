@@ -1,4 +1,4 @@
-"""Speculation inside the engine: whatever is guessed and by whom, the answer is plain decoding's."""
+"""Speculation inside the engine: whatever is drafted by whichever drafter, the answer is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generous() -> Controller:
 
 @pytest.fixture(scope="module")
 def make(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
-    """`make(draft="same"|"other"|None)`: a tiny target, guessed for by itself, by a stranger, or by nobody's model."""
+    """`make(draft="same"|"other"|None)`: a tiny target, drafted for by itself, by another model, or by none."""
     stranger = tiny.write_folder(tmp_path_factory.mktemp("stranger"), "qwen2", seed=9, num_hidden_layers=2)
 
     def engine(draft: str | None = "same", weights: str = "float32", **config: Any) -> Engine:
@@ -162,7 +162,7 @@ class Broken(Drafter):
         if self.how == "sources":
             return [Draft([5], [ROOT], [0.9], None) for _ in requests]  # type: ignore[arg-type]
         if self.how == "stranger":
-            return [Draft.chain([5, 6], [0.9, 0.9], "somebody else") for _ in requests]
+            return [Draft.chain([5, 6], [0.9, 0.9], "another one") for _ in requests]
         if self.how == "probs":
             return [Draft([5], [ROOT], [None], ["broken"]) for _ in requests]  # type: ignore[list-item]
         if self.how == "proposals":
@@ -244,7 +244,9 @@ def test_drawn_drafts_with_every_verifier(verify: str, make: Callable[..., Engin
     assert leaked(engine) == 0
 
 
-def test_a_drafter_cannot_speak_for_another(broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):
+def test_a_drafter_cannot_draft_in_anothers_name(
+    broken: Any, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(Broken, "how", "stranger")
     engine = make(None)
     assert run(engine, PROMPTS, params("broken")) == run(make(None), PROMPTS, params("off"))
@@ -252,7 +254,7 @@ def test_a_drafter_cannot_speak_for_another(broken: Any, make: Callable[..., Eng
 
 
 class Costly(Drafter):
-    """Runs a model, it says, and gets everything wrong."""
+    """Claims to run a model, and gets everything wrong."""
 
     name = "costly"
     free = False
@@ -288,7 +290,7 @@ def test_a_drafter_that_cannot_even_start(make: Callable[..., Engine], caplog: A
         del _REGISTRY["costly"], _REGISTRY["stillborn"]
 
 
-def test_pages_of_guesses_push_nobody_out(make: Callable[..., Engine]):
+def test_pages_of_drafts_preempt_no_sequence(make: Callable[..., Engine]):
     """Two answers that just fit side by side: guesses must not cost one of them its place."""
 
     def preemptions(drafter: str) -> int:

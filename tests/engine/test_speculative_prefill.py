@@ -125,7 +125,7 @@ def test_only_what_is_not_known_exactly_is_drafted(make: Callable[..., Engine], 
     assert_clean(engine)
 
 
-def test_a_draft_is_shared_under_its_key_and_repair_touches_only_copies(make: Callable[..., Engine]):
+def test_a_draft_is_shared_under_its_key_and_recomputing_touches_only_copies(make: Callable[..., Engine]):
     engine = make()
     first = run(engine, [prompt(4)], DRAFTED)[0]
     where = engine.approximate._match("fake auto", prompt(4))
@@ -165,7 +165,7 @@ def test_others_decode_and_prefill_while_a_prompt_is_drafted(
     assert_clean(engine)
 
 
-def test_a_job_that_ends_exact_is_exact_prefill(make: Callable[..., Engine], truth: Callable[..., list[int]]):
+def test_a_draft_that_ends_exact_is_exact_prefill(make: Callable[..., Engine], truth: Callable[..., list[int]]):
     engine = make(exact_from=60)
     answer = Answer(engine, prompt(9), DRAFTED)
     finish(engine)

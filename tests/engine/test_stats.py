@@ -7,7 +7,8 @@ import json
 import pytest
 
 from forerun.core import Usage
-from forerun.engine.stats import Stats, complete_served
+from forerun.engine.sequence import complete_served
+from forerun.engine.stats import Stats
 
 
 def used(reached: int = 100, approximate: int = 0, **served: int) -> Usage:

@@ -1,4 +1,4 @@
-"""Tiers, pins and accounting inside the engine: same answers, nobody stuck, nothing leaked."""
+"""Tiers, pins and accounting inside the engine: same answers, none stuck, nothing leaked."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def disturb(ctx: DraftContext, pages: array[int], entries: np.ndarray, amount: f
             cache[at] += amount * cache[at].std() * torch.randn(cache[at].shape, generator=draw)
 
 
-def repaired(ctx: DraftContext, pages: array[int], checker: Checker, rows: np.ndarray, chunk: int) -> None:
+def recomputed(ctx: DraftContext, pages: array[int], checker: Checker, rows: np.ndarray, chunk: int) -> None:
     for lo in range(0, len(rows), chunk):
         part = rows[lo : lo + chunk]
         ids = np.array(IDS)[part]
@@ -82,7 +82,7 @@ def test_signals_are_what_they_say(family: str, chunk: int, tiny_folder: Callabl
     disturb(ctx, pages, ENTRIES, 0.5)
     drafted = stored(ctx, pages, 0, len(IDS))
     checker = Checker(ctx.runner, pages, SPANS, BASE, SINKS)
-    repaired(ctx, pages, checker, np.sort(np.concatenate(([20, 25, 60], ENTRIES))), chunk)
+    recomputed(ctx, pages, checker, np.sort(np.concatenate(([20, 25, 60], ENTRIES))), chunk)
     values = checker.scores().values
     assert set(values) == set(SIGNALS)
     for s, span in enumerate(SPANS):
@@ -108,7 +108,7 @@ def test_worse_drafts_have_worse_scores(tiny_folder: Callable[[str], Path]):
         ctx.runner.forward([Span(IDS, 0, pages, ())])
         disturb(ctx, pages, ENTRIES, amount)
         checker = Checker(ctx.runner, pages, SPANS, BASE, SINKS)
-        repaired(ctx, pages, checker, ENTRIES, 100)
+        recomputed(ctx, pages, checker, ENTRIES, 100)
         found.append(checker.scores())
     for signal, sign in (("key", 1), ("value", 1), ("attention", -1), ("hidden", -1)):
         means = [sign * s.values[signal][BASE:].mean() for s in found]

@@ -227,12 +227,12 @@ def test_kept_inputs_continue_where_they_were_kept(weights: str, models: Callabl
     depths[-1] = layers
     once = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, depths, (n - 1,))).logits
     kv = copy_kv(runner)
-    stairs = RaggedDepthPass(runner)
-    low = stairs.run(Rows(IDS, np.arange(n), PAGES, np.full(n, base)), keep=base)
+    ragged_pass = RaggedDepthPass(runner)
+    low = ragged_pass.run(Rows(IDS, np.arange(n), PAGES, np.full(n, base)), keep=base)
     assert low.x is not None and low.kept.tolist() == list(range(n)) and low.logits.shape[0] == 0
     deep = np.flatnonzero(depths == layers)
     rows = Rows(IDS[deep], deep, PAGES, depths[deep], (len(deep) - 1,), low.x[deep], base)
-    assert torch.allclose(stairs.run(rows).logits, once, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(ragged_pass.run(rows).logits, once, rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(copy_kv(runner), kv, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(mine, theirs, strict=True))
 

@@ -213,7 +213,7 @@ def test_batches_of_all_modes_and_preemption(make: Callable[..., Engine], truth:
     assert leaked(engine) == 0
 
 
-def test_texts_met_before_are_reused_elsewhere_and_never_in_the_way(
+def test_texts_seen_before_are_reused_elsewhere_and_never_in_the_way(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ) -> None:
     engine = make("self", draft=False, kv_cache_tokens=640)
@@ -237,7 +237,7 @@ def test_texts_met_before_are_reused_elsewhere_and_never_in_the_way(
 
 
 def test_documents_in_another_order_are_reused_without_a_profile(tiny_folder: Callable[[str], Path]) -> None:
-    """What exact requests computed before anybody asked for chunks counts, and only who asks gets it."""
+    """What exact requests computed before the first request for chunks counts, and only requests for chunks get it."""
     a, b, c, question = prompt(50, 300), prompt(51, 290), prompt(52, 280), prompt(53, 80)
     chunked = replace(EXACT, prefill=Prefill("speculative", source="chunk"))
     with LLM(str(tiny_folder("qwen2")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=16384) as llm:

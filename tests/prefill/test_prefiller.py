@@ -162,13 +162,13 @@ def test_a_tail_that_no_longer_moves_ends_the_rounds(ctx: DraftContext):
 @pytest.mark.parametrize("budget", [1, 7, 33])
 def test_pieces_give_what_one_big_step_gives(chooser: str, budget: int, ctx: DraftContext):
     settings = Prefill("speculative", chooser=chooser)
-    jobs = []
+    states = []
     for step in (budget, 100_000):
         prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE, noise=0.3))
-        jobs.append(drive(prefiller, start(prefiller, ctx, settings), step))
-    parts, whole = jobs
+        states.append(drive(prefiller, start(prefiller, ctx, settings), step))
+    parts, whole = states
     assert (parts.depths == whole.depths).all()
-    kv = [stored(ctx, state.pages, 0, END) for state in jobs]
+    kv = [stored(ctx, state.pages, 0, END) for state in states]
     for a, b in zip(*kv, strict=True):
         assert all(torch.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
     for signal, values in whole.report.scores.items():
@@ -232,7 +232,7 @@ def test_a_budget_is_kept(ctx: DraftContext):
 
 @pytest.mark.parametrize("first", [0, 40])
 def test_rows_go_on_from_kept_inputs(first: int, ctx: DraftContext):
-    """A source that ran the target's lower layers keeps what came out of them, and repair costs the rest only."""
+    """A source that ran the target's lower layers keeps what came out of them, and recomputing costs the rest only."""
 
     class Lower(Fake):
         def read(self, state: PrefillState, count: int) -> None:
@@ -271,7 +271,7 @@ def test_nothing_is_written_but_the_prompts_own_new_entries(chooser: str, ctx: D
             assert torch.equal(a, b)
 
 
-def test_known_entries_are_not_read_and_only_the_chosen_are_repaired(ctx: DraftContext):
+def test_known_entries_are_not_read_and_only_the_chosen_are_recomputed(ctx: DraftContext):
     earlier = make_prefiller(ctx, Fake(ctx, GARBAGE, noise=0.5), share=0.05)
     state = drive(earlier, start(earlier, ctx))
     known, depths = 100, state.depths.copy()

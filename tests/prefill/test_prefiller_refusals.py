@@ -76,9 +76,9 @@ def test_problems_say_what_is_wrong(ctx: DraftContext):
     assert bare.problem(Prefill(), 1000) is None
     real = Prefiller(ctx, make_profile())
     assert "draft model" in str(real.problem(SETTINGS, 1000))
-    assert "'nobody'" in str(real.problem(Prefill("speculative", source="nobody"), 1000))
+    assert "'unknown'" in str(real.problem(Prefill("speculative", source="unknown"), 1000))
     fake = make_prefiller(ctx, Fake(ctx))
-    for chooser, part in [("who", "'who'"), ("cross", "another tokenizer"), ("lower", "self")]:
+    for chooser, part in [("none", "'none'"), ("cross", "another tokenizer"), ("lower", "self")]:
         problem = fake.problem(Prefill("speculative", chooser=chooser), 1000)
         assert isinstance(problem, BadRequest) and part in str(problem)
     assert fake.problem(SETTINGS, 1000) is None
@@ -140,7 +140,7 @@ def test_thresholds_of_another_target_are_refused(ctx: DraftContext):
 @pytest.mark.parametrize(("kind", "base", "taps"), [("draft", 1, (1, 2, 3)), ("self", 3, (3,))])
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("by_source", [False, True])
-def test_mapped_sources_are_checked_and_repaired(
+def test_mapped_sources_are_checked_and_recomputed(
     by_source: bool, kind: str, base: int, taps, right: bool, tiny_folder, monkeypatch
 ):
     """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""

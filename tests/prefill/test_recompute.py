@@ -77,7 +77,7 @@ def last_logits(ctx: DraftContext, state: PrefillState) -> Tensor:
     return ctx.runner.forward([Span(rest, state.filled, state.pages, (len(rest) - 1,))]).logits.clone()
 
 
-def test_a_climb_leaves_what_steps_leave(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+def test_a_recompute_pass_leaves_what_steps_leave(ctx: DraftContext, recomputed: list[tuple[int, int]]):
     entries, layers = np.array([0, 3, 4, 90, 150, 151, 180]), ctx.runner.decoder.config.num_layers
     pages, seen = own_pages(ctx), []
     ctx.runner.forward([Span(IDS, 0, pages, ())])
@@ -113,14 +113,14 @@ def test_entries_that_start_in_different_layers_run_in_passes_of_their_own(ctx: 
         assert all(torch.allclose(a, b[:70], atol=1e-5) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_only_rows_that_go_all_the_way_climb(ctx: DraftContext, recomputed: list[tuple[int, int]]):
-    stairs, pages, none = RaggedDepthPass(ctx.runner), own_pages(ctx), np.zeros(0, dtype=np.int64)
+def test_only_rows_of_full_depth_run_in_one_pass(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+    ragged_pass, pages, none = RaggedDepthPass(ctx.runner), own_pages(ctx), np.zeros(0, dtype=np.int64)
     ids, entries, layers = np.array(IDS[:4]), np.arange(4), ctx.runner.decoder.config.num_layers
     x = torch.zeros(4, ctx.runner.decoder.config.hidden_size)
-    assert stairs.at_once(Rows(ids, entries, pages, np.array([layers] * 3 + [2])), none) is None
-    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), logits_indices=[3]), none) is None
-    assert stairs.at_once(Rows(ids, entries, pages, np.full(4, layers), x=x, first=1), none) is None
-    assert stairs.at_once(Rows(ids[:0], entries[:0], pages, np.zeros(0)), none) is None
+    assert ragged_pass.at_once(Rows(ids, entries, pages, np.array([layers] * 3 + [2])), none) is None
+    assert ragged_pass.at_once(Rows(ids, entries, pages, np.full(4, layers), logits_indices=[3]), none) is None
+    assert ragged_pass.at_once(Rows(ids, entries, pages, np.full(4, layers), x=x, first=1), none) is None
+    assert ragged_pass.at_once(Rows(ids[:0], entries[:0], pages, np.zeros(0)), none) is None
     assert not recomputed
 
 
@@ -163,7 +163,7 @@ def test_the_tail_runs_again_after_a_round_that_failed(ctx: DraftContext, recomp
     check_tail(ctx, state)
 
 
-def test_more_rows_than_climb_at_once_go_one_after_the_other(ctx: DraftContext, recomputed: list[tuple[int, int]]):
+def test_more_rows_than_one_pass_takes_run_in_several(ctx: DraftContext, recomputed: list[tuple[int, int]]):
     prefiller = make_prefiller(ctx, Fake(ctx, (0, len(IDS)), price=0.0), share=1.0)
     recomputed.clear()  # of the warm-up
     prefiller.policy = replace(POLICY, spans=0)
@@ -173,7 +173,7 @@ def test_more_rows_than_climb_at_once_go_one_after_the_other(ctx: DraftContext, 
     assert apart(last_logits(ctx, state), exact_kv(ctx)[1]) < 1e-4
 
 
-def test_a_round_that_cannot_climb_leaves_the_tail_to_the_engine(
+def test_a_round_that_is_not_one_pass_leaves_the_tail_to_the_engine(
     ctx: DraftContext, recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ):
     prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)

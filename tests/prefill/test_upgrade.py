@@ -1,4 +1,4 @@
-"""Upgrades: what was answered from drafted K/V becomes exact while nobody waits, and is exact the next time."""
+"""Upgrades: what was answered from drafted K/V becomes exact while no request waits, and is exact the next time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_request_comes_before_it_and_what_was_done_stays(
     run(engine, [prompt(4)], DRAFTED)
     assert engine.upgrade_step() and engine.upgrade_step()
     answer = Answer(engine, prompt(4), EXACT)
-    assert not engine.upgrade_step()  # somebody waits
+    assert not engine.upgrade_step()  # a request waits
     finish(engine)
     assert answer.last.usage.cached_tokens == 32  # type: ignore[union-attr]
     assert answer.tokens() == truth(prompt(4))

@@ -1,4 +1,4 @@
-"""Provisional answers: whatever the guide says, the answer is exact prefill's."""
+"""Provisional answers: whatever the provisional sequence emits, the answer is that of exact prefill."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens(events: list[Event]) -> list[int]:
     return [t for event in events for t in event.token_ids]
 
 
-def said(answer: Answer) -> list[int]:
+def shown(answer: Answer) -> list[int]:
     return tokens([e for e in answer.events if e.provisional])
 
 
@@ -61,28 +61,28 @@ def test_the_answer_is_that_of_exact_prefill(
         finish(engine)
         assert tokens(final(answer)) == truth(text, params)
         first = final(answer)[0]
-        assert first.confirmed + first.retracted == len(said(answer))
-        assert first.token_ids[: first.confirmed] == said(answer)[: first.confirmed]
+        assert first.confirmed + first.retracted == len(shown(answer))
+        assert first.token_ids[: first.confirmed] == shown(answer)[: first.confirmed]
         if len(text) > 200:
-            assert said(answer)
+            assert shown(answer)
         if bad == 0.0:
             assert first.retracted == 0
     assert_clean(engine)
 
 
-def test_a_guide_speaks_before_the_prompt_is_computed(make: Callable[..., Engine]):
+def test_provisional_tokens_come_before_the_prompt_is_computed(make: Callable[..., Engine]):
     engine = make(bad=0.0)
     answer = Answer(engine, prompt(0, LONG), PROVISIONAL)
-    while not said(answer):
+    while not shown(answer):
         engine.step()
     (last,) = [s for s in engine.scheduler.sequences if s.final is None]
     assert last.computed == 0  # not a token of it has run
-    before = len(said(answer))
+    before = len(shown(answer))
     engine.step()
-    assert last.computed == 16 and len(said(answer)) == before + 1  # both in one forward
+    assert last.computed == 16 and len(shown(answer)) == before + 1  # both in one forward
     finish(engine)
     usage = answer.last.usage
-    assert usage is not None and usage.provisional == len(said(answer)) == usage.confirmed > 5
+    assert usage is not None and usage.provisional == len(shown(answer)) == usage.confirmed > 5
     assert usage.confirmed_share == 1.0 and 0 < usage.provisional_s < usage.ttft_s < usage.total_s
     assert usage.prefill is not None and usage.prefill.drafted > 0 and usage.completion_tokens == 16
     assert len(final(answer)[0].token_ids) == usage.confirmed + 1 or usage.confirmed == 16  # in one event
@@ -96,8 +96,8 @@ def test_texts_and_events_fit_together(make: Callable[..., Engine]):
     assert engine.tokenizer is not None
     assert "".join(e.text for e in final(answer)) == engine.tokenizer.decode(tokens(final(answer)))
     provisional = [e for e in answer.events if e.provisional]
-    assert engine.tokenizer.decode(said(answer)).startswith("".join(e.text for e in provisional))
-    assert final(answer)[0].retracted > 0  # this guide was bad
+    assert engine.tokenizer.decode(shown(answer)).startswith("".join(e.text for e in provisional))
+    assert final(answer)[0].retracted > 0  # this draft was bad
     assert all(e.finish_reason is None and e.usage is None for e in provisional)
     assert answer.events[: len(provisional)] == provisional
 
@@ -113,24 +113,26 @@ def test_the_exact_cache_gets_exact_pages_only(make: Callable[..., Engine], trut
     assert again.tokens() == truth(prompt(2, LONG), EXACT)
     warm = Answer(engine, prompt(2, LONG), PROVISIONAL)  # nothing left to draft
     finish(engine)
-    assert not said(warm) and tokens(final(warm)) == again.tokens()
+    assert not shown(warm) and tokens(final(warm)) == again.tokens()
     assert_clean(engine)
 
 
-def test_a_guide_ends_where_the_answer_would(make: Callable[..., Engine], truth: Callable[..., list[int]]):
+def test_a_provisional_sequence_ends_where_the_answer_would(
+    make: Callable[..., Engine], truth: Callable[..., list[int]]
+):
     engine = make(bad=0.0, config={"max_num_batched_tokens": 16, "max_num_seqs": 8})
     longest = Answer(engine, prompt(3, LONG), replace(PROVISIONAL, max_tokens=200))
     finish(engine)
-    assert len(said(longest)) == MAX_PROVISIONAL_TOKENS
+    assert len(shown(longest)) == MAX_PROVISIONAL_TOKENS
     short = Answer(engine, prompt(4, LONG), replace(PROVISIONAL, max_tokens=3))
     ended = Answer(engine, prompt(5, LONG), replace(PROVISIONAL, ignore_eos=False, logit_bias={2: 100.0}))
     whole = engine.tokenizer.decode(truth(prompt(6, LONG), EXACT))  # type: ignore[union-attr]
     stopped = Answer(engine, prompt(6, LONG), replace(PROVISIONAL, stop=(whole[8:12],)))
     finish(engine)
-    assert len(said(short)) == 3 and tokens(final(short)) == said(short) and short.last.confirmed == 3
-    assert said(ended) == [2] == tokens(final(ended)) and ended.last.finish_reason == "stop"
+    assert len(shown(short)) == 3 and tokens(final(short)) == shown(short) and short.last.confirmed == 3
+    assert shown(ended) == [2] == tokens(final(ended)) and ended.last.finish_reason == "stop"
     assert "".join(e.text for e in final(stopped)) == whole[: whole.index(whole[8:12])]
-    assert stopped.last.finish_reason == "stop" and len(said(stopped)) < 16
+    assert stopped.last.finish_reason == "stop" and len(shown(stopped)) < 16
     assert_clean(engine)
 
 
@@ -146,18 +148,18 @@ def test_grammars_and_drafters_and_other_verifiers_go_along(
         params = replace(PROVISIONAL, **values)  # type: ignore[arg-type]
         answer = Answer(engine, prompt(7, LONG), params)
         finish(engine)
-        assert tokens(final(answer)) == truth(prompt(7, LONG), params) and said(answer)
+        assert tokens(final(answer)) == truth(prompt(7, LONG), params) and shown(answer)
         engine.clear_cache()
     assert_clean(engine)
 
 
-def test_a_guide_is_followed_by_the_answers_own_draws_whatever_the_verifier(make: Callable[..., Engine]):
+def test_provisional_tokens_stand_by_the_answers_own_draws_whatever_the_verifier(make: Callable[..., Engine]):
     engine = make(bad=0.0)
     params = replace(PROVISIONAL, **SAMPLED, max_tokens=6, speculation=Speculation("lookup", verify="rejection"))
     for seed in range(4):
         answer = Answer(engine, prompt(seed, LONG), params)
         finish(engine)
-        assert tokens(final(answer)) == said(answer) and answer.last.retracted == 0
+        assert tokens(final(answer)) == shown(answer) and answer.last.retracted == 0
 
 
 def cancel(engine: Engine, gone: Answer) -> None:
@@ -182,7 +184,7 @@ def three_answers(engine: Engine, truth: Callable[..., list[int]], length: int) 
 def test_n_answers(make: Callable[..., Engine], truth: Callable[..., list[int]]):
     engine = make(bad=0.3)
     answer = three_answers(engine, truth, LONG)
-    assert said(answer) and {e.index for e in answer.events if e.provisional} == {0}
+    assert shown(answer) and {e.index for e in answer.events if e.provisional} == {0}
     assert_clean(engine)
 
 
@@ -195,7 +197,7 @@ def test_mixed_with_others(make: Callable[..., Engine], truth: Callable[..., lis
     for text, mode, answer in zip(texts, modes, answers, strict=True):
         if mode is not DRAFTED:
             assert tokens(final(answer)) == truth(text, EXACT)
-    assert sum(bool(said(answer)) for answer in answers) == 3
+    assert sum(bool(shown(answer)) for answer in answers) == 3
     while engine.upgrade_step():
         pass
     assert_clean(engine)
@@ -216,7 +218,7 @@ def test_cancelling_at_any_time(make: Callable[..., Engine], truth: Callable[...
     [{"kv_cache_tokens": 480}, {"kv_cache_tokens": 340}, {"max_num_seqs": 1}],
     ids=["tight", "no room", "no place"],
 )
-def test_a_guide_never_stands_in_the_way(
+def test_a_provisional_sequence_never_stands_in_the_way(
     config: dict[str, Any], make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
     engine = make(bad=3.0, config=config)
@@ -228,13 +230,13 @@ def test_a_guide_never_stands_in_the_way(
 
 
 @pytest.mark.parametrize("values", [{"fails_at": 48}, {"exact_from": 48}], ids=["fails", "exact"])
-def test_a_guide_that_cannot_be_is_no_loss(
+def test_a_provisional_sequence_that_cannot_be_is_no_loss(
     values: dict[str, Any], make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
     engine = make(**values)
     answer = Answer(engine, prompt(40, LONG), PROVISIONAL)
     finish(engine)
-    assert tokens(final(answer)) == truth(prompt(40, LONG), EXACT) and not said(answer)
+    assert tokens(final(answer)) == truth(prompt(40, LONG), EXACT) and not shown(answer)
     assert "failed" in answer.last.usage.prefill.fell_back  # type: ignore[union-attr]
     impossible = Prefill("provisional", source="impossible", allow_exact=True)
     answer = Answer(engine, prompt(41, LONG), replace(EXACT, prefill=impossible))
@@ -256,7 +258,7 @@ def test_a_reader_that_fails_at_a_provisional_event_is_cut_off(make: Callable[..
     assert_clean(engine)
 
 
-def test_an_error_ends_guides_too(make: Callable[..., Engine]):
+def test_an_error_ends_provisional_sequences_too(make: Callable[..., Engine]):
     engine = make(bad=3.0)
     answer = Answer(engine, prompt(43, LONG), PROVISIONAL)
     for _ in range(20):

@@ -240,7 +240,7 @@ def test_a_pool_that_is_too_small_for_all_of_them(
     assert_clean(engine)
 
 
-def test_nobody_else_waits_for_the_draft_that_the_others_wait_for(
+def test_no_other_request_waits_for_the_draft_that_the_others_wait_for(
     make: Callable[..., Engine], truth: Callable[..., list[int]]
 ):
     engine = make()
