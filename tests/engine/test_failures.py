@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.core import SamplingParams
+from forerun.core import SamplingParams, Speculation
 from forerun.engine.engine import Engine
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.fake_prefiller import fake
@@ -39,9 +39,9 @@ def check(engine: Engine, bad: Answer, good: Answer, expected: list[int]) -> Non
 
 def test_while_sampling(make: Callable[[], Engine]):
     expected = run(make(), [prompt(1, 20)], PLAIN)[0]
-    for speculate in ("off", "lookup"):
+    for drafter in ("off", "lookup"):
         engine = make()
-        params = replace(PLAIN, logit_bias={3: 1.0}, speculate=speculate)
+        params = replace(PLAIN, logit_bias={3: 1.0}, speculation=Speculation(drafter))
         bad, good = Answer(engine, prompt(0, 20), params), Answer(engine, prompt(1, 20), PLAIN)
         engine.step()
         params.logit_bias["no token"] = 1.0  # type: ignore[index]
