@@ -125,7 +125,7 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 
     forerun serve
 
-    forerun serve --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct --port 9000
+    forerun serve --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct --port 9000
 
     forerun serve --disk ~/.cache/forerun/kv --disk-bytes 10G
 
