@@ -1,7 +1,7 @@
 """The public face: `LLM` turns prompts and messages into answers.
 
-It opens a model, sizes the pool, and translates between text and the engine's tokens. How answers are computed is the
-engine's business; who steps it, the driver's.
+It opens a model, sizes the KV pool, and translates between text and the engine's tokens. The engine computes answers,
+the driver steps it; none of either is here.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class LLM(OldLLMNames):
         )
         prefiller = prefiller_factory(self.prefill_profile)
         kept = tiers.disk is not None  # beyond this process
-        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: whose K/V lies on disk
-        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: whose sessions lie there
+        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
+        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
         loose = self.precision.name == "int8" and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
@@ -253,7 +253,7 @@ class LLM(OldLLMNames):
         self, prompt_ids: list[int], params: SamplingParams | None = None, session: str | None = None
     ) -> Request:
         """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
-        session whose turn it is."""
+        session that it is a turn of."""
         return self.driver.request(prompt_ids, self._encoded(as_params(params)), session)
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
@@ -368,7 +368,7 @@ class LLM(OldLLMNames):
             return engine.stats.snapshot(tiers.figures() if tiers is not None else None)
 
     def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> TreeSummary:
-        """What the prefix tree holds and how often it was read; `prompt`: whose way through it is marked."""
+        """What the prefix tree holds and how often it was read; `prompt`: its path through the tree is marked."""
         ids = [] if prompt is None else self.encode(prompt)
         unknown = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
         if unknown is not None:

@@ -109,6 +109,7 @@ class Speculation:
 
     @property
     def off(self) -> bool:
+        """Whether nothing is drafted."""
         return self.drafter == "off" or self.nodes == 0
 
 
@@ -161,6 +162,7 @@ class Prefill:
 
     @property
     def exact(self) -> bool:
+        """Whether the prompt is computed and nothing of it drafted."""
         return self.mode == "exact"
 
 
@@ -283,10 +285,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without a draw."""
         return self.temperature == 0.0
 
     @property
     def penalised(self) -> bool:
+        """Whether penalties or biases change the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
+import typer
 from rich.console import Console
 
 from forerun.commands import options as opt
+from forerun.commands.generate import read_text
 from forerun.commands.screen import Screen
 from forerun.commands.stats import usage_lines
+from forerun.commands.terminal_input import enable_editing, read_message
 from forerun.commands.tier_options import SessionName
 from forerun.errors import ForerunError
 
@@ -20,7 +23,13 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Event
     from forerun.sharing.session import Session
 
-HELP = "/reset forgets the conversation, /quit leaves. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
+COMMANDS = {
+    "/file": "/file PATH puts a text file before the next message",
+    "/reset": "/reset forgets the conversation",
+    "/help": "/help shows this",
+    "/quit": "/quit leaves",
+}
+HELP = f"{', '.join(COMMANDS.values())}. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
 
 Message = dict[str, str]
 
@@ -29,11 +38,16 @@ Message = dict[str, str]
 def chat(
     opened: opt.ModelOptions,
     answer: opt.ChatAnswerOptions,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="A text file to put before the first message; repeatable.")
+    ] = None,
     system: opt.System = None,
     session: SessionName = None,
     stats: opt.Stats = False,
 ) -> None:
-    """Talk to a model. /reset starts over, /quit leaves, Ctrl-C stops an answer.
+    """Talk to a model. /file PATH adds a text, /reset starts over, /quit leaves, Ctrl-C stops an answer.
+
+    A text that is pasted is one message, however many lines it has.
 
     [bold]Examples[/bold]
 
@@ -43,12 +57,14 @@ def chat(
 
     forerun chat --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
 
+    forerun chat --file handbook.txt
+
     forerun chat --session garden --disk ~/forerun-kv
     """
     opened.check_session(session)
     answer.params()  # refuses wrong values before a model is loaded
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # line editing and history for input()
+    documents = [read_text(path) for path in file or ()]
+    enable_editing()
     with opened.open() as llm:
         params = answer.params_for(llm)
         llm.prepare(params)
@@ -57,10 +73,10 @@ def chat(
         kept = None if session is None else llm.session(session)
         if kept is not None and kept.messages:
             console.print(f"session {session!r} goes on after {kept.turns} answers", style="dim", markup=False)
-        Conversation(llm, params, system, stats, console, kept).run()
+        ChatLoop(llm, params, system, stats, console, kept, documents).run()
 
 
-class Conversation:
+class ChatLoop:
     """The messages so far, its own or a session's, and the loop around them."""
 
     def __init__(
@@ -71,33 +87,51 @@ class Conversation:
         stats: bool,
         console: Console,
         session: Session | None = None,
+        documents: list[str] | None = None,
     ) -> None:
         self.llm, self.params, self.stats, self.console, self.session = llm, params, stats, console, session
         self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
+        self.documents = documents or []  # texts that go before the next message
 
     def run(self) -> None:
         while True:
             try:
-                line = input("> ").strip()
+                line = read_message("> ").strip()
             except EOFError:
                 print()
                 return
             except UnicodeDecodeError as error:
                 self.console.print(f"error: that line is not UTF-8 text ({error})", markup=False)
                 continue
-            if line == "/quit":
+            name = line.split(maxsplit=1)[0] if line else ""
+            if name == "/quit":
                 return
-            if line == "/reset":
-                self.reset()
-                self.console.print("forgotten", style="dim")
-            elif line.startswith("/"):
-                self.console.print(HELP, style="dim", markup=False)
+            if name.startswith("/") and "/" not in name[1:] and "\n" not in line:  # /usr/bin is no command
+                self.command(name, line[len(name) :].strip())
             elif line:
-                self.turn(line)
+                self.turn("\n\n".join([*self.documents, line]))
+                self.documents = []
+
+    def command(self, name: str, rest: str) -> None:
+        if name == "/reset":
+            self.reset()
+            self.console.print("forgotten", style="dim")
+        elif name == "/file":
+            try:
+                self.documents.append(read_text(Path(rest).expanduser()))
+            except ForerunError as error:
+                self.console.print(f"error: {error}\nhint: {error.hint}", markup=False)
+                return
+            words = len(self.documents[-1].split())
+            self.console.print(f"{rest}, {words:,} words, goes with the next message", style="dim", markup=False)
+        elif name == "/help":
+            self.console.print(HELP, style="dim", markup=False)
+        else:
+            self.console.print(f"there is no command {name}; known are: {HELP}", style="dim", markup=False)
 
     def reset(self) -> None:
-        self.messages = list(self.opening)
+        self.messages, self.documents = list(self.opening), []
         if self.session is not None and self.session.turns:
             self.session.rewind(turns=self.session.turns)
 

@@ -1,8 +1,8 @@
-"""`make demo`: plain decoding against Forerun, two questions about one long document, so that a newcomer sees what is
-not computed twice and what is guessed.
+"""`make demo`: plain decoding against Forerun, two questions about one long document: what is not computed twice, and
+what is drafted.
 
-Both sides are the same weights in the same process and each runs alone: what is raced is the way to the answer. Plain
-reads no cache and leaves none, computes its prompt exactly and guesses nothing.
+Both sides are the same weights in the same process, and each runs alone. Plain reads no cache and leaves none, computes
+its prompt exactly and drafts nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ QUESTIONS = (  # of the few that a model of this size can do
     "Repeat the paragraph of the handbook above about the lighthouse, word for word.",
     "Quote what the handbook above says about the sauna.",
 )
-PLAIN: dict[str, Any] = {"speculation": "off", "cache": False}
-DRAFTED: dict[str, Any] = {"prefill": "provisional", "cache": False}
+PLAIN_OPTIONS: dict[str, Any] = {"speculation": "off", "cache": False}
+DRAFTED_OPTIONS: dict[str, Any] = {"prefill": "provisional", "cache": False}
 
 
 @dataclass(frozen=True)
-class Round:
+class DemoRound:
     """One question, both ways."""
 
     plain: Lane
@@ -72,11 +72,11 @@ def demo(
 
 
 def _warm_up(llm: LLM) -> None:
-    """What happens once in a process is nobody's time."""
+    """What happens once in a process does not count."""
     from forerun import SamplingParams
 
     llm.prepare(SamplingParams())
-    llm.generate("Hello", SamplingParams(max_tokens=4, **PLAIN))
+    llm.generate("Hello", SamplingParams(max_tokens=4, **PLAIN_OPTIONS))
 
 
 def _asked(llm: LLM, document: str, question: str, max_tokens: int, **options: Any) -> Iterator[Event]:
@@ -87,11 +87,11 @@ def _asked(llm: LLM, document: str, question: str, max_tokens: int, **options: A
     return llm.stream([message], SamplingParams(max_tokens=max_tokens, **options))
 
 
-def _race(llm: LLM, console: Console, document: str, question: str, max_tokens: int) -> Round:
+def _race(llm: LLM, console: Console, document: str, question: str, max_tokens: int) -> DemoRound:
     console.print(f"\n[bold]{question}[/bold]")
-    made = Round(Lane("plain"), Lane("Forerun"))
+    made = DemoRound(Lane("plain"), Lane("Forerun"))
     with Race(console, made.plain, made.ours) as race:
-        race.run(made.plain, _asked(llm, document, question, max_tokens, **PLAIN))
+        race.run(made.plain, _asked(llm, document, question, max_tokens, **PLAIN_OPTIONS))
         race.run(made.ours, _asked(llm, document, question, max_tokens))
     return made
 
@@ -101,11 +101,11 @@ def _drafted(llm: LLM, console: Console, document: str, max_tokens: int) -> Lane
     console.print(f"\n[bold]{QUESTIONS[0]}[/bold] [dim]Again, nothing cached, the prompt drafted.[/dim]")
     lane = Lane("Forerun, prompt drafted")
     with Race(console, lane) as race:
-        race.run(lane, _asked(llm, document, QUESTIONS[0], max_tokens, **DRAFTED))
+        race.run(lane, _asked(llm, document, QUESTIONS[0], max_tokens, **DRAFTED_OPTIONS))
     return lane
 
 
-def _table(rounds: list[Round], drafted: Lane | None) -> Table:
+def _table(rounds: list[DemoRound], drafted: Lane | None) -> Table:
     found = Table(box=SIMPLE, pad_edge=False, title="what each answer took", title_justify="left", title_style="bold")
     found.add_column("", no_wrap=True)
     for name in (
@@ -113,7 +113,7 @@ def _table(rounds: list[Round], drafted: Lane | None) -> Table:
         "tokens\na second",
         "total\ns",
         "from\ncache",
-        "guesses\nkept",
+        "drafts\naccepted",
     ):  # fits into 60 columns
         found.add_column(name, justify="right", no_wrap=True)
     for number, made in enumerate(rounds, 1):
@@ -128,27 +128,28 @@ def _cells(lane: Lane) -> list[str]:
     usage = lane.usage
     assert usage is not None
     first = f"{lane.shown_s:.2f}*" if lane.shown_s else f"{lane.first_s:.2f}"
-    guesses = f"{usage.accepted:,} of {usage.drafted:,}" if usage.drafted else "-"
-    return [first, f"{lane.rate:.1f}", f"{lane.total_s:.1f}", f"{usage.cached_tokens:,}", guesses]
+    drafts = f"{usage.accepted:,} of {usage.drafted:,}" if usage.drafted else "-"
+    return [first, f"{lane.rate:.1f}", f"{lane.total_s:.1f}", f"{usage.cached_tokens:,}", drafts]
 
 
-def _explain(console: Console, rounds: list[Round], drafted: Lane | None) -> None:
+def _explain(console: Console, rounds: list[DemoRound], drafted: Lane | None) -> None:
     first, last = rounds[0], rounds[-1]
     usage = last.ours.usage
     assert usage is not None
     faster = first.ours.rate / first.plain.rate if first.plain.rate else 0.0
     sooner = last.plain.first_s / max(last.ours.first_s, 1e-9)
-    why = "since the answer repeats what the document says and guesses of it were checked several at a time"
-    guessed = first.ours.usage is not None and first.ours.usage.accepted > 0
+    why = "since the answer repeats the document, and drafts of it were verified together"
+    accepted = first.ours.usage is not None and first.ours.usage.accepted > 0
     console.print(
-        f"1: {faster:.1f} times the tokens a second, {why if guessed else 'as no guess came true'}.\n"
+        f"1: {faster:.1f} times the tokens a second, {why if accepted else 'as no draft was accepted'}.\n"
         f"2: the first token {sooner:.0f} times sooner, since {usage.cached_tokens:,} of {usage.prompt_tokens:,} "
         f"prompt tokens had been computed for the first question."
     )
     if drafted is not None and drafted.usage is not None and drafted.shown_s:
         kept, shown = drafted.usage.confirmed, drafted.usage.provisional
         console.print(
-            f"* provisional: {kept} of {shown} tokens stood; the exact first token came after {drafted.first_s:.2f} s."
+            f"* provisional: {kept} of {shown} tokens were confirmed; "
+            f"the exact first token came after {drafted.first_s:.2f} s."
         )
     seconds = [sum(lane.total_s for lane in lanes) for lanes in zip(*((m.plain, m.ours) for m in rounds), strict=True)]
     same = sum(made.same for made in rounds)

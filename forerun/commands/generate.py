@@ -128,16 +128,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give a PROMPT, a --file, or both")
     parts = []
     if file is not None:
-        try:
-            parts.append(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadRequest(f"cannot read {file}: {error}", "give a UTF-8 text file") from None
+        parts.append(read_text(file))
     if prompt is not None:
         parts.append(_standard_input() if prompt == "-" else prompt)
     text = "\n\n".join(parts)
     if not text.strip():
         raise BadRequest("the prompt is empty", "give at least one word of text")
     return text
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 text file") from None
 
 
 def _standard_input() -> str:

@@ -1,7 +1,7 @@
-"""Answers as they come, side by side in a terminal: who has said what by now, how soon and how fast.
+"""Answers as they come, side by side in a terminal: text so far, time to the first token, tokens a second.
 
-One lane runs at a time and its clock with it; the other stands still. Where output is no terminal, finished lanes are
-written one after the other. Knows events and clocks; not what is raced.
+One lane runs at a time, and its clock with it. Where output is no terminal, finished lanes are written one after the
+other. Knows events and clocks; not what is compared.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from forerun.core import Usage
     from forerun.engine.sequence import Event
 
-BESIDE = 90  # columns from which lanes stand side by side
-MOST_LINES = 9  # of an answer, its last ones
-FRAMES = 8  # a second
+MIN_SIDE_BY_SIDE_COLUMNS = 90  # of the terminal; below, lanes are stacked
+MAX_ANSWER_LINES = 9  # of an answer, its last ones
+FRAMES_PER_S = 8
 
 
 @dataclass(eq=False)
 class Lane:
-    """One answer in the making, by the clock of whoever waits for it."""
+    """One answer as it is generated, with the times that its reader sees."""
 
     name: str
     text: str = ""
-    provisional: str = ""  # may still be taken back
+    provisional: str = ""  # may still be retracted
     tokens: int = 0
     token_ids: list[int] | None = None
     usage: Usage | None = None
-    shown_s: float = 0.0  # to the first provisional word
+    shown_s: float = 0.0  # to the first provisional token
     first_s: float = 0.0
     total_s: float = 0.0
     _start: float = 0.0
-    _open: int = 0  # provisional tokens that may still stand or fall
+    _open: int = 0  # provisional tokens that are neither confirmed nor retracted
 
     def run(self, events: Iterable[Event]) -> None:
-        """Take in an answer; `events` begins to work when it is first asked for one."""
+        """Read an answer to its end; the clock starts with the first read of `events`."""
         self._start, self.token_ids = time.perf_counter(), []
         for event in events:
-            self._take(event)
+            self._add(event)
         self.total_s = self.elapsed
 
-    def _take(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         if event.provisional:
             self.shown_s = self.shown_s or self.elapsed
             self.provisional += event.text
@@ -70,7 +70,7 @@ class Lane:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began; 0 before that."""
+        """Seconds since its start; 0 before that."""
         return self.total_s or (time.perf_counter() - self._start if self._start else 0.0)
 
     @property
@@ -95,7 +95,7 @@ class Race:
         self._console, self.lanes = console, lanes
         self._live: Any = nullcontext()
         if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._view, console=console, refresh_per_second=FRAMES)
+            self._live = Live(get_renderable=self._view, console=console, refresh_per_second=FRAMES_PER_S)
 
     def __enter__(self) -> Race:
         self._live.__enter__()
@@ -113,9 +113,9 @@ class Race:
     def _view(self) -> RenderableType:
         """Side by side where there is room; never more lines than the screen has."""
         width, height = self._console.size
-        beside = width >= BESIDE and len(self.lanes) > 1
+        beside = width >= MIN_SIDE_BY_SIDE_COLUMNS and len(self.lanes) > 1
         stacked = 1 if beside else len(self.lanes)
-        lines = max(1, min(MOST_LINES, (height - 2) // stacked - 4))
+        lines = max(1, min(MAX_ANSWER_LINES, (height - 2) // stacked - 4))
         inner = (width // len(self.lanes) if beside else width) - 4
         panels = [self._panel(lane, inner, lines) for lane in self.lanes]
         if not beside:
@@ -127,10 +127,10 @@ class Race:
         return grid
 
     def _panel(self, lane: Lane, width: int, lines: int) -> Panel:
-        said = lane.provisional or lane.text
-        wrapped = [part for line in said.split("\n") for part in (textwrap.wrap(line, max(8, width)) or [""])][-lines:]
+        shown = lane.provisional or lane.text
+        wrapped = [part for line in shown.split("\n") for part in (textwrap.wrap(line, max(8, width)) or [""])][-lines:]
         body = Text("\n".join(wrapped + [""] * (lines - len(wrapped))), style="dim" if lane.provisional else "")
-        state = "waits" if not lane.elapsed else f"{lane.elapsed:.1f} s" + ("" if lane.total_s else " ...")
+        state = "waiting" if not lane.elapsed else f"{lane.elapsed:.1f} s" + ("" if lane.total_s else " ...")
         figures = Text(lane.figures, style="dim", overflow="ellipsis", no_wrap=True)
         style = "green" if lane.elapsed and not lane.total_s else ""
         return Panel(Group(body, figures), title=Text(f"{lane.name} · {state}"), title_align="left", border_style=style)

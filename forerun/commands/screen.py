@@ -1,5 +1,5 @@
-"""An answer in a terminal as it comes. Provisional words are dim, and make way for the answer itself as soon as all of
-them are settled; where output is no terminal, only the answer is written.
+"""An answer in a terminal as it comes. Provisional text is dim, and is replaced by the answer itself as soon as all of
+it is confirmed or retracted; where output is no terminal, only the answer is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Event
 
 DIM, PLAIN, CLEAR = "\x1b[2m", "\x1b[22m", "\x1b[J"
-TAB = 8
+TAB_COLUMNS = 8
 
 
 class Screen:
@@ -23,7 +23,7 @@ class Screen:
         self.text = ""
         self._out, self._terminal = out, out.isatty()
         self._shown = ""  # provisional text that is on the screen
-        self._open = 0  # provisional tokens that may still stand or fall
+        self._open = 0  # provisional tokens that are neither confirmed nor retracted
         self._held = ""  # answer that is on the screen as provisional text, with more of that after it
 
     def show(self, event: Event) -> None:
@@ -38,11 +38,11 @@ class Screen:
             self._held += event.text
             self._open = 0 if event.retracted or event.finish_reason else max(0, self._open - event.confirmed)
             if not self._open:
-                self._out.write(self._take_back() + self._held)
+                self._out.write(self._erase() + self._held)
                 self._held = ""
         self._out.flush()
 
-    def _take_back(self) -> str:
+    def _erase(self) -> str:
         """Back to where the provisional text began, with nothing after it."""
         if not self._shown:
             return ""
@@ -53,5 +53,5 @@ class Screen:
 
 def rows(text: str, columns: int) -> int:
     """Lines that a text takes on a screen, from the left edge on."""
-    lines = text.expandtabs(TAB).split("\n")
+    lines = text.expandtabs(TAB_COLUMNS).split("\n")
     return sum(max(1, -(-cell_len(line) // max(1, columns))) for line in lines)

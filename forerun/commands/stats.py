@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
-    """A line about the answer, one or two where its prompt was drafted, one about the guesses that made it."""
+    """A line about the answer, one or two where its prompt was drafted, one about speculative decoding."""
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens ({_served(usage)})",
         f"first token {usage.ttft_s:.2f} s",
@@ -39,9 +39,9 @@ _SERVED = {
 
 
 def _served(usage: Usage) -> str:
-    """Where the prompt's tokens came from, and how many others can read now that they could not before."""
+    """Where the prompt's K/V came from, and how many tokens were added to the cache."""
     served = usage.served or {"pool": usage.cached_tokens, "computed": usage.computed_tokens}
-    parts = [said.format(served[name]) for name, said in _SERVED.items() if served.get(name)]
+    parts = [text.format(served[name]) for name, text in _SERVED.items() if served.get(name)]
     return ", ".join([*parts, f"{usage.written:,} written"])
 
 
@@ -64,7 +64,7 @@ def prefill_line(report: PrefillReport) -> str:
 
 def speculation_line(usage: Usage) -> str:
     if not usage.drafted:
-        return "nothing was guessed: plain decoding"
+        return "nothing was drafted: plain decoding"
     parts = [
         f"drafted {usage.drafted:,}, accepted {usage.accepted:,}",
         f"{usage.accepted_length:.2f} tokens a pass",
@@ -76,7 +76,7 @@ def speculation_line(usage: Usage) -> str:
 
 
 def _shares(usage: Usage) -> str:
-    """Who made the guesses that were accepted, most first."""
+    """Each drafter's share of the accepted tokens, largest first."""
     ranked = sorted(usage.drafters.items(), key=lambda item: -item[1].accepted)
     total = sum(tally.accepted for _, tally in ranked)
     return ", ".join(f"{name} {tally.accepted / total:.0%}" for name, tally in ranked) if total else ""

@@ -1,6 +1,6 @@
 """Options about what outlives the KV pool: host memory, a folder on disk, and sessions kept there.
 
-Knows sizes as people write them. What tiers do is the cache's business.
+Knows sizes as people write them. What tiers do is part of the cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TierOptions:
         return asked
 
     def check_session(self, name: str | None) -> None:
-        """A session that nobody could go on with is a mistake."""
+        """A session that cannot be continued is a mistake."""
         if name is not None and self.disk is None:
             raise BadRequest(f"session {name!r} would end with this command", "add --disk FOLDER, where it is kept")
 

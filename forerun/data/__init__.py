@@ -16,8 +16,8 @@ HERE = resources.files(__name__)
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One request of a bench: who it is, what kind of work it asks for, and its text."""
+class ShippedPrompt:
+    """One request of a bench: its id, the kind of its task, and its text."""
 
     id: str
     kind: str
@@ -29,7 +29,7 @@ def text(name: str) -> str:
     return HERE.joinpath(name).read_text(encoding="utf-8")
 
 
-def read_prompts(path: Path | None = None) -> list[Prompt]:
+def read_prompts(path: Path | None = None) -> list[ShippedPrompt]:
     """The shipped prompts, or those of a file: JSON lines with a `prompt` field, or plain text as one prompt."""
     if path is None:
         return _parse_lines(text("prompts.jsonl"), "prompts.jsonl")
@@ -41,7 +41,7 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
         raise BadRequest(f"{path} is empty", "give a UTF-8 text file or a .jsonl file of prompts")
     if path.suffix == ".jsonl":
         return _parse_lines(content, str(path))
-    return [Prompt(path.stem, "document", content)]
+    return [ShippedPrompt(path.stem, "document", content)]
 
 
 def long_text(path: Path | None = None) -> str:
@@ -51,14 +51,14 @@ def long_text(path: Path | None = None) -> str:
     return "\n\n".join(text(f"documents/{name}") for name in ("handbook.txt", "depot.py"))
 
 
-def _parse_lines(content: str, source: str) -> list[Prompt]:
+def _parse_lines(content: str, source: str) -> list[ShippedPrompt]:
     prompts = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            prompt = Prompt(str(record.get("id", number)), str(record.get("kind", "prompt")), record["prompt"])
+            prompt = ShippedPrompt(str(record.get("id", number)), str(record.get("kind", "prompt")), record["prompt"])
         except (ValueError, KeyError, AttributeError):
             raise BadRequest(
                 f"{source}, line {number}: not a JSON object with a `prompt` field",

@@ -57,7 +57,6 @@ class Session:
         """Answers so far."""
         return len(self._state.marks)
 
-    @property
     def stats(self) -> Account:
         """Where the prompt tokens of its turns came from, and what they cost."""
         return self._registry.llm.stats().sessions.get(self.name, Account())
@@ -235,6 +234,11 @@ class Session:
         with self._exclusively("close"):
             self._registry.close(self, forget)
             self.closed = True
+
+    def __repr__(self) -> str:
+        kind = f"messages={len(self._state.messages)}" if self._state.messages else f"tokens={len(self._state.tokens)}"
+        state = ", closed" if self.closed else ", pending" if self.pending else ""
+        return f"Session({self.name!r}, turns={self.turns}, {kind}{state})"
 
     def __enter__(self) -> Session:
         return self

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from forerun.commands.chat import Conversation
+from forerun.commands import terminal_input
+from forerun.commands.chat import ChatLoop
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event
 from forerun.errors import BadRequest, OutOfPages
@@ -30,7 +38,13 @@ class ScriptedLLM:
             yield Event(0, 0, piece)
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, llm: ScriptedLLM, *lines: str, system: str | None = None) -> str:
+def talk(
+    monkeypatch: pytest.MonkeyPatch,
+    llm: ScriptedLLM,
+    *lines: str,
+    system: str | None = None,
+    documents: list[str] | None = None,
+) -> str:
     """Run a conversation until the script ends (as Ctrl-D does); returns what was printed on stderr."""
     script = iter(lines)
 
@@ -45,7 +59,8 @@ def talk(monkeypatch: pytest.MonkeyPatch, llm: ScriptedLLM, *lines: str, system:
 
     monkeypatch.setattr("builtins.input", read)
     err = io.StringIO()
-    Conversation(llm, SamplingParams(), system, False, Console(file=err, width=200)).run()  # type: ignore[arg-type]
+    console = Console(file=err, width=400)
+    ChatLoop(llm, SamplingParams(), system, False, console, None, documents).run()  # type: ignore[arg-type]
     return err.getvalue()
 
 
@@ -90,8 +105,72 @@ def test_a_bad_request_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_unknown_commands_show_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = ScriptedLLM()
-    assert "/reset" in talk(monkeypatch, llm, "/what")
+    said = talk(monkeypatch, llm, "/what", "/helpme now", "/help")
+    assert "no command /what" in said and "no command /helpme" in said
+    assert said.count("/reset") == said.count("/file PATH") == said.count("/quit") == 3
     assert llm.asked == []
+
+
+def test_a_path_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ScriptedLLM(["a folder"], ["text"])
+    talk(monkeypatch, llm, "/usr/bin: what is it?", "/reset\nis the first line of this text")
+    assert [m["content"] for m in llm.asked[0]] == ["/usr/bin: what is it?"]
+    assert llm.asked[1][-1]["content"] == "/reset\nis the first line of this text"
+
+
+def test_files_go_before_the_next_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    note = tmp_path / "my note.txt"
+    note.write_text("The lamp turns.")
+    llm = ScriptedLLM(["twelve"], ["b"])
+    said = talk(monkeypatch, llm, f"/file {note}", "How often?", "/file none.txt", "Sure?", documents=["A keeper."])
+    assert [m["content"] for m in llm.asked[0]] == ["A keeper.\n\nThe lamp turns.\n\nHow often?"]
+    assert llm.asked[1][-1]["content"] == "Sure?"
+    assert "3 words, goes with the next message" in said and "error: cannot read none.txt" in said and "hint: " in said
+
+
+PASTED = "\x1b[200~first line\rsecond line\x1b[201~\r"
+
+
+def test_a_pasted_text_is_one_message() -> None:
+    """In a terminal of its own: the text as a terminal pastes it, and a line that is typed after it."""
+    code = "from forerun.commands.terminal_input import enable_editing, read_message as read; enable_editing();"
+    code += "print('ready', flush=True); print(repr(read('> ')), repr(read('> ')), flush=True)"
+    main, other = pty.openpty()
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=other, stdout=other, stderr=subprocess.PIPE)
+    os.close(other)
+    try:
+        shown = _read_until(main, b"> ")
+        os.write(main, PASTED.encode())
+        shown += _read_until(main, b"> ")
+        os.write(main, b"typed\r")
+        shown += _read_until(main, b"'typed'")
+    finally:
+        child.kill()
+        child.wait()
+        os.close(main)
+    assert b"'first line\\nsecond line' 'typed'" in shown
+
+
+def _read_until(terminal: int, wanted: bytes) -> bytes:
+    seen, end = b"", time.monotonic() + 30
+    while wanted not in seen and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            seen += os.read(terminal, 4096)
+    assert wanted in seen, seen
+    return seen
+
+
+def test_lines_that_wait_belong_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "two", "three"])
+    waits = iter([True, True, False])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(terminal_input, "_line_waits", lambda: next(waits))
+    assert terminal_input.read_message("> ") == "one\ntwo\nthree"
+
+
+def test_a_pipe_is_one_message_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert terminal_input.read_message("") == "one" and terminal_input.read_message("") == "two"
 
 
 def test_any_expected_error_leaves_the_conversation_open(monkeypatch: pytest.MonkeyPatch):

@@ -39,7 +39,7 @@ def test_the_second_line_is_about_guesses() -> None:
 
 def test_without_guesses_it_says_so() -> None:
     first, second = usage_lines(Usage(completion_tokens=1), None).split("\n")
-    assert first.endswith("unfinished") and "nothing was guessed" in second
+    assert first.endswith("unfinished") and "nothing was drafted" in second
 
 
 def test_nothing_accepted_names_no_shares() -> None:

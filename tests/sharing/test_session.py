@@ -33,7 +33,8 @@ def test_a_text_goes_on_as_if_it_had_been_one_prompt(llm: LLM):
     assert second.prompt_ids == prompt and second.token_ids == llm.generate(prompt, PARAMS)[0].token_ids
     assert second.usage.served["pool"] >= (len(first.prompt_ids) + 12) // 16 * 16 - 16
     assert session.tokens == [*prompt, *second.token_ids] and session.turns == 2
-    assert session.stats.answers == 2 and llm.stats().sessions["text"].prompt_tokens == session.stats.prompt_tokens
+    assert repr(session) == f"Session('text', turns=2, tokens={len(session.tokens)})"
+    assert session.stats().answers == 2 and llm.stats().sessions["text"] == session.stats()
 
 
 def test_a_conversation_keeps_its_answers_token_by_token(llm: LLM):
