@@ -216,7 +216,7 @@ class _ExactBefore(AttentionBackend):
         k, v = (cache[self._slots].float() for cache in self._kv[layer])  # [C, Hkv, D]
         own_k, own_v = (cache[self._rows].float() for cache in self._own)  # [T, Hkv, D]
         heads = q.float().reshape(count, c.num_kv_heads, -1, c.head_dim) * c.scale  # [T, Hkv, group, D]
-        window = c.window(layer)
+        window = c.windows[layer]
         visible = (self._behind > 0) & (self._behind < (window or 1 << 30))  # [T, C]
         before = torch.einsum("thgd,chd->thgc", heads, k).masked_fill_(~visible[:, None, None], float("-inf"))
         itself = torch.einsum("thgd,thd->thg", heads, own_k)

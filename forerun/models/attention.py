@@ -30,8 +30,7 @@ class AttentionBackend(ABC):
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
         self.config = config
         self.device = device
-        kinds = {config.layer_rope(i) for i in range(config.num_layers)}
-        self.ropes = {rope: RopeTable(rope, config.head_dim, max_context, device) for rope in kinds}
+        self.ropes = {rope: RopeTable(rope, config.head_dim, max_context, device) for rope in set(config.layer_ropes)}
 
     @abstractmethod
     def plan(self, batch: TokenBatch) -> None:
@@ -52,7 +51,7 @@ class AttentionBackend(ABC):
         self, k: Tensor, v: Tensor, layer: int, kv: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor
     ) -> None:
         """K (not rotated yet) and V [T, Hkv, D] that came from elsewhere, to slots [T]; needs no plan."""
-        rope = self.ropes[self.config.layer_rope(layer)]
+        rope = self.ropes[self.config.layer_ropes[layer]]
         kv[0].index_copy_(0, slots, rotate(k, *rope.at(positions)).to(kv[0].dtype))
         kv[1].index_copy_(0, slots, v.to(kv[1].dtype))
 
@@ -113,13 +112,13 @@ class SdpaAttention(AttentionBackend):
         super().__init__(config, device, max_context)
         self.same_bits, self.share_prefix = same_bits, share_prefix
         self._copies = KVCopies()
+        self._windows = set(config.windows)
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}
         self._slots: slice | Tensor = batch.slot_mapping
         if batch.run_start is not None:
             self._slots = slice(batch.run_start, batch.run_start + batch.num_tokens)
-        self._windows = {self.config.window(i) for i in range(self.config.num_layers)}
         self._groups: list[PrefixGroup] = []
         # by entries that a single token sees, and keys: branches of one prompt mostly see equally much
         self._single_masks: dict[tuple[int, int], dict[int | None, Tensor]] = {}
@@ -178,7 +177,7 @@ class SdpaAttention(AttentionBackend):
         if norms is not None:
             q, k = qk[:, : c.num_heads], qk[:, c.num_heads :]
             qk = torch.cat((rms_norm(q, norms[0]), rms_norm(k, norms[1])), dim=1)
-        qk = rotate(qk, *self._rotations[c.layer_rope(layer)])
+        qk = rotate(qk, *self._rotations[c.layer_ropes[layer]])
         k = qk[:, c.num_heads :]
         if isinstance(self._slots, slice):
             kv[0][self._slots] = k
@@ -189,7 +188,7 @@ class SdpaAttention(AttentionBackend):
         return qk[:, : c.num_heads]
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
-        window = self.config.window(layer)
+        window = self.config.windows[layer]
         if q.shape[0] == 1:
             return self._attend_singles(q, window, kv)
         if len(self._tiles) == 1 and not self._groups and not self._singles:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 # Beyond these a value is damage, not a model: tables and lists of that length would fill the memory first
@@ -100,12 +101,13 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, or None where it sees everything before it."""
-        if self.sliding_window is None or (self.window_layers and not self.window_layers[layer]):
-            return None
-        return self.sliding_window
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None where it sees everything before it."""
+        slides = self.window_layers or (True,) * self.num_layers
+        return tuple(self.sliding_window if slide else None for slide in slides)
 
-    def layer_rope(self, layer: int) -> RopeConfig:
-        local = self.local_rope is not None and self.window(layer) is not None
-        return self.local_rope if local and self.local_rope is not None else self.rope
+    @cached_property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        local = self.local_rope or self.rope
+        return tuple(self.rope if window is None else local for window in self.windows)

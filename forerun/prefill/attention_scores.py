@@ -43,7 +43,7 @@ class TailAttention:
 
     def see(self, layer: int, q: Tensor, first: int) -> None:
         """Rotated queries [Q, Hq, D] of entries first, first + 1, ... whose K is in the cache already."""
-        count, end, window = q.shape[0], first + q.shape[0], self._config.window(layer)
+        count, end, window = q.shape[0], first + q.shape[0], self._config.windows[layer]
         lo = 0 if window is None else max(0, first + 1 - window)
         keys = self._keys(layer, lo, end)  # [E, Hkv, D]
         group = q.shape[1] // keys.shape[1]

@@ -214,7 +214,7 @@ class Checker:
 
     def _mask(self, layers: list[int]) -> Tensor:
         """What is added to scores of the sampled keys for each checkpoint row: [1 or 2 n, 1, C, keys]."""
-        windows = [self._decoder.config.window(i) for i in layers]
+        windows = [self._decoder.config.windows[i] for i in layers]
         kinds, own, masks = list(dict.fromkeys(windows)), self._entries[:, None], []
         for window in kinds:
             seen = (self._every <= own) & (True if window is None else self._every > own - window)

@@ -96,13 +96,13 @@ class BlockAttention(AttentionBackend):
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         if norms is not None:
             q, k = rms_norm(q, norms[0]), rms_norm(k, norms[1])
-        kv[0].index_copy_(0, self._views.slots, rotate(k, *self._stored[c.layer_rope(layer)]))
+        kv[0].index_copy_(0, self._views.slots, rotate(k, *self._stored[c.layer_ropes[layer]]))
         kv[1].index_copy_(0, self._views.slots, v.contiguous())
         return q
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = self._turns[self.config.layer_rope(layer)]
-        window = self.config.window(layer)
+        cos, sin = self._turns[self.config.layer_ropes[layer]]
+        window = self.config.windows[layer]
         out = []
         for lo in range(0, q.shape[0], TILE_TOKENS):
             tile = slice(lo, lo + TILE_TOKENS)

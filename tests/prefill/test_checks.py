@@ -45,7 +45,7 @@ def slow_cosine(ctx: DraftContext, layer: int, t: int, x: Tensor, q: Tensor, tru
     """One row over the sampled keys, head by head."""
     decoder = ctx.runner.decoder
     config, w = decoder.config, decoder.layers[layer]
-    window = config.window(layer) or 1 << 30
+    window = config.windows[layer] or 1 << 30
     keys = [e for e in (*range(SINKS), *ENTRIES.tolist()) if t - window < e <= t]
     outs = []
     for now in (True, False):

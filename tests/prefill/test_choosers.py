@@ -79,7 +79,7 @@ def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: 
     expected, layers = np.zeros(len(IDS)), config.num_layers - 1
     for layer in range(layers):
         keys = runner.kv[layer][0][slots(state.pages, np.arange(len(IDS)))]
-        window = config.window(layer) or len(IDS)
+        window = config.windows[layer] or len(IDS)
         for t in range(END, len(IDS)):
             low = max(0, t + 1 - window)
             for head in range(config.num_heads):

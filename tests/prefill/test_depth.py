@@ -49,7 +49,7 @@ class Slow:
 
     def turn(self, heads: Tensor, i: int, position: int) -> Tensor:
         c = self.checkpoint.config
-        inverse, factor = inverse_frequencies(c.layer_rope(i), c.head_dim)
+        inverse, factor = inverse_frequencies(c.layer_ropes[i], c.head_dim)
         turned = torch.empty_like(heads)
         for head, out in zip(heads, turned, strict=True):
             for j, frequency in enumerate(inverse.tolist()):
@@ -68,7 +68,7 @@ class Slow:
 
     def attend(self, x: Tensor, i: int, entry: int, position: int) -> Tensor:
         c, (keys, values) = self.checkpoint.config, self.kv[i]
-        window, out = c.window(i), []
+        window, out = c.windows[i], []
         first = 0 if window is None else max(0, entry + 1 - window)
         for h, q in enumerate(self.heads(x, i, "q", position)):
             kv_head = h // (c.num_heads // c.num_kv_heads)

@@ -61,7 +61,7 @@ class Reference:
         seen, c = len(k) - hidden, self.decoder.config
         k, v = self._rotate(k[:seen], layer, torch.arange(seen)), v[:seen].double()
         turned = self._rotate(q[t : t + 1], layer, torch.tensor([seen - 1]))[0]  # [Hq, D]
-        first = max(0, seen - (c.window(layer) or seen))
+        first = max(0, seen - (c.windows[layer] or seen))
         share = c.num_heads // c.num_kv_heads
         out = []
         for head in range(c.num_heads):
@@ -70,7 +70,7 @@ class Reference:
         return torch.cat(out).float()
 
     def _rotate(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
-        inverse, factor = inverse_frequencies(self.decoder.config.layer_rope(layer), x.shape[-1])
+        inverse, factor = inverse_frequencies(self.decoder.config.layer_ropes[layer], x.shape[-1])
         angles = (positions.double()[:, None] * inverse.double())[:, None]  # [T, 1, D / 2]
         a, b = x.double().chunk(2, -1)
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1) * factor

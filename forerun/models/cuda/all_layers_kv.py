@@ -134,7 +134,7 @@ class DeferredRowPicker(RowPicker):
 class CudaAllLayersKV(AllLayersKV):
     def __init__(self, decoder: Decoder, kv: KV) -> None:
         super().__init__(decoder, kv)
-        tables = [self._ropes[self._config.layer_rope(i)].table for i in range(len(kv))]
+        tables = [self._ropes[self._config.layer_ropes[i]].table for i in range(len(kv))]
         self._held = [*(k for k, _ in kv), *(v for _, v in kv), *tables]  # addresses are good for as long as these are
         self._addresses = addresses_of(self._held, kv[0][0].device).view(3, -1)
 

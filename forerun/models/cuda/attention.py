@@ -60,12 +60,12 @@ class PagedAttention(AttentionBackend):
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
         c, batch = self.config, self._batch
         q = torch.empty(qkv.shape[0], c.num_heads, c.head_dim, dtype=qkv.dtype, device=qkv.device)
-        table = self.ropes[c.layer_rope(layer)].table
+        table = self.ropes[c.layer_ropes[layer]].table
         q_norm, k_norm = (norms[0][0], norms[1][0]) if norms else (None, None)
         return rope_and_store(qkv, table, batch.positions, batch.slot_mapping, *kv, q, q_norm, k_norm, c.norm_eps)
 
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
-        batch, window = self._batch, self.config.window(layer)
+        batch, window = self._batch, self.config.windows[layer]
         if self._fresh is not None and (window is None or batch.num_tokens <= window):
             return self._flash(q, kv, self._fresh)
         out = paged_attention(

@@ -103,7 +103,7 @@ def fits(decoder: Decoder, page_size: int, rows: int = KERNEL_ROWS[0]) -> bool:
     c = decoder.config
     if decoder.dtype != torch.bfloat16 or decoder.device.type != "cuda" or not nvrtc.available():
         return False
-    plain = not c.qk_norm and not c.post_norms and all(c.window(i) is None for i in range(c.num_layers))
+    plain = not c.qk_norm and not c.post_norms and not any(c.windows)
     sizes = c.head_dim in (64, 128) and max(c.hidden_size, c.q_size) <= MAX_HIDDEN
     whole = (
         page_size in (16, 32, 64)

@@ -159,7 +159,7 @@ class TailAttentionKernel:
         assert caches and all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in caches)
         device = caches[0].device
         keys_at = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=device)
-        seen = [config.window(layer) or UNLIMITED for layer in range(len(caches))]
+        seen = [window or UNLIMITED for window in config.windows[: len(caches)]]
         windows = torch.tensor(seen, dtype=torch.int32, device=device)
         return cls(keys_at, windows, caches, config.scale, page_size)
 

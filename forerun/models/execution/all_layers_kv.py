@@ -71,7 +71,7 @@ class AllLayersKV:
         base = runs[0].start
         for layers in runs:
             own = slice(layers.start - base, layers.stop - base)
-            k = rotate(mapped[:, own, 0], *angles[self._config.layer_rope(layers.start)])  # [T, some layers, Hkv, D]
+            k = rotate(mapped[:, own, 0], *angles[self._config.layer_ropes[layers.start]])  # [T, some layers, Hkv, D]
             for j, i in enumerate(layers):
                 keys, values = self._kv[i]
                 keys.index_copy_(0, slots, k[:, j].to(keys.dtype))

@@ -43,7 +43,7 @@ class DenseModel:
         self.config, self.weights = config, weights
         self.embed = weights["embed"]
         self.device, self.dtype = self.embed.device, self.embed.dtype
-        ropes = {config.layer_rope(i) for i in range(config.num_layers)}
+        ropes = {config.layer_ropes[i] for i in range(config.num_layers)}
         length = min(config.max_context, MAX_WINDOW_TOKENS)
         self._ropes = {rope: RopeTable(rope, config.head_dim, length, self.device).table for rope in ropes}
 
@@ -104,7 +104,7 @@ class DenseModel:
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, i: int) -> Tensor:
         """Over the entries up to each row's own: q, k rotated [B, heads, T, D], v [B, T, kv_size] -> [B, T, Hq * D]."""
         v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-        window = self.config.window(i)
+        window = self.config.windows[i]
         if window is None or q.shape[2] <= window:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.scale, enable_gqa=True)
             return out.transpose(1, 2).flatten(2)
@@ -114,7 +114,7 @@ class DenseModel:
     def masked_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, i: int) -> Tensor:
         """The same of rows at positions [B, R] only: q [B, Hq, R, D], k [B, Hkv, T, D], v [B, T, kv_size]."""
         v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-        entry, window = torch.arange(k.shape[2], device=q.device), self.config.window(i)
+        entry, window = torch.arange(k.shape[2], device=q.device), self.config.windows[i]
         mask = entry <= positions[..., None]  # [B, R, T]
         if window is not None:
             mask &= entry > positions[..., None] - window
@@ -151,6 +151,6 @@ class DenseModel:
 
     def _angles(self, i: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [.., T, D], ready to be broadcast over heads."""
-        cos, sin = self._ropes[self.config.layer_rope(i)][positions].chunk(2, -1)
+        cos, sin = self._ropes[self.config.layer_ropes[i]][positions].chunk(2, -1)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return (cos, sin) if positions.dim() == 1 else (cos[:, None], sin[:, None])

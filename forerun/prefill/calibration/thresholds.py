@@ -163,7 +163,7 @@ def _cosines(
     q, k, v = qkv
     keys = torch.cat((torch.arange(FIRST_TOKENS, device=positions.device), positions))
     visible = keys <= positions[:, None]  # [C, FIRST_TOKENS + C]
-    window = config.window(i)
+    window = config.windows[i]
     if window is not None:
         visible &= keys > positions[:, None] - window
     query = target.rotate(take_rows(q, at), positions, i)

@@ -174,7 +174,7 @@ class ChunkSource(KVSource):
         turns = {rope: table.between(old, new) for rope, table in attention.ropes.items()}
         for i in range(self.base, self._decoder.config.num_layers):
             k, v = self._runner.kv[i]
-            k.index_copy_(0, target, rotate(k.index_select(0, source), *turns[self._decoder.config.layer_rope(i)]))
+            k.index_copy_(0, target, rotate(k.index_select(0, source), *turns[self._decoder.config.layer_ropes[i]]))
             v.index_copy_(0, target, v.index_select(0, source))
 
     def _blank(self, state: PrefillState, lo: int, hi: int) -> None:

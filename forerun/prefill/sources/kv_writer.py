@@ -125,7 +125,7 @@ def _groups(decoder: Decoder, base: int) -> list[range]:
     layers, c = range(base, decoder.config.num_layers), decoder.config
     if decoder.device.type != "cuda":
         return [range(i, i + 1) for i in layers]
-    edges = [i for i in layers if i == base or c.layer_rope(i) != c.layer_rope(i - 1)]
+    edges = [i for i in layers if i == base or c.layer_ropes[i] != c.layer_ropes[i - 1]]
     return [range(lo, hi) for lo, hi in zip(edges, [*edges[1:], layers.stop], strict=True)]
 
 

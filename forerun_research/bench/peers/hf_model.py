@@ -81,7 +81,7 @@ def hf_config_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
-    slides = (config.window(layer) is not None for layer in range(config.num_layers))
+    slides = (config.windows[layer] is not None for layer in range(config.num_layers))
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 

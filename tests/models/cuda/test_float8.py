@@ -83,7 +83,7 @@ def test_act_mul_of_rows_that_no_program_holds(n):
 def test_two_passes_give_the_bits_of_one(monkeypatch):
     pair = draw(3, 2 * 3000).bfloat16()
     values, scales = act_mul_to_float8(pair, "silu")
-    monkeypatch.setattr(float8, "WHOLE_ROW", 1024)
+    monkeypatch.setattr(float8, "MAX_ROW_VALUES", 1024)
     again, scales_again = act_mul_to_float8(pair, "silu")
     assert torch.equal(values.float(), again.float()) and torch.equal(scales, scales_again)
 

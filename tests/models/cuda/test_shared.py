@@ -101,7 +101,7 @@ def test_the_backend_groups_where_it_pays(monkeypatch):
     backend = PagedAttention(case.config, DEVICE, 512)
     backend.plan(case.tokens)
     assert backend._shared is None  # far too little to pay
-    monkeypatch.setattr("forerun.models.cuda.attention.LAUNCHES", 1)
+    monkeypatch.setattr("forerun.models.cuda.attention.MIN_LAUNCH_SAVING_BYTES", 1)
     plain = backend.attend(case.q, 0, (case.k, case.v))
     backend.plan(case.tokens)
     assert backend._shared is not None

@@ -11,8 +11,9 @@ from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.cuda import tail_attention as module
-from forerun.models.cuda.tail_attention import KEYS, MAX_SPLITS, TailAttentionKernel, queries_of
+from forerun.models.cuda.tail_attention import BLOCK_KEYS, MAX_SPLITS, TailAttentionKernel, queries_of
 from forerun.models.execution.runner import Runner, Span
+from forerun.prefill.attention_scores import TailAttention
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,7 +24,7 @@ PAGE = 16
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
     """Still several splits in most tests; the interpreter runs programs one by one."""
-    monkeypatch.setattr(module, "PROGRAMS", 16)
+    monkeypatch.setattr(module, "TARGET_PROGRAMS", 16)
 
 
 class Case:
@@ -57,7 +58,7 @@ class Case:
         for layer in range(self.q.shape[0]):
             keys = self.kv[layer][0][self.slots].double().repeat_interleave(group, 1)
             score = torch.einsum("qhd,ehd->hqe", self.q[layer, : self.queries].double(), keys) * self.config.scale
-            unseen = (entry > own) | (entry <= own - (self.config.window(layer) or tokens))
+            unseen = (entry > own) | (entry <= own - (self.config.windows[layer] or tokens))
             total += score.masked_fill(unseen, -torch.inf).softmax(-1).mean((0, 1))
         return total / self.q.shape[0]
 
@@ -68,7 +69,9 @@ class Case:
         assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("first", "queries"), [(0, 1), (0, 40), (5, 1), (250, 64), (KEYS - 1, 1), (KEYS, 9)])
+@pytest.mark.parametrize(
+    ("first", "queries"), [(0, 1), (0, 40), (5, 1), (250, 64), (BLOCK_KEYS - 1, 1), (BLOCK_KEYS, 9)]
+)
 def test_places_of_the_queries(first, queries):
     Case(first, queries).check()
 
@@ -95,8 +98,8 @@ def test_the_same_input_gives_the_same_bits():
 
 
 def test_more_blocks_than_splits(monkeypatch):
-    monkeypatch.setattr(module, "PROGRAMS", 1024)
-    Case(KEYS * (MAX_SPLITS + 2), 3, heads=2, kv_heads=1, layers=1, dim=16).check()
+    monkeypatch.setattr(module, "TARGET_PROGRAMS", 1024)
+    Case(BLOCK_KEYS * (MAX_SPLITS + 2), 3, heads=2, kv_heads=1, layers=1, dim=16).check()
 
 
 def test_very_unequal_scores_stay_finite():
@@ -109,11 +112,11 @@ class TinyRunner(Runner):
     """A model with a window in every other layer, which has read a prompt up to its tail."""
 
     def __init__(self, tokens, tail, **about):
-        SHAPES["tail_attention-test"] = replace(
+        SHAPES["tail"] = replace(
             SHAPES["tiny"], num_layers=4, sliding_window=60, window_layers=(True, False, True, False), **about
         )
         kind = "bf16" if DEVICE.type == "cuda" else "float32"
-        decoder, _ = build_decoder(RandomCheckpoint("tail_attention-test", DEVICE), DEVICE, kind, 512, quiet=True)
+        decoder, _ = build_decoder(RandomCheckpoint("tail", DEVICE), DEVICE, kind, 512, quiet=True)
         pool = PagePool(decoder.config, 64, PAGE, decoder.dtype, DEVICE)
         super().__init__(decoder, pool, 512)
         ids = np.random.default_rng(0).integers(0, 512, tokens).tolist()
@@ -124,7 +127,7 @@ class TinyRunner(Runner):
     def eager(self):
         """Queries and K/V as a forward leaves them, and the weights by `TailAttention`."""
         span, last, queries = self.span, self.decoder.config.num_layers - 1, []
-        tail_attention = TailAttentionKernel(self, span.pages, span.first, span.first + len(span.ids))
+        tail_attention = TailAttention(self, span.pages, span.first, span.first + len(span.ids))
 
         def watch(layer, x, q, a):
             if q is not None and layer < last:

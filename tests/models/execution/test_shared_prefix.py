@@ -69,7 +69,7 @@ class Case:
         for s, (lo, hi) in enumerate(zip(self.batch.cu_seqlens, self.batch.cu_seqlens[1:], strict=False)):
             for layer in range(2):
                 for t in range(lo, hi):
-                    seen, window = int(self.batch.kv_lens[t]), self.config.window(layer)
+                    seen, window = int(self.batch.kv_lens[t]), self.config.windows[layer]
                     entry = torch.arange(max(0, seen - window) if window else 0, seen)
                     slots = self.batch.block_tables[s][entry // SIZE] * SIZE + entry % SIZE
                     k, v = (c[slots].repeat_interleave(HEADS // KV_HEADS, 1).double() for c in self.kv)

@@ -87,9 +87,9 @@ def test_yarn() -> None:
 def test_linear() -> None:
     keys: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 128}
     config = read_config(metadata("gemma3", **keys), SHAPES, "m")
-    assert config.layer_rope(5) == RopeConfig(500_000.0, "linear", 8.0)
-    assert config.layer_rope(4) == RopeConfig(10_000.0)  # sliding layers are not scaled
-    assert [config.window(i) for i in (4, 5, 10, 11)] == [128, None, 128, None]
+    assert config.layer_ropes[5] == RopeConfig(500_000.0, "linear", 8.0)
+    assert config.layer_ropes[4] == RopeConfig(10_000.0)  # sliding layers are not scaled
+    assert [config.windows[i] for i in (4, 5, 10, 11)] == [128, None, 128, None]
 
 
 def test_gemma3_27b_has_its_own_scale() -> None:

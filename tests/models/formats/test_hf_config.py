@@ -53,7 +53,7 @@ def test_gemma3_omitted_keys() -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.rope == RopeConfig(1_000_000.0, "linear", 8.0) and config.local_rope == RopeConfig(10_000.0)
     assert config.tie_embeddings and config.embed_scale == math.sqrt(2560) and config.query_scale == 1 / 16
-    assert config.eos_ids == (1, 106) and config.window(5) is None and config.window(6) == 1024
+    assert config.eos_ids == (1, 106) and config.windows[5] is None and config.windows[6] == 1024
 
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}

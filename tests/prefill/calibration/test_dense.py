@@ -54,7 +54,7 @@ def test_keys_and_values_are_those_of_the_engine(family: str, tiny_folder: Calla
     config = decoder.config
     for i, (k, v) in enumerate(trace.kv):
         stored_k, stored_v = (cache[: len(ids)] for cache in runner.kv[i])  # [T, Hkv, D], K rotated
-        table = RopeTable(config.layer_rope(i), config.head_dim, 256, CPU)
+        table = RopeTable(config.layer_ropes[i], config.head_dim, 256, CPU)
         heads = k[0].unflatten(-1, (-1, config.head_dim))
         assert relative(rotate(heads, *table.at(torch.arange(len(ids)))), stored_k) < 1e-4
         assert relative(v[0].unflatten(-1, (-1, config.head_dim)), stored_v) < 1e-4

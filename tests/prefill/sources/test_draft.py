@@ -212,7 +212,7 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
     found = np.zeros((TAIL, n))
     for i in range(layers):
         for row, entry in enumerate(range(END, n)):
-            window = c.window(i)
+            window = c.windows[i]
             lo = 0 if window is None else max(0, entry + 1 - window)
             for h, q in enumerate(slow.heads(states[entry][i], i, "q", entry)):
                 keys = slow.kv[i][0][lo : entry + 1, h // (c.num_heads // c.num_kv_heads)]
