@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DATA = {"buggy.py"}  # read by a command of the README
 EXPECTED = {  # a piece of text that only a run that worked prints
     "async_handler.py": ["first: ", "third: the message", "impatient client leaves"],
     "batch.py": ["What is 11 plus 5?", "6 answers"],
@@ -22,7 +23,7 @@ EXPECTED = {  # a piece of text that only a run that worked prints
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} - DATA == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
