@@ -24,7 +24,7 @@ async def handle(llm: LLM, question: str) -> AsyncIterator[str]:
 async def client(llm: LLM, name: str, question: str) -> None:
     try:
         text = "".join([part async for part in handle(llm, question)])
-    except ForerunError as error:  # an empty question, a full queue: one client's error is no other's
+    except ForerunError as error:  # a prompt that is too long: one client's error is no other's
         print(f"{name}: {error}")
     else:
         print(f"{name}: {text.strip()}")
@@ -44,7 +44,7 @@ async def main() -> None:
         await asyncio.gather(
             client(llm, "first", "Name a colour."),
             client(llm, "second", "Name an animal."),
-            client(llm, "third", ""),
+            client(llm, "third", "word " * 20_000),
             impatient(llm),
         )
 

@@ -28,7 +28,7 @@ class Boilerplate(Drafter):
         for phrase in self._phrases:
             for at in range(2, len(phrase)):
                 if request.tokens[-2:] == phrase[at - 2 : at]:
-                    rest = phrase[at : at + request.depth]
+                    rest = phrase[at : at + request.max_depth]
                     return Draft.chain(rest, [0.9] * len(rest), self.name)
         return Draft()
 
