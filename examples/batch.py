@@ -1,7 +1,7 @@
 """Many prompts at once: they share batches and prefixes, and a progress bar counts finished answers.
 
-    python examples/batch.py                      # questions of its own
-    python examples/batch.py questions.txt        # one question a line
+python examples/batch.py                      # questions of its own
+python examples/batch.py questions.txt        # one question a line
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main(questions: list[str]) -> None:
         answers = llm.chat(conversations, SamplingParams(max_tokens=24), progress=True)
         for question, answer in zip(questions, answers, strict=True):
             print(f"{question}  ->  {answer.text.strip()}")
-        usage = llm.stats()
-        print(f"{usage.answers} answers, {usage.completion_tokens} tokens, {usage.cached_share:.0%} of prompts from the cache")
+        stats = llm.stats()
+        print(f"{stats.answers} answers, {stats.completion_tokens} tokens, {stats.cached_share:.0%} of prompts cached")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Questions about a document, in a session: the document is computed once, every question reads it from the cache. With a
-folder for the disk tier the session is there again after a restart.
+"""Questions about a document, in a session: the document is computed once, every question reads it from the cache.
+With a folder for the disk tier the session is there again after a restart.
 
     python examples/documents.py [FILE [KV_FOLDER]]
 """
@@ -26,7 +26,7 @@ def main(path: Path, folder: Path | None = None) -> None:
                 answer = branch.answer(SamplingParams(max_tokens=48))
             usage = answer.usage
             print(f"{question}\n  {answer.text.strip()}")
-            print(f"  {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, first token {usage.ttft_s:.2f} s")
+            print(f"  {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, {usage.ttft_s:.2f} s")
 
 
 if __name__ == "__main__":

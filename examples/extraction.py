@@ -1,6 +1,6 @@
 """Structured extraction: answers that fit a JSON schema, given as a dict or as a pydantic model.
 
-    python examples/extraction.py
+python examples/extraction.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
         for text, answer in zip(TEXTS, llm.chat(prompts, params), strict=True):
             keeper = json.loads(answer.text)  # always valid: the grammar allows nothing else
             print(f"{keeper['name']!r}, {keeper['years']} years  <-  {text}")
-        print(f"{answer.usage.accepted} of {answer.usage.drafted} drafted tokens accepted: a schema leaves little choice")
+        usage = answer.usage
+        print(f"{usage.accepted} of {usage.drafted} drafted tokens accepted: a schema leaves little choice")
 
 
 if __name__ == "__main__":

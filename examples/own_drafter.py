@@ -1,5 +1,5 @@
-"""A drafter of one's own: boilerplate that a service answers with again and again is proposed token by token. A draft is
-verified, so a poor one costs a little time and never changes an answer.
+"""A drafter of one's own: boilerplate that a service answers with again and again is proposed as a chain of tokens. A
+draft is verified, so a poor one costs a little time and never changes an answer.
 
     python examples/own_drafter.py
 """
@@ -38,8 +38,9 @@ def main() -> None:
         messages = [{"role": "user", "content": "Count from 1 to 10, with commas."}]
         plain = llm.chat(messages, SamplingParams(max_tokens=40, speculation="off"))[0]
         ours = llm.chat(messages, SamplingParams(max_tokens=40, speculation="boilerplate"))[0]
+        usage = ours.usage
         print(ours.text)
-        print(f"{ours.usage.accepted} of {ours.usage.drafted} drafted tokens accepted in {ours.usage.steps} steps", end="; ")
+        print(f"{usage.accepted} of {usage.drafted} drafted tokens accepted in {usage.steps} steps", end="; ")
         print("the same answer as plain decoding" if ours.token_ids == plain.token_ids else "a different answer")
 
 

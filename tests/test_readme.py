@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from click import Context
 from typer.main import get_command
 
 from forerun.cli import app
@@ -23,14 +24,10 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_command_is_understood(line: str) -> None:
     """Subcommands and options exist, and the values parse; nothing is run."""
-    words = shlex.split(line)[1:]
-    group = get_command(app)
-    while hasattr(group, "get_command"):
-        name = words.pop(0)
-        found = group.get_command(None, name)
-        assert found is not None, f"no such subcommand: {name}"
-        group = found
-    group.make_context("forerun", words)
+    words, command = shlex.split(line)[1:], get_command(app)
+    while hasattr(command, "resolve_command"):
+        _, command, words = command.resolve_command(Context(command), words)
+    command.make_context("forerun", words)
     for word in words:
         if "/" in word and not word.startswith("http"):
             assert (ROOT / word).exists(), f"{word} is not in the repository"
@@ -41,6 +38,7 @@ def test_links_name_files_that_are_there() -> None:
     targets = re.findall(r"\]\(([^)]+)\)", README)
     assert len(targets) > 10
     for target in targets:
-        match = re.fullmatch(r"https://(?:github\.com|raw\.githubusercontent\.com)/forerun/forerun/(?:blob/)?main/(.+)", target)
+        host = r"https://(?:github\.com|raw\.githubusercontent\.com)"
+        match = re.fullmatch(host + r"/forerun/forerun/(?:blob/)?main/(.+)", target)
         assert match, f"{target} would not work on a package index"
         assert (ROOT / match[1]).exists(), f"{match[1]} is not in the repository"
