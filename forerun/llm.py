@@ -125,40 +125,46 @@ class LLM(OldLLMNames):
         check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
             torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-        checkpoint = _opened(model)
+        checkpoint, drafting = _opened(model), None if draft_model is None else _opened(draft_model)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
+        self._open_target(checkpoint, where, weights, context, quiet, batch_invariant)
+        draft = None if drafting is None else self._open_draft(drafting, where, weights, context, quiet)
+        self.draft_name = None if drafting is None else drafting.source
+        self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
+        decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
+        config = EngineConfig(
+            max_model_len=context,
+            kv_cache_tokens=size_kv_cache(decoders, context, kv_cache_tokens, gpu_memory_utilization),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        kept = tiers.disk is not None  # beyond this process
+        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
+        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
+        loose = self.precision.name == "int8" and not batch_invariant
+        keep = self._tiers(tiers, loose) if tiers.any else None
+        prefiller = prefiller_factory(self.prefill_profile)
+        self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
+        self.driver = Driver(self.engine)
+        self._sessions: SessionRegistry | None = None
+        self._sessions_lock = threading.Lock()
+
+    def _open_target(
+        self,
+        checkpoint: Checkpoint,
+        where: torch.device,
+        weights: str,
+        context: int,
+        quiet: bool,
+        batch_invariant: bool,
+    ) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.decoder, self.precision = build_decoder(
             checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
         )
         self.config, self.model = self.decoder.config, checkpoint.source
         self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
-        drafting = None if draft_model is None else _opened(draft_model)
-        draft = None if drafting is None else self._open_draft(drafting, where, weights, context, quiet)
-        self.draft_name = None if drafting is None else drafting.source
-        self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
-        config = EngineConfig(
-            max_model_len=context,
-            kv_cache_tokens=size_kv_cache(
-                [self.decoder] if draft is None else [self.decoder, draft.decoder],
-                context,
-                kv_cache_tokens,
-                gpu_memory_utilization,
-            ),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        prefiller = prefiller_factory(self.prefill_profile)
-        kept = tiers.disk is not None  # beyond this process
-        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
-        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
-        loose = self.precision.name == "int8" and not batch_invariant
-        keep = self._tiers(tiers, loose) if tiers.any else None
-        self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
-        self.driver = Driver(self.engine)
-        self._sessions: SessionRegistry | None = None
-        self._sessions_lock = threading.Lock()
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
         """`loose`: bits depend on the batch they came from; an engine that promises others must not read them."""

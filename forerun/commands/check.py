@@ -1,4 +1,4 @@
-"""`forerun check`: prove on this machine that an answer depends neither on how it was computed nor on guesses."""
+"""`forerun check`: prove on this machine that an answer depends neither on how it was computed nor on drafts."""
 
 from __future__ import annotations
 

@@ -88,6 +88,10 @@ BatchInvariant = Annotated[
     typer.Option(help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."),
 ]
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option("--max-num-batched-tokens", min=1, help="Most tokens of one step; default: by device.")
+]
+EnablePrefixCaching = Annotated[bool, typer.Option(help="Requests read the K/V of prefixes that were computed before.")]
 
 MaxTokens = Annotated[int, _sampling(SamplingParams, "max_tokens", "-n")]
 Temperature = Annotated[float, _sampling(SamplingParams, "temperature", "-t")]
@@ -150,6 +154,8 @@ class ModelOptions(TierOptions):
     kv_cache_tokens: KvCacheTokens = None
     gpu_memory_utilization: GpuMemoryUtilization = None
     max_model_len: MaxModelLen = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
+    enable_prefix_caching: EnablePrefixCaching = True
     prefill_profile: Profile = None
     batch_invariant: BatchInvariant = True
 

@@ -51,6 +51,8 @@ def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         "kv_cache_tokens": 64,
         "gpu_memory_utilization": None,
         "max_model_len": None,
+        "max_num_batched_tokens": None,
+        "enable_prefix_caching": True,
         "prefill_profile": None,
         "batch_invariant": True,
         "disk": None,
