@@ -90,7 +90,7 @@ class BlockAttention(AttentionBackend):
         self._distance = views.queries.T.index_select(1, owner) - views.key_positions  # [T, E]
 
     def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
-        """As the contract says, but the queries that come back are not rotated: that depends on the stretch."""
+        """As in `AttentionBackend`, but the returned queries are not rotated: that depends on the stretch."""
         c = self.config
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)

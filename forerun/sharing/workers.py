@@ -181,20 +181,20 @@ class Workers:
         return events
 
     def _step(self) -> list[Event]:
-        """All workers' tokens that have not run yet, in one forward; then a new one for each that goes on."""
+        """All workers' tokens that have not run yet, in one forward; then a new one for each that has not finished."""
         start = time.perf_counter()
-        going = [worker for worker in self.workers if worker.finish_reason is None]
-        output = self._runner.forward([w.pending for w in self.workers], [w.seq.index for w in going])
+        running = [worker for worker in self.workers if worker.finish_reason is None]
+        output = self._runner.forward([w.pending for w in self.workers], [w.seq.index for w in running])
         for worker in self.workers:
             worker.pending = []
-        for worker in going:
+        for worker in running:
             worker.seq.usage.verify_s += time.perf_counter() - start if worker.seq.num_generated else 0.0
-        return self._sample(going, output)
+        return self._sample(running, output)
 
-    def _sample(self, going: list[Worker], output: Output) -> list[Event]:
+    def _sample(self, running: list[Worker], output: Output) -> list[Event]:
         """One more token for each of these workers, from its row of logits."""
-        steps = verify(output, [VerifyInput(worker.seq.context, Draft(), MatchVerifier()) for worker in going])
-        return [self._append(worker, step) for worker, step in zip(going, steps, strict=True)]
+        steps = verify(output, [VerifyInput(worker.seq.context, Draft(), MatchVerifier()) for worker in running])
+        return [self._append(worker, step) for worker, step in zip(running, steps, strict=True)]
 
     def _append(self, worker: Worker, step: StepOutput) -> Event:
         seq, writer = worker.seq, self._engine.output

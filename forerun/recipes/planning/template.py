@@ -114,7 +114,7 @@ def parse(text: str) -> Plan:
 
 
 def plan_grammar(tools: Collection[str], max_steps: int, answer: bool) -> Grammar:
-    """What a plan looks like: steps numbered from 1, known tools, references to earlier steps only; so that whatever a
+    """The form of a plan: steps numbered from 1, known tools, references to earlier steps only; so that whatever a
     model writes in it is a plan that can be carried out."""
     pattern = ""
     for number in range(max_steps, 0, -1):
