@@ -1,4 +1,4 @@
-"""What an engine offers its drafters: the target as a runner, an optional draft model, the page pool, the tokenizers.
+"""What an engine gives its drafters: the target as a runner, an optional draft model, the page pool, the tokenizers.
 
 Only a bundle: it runs nothing and decides nothing.
 """
@@ -20,7 +20,7 @@ class DraftModel:
 
     decoder: Decoder
     tokenizer: Tokenizer | None
-    same_tokens: bool  # whether its token ids mean the same as the target's
+    same_tokens: bool  # whether its vocabulary is the target's
     source: str = "draft"
 
 
@@ -31,23 +31,25 @@ class DraftContext:
     tokenizer: Tokenizer | None
     max_context: int
     draft: DraftModel | None = None
-    draft_runner: Runner | None = None  # runs the draft model on its plane of the same pool
+    draft_runner: Runner | None = None  # runs the draft model on its K/V of the same pages
     draft_kv: DraftKV | None = None
-    make_room: Callable[[int], bool] | None = None  # frees pages that are merely remembered, until so many are free
+    make_room: Callable[[int], bool] | None = None  # evicts cached pages until so many are free
 
     @classmethod
     def build(
         cls, pool: PagePool, runner: Runner, tokenizer: Tokenizer | None, max_context: int, draft: DraftModel | None
     ) -> DraftContext:
-        """Gives the draft model, if there is one, its plane of the pool."""
+        """Gives the draft model, if there is one, its K/V on the pool's pages."""
         if draft is None:
             return cls(pool, runner, tokenizer, max_context)
-        plane = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
+        draft_kv = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
-        return cls(pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, plane.kv), plane)
+        return cls(
+            pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, draft_kv.kv), draft_kv
+        )
 
     def warm_up(self) -> None:
-        """Let both models compile what their first forwards would."""
+        """Compile now what the first forwards of both models would."""
         self.runner.warm_up()
         if self.draft_runner is not None:
             self.draft_runner.warm_up()

@@ -1,10 +1,10 @@
-"""Grammars: which tokens may come next, so that an answer is JSON of a schema, matches a pattern or follows Lark rules.
+"""Grammars: which tokens may come next, so that an answer is JSON of a schema, matches a regex or follows Lark rules.
 
-llguidance parses; this module ties it to our tokenizer, turns its complaints into errors with a way out, and lets one
-parser serve a whole draft tree by going back and forth. Exactness: every token whose bytes the grammar allows is
-allowed, also where the text to come is certain, because text has several spellings and the masked model has
-probabilities for all of them (llguidance on its own would mask all but the usual spelling there). Knows no model, no
-drafter and no engine. `compile` may be called from any thread, everything else only by the one that runs the engine.
+llguidance parses; this module connects it to the tokenizer, turns its messages into errors with hints, and serves a
+whole draft tree with one parser that is advanced and rolled back. Exactness: every token whose bytes the grammar allows
+is allowed, also where the text to come is certain, because text can be split into tokens in several ways and the masked
+model has probabilities for all of them (llguidance on its own would mask all but the usual tokens there). Knows no
+model, no drafter and no engine. `compile` may be called from any thread, everything else only from the engine's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from forerun.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_SOURCE = 1_000_000  # characters
-_KEPT_GRAMMARS = 64
-_KEPT_MASKS = 16
-_KEPT_TEXT = 1 << 16  # bytes of certain text that are remembered from step to step
-# Last in the grammar, where it wins over its own options and leaves the line numbers of errors alone
-_ALL_SPELLINGS = '\n%llguidance {"no_forcing": true}\n'
+MAX_SOURCE_CHARS = 1_000_000
+_MAX_CACHED_GRAMMARS = 64  # compiled ones
+_MAX_CACHED_MASKS = 16  # of one answer: nodes of a draft are visited several times
+_MAX_CERTAIN_BYTES = 1 << 16  # of certain text, kept from step to step
+# At the end of the grammar, where it overrides the grammar's own options and keeps the line numbers of errors
+_ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON", "regex": "regex", "lark": "Lark"}
-_WAYS_OUT = {
+_HINTS = {
     "json_schema": "see llguidance's list of supported JSON Schema keywords, and test the schema alone",
     "regex": "write it in Rust's regex syntax: no look-around, no back-references, no anchors",
     "lark": "see llguidance's Lark syntax; the first rule is called start",
@@ -42,7 +42,7 @@ _WAYS_OUT = {
 
 
 def _llguidance() -> Any:
-    """Imported when the first grammar comes: everything else works without it."""
+    """Imported with the first grammar: everything else works without it."""
     try:
         import llguidance
     except ImportError:
@@ -51,11 +51,11 @@ def _llguidance() -> Any:
 
 
 class DeadEnd(ForerunError):
-    """A grammar led to a place where no token of the vocabulary may follow and the answer may not end either."""
+    """A grammar reached a state where no token of the vocabulary may follow and the answer may not end either."""
 
 
 class Vocabulary:
-    """What a grammar needs to know of the tokens. Masks have eight tokens a byte, the first in the lowest bit."""
+    """The tokens as llguidance needs them. Masks have eight tokens a byte, the first in the lowest bit."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self.tokenizer, self.size = tokenizer, size
@@ -64,7 +64,7 @@ class Vocabulary:
             raise BadRequest(f"{tokenizer.source} names no token that ends an answer", "use no grammar with it")
         padded = max(size, tokenizer.vocab_size)
         self.eos_token_id, self.bos_token_id = next(i for i in tokenizer.eos_ids if i in self.end_ids), tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(padded)]  # the same bytes that users are shown
+        self.tokens = [tokenizer.token_bytes(i) for i in range(padded)]  # as in the text that is returned
         self.special_token_ids = sorted(tokenizer.special_ids | self.end_ids)
         ll = _llguidance()
         self.backend: LLTokenizer = ll.LLTokenizer(ll.TokenizerWrapper(self), eos_token=sorted(self.end_ids))
@@ -74,7 +74,7 @@ class Vocabulary:
         self.others = self.mask(named & (ids < size)) & ~self.ends
 
     def __call__(self, text: str) -> list[int]:
-        """llguidance wants a usual spelling of texts; with all spellings allowed nothing depends on it."""
+        """Required by llguidance; with all tokenizations allowed nothing depends on it."""
         return self.tokenizer.encode(text)
 
     def mask(self, flags: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ class GrammarCompiler:
         _check_start(AnswerGrammar(grammar, parser, vocabulary))
         with self._lock:
             self._parsers[grammar] = parser
-            while len(self._parsers) > _KEPT_GRAMMARS:
+            while len(self._parsers) > _MAX_CACHED_GRAMMARS:
                 self._parsers.popitem(last=False)
         return parser
 
@@ -144,11 +144,11 @@ class AnswerGrammar:
         return torch.from_numpy(bits).view(torch.bool)
 
     def bits(self, path: Sequence[int]) -> np.ndarray:
-        """`allowed` as a mask of the vocabulary's; not to be changed."""
+        """`allowed` as a mask of the vocabulary; must not be changed."""
         key = tuple(path)
         if key not in self._bits:
             self._bits[key] = self._compute(path)
-            if len(self._bits) > _KEPT_MASKS:
+            if len(self._bits) > _MAX_CACHED_MASKS:
                 del self._bits[next(iter(self._bits))]
         return self._bits[key]
 
@@ -160,18 +160,18 @@ class AnswerGrammar:
         bits = np.frombuffer(self._parser.compute_bitmask(), dtype=np.uint8, count=len(others)) & others
         error, may_end = self._parser.get_error(), self._parser.is_accepting()
         if error or not (may_end or bits.any()):
-            self._rebuild()  # after an error its mask allows an end, which is not what the grammar says
+            self._rebuild()  # after an error the parser's mask allows an end, which the grammar does not
             raise self._dead_end(len(path), error.split("\n")[0] or "NoExtension")
         return bits | self.vocabulary.ends if may_end else bits
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The answer goes on with these."""
+        """Append tokens to the answer."""
         steps, _ = self._go(tokens)
         if steps < len(tokens):
             raise ForerunError(
                 f"token {tokens[steps]} at position {len(self.tokens) + steps} of an answer is not in its "
                 f"{_NAMES[self.grammar.kind]} grammar",
-                "report this: a token was chosen that had been forbidden",
+                "report this as a bug: a forbidden token was chosen",
             )
         text = self.vocabulary.text(tokens)
         self._certain = self._certain[len(text) :] if self._certain.startswith(text) else b""
@@ -185,7 +185,7 @@ class AnswerGrammar:
         return max(0, self._go([*path, *tokens])[0] - len(path))
 
     def forced(self, path: Sequence[int], limit: int) -> list[int]:
-        """Tokens that follow `path` with certainty: each is the only one that the grammar allows in its place."""
+        """Tokens that follow `path` with certainty: each is the only one that the grammar allows there."""
         found: list[int] = []
         while len(found) < limit and self.vocabulary.end_ids.isdisjoint(found):
             here = [*path, *found]
@@ -195,16 +195,16 @@ class AnswerGrammar:
         return found
 
     def certain_text(self, path: Sequence[int]) -> bytes:
-        """Bytes that follow `path` with certainty. Their tokens are not certain: there are other spellings."""
+        """Bytes that follow `path` with certainty. Their tokens are not certain: text can be split in several ways."""
         text = self.vocabulary.text(path)
         if len(self._certain) > len(text) and self._certain.startswith(text):
             return self._certain[len(text) :]
         steps, ended = self._go(path)
         if ended or steps < len(path):
             return b""
-        # Asked of a copy: the question itself moves a parser, and past a control token it would not find back
+        # On a copy: the call advances the parser, and past a control token it cannot be rolled back
         found = self._parser.deep_copy().compute_ff_bytes()
-        found = found.split(b"\xff", 1)[0][:_KEPT_TEXT]  # 0xff: a control token follows
+        found = found.split(b"\xff", 1)[0][:_MAX_CERTAIN_BYTES]  # 0xff: a control token follows
         if not path:
             self._certain = found
         return found
@@ -231,7 +231,7 @@ class AnswerGrammar:
         while same < min(len(self._path), body) and self._path[same] == path[same]:
             same += 1
         back, self._path = len(self._path) - same, self._path[:same]
-        if back and not self._parser.rollback(back):  # some rules (max_tokens, stop) cannot be taken back
+        if back and not self._parser.rollback(back):  # some rules (max_tokens, stop) cannot be rolled back
             self._rebuild()
         wanted = list(path[len(self._path) : body])
         steps = self._parser.try_consume_tokens(wanted) if wanted else 0
@@ -244,7 +244,7 @@ class AnswerGrammar:
         return body + after, True
 
     def _rebuild(self) -> None:
-        """A parser that met an error stays in it: a new one takes its place."""
+        """Replace the parser: one that had an error stays in it."""
         self._parser = self._start.deep_copy()
         self._parser.try_consume_tokens([*self.tokens, *self._path])
 
@@ -259,13 +259,15 @@ class AnswerGrammar:
 
 def _parse(grammar: Grammar, backend: LLTokenizer) -> LLMatcher:
     name, size = _NAMES[grammar.kind], len(grammar.source)
-    if size > MAX_SOURCE:
-        raise BadRequest(f"the {name} grammar has {size} characters, the limit is {MAX_SOURCE}", "use a smaller one")
+    if size > MAX_SOURCE_CHARS:
+        raise BadRequest(
+            f"the {name} grammar has {size} characters, the limit is {MAX_SOURCE_CHARS}", "use a smaller one"
+        )
     if lone := re.search("[\ud800-\udfff]", grammar.source):
         raise BadRequest(f"the {name} grammar has a lone surrogate at character {lone.start()}", "pass valid Unicode")
-    parser = _llguidance().LLMatcher(backend, _lark(grammar) + _ALL_SPELLINGS, log_level=0)
+    parser = _llguidance().LLMatcher(backend, _lark(grammar) + _ALL_TOKENIZATIONS, log_level=0)
     if parser.is_error():
-        raise BadRequest(_complaint(grammar, parser.get_error()), _WAYS_OUT.get(grammar.kind, ""))
+        raise BadRequest(_parse_error(grammar, parser.get_error()), _HINTS.get(grammar.kind, ""))
     return parser
 
 
@@ -279,7 +281,7 @@ def _check_start(start: AnswerGrammar) -> None:
 
 
 def _lark(grammar: Grammar) -> str:
-    """All kinds as Lark, which is where the parser takes options."""
+    """All kinds as Lark, the only form in which the parser takes options."""
     if grammar.kind == "json_schema":
         _check_schema(grammar.source)
         return f"start: %json {grammar.source}"
@@ -302,11 +304,11 @@ def _check_schema(source: str) -> None:
         raise BadRequest(f"a JSON schema is an object, got {source.strip():.60}", 'pass e.g. {"type": "object"}')
 
 
-def _complaint(grammar: Grammar, error: str) -> str:
+def _parse_error(grammar: Grammar, error: str) -> str:
     """llguidance's message in a line: where (of a Lark grammar, the rest is wrapped in one) and what."""
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     what = error[place.end() if place else 0 :]
-    inner = re.search(r"^error: (.*)$", what, re.MULTILINE)  # the regex parser's own words
+    inner = re.search(r"^error: (.*)$", what, re.MULTILINE)  # the regex parser's own message
     first = what.split("\n")[0].removeprefix("failed to compile JSON schema: ")
     where = f" at line {place[1]}, column {place[2]}" if place and grammar.kind == "lark" else ""
     shown = f" {grammar.source!r:.80}" if grammar.kind == "regex" else ""

@@ -1,8 +1,8 @@
-"""Which blocks of a model are enough to guess its own next token: a short search, once per model, and its result kept.
+"""Which blocks of a model are enough to draft its own next token: a short search, once per model, its result on disk.
 
-Candidates are judged on the model's own greedy answers to shipped prompts: how often the likeliest token of the
-remaining blocks is the full model's. As when drafting, everything before a token has exact K/V, so one forward judges
-a candidate. Knows decoders and texts; not how drafts are grown or verified. Blocks are numbered as in `Decoder`.
+Candidates are scored on the model's own greedy answers to shipped prompts: how often the argmax of the remaining blocks
+is the full model's. As when drafting, everything before a token has exact K/V, so one forward scores a candidate. Knows
+decoders and texts; not how drafts grow or are verified. Blocks are numbered as in `Decoder`.
 """
 
 from __future__ import annotations
@@ -35,63 +35,63 @@ from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
 
-VERSION = 1  # of the search: what an older one found is not used
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 24
-NESTED, EXITS, MUTATIONS = 4, 4, 16  # candidates of each kind
+VERSION = 1  # of the search: results of an older one are not used
+NUM_PROMPTS, MAX_PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 24
+NESTED_CANDIDATES, EXIT_CANDIDATES, MUTATIONS = 4, 4, 16  # candidates of each kind
 GAPS = tuple((size, start) for size in (0.3, 0.45, 0.6) for start in (0.15, 0.25, 0.35, 0.5, 0.7))  # layers left out
-VERIFY = 0.05  # what one more token in a verification costs, as a share of the forward
-DEEPEST = 8
-MOST_COST = 0.75  # of a forward: with more than this no agreement can pay
+VERIFY_TOKEN_SHARE = 0.05  # of a forward: what one more token in a verification costs
+MAX_DEPTH = 8  # of the drafts that a candidate is scored for
+MAX_COST_SHARE = 0.75  # of a forward: above it no agreement can pay
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockSelection:
     """Blocks to run, and the share of tokens on which they alone agreed with the whole model."""
 
     blocks: tuple[int, ...]
     agreement: float
 
 
-def find_blocks(runner: Runner, tokenizer: Tokenizer, max_context: int, quiet: bool = False) -> Found:
-    """The kept result for this very model, or that of a new search."""
+def find_blocks(runner: Runner, tokenizer: Tokenizer, max_context: int, quiet: bool = False) -> BlockSelection:
+    """The stored result for this very model, or that of a new search."""
     path = home() / "layers" / f"{_checksum(runner.decoder)}.json"
     found = _read(path, 2 * runner.decoder.config.num_layers)
     if found is None:
-        found = search(Rehearsal(runner, tokenizer, max_context), runner.decoder, quiet)
+        found = search(GreedyReplay(runner, tokenizer, max_context), runner.decoder, quiet)
         _write(path, found)
     return found
 
 
-def search(rehearsal: Rehearsal, decoder: Decoder, quiet: bool = False) -> Found:
+def search(replay: GreedyReplay, decoder: Decoder, quiet: bool = False) -> BlockSelection:
     """The best of a few families of candidates, then of small changes to the best so far."""
     costs = block_costs(decoder)
-    best, best_score = Found((), 0.0), 0.0
-    candidates = _candidates(rehearsal.influence(), lambda: best.blocks)
+    best, best_score = BlockSelection((), 0.0), 0.0
+    candidates = _candidates(replay.influence(), lambda: best.blocks)
     seen: set[tuple[int, ...]] = set()
-    for _ in track(range(NESTED + EXITS + len(GAPS) + MUTATIONS), "finding layers to skip", quiet):
+    for _ in track(range(NESTED_CANDIDATES + EXIT_CANDIDATES + len(GAPS) + MUTATIONS), "finding layers to skip", quiet):
         blocks = next(candidates)
         cost = sum(costs[b] for b in blocks) + costs[-1]
-        if blocks in seen or cost > MOST_COST:
+        if blocks in seen or cost > MAX_COST_SHARE:
             continue
         seen.add(blocks)
-        agreement = rehearsal.agreement(blocks)
+        agreement = replay.agreement(blocks)
         score = speedup(agreement, cost)
         if score > best_score:
-            best, best_score = Found(blocks, agreement), score
+            best, best_score = BlockSelection(blocks, agreement), score
     return best
 
 
 def speedup(agreement: float, cost: float) -> float:
     """Tokens per pass of the target's time at the best depth, where a round costs this share of it.
 
-    Below 1, where no depth pays, how much of its cost the first round brings in: comparing times would then prefer the
-    cheapest round, however useless.
+    Below 1, where no depth pays, the share of its cost that the first round gains: comparing times would then prefer
+    the cheapest round, however useless.
     """
-    step = VERIFY + cost
+    step = VERIFY_TOKEN_SHARE + cost
     if agreement <= step:
         return agreement / step
     best, path, tokens = 0.0, 1.0, 1.0
-    for depth in range(1, DEEPEST + 1):
+    for depth in range(1, MAX_DEPTH + 1):
         path *= agreement
         tokens += path
         best = max(best, tokens / (1.0 + depth * step))
@@ -111,11 +111,11 @@ def _candidates(influence: list[float], best: Callable[[], tuple[int, ...]]) -> 
     """Fixed families first, then endless mutations of the best so far; the same for the same model."""
     count = len(influence)
     order = sorted(range(count), key=lambda b: influence[b])  # what changes the stream least goes first
-    for n in range(NESTED):
-        dropped = set(order[: (n + 2) * count // (NESTED + 3)])
+    for n in range(NESTED_CANDIDATES):
+        dropped = set(order[: (n + 2) * count // (NESTED_CANDIDATES + 3)])
         yield tuple(b for b in range(count) if b not in dropped)
-    for n in range(EXITS):
-        yield tuple(range((n + 2) * count // (EXITS + 2) // 2 * 2))
+    for n in range(EXIT_CANDIDATES):
+        yield tuple(range((n + 2) * count // (EXIT_CANDIDATES + 2) // 2 * 2))
     for share, place in GAPS:  # layers side by side, from a share of the room before them; the last layer stays
         size = int(count * share) // 2 * 2
         start = min(int((count - size) * place) // 2 * 2, count - 2 - size)
@@ -129,11 +129,10 @@ def _candidates(influence: list[float], best: Callable[[], tuple[int, ...]]) -> 
         yield tuple(sorted(blocks))
 
 
-class Rehearsal:
-    """The model's own greedy answers, the K/V it has for them, and a backend that lets any blocks guess them again.
+class GreedyReplay:
+    """The model's own greedy answers with their K/V, and a decoder that predicts them again with any blocks.
 
-    Its K/V lies outside the engine's pool: the search is over before anything is drafted, and must not push requests
-    out of their pages.
+    Its K/V lies outside the engine's pool: the search must not evict the pages of requests.
     """
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, max_context: int) -> None:
@@ -152,21 +151,21 @@ class Rehearsal:
         ]
         host = runner.batch(spans)
         self._batch = host.to(self._decoder.device)
-        self._judge = dataclasses.replace(self._decoder, attention=_ExactBefore(self._decoder, self._kv, host))
+        self._scorer = dataclasses.replace(self._decoder, attention=_ExactBefore(self._decoder, self._kv, host))
 
     def agreement(self, blocks: tuple[int, ...]) -> float:
-        """Share of the answers' tokens that these blocks alone would have said, each after the true ones before it."""
-        logits = self._judge.forward(self._batch, self._kv, blocks=blocks).logits
+        """Share of the answers' tokens that these blocks alone predict, each after the true ones before it."""
+        logits = self._scorer.forward(self._batch, self._kv, blocks=blocks).logits
         return float((logits.argmax(-1).cpu() == self._labels).float().mean())
 
     @torch.inference_mode()
     def influence(self) -> list[float]:
         """How much each block turns the residual stream: one minus the cosine between what enters and what leaves."""
-        judge, found = self._judge, []
-        judge.attention.plan(self._batch)
-        x = judge.embed(self._batch.tokens)
-        for block in range(2 * judge.config.num_layers):
-            y = judge.run_blocks(x, self._kv, [block])
+        scorer, found = self._scorer, []
+        scorer.attention.plan(self._batch)
+        x = scorer.embed(self._batch.tokens)
+        for block in range(2 * scorer.config.num_layers):
+            y = scorer.run_blocks(x, self._kv, [block])
             found.append(1.0 - float(torch.cosine_similarity(x.float(), y.float(), dim=-1).mean()))
             x = y
         return found
@@ -184,7 +183,7 @@ class Rehearsal:
 
 
 class _ExactBefore(AttentionBackend):
-    """Tokens see the full model's K/V of what is before them, and their own of themselves."""
+    """Attention in which tokens see the full model's K/V of what is before them, and their own K/V of themselves."""
 
     def __init__(self, decoder: Decoder, kv: KV, batch: HostBatch) -> None:
         self.config, self.device = decoder.config, decoder.device
@@ -200,9 +199,11 @@ class _ExactBefore(AttentionBackend):
             entry += range(context)
         rows = [s for s in range(len(batch.seq_lens)) for _ in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])]
         self._slots = torch.tensor(slots, device=self.device)  # [C] of everything there is
-        self._behind = torch.from_numpy(batch.kv_lens).long()[:, None] - 1 - torch.tensor(entry)  # [T, C] entries back
-        self._behind[torch.tensor(rows)[:, None] != torch.tensor(owner)] = 0
-        self._behind = self._behind.to(self.device)
+        self._distance = (
+            torch.from_numpy(batch.kv_lens).long()[:, None] - 1 - torch.tensor(entry)
+        )  # [T, C] entries back
+        self._distance[torch.tensor(rows)[:, None] != torch.tensor(owner)] = 0
+        self._distance = self._distance.to(self.device)
 
     def plan(self, batch: TokenBatch) -> None:
         self._rows = batch.slot_mapping
@@ -217,7 +218,7 @@ class _ExactBefore(AttentionBackend):
         own_k, own_v = (cache[self._rows].float() for cache in self._own)  # [T, Hkv, D]
         heads = q.float().reshape(count, c.num_kv_heads, -1, c.head_dim) * c.scale  # [T, Hkv, group, D]
         window = c.windows[layer]
-        visible = (self._behind > 0) & (self._behind < (window or 1 << 30))  # [T, C]
+        visible = (self._distance > 0) & (self._distance < (window or 1 << 30))  # [T, C]
         before = torch.einsum("thgd,chd->thgc", heads, k).masked_fill_(~visible[:, None, None], float("-inf"))
         itself = torch.einsum("thgd,thd->thg", heads, own_k)
         weights = torch.cat((before, itself[..., None]), -1).softmax(-1)
@@ -226,9 +227,9 @@ class _ExactBefore(AttentionBackend):
 
 
 def _prompts(tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
-    """The shortest shipped prompts, as a user would ask them; long ones lose their beginning."""
-    texts = sorted((prompt.text for prompt in read_prompts()), key=len)[:PROMPTS]
-    limit = max(1, min(PROMPT_TOKENS, max_context - ANSWER_TOKENS))
+    """The shortest shipped prompts, in the chat template; long ones are cut at their beginning."""
+    texts = sorted((prompt.text for prompt in read_prompts()), key=len)[:NUM_PROMPTS]
+    limit = max(1, min(MAX_PROMPT_TOKENS, max_context - ANSWER_TOKENS))
     if tokenizer.has_chat_template:
         ids = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
     else:
@@ -236,7 +237,7 @@ def _prompts(tokenizer: Tokenizer, max_context: int) -> list[list[int]]:
     return [i[-limit:] for i in ids]
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- on disk -----------------------------------------------------------------------------------------------------------
 
 
 def _checksum(decoder: Decoder) -> str:
@@ -260,23 +261,23 @@ def _column(linear: Linear, decoder: Decoder) -> Tensor:
     return linear(x)
 
 
-def _read(path: Path, count: int) -> Found | None:
-    """A kept result; None where there is none, or none that makes sense."""
+def _read(path: Path, count: int) -> BlockSelection | None:
+    """The stored result; None where there is none or it is malformed."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        found = Found(tuple(stored["blocks"]), float(stored["agreement"]))
+        found = BlockSelection(tuple(stored["blocks"]), float(stored["agreement"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     fine = all(type(b) is int and 0 <= b < count for b in found.blocks) and sorted(set(found.blocks)) == [*found.blocks]
     return found if fine and 0.0 <= found.agreement <= 1.0 else None
 
 
-def _write(path: Path, found: Found) -> None:
-    """One rename at the end, so that nobody reads half a file. A disk that cannot be written costs the next search."""
+def _write(path: Path, found: BlockSelection) -> None:
+    """Renamed at the end, so that no reader finds half a file. If writing fails, the next start searches again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
             json.dump({"blocks": found.blocks, "agreement": found.agreement}, part)
         os.replace(part.name, path)
     except OSError as error:
-        log.info("cannot keep the layers that were found: %s", error)
+        log.info("cannot store the layers that were found: %s", error)

@@ -1,9 +1,9 @@
 """From logits to the next token, the same for a request whatever else is in its batch.
 
-`distribution` is the target's distribution after penalties, grammar, temperature, top-k, top-p and min-p: whatever
-accepts or rejects a guess compares with this one. Randomness is a function of (seed, position), not of a shared
-generator, so a request draws the same tokens alone, in any batch, with any draft, and after a preemption. Knows no
-scheduler and no text.
+`distribution` is the target's distribution after penalties, grammar, temperature, top-k, top-p and min-p: the one that
+drafts are verified against. Randomness is a function of (seed, position, stream), not of a shared generator, so a
+request draws the same tokens alone, in any batch, with any draft, and after a preemption. Knows no scheduler and no
+text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.core import SamplingParams, TokenLogprob
 
-_HEAD = 1024  # likeliest tokens looked at first for top-p; a full sort only where they hold too little mass
+_TOP_P_TOKENS = 1024  # most probable tokens sorted first for top-p; all of them only where these hold too little mass
 _MASK = (1 << 64) - 1
 _MIN_TEMPERATURE = 1e-6  # below this a temperature samples as greedily, and 1 / temperature leaves float32
 ACCEPT_STREAM = 1  # random numbers of a position that verifiers accept and reject with; stream 0 draws answers
@@ -26,7 +26,7 @@ DRAFT_STREAM = 2  # random numbers of a position that drafters draw with
 
 
 class Constraint(Protocol):
-    """What a grammar says about the answer of one sequence; see decode/grammar.py."""
+    """The tokens that a grammar allows in the answer of one sequence; see decode/grammar.py."""
 
     def allowed(self, path: Sequence[int]) -> Tensor:
         """Which tokens may follow the answer so far and then `path`: [V] bool on the CPU."""
@@ -45,12 +45,12 @@ class Context:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
+        """Whether the next token is the argmax of the logits as they are."""
         return self.params.greedy and not self.shaped
 
     @property
     def shaped(self) -> bool:
-        """Whether logits must be changed before anything else."""
+        """Whether logits are changed by penalties, logit bias or a grammar."""
         return self.params.penalised or self.constraint is not None
 
 
@@ -106,7 +106,7 @@ class SeededRng:
 
 
 def choose(logits: Tensor, rows: list[Row]) -> list[int]:
-    """The next token of each row: the likeliest, or drawn with the number that belongs to its position."""
+    """The next token of each row: the most probable, or drawn with the random number of its position."""
     shaped = shape(logits, rows)
     if all(row.context.params.greedy for row in rows):
         return shaped.argmax(-1).tolist()
@@ -153,7 +153,7 @@ def _penalise(logits: Tensor, row: Row) -> None:
 def distribution(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Probabilities [N, V] after temperature, top-k, top-p and min-p; rows are independent of each other."""
     column = lambda values: torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # noqa: E731
-    # The likeliest at zero before dividing: a tiny temperature must not push it to infinity
+    # The maximum at zero before dividing: a tiny temperature must not push it to infinity
     centred = logits - logits.amax(-1, keepdim=True)
     probs = torch.softmax(centred / column([max(p.temperature, _MIN_TEMPERATURE) for p in params]), -1)
     cutoff = probs.amax(-1, keepdim=True) * column([p.min_p for p in params])
@@ -171,8 +171,8 @@ def _cutoffs(probs: Tensor, params: list[SamplingParams]) -> Tensor:
 
 def _cutoff(row: Tensor, p: SamplingParams, vocab: int) -> Tensor:
     limit = min(p.top_k or vocab, vocab)
-    head = row.topk(min(limit, _HEAD)).values
-    if p.top_p < 1 and limit > _HEAD and head.sum(dtype=torch.float64) < p.top_p:
+    head = row.topk(min(limit, _TOP_P_TOKENS)).values
+    if p.top_p < 1 and limit > _TOP_P_TOKENS and head.sum(dtype=torch.float64) < p.top_p:
         head = row.sort(descending=True).values
     head = head if limit >= head.numel() else head[:limit]
     if p.top_p >= 1:
@@ -192,7 +192,7 @@ def draw(probs: Tensor, draws: list[float]) -> list[int]:
 
 
 def logprob(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprob | None:
-    """Log-probabilities under the model itself, before temperature and penalties; None unless they were asked for."""
+    """Log-probabilities under the model itself, before temperature and penalties; None unless requested."""
     if params.logprobs is None:
         return None
     logprobs = torch.log_softmax(logits, -1)

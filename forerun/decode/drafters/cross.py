@@ -1,8 +1,8 @@
-"""A draft model of another tokenizer: it continues the text in its own tokens, which are cut into the target's.
+"""A draft model with another tokenizer: it continues the text in its own tokens, which are retokenized to the target's.
 
-What it proposes is a plain guess at tokens, so any verifier stays lossless whatever the two vocabularies are. Its K/V
-lies on pages that are free (`spare`), because the same text has another number of tokens here. Knows no verifier and no
-target; text between the tokenizers is `retoken`'s.
+The result is a deterministic draft, so any verifier stays lossless whatever the two vocabularies are. Its K/V lies on
+free pages (`spare`), because the same text has another number of tokens here. Knows no verifier and no target;
+`retoken` translates between the tokenizers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS, Drafter, DraftRequest, DraftRound, register
-from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, shares, whole_characters
+from forerun.decode.drafters.retoken import Transcript, counterpart, retokenise, split_probs, whole_characters
 from forerun.decode.drafters.spare import SparePages
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import Span
 
-CHOICES = 3  # likeliest tokens of a round: the first is drafted on, the others become side branches of one token
-LEAST = 0.05  # side branches less likely than this are not worth naming
-EXTRA = 4  # rounds beyond the depth asked for, as one token of the target may take several here
+TOP_TOKENS = 3  # of each round: the first is drafted on, the others become side branches of one token
+MIN_SIDE_PROB = 0.05  # of a side branch: less probable ones are left out
+EXTRA_ROUNDS = 4  # beyond the requested depth, as one token of the target may take several of the draft model's
 
 
 @dataclass
 class _State:
-    """What the draft model has read and computed of one sequence."""
+    """What the draft model has computed of one sequence."""
 
     id: int
     transcript: Transcript
@@ -37,21 +37,19 @@ class _State:
 
 
 @dataclass
-class _Growth:
-    """One draft in the making: a chain of the draft model's tokens, and the target's tokens that it amounts to."""
+class _CrossDraft:
+    """A draft while it grows: a chain of the draft model's tokens, and the same text in the target's tokens."""
 
     request: DraftRequest
     state: _State
-    rounds: int
+    rounds: int  # at most
     drafted: list[int] = field(default_factory=list)
     text: bytes = b""  # of all of `drafted`
     parts: list[tuple[int, float]] = field(default_factory=list)  # bytes and probability of each
     path: float = 1.0
     tokens: list[int] = field(default_factory=list)  # of the target
-    others: list[tuple[int, int, float]] = field(
-        default_factory=list
-    )  # after so many drafted: a token, its probability
-    over: bool = False
+    others: list[tuple[int, int, float]] = field(default_factory=list)  # (drafted tokens before it, token, probability)
+    ended: bool = False
 
 
 @register
@@ -95,14 +93,15 @@ class CrossDrafter(Drafter):
     # -- the contract --------------------------------------------------------------------------------------------------
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        grown = [_Growth(request, self._state(request), request.max_depth + EXTRA) for request in requests]
-        ready = self._catch_up(grown)
+        chains = [_CrossDraft(request, self._state(request), request.max_depth + EXTRA_ROUNDS) for request in requests]
+        ready = self._catch_up(chains)
         self.rounds = []
-        while ready := [g for g in ready if self._goes_on(g)]:
+        while ready := [chain for chain in ready if self._should_continue(chain)]:
             start = time.perf_counter()
-            self._run(ready, [Span(g.drafted[-1:], len(g.state.ran), g.state.pages, (0,)) for g in ready])
+            spans = [Span(chain.drafted[-1:], len(chain.state.ran), chain.state.pages, (0,)) for chain in ready]
+            self._run(ready, spans)
             self.rounds.append(DraftRound(len(ready), len(ready), time.perf_counter() - start))
-        return [self._finished(g) for g in grown]
+        return [self._finished(chain) for chain in chains]
 
     def catch_up_tokens(self, request: DraftRequest) -> int:
         state = self._state(request)
@@ -119,7 +118,7 @@ class CrossDrafter(Drafter):
     # -- catching up with the target -----------------------------------------------------------------------------------
 
     def _state(self, request: DraftRequest) -> _State:
-        """What the draft model has of the text as it is now: drafts that came true stay."""
+        """What the draft model has computed of the text as it is now; accepted drafts stay."""
         state = self._states.get(request.seq_id)
         if state is None:
             state = self._states[request.seq_id] = _State(request.seq_id, Transcript(self._target, self._draft))
@@ -133,12 +132,12 @@ class CrossDrafter(Drafter):
         del state.ran[common:]
         return state
 
-    def _catch_up(self, grown: list[_Growth]) -> list[_Growth]:
-        """Run what is missing, a long prompt in parts; those that are complete have their first token then."""
+    def _catch_up(self, chains: list[_CrossDraft]) -> list[_CrossDraft]:
+        """Run what is missing, a long prompt in parts; returns the chains that are complete, with their first token."""
         running, spans = [], []
-        for g in grown:
-            state, ids = g.state, g.state.transcript.ids
-            entries = len(ids) + g.rounds
+        for chain in chains:
+            state, ids = chain.state, chain.state.transcript.ids
+            entries = len(ids) + chain.rounds
             if not ids or entries > self.max_context:
                 continue
             if not self._spare.extend(state.id, state.pages, self._pool.pages_for(entries)):
@@ -147,7 +146,7 @@ class CrossDrafter(Drafter):
             complete = len(state.ran) + len(new) == len(ids)
             span = Span(new, len(state.ran), state.pages, [len(new) - 1] if complete else ())
             if complete:
-                running.append(g)
+                running.append(chain)
                 spans.append(span)
             else:
                 self._runner.forward([span])
@@ -158,84 +157,85 @@ class CrossDrafter(Drafter):
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def _goes_on(self, g: _Growth) -> bool:
-        if g.over or len(g.drafted) >= g.rounds or len(g.tokens) >= g.request.max_depth:
+    def _should_continue(self, chain: _CrossDraft) -> bool:
+        if chain.ended or len(chain.drafted) >= chain.rounds or len(chain.tokens) >= chain.request.max_depth:
             return False
-        return g.request.keep_drafting is None or g.request.keep_drafting(g.path, max(1, len(g.tokens)))
+        return chain.request.keep_drafting is None or chain.request.keep_drafting(chain.path, max(1, len(chain.tokens)))
 
-    def _run(self, growing: list[_Growth], spans: list[Span]) -> None:
-        """One forward, and the likeliest next tokens of each."""
+    def _run(self, running: list[_CrossDraft], spans: list[Span]) -> None:
+        """One forward, and the most probable next tokens of each."""
         logits = self._runner.forward(spans).logits
-        heat = [1.0 if g.request.context.params.greedy else g.request.context.params.temperature for g in growing]
-        probs = torch.softmax(logits / torch.tensor(heat, device=logits.device)[:, None], -1)
-        top = probs.topk(CHOICES, -1)
-        for g, span, tokens, probs in zip(growing, spans, top.indices.tolist(), top.values.tolist(), strict=True):
-            g.state.ran += span.ids
-            found = [(len(g.drafted), token, min(1.0, p)) for token, p in zip(tokens, probs, strict=True)]
-            self._take(g, tokens[0], found[0][2])
-            g.others += [other for other in found[0 if g.over else 1 :] if other[2] >= LEAST]
+        params = [chain.request.context.params for chain in running]
+        temperatures = [1.0 if p.greedy else p.temperature for p in params]
+        probs = torch.softmax(logits / torch.tensor(temperatures, device=logits.device)[:, None], -1)
+        top = probs.topk(TOP_TOKENS, -1)
+        for chain, span, tokens, probs in zip(running, spans, top.indices.tolist(), top.values.tolist(), strict=True):
+            chain.state.ran += span.ids
+            found = [(len(chain.drafted), token, min(1.0, p)) for token, p in zip(tokens, probs, strict=True)]
+            self._extend(chain, tokens[0], found[0][2])
+            chain.others += [other for other in found[0 if chain.ended else 1 :] if other[2] >= MIN_SIDE_PROB]
 
-    def _take(self, g: _Growth, token: int, prob: float) -> None:
-        """Draft on with the likeliest token, unless it ends the answer or cannot follow."""
+    def _extend(self, chain: _CrossDraft, token: int, prob: float) -> None:
+        """Append the most probable token, unless it ends the answer or contradicts the target's last bytes."""
         part = self._bytes(token)
-        if not part or not self._fits(g, g.text + part):
-            g.over = True
+        if not part or not self._fits(chain, chain.text + part):
+            chain.ended = True
             return
-        g.drafted.append(token)
-        g.text += part
-        g.parts.append((len(part), prob))
-        g.path *= prob
-        g.tokens = self._cut(g, g.text)
+        chain.drafted.append(token)
+        chain.text += part
+        chain.parts.append((len(part), prob))
+        chain.path *= prob
+        chain.tokens = self._cut(chain, chain.text)
 
     def _bytes(self, token: int) -> bytes:
-        """Of a token that is text; b"" for one that ends the answer or stands for nothing."""
+        """Of a token that is text; b"" for one that ends the answer or has none."""
         return b"" if token in self._ends else self._draft.token_bytes(token)
 
     @staticmethod
-    def _fits(g: _Growth, text: bytes) -> bool:
-        """Whether a text can be the rest of a character that the target has begun."""
-        rest = g.state.transcript.rest
+    def _fits(chain: _CrossDraft, text: bytes) -> bool:
+        """Whether a text can continue a character of which the target has written the first bytes."""
+        rest = chain.state.transcript.rest
         return text[: len(rest)] == rest[: len(text)]
 
-    def _cut(self, g: _Growth, text: bytes) -> list[int]:
+    def _cut(self, chain: _CrossDraft, text: bytes) -> list[int]:
         """Drafted text as tokens of the target that continue the sequence."""
-        new = whole_characters(text)[len(g.state.transcript.rest) :]
-        return retokenise(self._target, g.request.tokens, new) if new else []
+        new = whole_characters(text)[len(chain.state.transcript.rest) :]
+        return retokenise(self._target, chain.request.tokens, new) if new else []
 
     # -- the draft -----------------------------------------------------------------------------------------------------
 
-    def _finished(self, g: _Growth) -> Draft:
-        """The target's tokens with their share of the probabilities, and a token for each other way to go on."""
-        most = g.request.max_nodes
-        chain = g.tokens[:most]
-        draft = Draft.chain(chain, self._probs(g, g.parts, chain), self.name)
+    def _finished(self, chain: _CrossDraft) -> Draft:
+        """The target's tokens with their part of the probabilities, and one token for each side branch."""
+        limit = chain.request.max_nodes
+        path = chain.tokens[:limit]
+        draft = Draft.chain(path, self._probs(chain, chain.parts, path), self.name)
         known = set(zip(draft.parents, draft.tokens, strict=True))
-        for place, token, prob in g.others:
-            tokens, probs = self._other(g, place, token, prob)
-            same = next((i for i, (a, b) in enumerate(zip(tokens, chain, strict=False)) if a != b), len(chain))
-            if same >= len(tokens) or same > len(chain) or (same - 1, tokens[same]) in known or len(draft) >= most:
+        for place, token, prob in chain.others:
+            tokens, probs = self._other(chain, place, token, prob)
+            same = next((i for i, (a, b) in enumerate(zip(tokens, path, strict=False)) if a != b), len(path))
+            if same >= len(tokens) or same > len(path) or (same - 1, tokens[same]) in known or len(draft) >= limit:
                 continue
             known.add((same - 1, tokens[same]))
             draft.add(tokens[same], same - 1, probs[same], self.name)
         return draft
 
-    def _other(self, g: _Growth, place: int, token: int, prob: float) -> tuple[list[int], list[float]]:
-        """The target's tokens where this one of the draft's follows the first `place`, and their probabilities."""
-        parts = g.parts[:place]
-        text, part = g.text[: sum(length for length, _ in parts)], self._bytes(token)
-        if not self._fits(g, text + part):
+    def _other(self, chain: _CrossDraft, place: int, token: int, prob: float) -> tuple[list[int], list[float]]:
+        """The target's tokens where this token of the draft model follows its first `place`; their probabilities."""
+        parts = chain.parts[:place]
+        text, part = chain.text[: sum(length for length, _ in parts)], self._bytes(token)
+        if not self._fits(chain, text + part):
             return [], []
         parts = [*parts, (len(part), prob)] if part else parts
-        tokens = self._cut(g, text + part)
-        probs = self._probs(g, parts, tokens)
+        tokens = self._cut(chain, text + part)
+        probs = self._probs(chain, parts, tokens)
         end = None if part else counterpart(token, self._draft, self._target)
-        if end is not None and self._length(tokens) + len(g.state.transcript.rest) == len(text):
+        if end is not None and self._length(tokens) + len(chain.state.transcript.rest) == len(text):
             return [*tokens, end], [*probs, prob]
         return tokens, probs
 
-    def _probs(self, g: _Growth, parts: list[tuple[int, float]], tokens: list[int]) -> list[float]:
+    def _probs(self, chain: _CrossDraft, parts: list[tuple[int, float]], tokens: list[int]) -> list[float]:
         lengths = [len(self._target.token_bytes(token)) for token in tokens]
-        return shares(parts, [len(g.state.transcript.rest), *lengths])[1:] if tokens else []
+        return split_probs(parts, [len(chain.state.transcript.rest), *lengths])[1:] if tokens else []
 
     def _length(self, tokens: list[int]) -> int:
         return sum(len(self._target.token_bytes(token)) for token in tokens)

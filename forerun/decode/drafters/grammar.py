@@ -1,8 +1,9 @@
-"""The grammar as a drafter: what must come next is drafted for free; and `prune`: what it forbids leaves other drafts.
+"""The grammar as a drafter: what must come next is drafted for free; and `prune`, which removes from other drafts what
+the grammar forbids.
 
-A token is certain only where the grammar allows no other. Text that is certain is drafted in its usual spelling, which
+A token is certain only where the grammar allows no other. Text that is certain is drafted in its usual tokens, which
 the model may or may not use. Where only white space keeps text from being certain (between the words of JSON), the
-spacing of the answer so far is taken to go on. All of these are guesses like any other: the masked target decides.
+spacing of the answer so far is continued. All of these are drafts like any other: the masked target verifies them.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from forerun.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from forerun.decode.draft_context import DraftContext
 
-SPELT = 0.97  # probability of a token of certain text in its usual spelling
-LAST = 0.8  # of the last one, which may grow together with what follows
-SPACED = 0.85  # of one that rests on a guess about white space
-END = 0.95  # of the first among several tokens that end an answer
+SPELLED_PROB = 0.97  # of a token of certain text in its usual spelling
+LAST_TOKEN_PROB = 0.8  # of the last one, which the model may join with what follows
+SPACE_PROB = 0.85  # of one with assumed white space
+END_PROB = 0.95  # of the first among several tokens that end an answer
 _SPACE = b" \t\n\r"
-_LINES = re.compile(rb"\s*[{\[]\n([ \t]+)")  # how JSON begins that is written in lines; its indentation
-_TOKEN_BYTES = 8  # text looked for per token that may be drafted
-_LONG = 32  # bytes of a token
-_BEFORE = 3  # tokens before a text whose spelling it continues
+_INDENTED_JSON = re.compile(rb"\s*[{\[]\n([ \t]+)")  # the beginning of JSON written in lines, with its indentation
+_BYTES_PER_TOKEN = 8  # of certain text, searched per token that may be drafted
+_MAX_TOKEN_BYTES = 32  # longer tokens are not considered
+_CONTEXT_TOKENS = 3  # before a text, encoded together with it
 
 
-class Letters:
-    """The tokens of a vocabulary by the bytes they are made of; control tokens are made of none."""
+class TokenBytes:
+    """The tokens of a vocabulary by their bytes; control tokens have none."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -53,8 +54,8 @@ class Letters:
         return self._masks[first]
 
     def one_token(self, text: bytes) -> bool:
-        """Whether there is but one beginning of the text that is a token; very long tokens and doubles are not seen."""
-        known = (length for length in range(1, min(len(text), _LONG) + 1) if text[:length] in self._texts)
+        """Whether exactly one prefix of the text is a token; very long tokens and duplicates are not considered."""
+        known = (length for length in range(1, min(len(text), _MAX_TOKEN_BYTES) + 1) if text[:length] in self._texts)
         return next(known, None) is not None and next(known, None) is None
 
 
@@ -63,8 +64,8 @@ class GrammarDrafter(Drafter):
     name = "grammar"
 
     def __init__(self, ctx: DraftContext | None = None) -> None:
-        """Sequences bring their own grammars; nothing of the draft context is needed."""
-        self._letters: Letters | None = None
+        """Grammars come with the requests; nothing of the draft context is needed."""
+        self._token_bytes: TokenBytes | None = None
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         drafts = []
@@ -72,15 +73,15 @@ class GrammarDrafter(Drafter):
             drafts.append(Draft())
             constraint = request.context.constraint
             if isinstance(constraint, AnswerGrammar):
-                if self._letters is None or self._letters.vocabulary is not constraint.vocabulary:
-                    self._letters = Letters(constraint.vocabulary)
-                _grow(drafts[-1], constraint, self._letters, min(request.max_depth, request.max_nodes))
+                if self._token_bytes is None or self._token_bytes.vocabulary is not constraint.vocabulary:
+                    self._token_bytes = TokenBytes(constraint.vocabulary)
+                _grow(drafts[-1], constraint, self._token_bytes, min(request.max_depth, request.max_nodes))
         return drafts
 
 
 def prune(draft: Draft, constraint: Constraint | None) -> Draft:
-    """The draft without the nodes that the grammar forbids and all that hangs on them. A draft that was drawn at random
-    stays whole, or it would not be lossless any more: its drafter masks what it draws from."""
+    """The draft without the nodes that the grammar forbids and their descendants. A sampled draft stays whole, or it
+    would not be lossless any more: its drafter masks the distribution it samples from."""
     if draft.proposals or not isinstance(constraint, AnswerGrammar):
         return draft
     kept: set[int] = set()
@@ -96,15 +97,15 @@ def prune(draft: Draft, constraint: Constraint | None) -> Draft:
     return pruned
 
 
-def _grow(draft: Draft, constraint: AnswerGrammar, letters: Letters, limit: int) -> None:
-    """One chain of likely text and certain tokens, until nothing is likely."""
+def _grow(draft: Draft, constraint: AnswerGrammar, token_bytes: TokenBytes, limit: int) -> None:
+    """One chain of certain tokens and text, until nothing is certain."""
     while len(draft) < limit:
         path, left = list(draft.tokens), limit - len(draft)
         if path and path[-1] in constraint.vocabulary.end_ids:
             return
         try:
-            found = _spelt(constraint, letters, path, left) or _without_text(constraint, path, left)
-        except DeadEnd:  # a request that gets there meets it again, and then it counts
+            found = _spelled(constraint, token_bytes, path, left) or _without_text(constraint, path, left)
+        except DeadEnd:  # raised again when the answer itself gets there
             return
         for token, prob in found:
             draft.add(token, len(draft) - 1, prob, GrammarDrafter.name)
@@ -113,62 +114,66 @@ def _grow(draft: Draft, constraint: AnswerGrammar, letters: Letters, limit: int)
 
 
 def _without_text(constraint: AnswerGrammar, path: list[int], limit: int) -> list[tuple[int, float]]:
-    """Where no text is likely: tokens without alternative (a control token, an only end), or one of several ends."""
+    """Where no text is certain: tokens without alternative (a control token, an only end), or one of several ends."""
     forced = constraint.forced(path, limit)
     if not forced and not (constraint.bits(path) & ~constraint.vocabulary.ends).any():
-        return [(constraint.vocabulary.eos_token_id, END)]
+        return [(constraint.vocabulary.eos_token_id, END_PROB)]
     return [(token, 1.0) for token in forced]
 
 
-def _spelt(constraint: AnswerGrammar, letters: Letters, path: list[int], limit: int) -> list[tuple[int, float]]:
-    """The likely text after `path` in tokens, each with its probability."""
-    text, guessed = _text(constraint, letters, path, limit * _TOKEN_BYTES)
-    tokens = spell(constraint.vocabulary.tokenizer, [*constraint.tokens[-_BEFORE:], *path][-_BEFORE:], text)
-    whole = len(tokens) <= limit and len(text) < limit * _TOKEN_BYTES
+def _spelled(
+    constraint: AnswerGrammar, token_bytes: TokenBytes, path: list[int], limit: int
+) -> list[tuple[int, float]]:
+    """The certain text after `path` in tokens, each with its probability."""
+    text, assumed = _text(constraint, token_bytes, path, limit * _BYTES_PER_TOKEN)
+    tokens = spell(
+        constraint.vocabulary.tokenizer, [*constraint.tokens[-_CONTEXT_TOKENS:], *path][-_CONTEXT_TOKENS:], text
+    )
+    whole = len(tokens) <= limit and len(text) < limit * _BYTES_PER_TOKEN
     tokens = tokens[: min(limit, constraint.accepts(path, tokens))]
     found, at = [], 0
     for i, token in enumerate(tokens):
         end = at + len(constraint.vocabulary.tokens[token])
-        if any(at <= place < end for place in guessed):
-            prob = SPACED
-        elif letters.one_token(text[at:]) and constraint.forced([*path, *tokens[:i]], 1):
+        if any(at <= place < end for place in assumed):
+            prob = SPACE_PROB
+        elif token_bytes.one_token(text[at:]) and constraint.forced([*path, *tokens[:i]], 1):
             prob = 1.0
         else:
-            prob = LAST if whole and i == len(tokens) - 1 else SPELT
+            prob = LAST_TOKEN_PROB if whole and i == len(tokens) - 1 else SPELLED_PROB
         found.append((token, prob))
         at = end
     return found
 
 
-def _text(constraint: AnswerGrammar, letters: Letters, path: list[int], limit: int) -> tuple[bytes, list[int]]:
-    """The text that is certain after `path` but for white space, and where in it white space was guessed. The grammar
-    is followed byte by byte, in tokens of one byte, as nothing is known about the tokens yet."""
-    text, guessed, probe = b"", [], list(path)
+def _text(constraint: AnswerGrammar, token_bytes: TokenBytes, path: list[int], limit: int) -> tuple[bytes, list[int]]:
+    """The text that is certain after `path` except for white space, and the offsets where white space was assumed. The
+    grammar is advanced byte by byte, in tokens of one byte, as the tokens are not known yet."""
+    text, assumed, probe = b"", [], list(path)
     while len(text) < limit:
         piece = constraint.certain_text(probe)[: limit - len(text)]
         if not piece:
-            piece = _past_space(constraint, letters, probe)
-            guessed.append(len(text))
-        steps = [letters.byte_ids.get(byte, -1) for byte in piece]
+            piece = _past_space(constraint, token_bytes, probe)
+            assumed.append(len(text))
+        steps = [token_bytes.byte_ids.get(byte, -1) for byte in piece]
         if not piece or -1 in steps or constraint.accepts(probe, steps) < len(steps):
-            return text + (b"" if guessed and guessed[-1] == len(text) else piece), guessed
+            return text + (b"" if assumed and assumed[-1] == len(text) else piece), assumed
         text, probe = text + piece, probe + steps
-    return text, guessed
+    return text, assumed
 
 
-def _past_space(constraint: AnswerGrammar, letters: Letters, path: list[int]) -> bytes:
+def _past_space(constraint: AnswerGrammar, token_bytes: TokenBytes, path: list[int]) -> bytes:
     """White space and the one byte that may follow it, where white space or that byte are all that may come next."""
-    vocabulary, spaces = constraint.vocabulary, letters.beginning(_SPACE)
+    vocabulary, spaces = constraint.vocabulary, token_bytes.beginning(_SPACE)
     try:
         bits = constraint.bits(path)
-    except DeadEnd:  # the text before it can still be of use
+    except DeadEnd:  # the text before it may still be drafted
         return b""
     rest = bits & ~spaces
     if not (bits & spaces).any() or not rest.any() or (rest & vocabulary.ends).any():
         return b""
     at = int((rest != 0).argmax())
     first = vocabulary.tokens[at * 8 + (int(rest[at]) & -int(rest[at])).bit_length() - 1][:1]
-    if (rest & ~letters.beginning(first)).any():
+    if (rest & ~token_bytes.beginning(first)).any():
         return b""
     return _spacing(constraint.text + vocabulary.text(path), first) + first
 
@@ -178,7 +183,7 @@ def _spacing(written: bytes, following: bytes) -> bytes:
     same byte is followed by the same white space as before."""
     text = written.rstrip(_SPACE)
     before, space = text[-1:], b" " if text[-1:] in (b",", b":") else b""
-    lines, earlier = _LINES.match(text), text.rfind(before, 0, -1) if before else -1
+    lines, earlier = _INDENTED_JSON.match(text), text.rfind(before, 0, -1) if before else -1
     if text in (b"{", b"["):
         space = b"\n  "  # what chat models write nearly always
     elif lines and (before in (b"{", b"[", b",") or following in (b"}", b"]")):
@@ -201,8 +206,8 @@ def _indented(line: bytes, following: bytes, unit: bytes) -> bytes:
 
 
 def spell(tokenizer: Tokenizer, before: Sequence[int], text: bytes) -> list[int]:
-    """The usual tokens of a text that follows other tokens: those of both together, where they part at the same place,
-    else those of the text alone. Empty where a tokenizer writes it otherwise."""
+    """The usual tokens of a text that follows other tokens: those of both together, where a token starts with the text,
+    else those of the text alone. Empty where the tokenizer changes the text."""
     text = text.decode("utf-8", errors="ignore").encode()  # a character cut in two has no usual spelling
     starts = [b"".join(map(tokenizer.token_bytes, before)), b"", b"\n"]  # a line end: for those that add a first space
     for start in starts if text else []:

@@ -20,20 +20,20 @@ from forerun.decode.drafters.base import Drafter, DraftRequest, register
 if TYPE_CHECKING:
     from forerun.decode.draft_context import DraftContext
 
-_SHIFT = 24  # bits of a token in a key; a collision would only be a bad guess
-_TRIED = 8  # newest occurrences of the last pair that are compared
-_SINGLES = 4  # the same of the last token, where the pair is new
-LONGEST = 12  # a longer match says no more
-_LEAST = 0.02  # paths less likely than this are of no use to anybody
+_SHIFT = 24  # bits of a token in a key; a collision would only be a wrong draft
+_MAX_PAIR_MATCHES = 8  # the newest occurrences of the last two tokens
+_MAX_SINGLE_MATCHES = 4  # of the last token, where the pair is new
+MAX_MATCH_TOKENS = 12  # a longer match predicts no better
+_MIN_PATH_PROB = 0.02  # of a node: less probable ones are never worth verifying
 
 # Log odds that the token after a match is the target's own, by the length of the match (0 is unused): measured on
 # greedy answers of a 1.5B model, as are the weights below. A match of length l of which d more tokens were accepted is
 # as good as one of length l + d.
-_ODDS = (0.0, -0.9, -0.3, 0.1, 0.5, 0.9, 1.2, 1.3, 1.4, 1.6, 1.7, 1.9, 3.2)
-_IN_PROMPT = 0.9  # answers repeat their prompt more faithfully than themselves
-_AGREED = 0.9  # several occurrences, one continuation
-_DISPUTED = (0.0, 0.0, -0.9, -1.2, -1.6)  # by the number of continuations
-_MAJORITY = 0.6  # the first of several has more than half of the occurrences
+_LOG_ODDS = (0.0, -0.9, -0.3, 0.1, 0.5, 0.9, 1.2, 1.3, 1.4, 1.6, 1.7, 1.9, 3.2)
+_PROMPT_BONUS = 0.9  # answers repeat their prompt more faithfully than themselves
+_AGREED_BONUS = 0.9  # several occurrences, one continuation
+_DISPUTED_PENALTY = (0.0, 0.0, -0.9, -1.2, -1.6)  # by the number of continuations
+_MAJORITY_BONUS = 0.6  # the first of several has more than half of the occurrences
 
 State = TypeVar("State")
 Child = tuple[int, float, State]  # token, probability given its parent, what follows it
@@ -44,8 +44,10 @@ def prob_of(log_odds: float) -> float:
     return 1.0 / (1.0 + exp(-log_odds))
 
 
-def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], request: DraftRequest, source: str) -> Draft:
-    """The likeliest paths of a tree that `expand` unfolds, best first, until the ask's nodes or depth are used up."""
+def grow_best_first(
+    root: State, expand: Callable[[State], Iterable[Child[State]]], request: DraftRequest, source: str
+) -> Draft:
+    """The most probable paths of a tree that `expand` unfolds, best first, within the request's nodes and depth."""
     draft = Draft()
     tokens, parents, probs = draft.tokens, draft.parents, draft.probs
     frontier: list[tuple[float, int, int, float, int, int, State]] = []
@@ -53,7 +55,7 @@ def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], request
     while True:
         if depth <= request.max_depth:
             for token, prob, child in expand(state):
-                if path * prob >= _LEAST:
+                if path * prob >= _MIN_PATH_PROB:
                     made += 1  # ties go to the older, and states are never compared
                     heappush(frontier, (-path * prob, made, token, prob, node, depth, child))
         if not frontier or len(tokens) >= request.max_nodes:
@@ -68,7 +70,7 @@ def grow(root: State, expand: Callable[[State], Iterable[Child[State]]], request
 
 
 class NgramIndex:
-    """Where the tokens and pairs of tokens of a growing list stood before: amortised O(1) for each token.
+    """Where the tokens and pairs of tokens of a growing list occurred: amortised O(1) per token.
 
     Place p is the gap before `tokens[p]`.
     """
@@ -81,7 +83,7 @@ class NgramIndex:
         self._single_before = array("i", [-1])
 
     def extend(self, tokens: list[int], end: int) -> None:
-        """Take in `tokens[size:end]`."""
+        """Index `tokens[size:end]`."""
         single, single_before, pair, pair_before = self._single, self._single_before, self._pair, self._pair_before
         before = tokens[self.size - 1] if self.size else -1
         for place, token in enumerate(islice(tokens, self.size, end), start=self.size + 1):
@@ -101,8 +103,8 @@ class NgramIndex:
             return []
         found: list[tuple[int, int]] = []
         place = self._pair.get(tokens[end - 2] << _SHIFT | tokens[end - 1], -1)
-        while place >= 0 and len(found) < _TRIED:
-            length, most = 2, min(LONGEST, place, end)
+        while place >= 0 and len(found) < _MAX_PAIR_MATCHES:
+            length, most = 2, min(MAX_MATCH_TOKENS, place, end)
             while length < most and indexed[place - 1 - length] == tokens[end - 1 - length]:
                 length += 1
             found.append((length, place))
@@ -111,7 +113,7 @@ class NgramIndex:
             found.sort(key=lambda match: -match[0])  # stable: the newest stays first among equals
             return found
         place = self._single.get(tokens[end - 1], -1)
-        while place >= 0 and len(found) < _SINGLES:
+        while place >= 0 and len(found) < _MAX_SINGLE_MATCHES:
             found.append((1, place))
             place = self._single_before[place]
         return found
@@ -146,18 +148,18 @@ class LookupDrafter(Drafter):
                 groups.setdefault(tokens[place], []).append((length + 1, place + 1, period))
             return self._weigh(groups, len(matches), num_prompt)
 
-        return grow([(length, place, size - place) for length, place in matches], expand, request, self.name)
+        return grow_best_first([(length, place, size - place) for length, place in matches], expand, request, self.name)
 
     @staticmethod
     def _weigh(groups: dict[int, list[Continuation]], matches: int, num_prompt: int) -> list[Child[list[Continuation]]]:
         """The continuations with their probabilities, the one after the longest match first."""
         first = next(iter(groups.values()))
         length, place, _ = first[0]
-        log_odds = _ODDS[min(length - 1, LONGEST)] + (_IN_PROMPT if place <= num_prompt else 0.0)
+        log_odds = _LOG_ODDS[min(length - 1, MAX_MATCH_TOKENS)] + (_PROMPT_BONUS if place <= num_prompt else 0.0)
         if len(groups) > 1:
-            log_odds += _DISPUTED[min(len(groups), 4)] + (_MAJORITY if 2 * len(first) > matches else 0.0)
+            log_odds += _DISPUTED_PENALTY[min(len(groups), 4)] + (_MAJORITY_BONUS if 2 * len(first) > matches else 0.0)
         elif matches > 1:
-            log_odds += _AGREED
+            log_odds += _AGREED_BONUS
         prob = prob_of(log_odds)
         other = (1.0 - prob) / len(groups) ** 2  # measured: of two, the other is right in a quarter of the misses
         return [(token, prob if group is first else other, group) for token, group in groups.items()]

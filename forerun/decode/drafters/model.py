@@ -1,8 +1,8 @@
-"""A draft model with the target's tokenizer: grows a tree, surest nodes first, one forward of the draft a round.
+"""A draft model with the target's tokenizer: grows a tree, most probable nodes first, one forward per round.
 
-Its K/V lies on a plane of the target's own pages, so shared prefixes are shared for both models and nothing is outside
-the pool's budget. What free drafters offered is scored in the first round's forward along with the rest: a guess that
-the draft model agrees with saves it rounds of its own (a cascade). Knows no verifier and no target.
+Its K/V lies on the target's own pages (`DraftKV`), so shared prefixes are shared for both models and nothing is outside
+the pool's budget. What free drafters proposed is scored in the first round's forward: a candidate that the draft model
+finds probable saves it rounds of its own (a cascade). Knows no verifier and no target.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from forerun.errors import BadRequest
 from forerun.models.execution.runner import Span
 from forerun.models.execution.short_head import ShortHead
 
-SCORED = 7  # offered tokens that are scored in the first round
-SIDE = 0.25  # further nodes run in a round if their path is this likely
+MAX_SCORED_CANDIDATES = 7  # tokens of free drafts that are scored in the first round: it stays as cheap as one token
+MIN_SIDE_PATH_PROB = 0.25  # further nodes run in a round if their path is this probable
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _State:
 
     pages: array[int]
     valid: int  # entries of the sequence's own tokens that have K/V
-    fresh: bool = True  # nothing has been asked yet
+    fresh: bool = True  # nothing has been drafted yet
     run: list[int] = field(default_factory=list)  # tokens that ran after those, in consecutive entries
 
 
@@ -43,8 +43,8 @@ class ModelDrafter(Drafter):
     free = False
     can_sample = True
     _short_head: ShortHead | None = None
-    side_branches = 2  # nodes beside the surest that may run in a round
-    children = 3  # likeliest tokens that become children of a node
+    side_branches = 2  # nodes beside the most probable one that may run in a round
+    children = 3  # most probable tokens that become children of a node
 
     def __init__(self, ctx: DraftContext) -> None:
         assert ctx.draft_runner is not None
@@ -77,18 +77,18 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self.rounds = []
-        grown = [TreeBuilder(request, self.name) for request in requests]
-        fitting = [
-            g for g in grown if len(g.request.tokens) + max(g.request.max_depth, g.request.max_nodes) < self.max_context
-        ]
-        ready = [g for g in fitting if self._catch_up(g.request)]
+        trees = [TreeBuilder(request, self.name) for request in requests]
+        ready = [tree for tree in trees if self._fits(tree.request) and self._catch_up(tree.request)]
         if ready and not self._grow_chains(ready):
             self._first_round(ready)
-            while growing := [(g, nodes) for g in ready if (nodes := self._next_nodes(g))]:
+            while growing := [(tree, nodes) for tree in ready if (nodes := self._next_nodes(tree))]:
                 self._round(growing)
-        for g in ready:
-            self._states[g.request.seq_id].run = g.straight()
-        return [g.draft for g in grown]
+        for tree in ready:
+            self._states[tree.request.seq_id].run = tree.straight()
+        return [tree.draft for tree in trees]
+
+    def _fits(self, request: DraftRequest) -> bool:
+        return len(request.tokens) + max(request.max_depth, request.max_nodes) < self.max_context
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         self._states.pop(seq_id, None)
@@ -98,13 +98,13 @@ class ModelDrafter(Drafter):
         return self._runner.time_forward(tokens, context, repeats=2)
 
     def catch_up_tokens(self, request: DraftRequest) -> int:
-        """Tokens of a sequence that the draft model has not seen yet."""
+        """Tokens of a sequence that the draft model has not run yet."""
         return len(request.tokens) - self._state(request).valid
 
     # -- catching up with the target -----------------------------------------------------------------------------------
 
     def _state(self, request: DraftRequest) -> _State:
-        """What is computed for the tokens as they are now: drafts that came true stay, whole shared pages count."""
+        """What is computed for the tokens as they are now: accepted drafts stay, whole shared pages count."""
         state = self._states.get(request.seq_id)
         if state is None or state.pages is not request.pages:
             state = self._states[request.seq_id] = _State(request.pages, self._filled(request.pages))
@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
         if self._short_head is not None:
             self._short_head.add_seen(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
-        if missing > SCORED + 1:
+        if missing > MAX_SCORED_CANDIDATES + 1:
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
             half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
                 lo = state.valid - half.first
                 self._runner.resume(span, half.x[lo : lo + count], half.layer)
             self._advance(state, state.valid + count)
-        return len(tokens) - state.valid <= SCORED + 1
+        return len(tokens) - state.valid <= MAX_SCORED_CANDIDATES + 1
 
     def _advance(self, state: _State, valid: int) -> None:
         size = self._pool.page_size
@@ -152,111 +152,113 @@ class ModelDrafter(Drafter):
     # -- growing -------------------------------------------------------------------------------------------------------
 
     def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
-        """All rounds in one launch, where the device can and the likeliest tokens are wanted; else nothing happens."""
-        if any(g.request.sampled or g.request.context.shaped for g in ready):
+        """All rounds in one launch; False, and nothing happens, where the device cannot or drafts are sampled."""
+        if any(tree.request.sampled or tree.request.context.shaped for tree in ready):
             return False
-        spans = [self._unseen(g.request) for g in ready]
+        spans = [self._unread_span(tree.request) for tree in ready]
         start = time.perf_counter()
-        chains = self._runner.chains(spans, max(g.request.max_depth for g in ready), ready[0].request.min_path_probs)
+        depth = max(tree.request.max_depth for tree in ready)
+        chains = self._runner.chains(spans, depth, ready[0].request.min_path_probs)
         if chains is None:
             return False
         steps = len(chains.tokens[0])
         self.rounds = [DraftRound(len(ready), len(ready), (time.perf_counter() - start) / steps)] * steps
-        for g, tokens, probs in zip(ready, chains.tokens, chains.probs, strict=True):
+        for tree, tokens, probs in zip(ready, chains.tokens, chains.probs, strict=True):
             node = ROOT
-            for token, prob in list(zip(tokens, probs, strict=True))[: g.request.max_depth]:
-                node = g.add(token, node, prob)
-            g.entries = list(range(len(tokens) - 1))[: g.request.max_depth]  # the last guess did not run
-            self._advance(self._states[g.request.seq_id], len(g.request.tokens))
+            for token, prob in list(zip(tokens, probs, strict=True))[: tree.request.max_depth]:
+                node = tree.add(token, node, prob)
+            tree.entries = list(range(len(tokens) - 1))[: tree.request.max_depth]  # the last token did not run
+            self._advance(self._states[tree.request.seq_id], len(tree.request.tokens))
         return True
 
-    def _unseen(self, request: DraftRequest) -> Span:
+    def _unread_span(self, request: DraftRequest) -> Span:
         valid = self._states[request.seq_id].valid
         ids = request.tokens[valid:]
         return Span(ids, valid, request.pages, range(len(ids) - 1, len(ids)))
 
     def _first_round(self, ready: list[TreeBuilder]) -> None:
-        """The tokens the draft has not seen, and what was offered after them."""
+        """One forward of the tokens that the draft model has not run, and of free drafters' candidates after them."""
         spans = []
-        for g in ready:
-            span = self._unseen(g.request)
-            g.entries = [] if g.request.sampled else self._take_offer(g)
-            span.ids = [*span.ids, *(g.draft.tokens[n] for n in g.entries)]
+        for tree in ready:
+            span = self._unread_span(tree.request)
+            tree.entries = [] if tree.request.sampled else self._add_candidates(tree)
+            span.ids = [*span.ids, *(tree.draft.tokens[n] for n in tree.entries)]
             span.logits_indices = range(span.logits_indices[0], len(span.ids))
-            span.tree_first, span.parents = len(g.request.tokens), g.parents([])
+            span.tree_first, span.parents = len(tree.request.tokens), tree.parents([])
             spans.append(span)
         logits = self._runner.forward(spans).logits
         at = 0
-        for g in ready:
-            nodes = [ROOT, *g.entries]
-            self._expand(g, nodes, logits[at : at + len(nodes)])
-            self._advance(self._states[g.request.seq_id], len(g.request.tokens))
+        for tree in ready:
+            nodes = [ROOT, *tree.entries]
+            self._expand(tree, nodes, logits[at : at + len(nodes)])
+            self._advance(self._states[tree.request.seq_id], len(tree.request.tokens))
             at += len(nodes)
 
-    def _take_offer(self, g: TreeBuilder) -> list[int]:
-        """Free guesses, to be scored in the same forward: parents come first, so some first nodes are a tree."""
-        offer = g.request.candidates or Draft()
+    def _add_candidates(self, tree: TreeBuilder) -> list[int]:
+        """Candidates to be scored in the same forward: parents come first, so the first nodes are a tree themselves."""
+        candidates = tree.request.candidates or Draft()
         places: dict[int, int] = {ROOT: ROOT}
-        for node in range(min(SCORED, g.request.max_nodes, len(offer))):
-            places[node] = g.add(offer.tokens[node], places[offer.parents[node]], 1.0)
-        return list(range(len(g.draft)))
+        for node in range(min(MAX_SCORED_CANDIDATES, tree.request.max_nodes, len(candidates))):
+            places[node] = tree.add(candidates.tokens[node], places[candidates.parents[node]], 1.0)
+        return list(range(len(tree.draft)))
 
-    def _next_nodes(self, g: TreeBuilder) -> list[int]:
-        """Nodes whose children are worth another forward: the surest, and others that come along for little."""
-        room = g.request.max_nodes - len(g.entries)
-        nodes = sorted(g.open_nodes(), key=lambda n: -g.path[n])
+    def _next_nodes(self, tree: TreeBuilder) -> list[int]:
+        """Nodes whose children are worth another forward: the most probable, and others that add little to its cost."""
+        room = tree.request.max_nodes - len(tree.entries)
+        nodes = sorted(tree.open_nodes(), key=lambda n: -tree.path[n])
         if room <= 0 or not nodes:
             return []
-        if g.request.keep_drafting is not None and not g.request.keep_drafting(g.path[nodes[0]], g.depth[nodes[0]]):
+        keep_drafting = tree.request.keep_drafting
+        if keep_drafting is not None and not keep_drafting(tree.path[nodes[0]], tree.depth[nodes[0]]):
             return []
-        if g.request.sampled:  # all branches go on: how long they are must not depend on how likely they look
+        if tree.request.sampled:  # all branches go on: their length must not depend on what was sampled
             return nodes[:room]
         side = nodes[1 : min(1 + self.side_branches, room)]
-        return [nodes[0], *(n for n in side if g.path[n] > SIDE)]
+        return [nodes[0], *(n for n in side if tree.path[n] > MIN_SIDE_PATH_PROB)]
 
     def _round(self, growing: list[tuple[TreeBuilder, list[int]]]) -> None:
         spans = []
-        for g, nodes in growing:
-            first = len(g.request.tokens) + len(g.entries)
-            ids = [g.draft.tokens[n] for n in nodes]
-            spans.append(Span(ids, first, g.request.pages, range(len(ids)), len(g.request.tokens), g.parents(nodes)))
+        for tree, nodes in growing:
+            tree_first = len(tree.request.tokens)
+            first, ids = tree_first + len(tree.entries), [tree.draft.tokens[n] for n in nodes]
+            spans.append(Span(ids, first, tree.request.pages, range(len(ids)), tree_first, tree.parents(nodes)))
         start = time.perf_counter()
         logits = self._runner.forward(spans).logits
         ran = sum(len(nodes) for _, nodes in growing)
         self.rounds.append(DraftRound(ran, len(growing), time.perf_counter() - start))
         at = 0
-        for g, nodes in growing:
-            g.entries += nodes
-            self._expand(g, nodes, logits[at : at + len(nodes)])
+        for tree, nodes in growing:
+            tree.entries += nodes
+            self._expand(tree, nodes, logits[at : at + len(nodes)])
             at += len(nodes)
 
-    def _expand(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> None:
-        """Children of nodes that just ran: the likeliest tokens, or tokens drawn at random."""
-        probs = self._probs(g, nodes, logits)  # [nodes, V]
-        if g.request.sampled:
+    def _expand(self, tree: TreeBuilder, nodes: list[int], logits: Tensor) -> None:
+        """Add children of nodes that just ran: their most probable tokens, or sampled ones."""
+        probs = self._probs(tree, nodes, logits)  # [nodes, V]
+        if tree.request.sampled:
             for node, q in zip(nodes, probs, strict=True):
-                g.add_sampled(node, q)
+                tree.add_sampled(node, q)
             return
         rows = {node: row for row, node in enumerate(nodes)}
-        for node in range(len(g.draft)):  # what was offered gets the draft model's own probability
-            if g.draft.parents[node] in rows:
-                g.rescore(node, float(probs[rows[g.draft.parents[node]], g.draft.tokens[node]]))
+        for node in range(len(tree.draft)):  # candidates get the draft model's own probability
+            if tree.draft.parents[node] in rows:
+                tree.rescore(node, float(probs[rows[tree.draft.parents[node]], tree.draft.tokens[node]]))
         top = probs.topk(self.children, -1)
         for node, tokens, probs in zip(nodes, top.indices.tolist(), top.values.tolist(), strict=True):
-            g.add_most_probable(node, tokens, probs)
+            tree.add_most_probable(node, tokens, probs)
 
-    def _probs(self, g: TreeBuilder, nodes: list[int], logits: Tensor) -> Tensor:
+    def _probs(self, tree: TreeBuilder, nodes: list[int], logits: Tensor) -> Tensor:
         """The draft's distribution over the target's tokens, penalties, grammar and temperature included."""
-        params, logits = g.request.context.params, logits[:, : self._vocab]
-        shaped = shape(logits, [g.row(node) for node in nodes]) if g.request.context.shaped else logits
-        if g.request.sampled:
+        params, logits = tree.request.context.params, logits[:, : self._vocab]
+        shaped = shape(logits, [tree.row(node) for node in nodes]) if tree.request.context.shaped else logits
+        if tree.request.sampled:
             return distribution(shaped, [params] * len(nodes))
         return torch.softmax(shaped if params.greedy else shaped / params.temperature, -1)
 
 
 @register
 class ChainDrafter(ModelDrafter):
-    """The same model, one path only."""
+    """`ModelDrafter` with one path only."""
 
     name = "model-chain"
     side_branches = 0

@@ -1,7 +1,7 @@
 """Text between two tokenizers: a target's tokens as a draft model's, and drafted text as the target's tokens again.
 
-Defined on bytes, because tokens of either side may end in the middle of a character. Control tokens that both sides
-write alike stand for each other; others are left out of what the draft model reads. Knows no model.
+Works on bytes, because tokens of either side may end in the middle of a character. Control tokens of the same name are
+translated into each other; others are left out of the draft model's input. Knows no model.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Iterable
 
 from forerun.text.tokenizer import Tokenizer
 
-OPEN = 96  # characters at the end that may still be encoded otherwise when more follow
-BACK = 4  # tokens before the end that are encoded again with what follows them
+REENCODED_CHARS = 96  # at the end of a text: they may be encoded otherwise when more follows
+REENCODED_TOKENS = 4  # before drafted text: encoded together with it, to be cut as the model would
 
 
 class Transcript:
-    """A growing list of target tokens as the draft's tokens. What is far from the end never changes again."""
+    """A growing list of target tokens as the draft model's tokens. Those far from the end never change again."""
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
         self._target, self._draft = target, draft
         self.ids: list[int] = [draft.bos_id] if draft.add_bos and draft.bos_id is not None else []
-        self._read = 0  # target tokens taken in
+        self._read = 0  # target tokens read so far
         self.fixed = len(self.ids)  # ids that stay
         self._open = ""  # the text after them
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     @property
     def rest(self) -> bytes:
-        """The beginning of a character that is not complete, so that no id stands for it yet."""
+        """The first bytes of an incomplete character, which no id encodes yet."""
         return self._utf8.getstate()[0]
 
     def follow(self, tokens: list[int]) -> None:
-        """Take in the tokens that are new."""
+        """Read the tokens that are new."""
         new = tokens[self._read :]
         self._read = len(tokens)
         for token in new:
@@ -46,21 +46,21 @@ class Transcript:
                 self._open += self._utf8.decode(self._target.token_bytes(token))
         if new:
             self._encode()
-            self._settle()
+            self._fix_prefix()
 
     def _encode(self) -> None:
         self.ids[self.fixed :] = self._draft.encode(self._open) if self._open else []
 
-    def _settle(self) -> None:
-        """Fix what is far from the end, up to the beginning of a word: there encoding may start anew."""
-        if len(self._open) < 2 * OPEN:
+    def _fix_prefix(self) -> None:
+        """Fix the ids far from the end, up to the beginning of a word: there encoding may start anew."""
+        if len(self._open) < 2 * REENCODED_CHARS:
             return
         data, parts = self._open.encode(), [self._draft.token_bytes(i) for i in self.ids[self.fixed :]]
-        if b"".join(parts) != data:  # the tokenizer changes text, so places in it are not those of tokens
+        if b"".join(parts) != data:  # the tokenizer normalises text, so byte offsets do not match
             return
         at, cut = 0, (0, 0)
         for n, part in enumerate(parts):
-            if len(data) - at < OPEN:
+            if len(data) - at < REENCODED_CHARS:
                 break
             if at and part[:1] == b" " and part[1:2].isalpha() and not data[at - 1 : at].isspace():
                 cut = (n, at)
@@ -70,7 +70,7 @@ class Transcript:
 
 
 def counterpart(token: int, tokenizer: Tokenizer, other: Tokenizer) -> int | None:
-    """The other side's control token of the same name, if it has one."""
+    """The other tokenizer's control token of the same name, if it has one."""
     name = tokenizer.backend.id_to_token(token)
     found = other.backend.token_to_id(name) if name else None
     return found if found in other.special_ids else None
@@ -83,33 +83,35 @@ def retokenise(tokenizer: Tokenizer, tokens: list[int], more: bytes) -> list[int
     token with what follows, that token stands, and the rest is encoded by itself.
     """
     before = _last_bytes(tokenizer, tokens)
-    ids = _behind(tokenizer, before, more) or _encoded(tokenizer, more)
+    ids = _tokens_after(tokenizer, before, more) or _encoded(tokenizer, more)
     kept, at = [], 0
     for token in ids:
         part = tokenizer.token_bytes(token)
         if not part or token in tokenizer.special_ids or more[at : at + len(part)] != part:
-            break  # a normaliser at work: this would not be the text that was drafted
+            break  # normalised: this would not be the text that was drafted
         kept.append(token)
         at += len(part)
     return kept
 
 
 def _last_bytes(tokenizer: Tokenizer, tokens: list[int]) -> bytes:
-    """The last few tokens' bytes, from the beginning of a character and behind any control token."""
+    """The last few tokens' bytes, from the beginning of a character and after any control token."""
     data = b""
     for n, token in enumerate(reversed(tokens)):
-        if token in tokenizer.special_ids or (n >= BACK and (n >= 2 * BACK or not _inside(data))):
+        if token in tokenizer.special_ids or (
+            n >= REENCODED_TOKENS and (n >= 2 * REENCODED_TOKENS or not _starts_inside_character(data))
+        ):
             break
         data = tokenizer.token_bytes(token) + data
     return data
 
 
-def _inside(data: bytes) -> bool:
+def _starts_inside_character(data: bytes) -> bool:
     """Whether it starts in the middle of a character."""
     return bool(data) and data[0] & 0xC0 == 0x80
 
 
-def _behind(tokenizer: Tokenizer, before: bytes, more: bytes) -> list[int]:
+def _tokens_after(tokenizer: Tokenizer, before: bytes, more: bytes) -> list[int]:
     """Tokens of `before + more` that start where `more` does; [] where no token starts there."""
     ids, at = _encoded(tokenizer, before + more), 0
     first = tokenizer.token_bytes(ids[0]) if ids else b""
@@ -137,9 +139,8 @@ def whole_characters(data: bytes, before: bytes = b"") -> bytes:
     return data[: len(data) - missing] if missing <= len(data) else b""
 
 
-def shares(parts: Iterable[tuple[int, float]], lengths: Iterable[int]) -> list[float]:
-    """Chances of tokens of these byte lengths over a text that was drafted in parts, each with (bytes, probability): a
-    token
+def split_probs(parts: Iterable[tuple[int, float]], lengths: Iterable[int]) -> list[float]:
+    """Probabilities of tokens of these byte lengths over a text drafted in parts of (bytes, probability) each: a token
     that covers half of a part has the square root of its probability."""
     source = iter(parts)
     left, rate = 0, 1.0  # bytes of the current part that are not used up, and its probability per byte

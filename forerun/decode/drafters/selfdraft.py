@@ -1,8 +1,8 @@
-"""The target drafts for itself: some of its blocks are skipped, the rest guess. No second model and no training.
+"""The target drafts for itself with some of its blocks skipped (self-speculation). No second model and no training.
 
 The blocks that run read the target's own K/V, which is exact for all but the last token, so there is nothing to catch
-up with. What they write for guesses lies in entries that the verification writes again before anybody else reads them.
-Knows no verifier; which blocks to run is `layer_search`'s to find.
+up with. What they write for drafted tokens lies in entries that verification overwrites before anything else reads
+them. Knows no verifier; `layer_search` finds which blocks to run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PartialRunner:
         return self.runner.forward(spans, blocks=self.blocks)
 
     def chains(self, spans: list[Span], depth: int, least: Sequence[float]) -> None:
-        """One launch runs whole models only."""
+        """Drafting in one launch runs whole models only."""
 
     def time_forward(self, tokens: int, context: int, repeats: int) -> float:
-        """Median seconds of one forward, on K/V of its own: this is asked while requests hold the pool's pages."""
+        """Median seconds of one forward, on K/V of its own: requests may hold all of the pool's pages."""
         decoder, size = self.runner.decoder, self.runner.pool.page_size
         pages = -(-(context + tokens) // size)
         kv = PagePool(decoder.config, pages, size, decoder.dtype, decoder.device).kv
@@ -85,7 +85,7 @@ class SelfDrafter(ModelDrafter):
         return state
 
     def _advance(self, state: _State, valid: int) -> None:
-        """The pages are the target's own: what it has computed there is its own business."""
+        """Nothing to record: the pages are the target's own."""
 
     def _grow_chains(self, ready: list[TreeBuilder]) -> bool:
         """A launch of several rounds runs every layer."""

@@ -1,8 +1,8 @@
-"""Pages that nobody uses, used until somebody does: a draft's K/V lies on free pages without taking them.
+"""A draft's K/V on free pages, without allocating them.
 
-The pool counts them as free and hands them out as if nothing were there, so drafts never keep a sequence waiting and
-never push one out. Handing a page out marks it as empty on every plane, by which its borrower sees that it is gone;
-then what was on it and behind it has to be computed again. Knows the pool and one plane of it; no tokens.
+The pool counts these pages as free and allocates them as usual, so drafts never delay or preempt a sequence. Allocating
+a page marks it as empty for the draft model; its borrower then finds it lost, and computes what was on it and after it
+again. Knows the pool and the draft model's K/V in it; no tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from forerun.cache.pool import DraftKV, PagePool
 
 
 class SparePages:
-    """`holder` is any number that stands for one list of pages."""
+    """`holder` is any number that identifies one list of pages."""
 
-    def __init__(self, pool: PagePool, plane: DraftKV, make_room: Callable[[int], bool] | None = None) -> None:
-        """`make_room`: lets go of pages that are merely remembered until so many are free."""
-        self._pool, self._draft_kv, self._make_room = pool, plane, make_room
+    def __init__(self, pool: PagePool, draft_kv: DraftKV, make_room: Callable[[int], bool] | None = None) -> None:
+        """`make_room`: evicts cached pages until so many are free."""
+        self._pool, self._draft_kv, self._make_room = pool, draft_kv, make_room
         self._holders = np.full(pool.num_pages, -1, dtype=np.int64)
 
     def intact(self, holder: int, pages: array[int]) -> int:
-        """How many of the pages, from the first, still hold what was written; the others are let go."""
+        """How many of the pages, from the first, still hold what was written; the others are dropped."""
         mine = np.array(pages, dtype=np.int64)
         good = (self._pool.refs[mine] == 0) & (self._draft_kv.filled[mine] > 0) & (self._holders[mine] == holder)
         count = len(pages) if good.all() else int(np.argmin(good))
@@ -49,7 +49,7 @@ class SparePages:
         return True
 
     def drop(self, holder: int, pages: array[int], keep: int = 0) -> None:
-        """Let go of all but the first `keep` pages."""
+        """Drop all but the first `keep` pages."""
         gone = np.array(pages[keep:], dtype=np.int64)
         mine = gone[self._holders[gone] == holder]
         self._holders[mine] = -1
@@ -61,7 +61,7 @@ class SparePages:
 
     @staticmethod
     def _choose(free: np.ndarray, count: int, after: int | None) -> list[int]:
-        """Side by side where possible, and at the end of the pool, which sequences come to last."""
+        """Adjacent where possible, and at the end of the pool, which is allocated last."""
         found: list[int] = []
         if after is not None:
             while len(found) < count and (after := after + 1) < len(free) and free[after]:

@@ -1,11 +1,11 @@
 """Suffix drafting: one suffix automaton over the prompts and answers of all requests of an engine.
 
-Requests are taken in as they come, token by token, so a request finds its own earlier text too. What followed the
-longest suffix of a request that stood anywhere before, and how often, becomes a tree.
+Requests are indexed as they run, token by token, so a request finds its own earlier text too. What followed the longest
+suffix of a request that occurred anywhere before, and how often, becomes a tree.
 
 Memory is bounded by states: `MAX_STATES` of them, 111 bytes each on real text, where a token makes 1.3 of them and so
 takes 145 bytes: 400 000 tokens in 58 MB. Text that is there already makes none. There are two generations; when the
-young one has half of the states, the old one is forgotten and the young one takes its place.
+young one has half of the states, the old one is dropped and the young one takes its place.
 
 Called by one thread only. Knows no text and no model.
 """
@@ -20,29 +20,29 @@ from typing import TYPE_CHECKING
 
 from forerun.core import Draft
 from forerun.decode.drafters.base import Drafter, DraftRequest, register
-from forerun.decode.drafters.lookup import Child, grow
+from forerun.decode.drafters.lookup import Child, grow_best_first
 
 if TYPE_CHECKING:
     from forerun.decode.draft_context import DraftContext
 
 MAX_STATES = 1 << 19
-_CHUNK = 256  # tokens taken in at a step: long prompts must not hold up the others,
-_SHARE = 32  # and every sequence may at least keep up with its answer
-_ENDED = 256  # answers that wait to be taken in
-_COUNTED = 24  # suffixes of a token's context, longest first, whose counts are kept exactly
-_FOUND = 16  # last tokens that are searched where no state is at hand
-_BROAD = 64  # a state that so many tokens follow says nothing, and would take long to say it
-_CHILDREN = 4  # likeliest continuations of a state that are looked at
+_MAX_READ_TOKENS = 256  # of all sequences in one step: long prompts must not hold up the others,
+_MIN_READ_TOKENS = 32  # of one sequence, so that each can at least keep up with its answer
+_MAX_ENDED_ANSWERS = 256  # that are still to be indexed
+_MAX_COUNTED_SUFFIXES = 24  # of a token's context, longest first, whose counts are exact
+_MAX_SEARCHED_TOKENS = 16  # of the end of a text, where its state is not known
+_MAX_TRANSITIONS = 64  # of a state that is expanded: more predict nothing, and take long to sort
+_MAX_CHILDREN = 4  # of a node: the most frequent continuations
 
-# What a state is worth: of continuations that followed it n times of m, the probability is n / m * e / (e + doubt),
-# with the evidence e = min(m, _EVIDENCE) and the doubt by length of the context (0 is unused); less where continuations
-# differ, as that is where new text starts. Measured on greedy answers of a 1.5B model.
-_EVIDENCE = 4
+# The probability of a continuation that followed a state n times of m is n / m * e / (e + doubt), with the evidence
+# e = min(m, _MAX_EVIDENCE) and the doubt by length of the context (0 is unused); times _DISPUTED_FACTOR where
+# continuations differ, as that is where new text starts. Measured on greedy answers of a 1.5B model.
+_MAX_EVIDENCE = 4
 _DOUBT = (0.0, 2.2, 1.0, 0.65, 0.5, 0.4, 0.35, 0.25, 0.18, 0.14, 0.13, 0.1, *(0.055,) * 12, 0.012)
-_DISPUTED = 0.45
+_DISPUTED_FACTOR = 0.45
 _ROOT = 0
 
-Match = tuple[int, int]  # a state, and how many of the last tokens led to it
+SuffixMatch = tuple[int, int]  # a state, and how many of the last tokens led to it
 
 
 class Automaton:
@@ -71,12 +71,12 @@ class Automaton:
         return more.get(token, -1) if more else -1
 
     def after(self, state: int) -> list[tuple[int, int, int]]:
-        """(occurrences, token, next state) of what follows a state, most frequent first; nothing if a great many do."""
+        """(occurrences, token, next state) of what follows a state, most frequent first; [] if too many tokens do."""
         more = self._more.get(state)
         if more is None:
             target = self._target[state]
             return [(self.count[target], self._token[state], target)] if target >= 0 else []
-        if len(more) > _BROAD:
+        if len(more) > _MAX_TRANSITIONS:
             return []
         found = [(self.count[target], token, target) for token, target in more.items()]
         found.sort(reverse=True)
@@ -90,17 +90,17 @@ class Automaton:
         elif self.length[state] != self.length[last] + 1:
             state = self._clone(last, token, state)
         counted, count, link = state, self.count, self.link
-        for _ in range(_COUNTED):
+        for _ in range(_MAX_COUNTED_SUFFIXES):
             if counted <= _ROOT:
                 break
             count[counted] += 1
             counted = link[counted]
         return state
 
-    def find(self, tokens: list[int]) -> Match:
-        """The longest end of the tokens, up to a limit, that is in the automaton."""
+    def find(self, tokens: list[int]) -> SuffixMatch:
+        """The longest suffix of the tokens, up to a limit, that is in the automaton."""
         state, length = _ROOT, 0
-        for token in tokens[-_FOUND:]:
+        for token in tokens[-_MAX_SEARCHED_TOKENS:]:
             target = self.step(state, token)
             while target < 0 and state != _ROOT:
                 state = self.link[state]
@@ -110,7 +110,7 @@ class Automaton:
                 state, length = target, length + 1
         return state, length
 
-    def followed(self, match: Match) -> Match:
+    def followed(self, match: SuffixMatch) -> SuffixMatch:
         """The longest suffix of a match that something follows: the end of a string is a state that nothing does."""
         state, length = match
         while self._token[state] < 0 and state != _ROOT:
@@ -166,8 +166,8 @@ class Automaton:
 
 class _Sequence:
     def __init__(self, size: int = 0) -> None:
-        self.automaton: Automaton | None = None  # the one its tokens go to
-        self.size = size  # tokens taken in
+        self.automaton: Automaton | None = None  # that holds its tokens
+        self.size = size  # tokens indexed
         self.last = _ROOT  # state of all of them that are in this automaton
 
 
@@ -180,35 +180,37 @@ class SuffixDrafter(Drafter):
         self._max_states = max_states // 2  # of each generation
         self._young, self._old = Automaton(), Automaton()
         self._sequences: dict[int, _Sequence] = {}
-        self._ended: deque[tuple[_Sequence, list[int]]] = deque(maxlen=_ENDED)
+        self._ended: deque[tuple[_Sequence, list[int]]] = deque(maxlen=_MAX_ENDED_ANSWERS)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        drafts, budget = [], _CHUNK
-        self._take_in_ended()
+        drafts, budget = [], _MAX_READ_TOKENS
+        self._read_ended()
         for request in requests:
             seq = self._sequences.get(request.seq_id)
             if seq is None or seq.size > len(request.tokens):
                 seq = self._sequences[request.seq_id] = _Sequence()
-            budget -= self._take_in(seq, request.tokens, max(budget, _SHARE))
+            budget -= self._read(seq, request.tokens, max(budget, _MIN_READ_TOKENS))
             automaton, match = self._match(seq, request.tokens)
-            drafts.append(grow(match, partial(follow, automaton), request, self.name) if match[1] else Draft())
+            drafts.append(
+                grow_best_first(match, partial(follow, automaton), request, self.name) if match[1] else Draft()
+            )
         return drafts
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
-        """Answers that ended are taken in when somebody asks next: where nobody does, they must not cost time."""
-        seq = self._sequences.pop(seq_id, None) or _Sequence(max(0, len(tokens) - _CHUNK))
+        """Answers that ended are indexed by the next `propose`: without one they must not cost time."""
+        seq = self._sequences.pop(seq_id, None) or _Sequence(max(0, len(tokens) - _MAX_READ_TOKENS))
         self._ended.append((seq, tokens))
 
     def forget(self) -> None:
         self._young, self._old = Automaton(), Automaton()
         self._ended.clear()
 
-    def _take_in_ended(self) -> None:
-        budget = _CHUNK
+    def _read_ended(self) -> None:
+        budget = _MAX_READ_TOKENS
         while self._ended and budget > 0:
-            budget -= self._take_in(*self._ended.popleft(), budget)
+            budget -= self._read(*self._ended.popleft(), budget)
 
-    def _take_in(self, seq: _Sequence, tokens: list[int], most: int) -> int:
+    def _read(self, seq: _Sequence, tokens: list[int], most: int) -> int:
         if len(self._young) >= self._max_states:
             self._young, self._old = Automaton(), self._young
         automaton, start = self._young, seq.size
@@ -220,8 +222,8 @@ class SuffixDrafter(Drafter):
         seq.last, seq.size = last, max(start, end)
         return seq.size - start
 
-    def _match(self, seq: _Sequence, tokens: list[int]) -> tuple[Automaton, Match]:
-        """The longest end of the tokens that something follows, and where."""
+    def _match(self, seq: _Sequence, tokens: list[int]) -> tuple[Automaton, SuffixMatch]:
+        """The longest suffix of the tokens that something follows, and the automaton it is in."""
         young, old = self._young, self._old
         if seq.size == len(tokens) and seq.automaton is young:
             match = young.followed((seq.last, young.length[seq.last]))
@@ -234,15 +236,15 @@ class SuffixDrafter(Drafter):
         return young, match
 
 
-def follow(automaton: Automaton, match: Match) -> list[Child[Match]]:
-    """What may follow a match, and how likely."""
+def follow(automaton: Automaton, match: SuffixMatch) -> list[Child[SuffixMatch]]:
+    """What may follow a match, with probabilities."""
     state, length = match
     after = automaton.after(state)
     if not after:
         return []
     total = sum(count for count, _, _ in after)
-    evidence = min(total, _EVIDENCE)
+    evidence = min(total, _MAX_EVIDENCE)
     factor = evidence / (evidence + _DOUBT[min(length, len(_DOUBT) - 1)]) / total
     if len(after) > 1:
-        factor *= _DISPUTED
-    return [(token, count * factor, (target, length + 1)) for count, token, target in after[:_CHILDREN]]
+        factor *= _DISPUTED_FACTOR
+    return [(token, count * factor, (target, length + 1)) for count, token, target in after[:_MAX_CHILDREN]]

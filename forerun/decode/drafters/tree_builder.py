@@ -1,5 +1,4 @@
-"""One draft tree in the making, for drafters that run a model. Knows no model: tokens and probabilities come from
-outside."""
+"""A draft tree while it grows, for drafters that run a model. Knows no model: tokens and probabilities are given."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.sampling import DRAFT_STREAM, Row, SeededRng
 
-LEAST = 0.02  # children less likely than this are not worth naming beside the likeliest
-MAX_FORKS = 3  # levels of a drawn tree where nodes have two children
+MIN_CHILD_PROB = 0.02  # of a child beside the most probable one
+MAX_FORKED_LEVELS = 3  # of a sampled tree: levels where nodes have two children
 
 
 @dataclass
 class TreeBuilder:
-    """One tree in the making. Nodes in `entries` have run; their place there is their entry after the sequence."""
+    """One tree while it grows. Nodes in `entries` have run; their index there is their K/V entry after the sequence."""
 
     request: DraftRequest
     source: str
@@ -40,7 +39,7 @@ class TreeBuilder:
         return Row(self.request.context, [self.draft.tokens[i] for i in self.draft.path(node)])
 
     def straight(self) -> list[int]:
-        """Tokens that ran in consecutive entries, each the child of the one before: what may come true in place."""
+        """Tokens that ran in consecutive entries, each the child of the one before: their K/V stays if accepted."""
         tokens, last = [], ROOT
         for node in self.entries:
             if self.draft.parents[node] != last:
@@ -50,7 +49,7 @@ class TreeBuilder:
         return tokens
 
     def parents(self, nodes: list[int]) -> list[int]:
-        """Parents as places among the entries, for nodes that ran or are about to."""
+        """Parents as indices among the entries, for nodes that ran or are about to."""
         place = {node: i for i, node in enumerate([*self.entries, *nodes])}
         return [place.get(self.draft.parents[n], ROOT) for n in (*self.entries, *nodes)]
 
@@ -60,17 +59,17 @@ class TreeBuilder:
         return [n for n in range(len(self.draft)) if n not in ran and self.depth[n] < self.request.max_depth]
 
     def add_most_probable(self, node: int, tokens: list[int], probs: list[float]) -> None:
-        """The likeliest tokens after a node that just ran become its children; those that are there already stay."""
+        """Add the most probable tokens after a node that just ran as its children, those that are there already not."""
         known = {self.draft.tokens[n] for n in range(len(self.draft)) if self.draft.parents[n] == node}
         for rank, (token, prob) in enumerate(zip(tokens, probs, strict=True)):
-            if (rank == 0 or prob >= LEAST) and token not in known:
+            if (rank == 0 or prob >= MIN_CHILD_PROB) and token not in known:
                 self.add(token, node, prob)
 
     def add_sampled(self, node: int, q: Tensor) -> None:
-        """Children drawn without replacement from q [V]. How many there are is settled before the first is drawn:
-        choosing by what came out would change their distribution."""
+        """Add children drawn without replacement from q [V]. Their number is fixed before the first is drawn: choosing
+        it by what was drawn would change their distribution."""
         depth = 0 if node == ROOT else self.depth[node]
-        count = min(2 if depth < self.forks() else 1, int((q > 0).sum()))
+        count = min(2 if depth < self.forked_levels() else 1, int((q > 0).sum()))
         if len(self.draft) + count > self.request.max_nodes:
             return
         rng = self.request.rng or SeededRng(
@@ -84,8 +83,8 @@ class TreeBuilder:
             rest[token] = 0.0
         self.draft.proposals[node] = q
 
-    def forks(self) -> int:
+    def forked_levels(self) -> int:
         """Levels with two children a node, where all branches can go on to the full depth."""
         deep, nodes = self.request.max_depth, self.request.max_nodes
-        fits = [k for k in range(MAX_FORKS + 1) if 2 ** (k + 1) - 2 + 2**k * (deep - k) <= nodes and k <= deep]
+        fits = [k for k in range(MAX_FORKED_LEVELS + 1) if 2 ** (k + 1) - 2 + 2**k * (deep - k) <= nodes and k <= deep]
         return fits[-1] if fits else 0

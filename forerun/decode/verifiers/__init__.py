@@ -1,4 +1,4 @@
-"""Acceptance rules by name. Lossless ones keep the target's distribution; lossy ones must be named, with a bound."""
+"""Verifiers by name. Lossless ones keep the target's distribution; lossy ones must be named, with a bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_verifier(spec: Speculation) -> Verifier:
     if name in LOSSLESS:
         if spec.bound > 0:
             raise BadRequest(
-                f"the verifier {name!r} is lossless, so a bound of {spec.bound} means nothing to it",
+                f"the verifier {name!r} is lossless and takes no bound, got {spec.bound}",
                 f"leave the bound out, or name a lossy verifier: {', '.join(LOSSY)}",
             )
         return LOSSLESS[name]()

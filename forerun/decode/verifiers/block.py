@@ -1,4 +1,4 @@
-"""Block verification (Sun et al. 2024): the best lossless rule for chains. Of a tree it sees first children only."""
+"""Block verification (Sun et al. 2024): the best lossless rule for chains. Of a tree it uses first children only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules that accept more than the target would say, by a bound that is theirs to explain. Never used unless named.
+"""Lossy verifiers: they accept more than the target's distribution allows, within a bound. Never used unless named.
 
-Neither ever answers with a token that the target rules out: top-k, top-p, min-p and grammars hold, and greedy sampling
-stays greedy.
+Neither ever accepts a token that the target rules out: top-k, top-p, min-p and grammars hold, and greedy sampling stays
+greedy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from forerun.errors import BadRequest
 class TypicalVerifier(Verifier):
     """Typical acceptance (Medusa, Cai et al. 2024): a token is good enough if p(x) >= min(eps, sqrt(eps) * exp(-H(p))).
 
-    The surer the target is, the likelier a token must be. `bound` is 1 - eps: near 0 only tokens pass that are at least
-    as likely as the target's typical one, near 1 all do; 0.91 is what Medusa uses. The longest path of such tokens is
-    taken. No statement about the distribution of answers follows from the bound; `bounded` makes one.
+    The lower the target's entropy, the more probable a token must be. `bound` is 1 - eps: near 0 only tokens pass that
+    are at least as probable as the target's typical one, near 1 all do; Medusa uses 0.91. The longest path of such
+    tokens is accepted. No statement about the distribution of answers follows from the bound; `bounded` makes one.
     """
 
     name = "typical"
@@ -34,21 +34,21 @@ class TypicalVerifier(Verifier):
         self.bound = _checked(self.name, bound)
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
-        depths = {ROOT: 0}  # of nodes on good paths
+        depths = {ROOT: 0}  # of nodes whose whole path passes
         deepest = ROOT
         for node, children in draft.children().items():  # parents come before their children
             if node not in depths:
                 continue
             probs = target.probs(node)
-            least = self._least(probs)
+            threshold = self._threshold(probs)
             for child in children:
                 prob = float(probs[draft.tokens[child]])
-                if prob > 0.0 and prob >= least:
+                if prob > 0.0 and prob >= threshold:
                     depths[child] = depths[node] + 1
                     deepest = child if depths[child] > depths[deepest] else deepest
         return Verdict(draft.path(deepest), target.draw(deepest))
 
-    def _least(self, probs: Tensor) -> float:
+    def _threshold(self, probs: Tensor) -> float:
         entropy = -float(torch.special.xlogy(probs, probs).sum(dtype=torch.float64))
         eps = 1.0 - self.bound
         return min(eps, math.sqrt(eps) * math.exp(-entropy))
@@ -58,8 +58,8 @@ class BoundedVerifier(RejectionVerifier):
     """Rejection sampling against a target that leans towards the draft, in the manner of Cactus (Hao and Mou 2026).
 
     At every position the answer's next token has a distribution whose total variation distance from the target's is at
-    most `bound`: no event there is more than `bound` likelier or less likely than it should be. Within that, as much as
-    possible is accepted of each child in turn: `bound` of the target's mass moves from tokens that are drafted too
+    most `bound`: no event's probability changes by more than `bound`. Within that, as much as possible is accepted of
+    each child in order: `bound` of the target's mass moves from tokens that are drafted too
     rarely to those drafted too often. With a bound of zero this is `rejection`, number for number.
     """
 
@@ -70,7 +70,7 @@ class BoundedVerifier(RejectionVerifier):
         self.bound = _checked(self.name, bound)
 
     def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
-        budget, reached = self.bound, 1.0  # reached: how likely it is that a child's turn comes
+        budget, reached = self.bound, 1.0  # reached: the probability that a child is tried
         for child in children:
             token = draft.tokens[child]
             if budget > 0.0 and reached > 0.0:

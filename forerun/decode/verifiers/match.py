@@ -1,4 +1,4 @@
-"""Match: draw the target's own next token and follow the draft as long as it holds it.
+"""Match: draw the target's own next token and follow the draft as long as it contains it.
 
 The answer is token for token what plain decoding gives: greedy by nature, and sampled too, because every position has
 its own random number. For deterministic drafts no lossless rule accepts more: a token is accepted with exactly the

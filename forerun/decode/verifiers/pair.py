@@ -1,14 +1,14 @@
-"""Two siblings at once: how much of what the target wants goes to each of two tokens drawn without replacement.
+"""Two siblings at once: the probability to accept each of two tokens drawn without replacement.
 
-Trying the first drawn token first wastes what both could take. Here the one that the target wants most, compared with
-how often it is drafted, is tried first, whichever was drawn first; a token that is drafted too often is thus left for
-pairs that have nothing better. Of three such orders the one that takes most is used: nearly the best that any lossless
-rule can do with two siblings (see docs/log.md), and computed with sums along the order. Tokens too rare to matter all
+Trying them in the order they were drawn accepts less than possible. Here the token with the highest ratio of target
+probability to draft probability is tried first, whichever was drawn first; a token that is drafted too often is thus
+left for pairs that have nothing better. Of three such orders the one that accepts most is used: nearly the best that
+any lossless rule can do with two siblings (see docs/log.md), and computed with sums along the order. Rare tokens all
 come last, so that only few are sorted.
 
 How it stays exact: `first` and `second` are the probabilities that a token is tried first, or second after the first
-was turned down, over all pairs that could have been drawn. A token is then taken with the share of that which the
-target wants, which adds up to no more than the target wants, and the rest is `left`. So it must be settled before
+was rejected, over all pairs that could have been drawn. A token is accepted with the share of that which the target's
+probability allows, which adds up to no more than that probability, and the rest is `left`. So it must be fixed before
 drawing that there are two, and the order must not depend on what was drawn.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILTS = (0.0, -0.2, 0.2)  # how much further than that, in powers of its probability, a likely draft is preferred
+ORDER_EXPONENTS = (0.0, -0.2, 0.2)  # of the draft probability, a further factor in each of the three orders
 
 
 class _Order:
@@ -25,13 +25,13 @@ class _Order:
 
     def __init__(self, head: Tensor, wanted: Tensor, prob: Tensor, odds: Tensor, tail: Tensor, tail_odds: Tensor):
         self.head, self.wanted = head, wanted
-        # y and z are drawn, in either order, with probability odds[y] * probability[z] + odds[z] * probability[y]
+        # y and z are drawn, in either order, with probability odds[y] * prob[z] + odds[z] * prob[y]
         self.first = odds * (_after(prob) + tail) + prob * (_after(odds) + tail_odds)
-        # how often a token that is tried first is turned down
+        # how often a token that is tried first is rejected
         passed = torch.where(self.first > wanted, 1.0 - wanted / self.first, 0.0)
         self.second = prob * _before(passed * odds) + odds * _before(passed * prob)
         self.passed_prob, self.passed_odds = float((passed * prob).sum()), float((passed * odds).sum())
-        self.taken = float(torch.minimum(wanted, self.first + self.second).sum())
+        self.accepted = float(torch.minimum(wanted, self.first + self.second).sum())
 
     def place(self, token: int) -> int | None:
         found = (self.head == token).nonzero()
@@ -45,7 +45,7 @@ class _Order:
 
 
 class SiblingPair:
-    """`wanted` [V]: what the target wants, at most one in sum; `proposal` [V]: what both tokens were drawn from."""
+    """`wanted` [V]: target probabilities, at most one in sum; `proposal` [V]: the distribution of both tokens."""
 
     def __init__(self, wanted: Tensor, proposal: Tensor, rare: float) -> None:
         mass = float(proposal.sum(dtype=torch.float64))
@@ -58,23 +58,23 @@ class SiblingPair:
         prob, odds = raw / mass, raw / _others(proposal, head, raw, mass)  # odds: drawn first to not drawn first
         rest = self.tail.sum(), self.tail_odds.sum()
         orders = []
-        for tilt in TILTS:
-            by = (wants / prob * prob**tilt).argsort(descending=True, stable=True)
+        for exponent in ORDER_EXPONENTS:
+            by = (wants / prob * prob**exponent).argsort(descending=True, stable=True)
             orders.append(_Order(head[by], wants[by], prob[by], odds[by], *rest))
-        self.order = max(orders, key=lambda order: order.taken)
+        self.order = max(orders, key=lambda order: order.accepted)
 
     def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
-        """(place in `tokens`, share) in the order to try them."""
+        """(index in `tokens`, probability to accept it) in the order to try them."""
         a, b = (self.order.place(token) for token in tokens)
         if a is None and b is None:
-            return [(0, 0.0), (1, 0.0)]  # two rare ones: so unlikely that they are given nothing
+            return [(0, 0.0), (1, 0.0)]  # two rare ones: so improbable that both are rejected
         if a is None or (b is not None and b < a):
             assert b is not None
             return [(1, self.order.share_first(b)), (0, self._share_second(a, tokens[0]))]
         return [(0, self.order.share_first(a)), (1, self._share_second(b, tokens[1]))]
 
     def left(self) -> Tensor:
-        """What is still wanted [V] once both are turned down."""
+        """The residual [V] once both are rejected."""
         order = self.order
         left = (self.wanted - self.tail * order.passed_odds - self.tail_odds * order.passed_prob).clamp_min_(0.0)
         left[order.head] = (order.wanted - order.first - order.second).clamp_min(0.0)

@@ -1,7 +1,8 @@
 """Rejection sampling with the residual distribution (Chen et al. 2023), token by token from the root.
 
-At a node its children are tried in the order they were drawn; a child x is taken with probability min(1, p(x) / q(x)),
-else p becomes what is left of it and the next child is tried. The last token comes from what is left in the end.
+At a node its children are tried in the order they were drawn; a child x is accepted with probability
+min(1, p(x) / q(x)), else p becomes the residual and the next child is tried. The last token is drawn from the residual
+that remains.
 """
 
 from __future__ import annotations

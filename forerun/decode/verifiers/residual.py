@@ -1,11 +1,11 @@
-"""What is left of the target's distribution at one node while its drafted children are turned down.
+"""The residual of the target's distribution at one node while its drafted children are rejected.
 
 All sampling rules rest on one step. Let `share` be the probability that the answer goes on through this node and `p`
-what follows it. A child drawn from `q` takes min(share * p, q); when it is turned down, max(share * p - q, 0) is left,
-for the next child or to draw from. The two add up to share * p for every token, whatever `q` is, so one more child
-never changes what is answered, and by induction no draft does: it may have any shape and grow in any order, as long as
-whether a child is drawn does not depend on the token that is drawn. A child without a proposal was certain: its `q` has
-everything on one token.
+the target's distribution after it. A child drawn from `q` accounts for min(share * p, q); when it is rejected,
+max(share * p - q, 0) is left, for the next child or to draw from. The two add up to share * p for every token, whatever
+`q` is, so one more child never changes the answer's distribution, and by induction no draft does: it may have any shape
+and grow in any order, as long as whether a child is drawn does not depend on the token that is drawn. A child without a
+proposal was certain: its `q` has everything on one token.
 
 Knows no tree and no verdict.
 """
@@ -21,20 +21,20 @@ from forerun.decode.sampling import Rng
 from forerun.decode.verifiers.base import TargetView
 from forerun.decode.verifiers.pair import SiblingPair
 
-RARE = 1e-4  # tokens drafted less often than this are not sorted
+RARE_PROB = 1e-4  # of a proposal: tokens drafted less often than this are not sorted
 
 
 class Residual:
-    """State at one node. Distributions are fetched when first needed: many nodes never need theirs."""
+    """State at one node. Distributions are computed when first needed: many nodes never need theirs."""
 
     def __init__(
-        self, target: TargetView, node: int, proposal: Tensor | None, share: float = 1.0, rare: float = RARE
+        self, target: TargetView, node: int, proposal: Tensor | None, share: float = 1.0, rare: float = RARE_PROB
     ) -> None:
         self.share, self.rare = share, rare
         self._target, self._node, self._proposal = target, node, proposal
         self._left: Tensor | None = None  # [V], sums to _mass
         self._mass = self._drawable = 1.0
-        self._believed = True
+        self._valid_proposal = True
         self._pair: SiblingPair | None = None
 
     @property
@@ -43,7 +43,7 @@ class Residual:
             self._left = self._target.probs(self._node)
             self._mass = float(self._left.sum(dtype=torch.float64))
             if self._proposal is not None:
-                self._believed = self._proposal.shape == self._left.shape
+                self._valid_proposal = self._proposal.shape == self._left.shape
                 self._proposal = self._proposal.to(self._left, copy=True)
                 self._weigh()
         return self._left
@@ -52,24 +52,22 @@ class Residual:
         return rng.pick(self.left)
 
     def shares(self, tokens: list[int]) -> list[tuple[int, float]]:
-        """The next child, or the next two: (place in `tokens`, probability that it or something below it is taken), in
-        the
-        order to try them."""
+        """The next child, or the next two, in the order to try them: (index in `tokens`, probability that it or a node
+        below it is accepted)."""
         if len(tokens) == 1:
             return [(0, self._prob(tokens[0]))]
         wanted = self._wanted()
-        if not self._believed:
+        if not self._valid_proposal:
             return [(0, 0.0), (1, 0.0)]
         assert self._proposal is not None
         self._pair = SiblingPair(wanted, self._proposal, self.rare)
         return self._pair.shares(tokens)
 
     def reject(self, tokens: list[int]) -> float:
-        """DraftTask down the children that `shares` was asked about; returns how likely that was before they were
-        drawn."""
+        """Reject the children of the last `shares`; returns the probability of that before they were drawn."""
         wanted = self._wanted()
-        if not self._believed:
-            return 1.0  # children that are ignored take nothing
+        if not self._valid_proposal:
+            return 1.0  # children that are ignored account for nothing
         if self._proposal is None:
             wanted[tokens[0]] = 0.0
         else:
@@ -85,11 +83,11 @@ class Residual:
     def lean(self, token: int, most: float) -> float:
         """Move up to `most` of what is left towards the next child's proposal; returns how much was moved.
 
-        This is the least change that makes the child so much likelier to be taken. Nothing goes to tokens that the
-        target rules out: they may be against a grammar.
+        This is the smallest change that makes the child so much more probable to be accepted. Nothing goes to tokens
+        that the target rules out: a grammar may forbid them.
         """
         left = self.left / self._mass
-        if most <= 0.0 or not self._believed:
+        if most <= 0.0 or not self._valid_proposal:
             return 0.0
         if self._proposal is None:
             drawn = torch.zeros_like(left)
@@ -108,7 +106,7 @@ class Residual:
 
     def _prob(self, token: int) -> float:
         wanted = self.share * float(self.left[token]) / self._mass
-        if not self._believed:
+        if not self._valid_proposal:
             return 0.0
         if self._proposal is None:
             return min(1.0, wanted)
@@ -122,7 +120,7 @@ class Residual:
         mass = float(left.sum(dtype=torch.float64))
         rejected = mass + 1.0 - self.share
         if rejected <= 0.0:
-            return 0.0  # only rounding turns down a child that is certain to be taken: what was left before must do
+            return 0.0  # only rounding rejects a child that is certain to be accepted: the residual stays as it was
         self.share = mass / rejected
         if mass > 0.0:
             self._left, self._mass = left, mass
@@ -132,4 +130,4 @@ class Residual:
         """Children drawn from something that is no distribution are ignored."""
         assert self._proposal is not None
         self._drawable = float(self._proposal.sum(dtype=torch.float64))
-        self._believed = self._believed and math.isfinite(self._drawable) and self._drawable > 0.0
+        self._valid_proposal = self._valid_proposal and math.isfinite(self._drawable) and self._drawable > 0.0

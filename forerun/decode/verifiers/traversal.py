@@ -1,10 +1,10 @@
-"""Traversal verification (Weng et al. 2025): whole paths are taken or turned down, from the leaves to the root.
+"""Traversal verification (Weng et al. 2025): whole paths are accepted or rejected, from the leaves to the root.
 
-Going down, a node's share is what its path deserves of the target, relative to how often it is drafted: a child x has
+Going down, a node's share is the target's probability of its path relative to how often it is drafted: a child x has
 min(1, share * p(x) / q(x)). A token drafted too often is thus made up for by one below it that is drafted too rarely,
-which token by token verification cannot do. The first leaf is taken with its share; when it is turned down, its parent
-keeps the residual and goes on with its next child, or is put to the test itself. The root is always taken. On a chain
-this is block verification (Sun et al. 2024), which no lossless rule exceeds there.
+which token by token verification cannot do. The first leaf is accepted with its share; when it is rejected, its parent
+keeps the residual and goes on with its next child, or is tried itself. The root is always accepted. On a chain this is
+block verification (Sun et al. 2024), which no lossless rule exceeds there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.sampling import Rng
 from forerun.decode.verifiers.base import TargetView, Verifier
-from forerun.decode.verifiers.residual import RARE, Residual
+from forerun.decode.verifiers.residual import RARE_PROB, Residual
 
 
 class TraversalVerifier(Verifier):
@@ -40,9 +40,9 @@ def traverse(
     target: TargetView,
     rng: Rng,
     pairs: bool = False,
-    rare: float = RARE,
+    rare: float = RARE_PROB,
 ) -> Verdict:
-    """Depth first over `children`, with a stack of our own: a draft may be deeper than Python's."""
+    """Depth first over `children`, with an explicit stack: a draft may be deeper than Python's."""
 
     def visit(node: int, share: float) -> _Visit:
         proposal, kids = draft.proposals.get(node), children.get(node, [])

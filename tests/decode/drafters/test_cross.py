@@ -1,4 +1,4 @@
-"""A draft model of another tokenizer: text there and back, pages that nobody misses, answers of plain decoding."""
+"""A draft model with another tokenizer: text there and back, drafts on free pages only, answers of plain decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftModel
 from forerun.decode.drafters.base import DraftRequest
-from forerun.decode.drafters.cross import CrossDrafter, _Growth, _State
+from forerun.decode.drafters.cross import CrossDrafter, _CrossDraft, _State
 from forerun.decode.drafters.retoken import Transcript
 from forerun.decode.sampling import Context
 from forerun.decode.speculator import SpeculationState
@@ -126,7 +126,7 @@ def test_answers_are_those_of_plain_decoding(
 def test_the_same_model_under_other_ids_is_nearly_always_right(
     choices: int, spellers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("forerun.decode.drafters.cross.CHOICES", choices)
+    monkeypatch.setattr("forerun.decode.drafters.cross.TOP_TOKENS", choices)
     prompts = [list(range(40 + i, 70 + i)) for i in range(0, 16, 4)]
     plain = run(engine_of(*spellers), prompts, params("off", max_tokens=100))
     engine = engine_of(*spellers)
@@ -160,17 +160,19 @@ def test_the_end_of_an_answer_is_drafted_too(spellers: tuple[Path, Path]):
     drafter = engine.speculator.drafter_pool["cross"]
     assert isinstance(drafter, CrossDrafter)
     context = Context(SamplingParams(), list(range(40, 60)), 20, 0)
-    g = _Growth(DraftRequest(0, context, 4, 8, array("i")), _State(0, Transcript(drafter._target, drafter._draft)), 4)
-    g.state.transcript.follow(context.tokens)
+    chain = _CrossDraft(
+        DraftRequest(0, context, 4, 8, array("i")), _State(0, Transcript(drafter._target, drafter._draft)), 4
+    )
+    chain.state.transcript.follow(context.tokens)
     word, end = drafter._draft.encode("ab"), drafter._draft.encode("<|im_end|>", parse_special=True)[0]
-    drafter._take(g, word[0], 0.5)
-    drafter._take(g, word[1], 0.25)
-    drafter._take(g, end, 0.9)
-    g.others = [(0, word[1], 0.3), (2, end, 0.9), (1, end, 0.1)]
-    draft = drafter._finished(g)
+    drafter._extend(chain, word[0], 0.5)
+    drafter._extend(chain, word[1], 0.25)
+    drafter._extend(chain, end, 0.9)
+    chain.others = [(0, word[1], 0.3), (2, end, 0.9), (1, end, 0.1)]
+    draft = drafter._finished(chain)
     a, b = drafter._target.encode("ab")
     stop = drafter._target.encode("<|im_end|>", parse_special=True)[0]
-    assert g.over and draft.tokens == [a, b, b, stop, stop] and draft.parents == [-1, 0, -1, 1, 0]
+    assert chain.ended and draft.tokens == [a, b, b, stop, stop] and draft.parents == [-1, 0, -1, 1, 0]
     assert draft.probs == pytest.approx([0.5, 0.25, 0.3, 0.9, 0.1])
 
 

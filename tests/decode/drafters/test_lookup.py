@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
 from forerun.decode.drafters.base import DraftRequest, registered
-from forerun.decode.drafters.lookup import LookupDrafter, NgramIndex, grow
+from forerun.decode.drafters.lookup import LookupDrafter, NgramIndex, grow_best_first
 from forerun.decode.sampling import Context
 
 
@@ -132,7 +132,7 @@ def test_matches_are_real(tokens: list[int]) -> None:
 
 def test_growth_is_best_first() -> None:
     tree = {"": [(1, 0.6, "a"), (2, 0.4, "b")], "a": [(3, 0.5, "")], "b": [(4, 0.9, "c")], "c": []}
-    draft = grow("", lambda state: tree[state], request([0], nodes=4, depth=2), "x")
+    draft = grow_best_first("", lambda state: tree[state], request([0], nodes=4, depth=2), "x")
     # path probabilities: 1 has 0.6, 2 has 0.4, 4 after 2 has 0.36, 3 after 1 has 0.3
     assert draft.tokens == [1, 2, 4, 3]
     assert draft.parents == [ROOT, ROOT, 1, 0]

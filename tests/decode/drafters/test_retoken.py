@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.decode.drafters.retoken import Transcript, retokenise, shares, whole_characters
+from forerun.decode.drafters.retoken import Transcript, retokenise, split_probs, whole_characters
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train
@@ -102,5 +102,5 @@ def test_whole_characters():
 
 
 def test_shares_of_chances():
-    assert shares([(4, 0.25), (2, 0.5)], [2, 4]) == pytest.approx([0.5, 0.25])
-    assert shares([(1, 0.5), (1, 0.5), (2, 0.9)], [2, 2]) == pytest.approx([0.25, 0.9])
+    assert split_probs([(4, 0.25), (2, 0.5)], [2, 4]) == pytest.approx([0.5, 0.25])
+    assert split_probs([(1, 0.5), (1, 0.5), (2, 0.9)], [2, 2]) == pytest.approx([0.25, 0.9])

@@ -15,7 +15,7 @@ from forerun.decode import layer_search
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters.selfdraft import SelfDrafter
-from forerun.decode.layer_search import Found, Rehearsal, block_costs, find_blocks, search, speedup
+from forerun.decode.layer_search import BlockSelection, GreedyReplay, block_costs, find_blocks, search, speedup
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
@@ -152,24 +152,24 @@ def test_without_a_tokenizer_there_is_no_search(make: Callable[..., Engine]):
 # -- the search --------------------------------------------------------------------------------------------------------
 
 
-def rehearse(engine: Engine) -> Rehearsal:
+def replay_of(engine: Engine) -> GreedyReplay:
     assert engine.tokenizer is not None
-    return Rehearsal(engine.runner, engine.tokenizer, 512)
+    return GreedyReplay(engine.runner, engine.tokenizer, 512)
 
 
 @pytest.mark.parametrize(("family", "weights"), [("qwen2", "float32"), ("qwen2", "int8"), ("gemma3", "float32")])
 def test_all_blocks_agree_with_the_model(family: str, weights: str, make: Callable[..., Engine]):
     engine = make(None, family, weights)
-    rehearsal = rehearse(engine)
+    rehearsal = replay_of(engine)
     assert rehearsal.agreement(every(engine)) > 0.97  # sums in another order may turn a near tie
     assert rehearsal.agreement(()) < 0.8
     assert engine.pool.free == engine.pool.num_pages
 
 
-def test_rehearsed_agreement_is_that_of_drafting(make: Callable[..., Engine]):
+def test_agreement_in_a_replay_is_that_of_drafting(make: Callable[..., Engine]):
     """One forward over all positions, each with exact K/V before it, against token by token as drafts run."""
     engine = make(None)
-    rehearsal, runner, blocks = rehearse(engine), engine.runner, MOST
+    rehearsal, runner, blocks = replay_of(engine), engine.runner, MOST
     prompt = layer_search._prompts(engine.tokenizer, 512)[0]  # type: ignore[arg-type]
     answer = run(engine, [prompt], params("off", max_tokens=layer_search.ANSWER_TOKENS))[0]
     assert rehearsal._labels[: len(answer)].tolist() == answer
@@ -177,14 +177,14 @@ def test_rehearsed_agreement_is_that_of_drafting(make: Callable[..., Engine]):
     for place in range(len(prompt) - 1, len(tokens) - 1):
         runner.forward([Span(tokens[:place], 0, pages, ())])
         found.append(runner.forward([Span([tokens[place]], place, pages, [0])], blocks=blocks).logits)
-    logits = rehearsal._judge.forward(rehearsal._batch, rehearsal._kv, blocks=blocks).logits
+    logits = rehearsal._scorer.forward(rehearsal._batch, rehearsal._kv, blocks=blocks).logits
     torch.testing.assert_close(logits[: len(answer)], torch.cat(found), atol=1e-3, rtol=1e-3)
 
 
 def test_the_search_is_reproducible_and_keeps_what_it_finds(make: Callable[..., Engine], cache: Path):
     engine = make(None)
-    found = search(rehearse(engine), engine.decoder)
-    assert found == search(rehearse(engine), engine.decoder)
+    found = search(replay_of(engine), engine.decoder)
+    assert found == search(replay_of(engine), engine.decoder)
     assert found.blocks and len(found.blocks) < len(every(engine)) and 0.0 < found.agreement <= 1.0
     assert engine.tokenizer is not None
     assert find_blocks(engine.runner, engine.tokenizer, 512) == found
@@ -196,32 +196,32 @@ def test_a_kept_result_is_used_for_this_model_only(
 ):
     searched: list[int] = []
 
-    def found(*_: Any) -> Found:
+    def found(*_: Any) -> BlockSelection:
         searched.append(1)
-        return Found((0, 1), 0.5)
+        return BlockSelection((0, 1), 0.5)
 
     monkeypatch.setattr(layer_search, "search", found)
-    monkeypatch.setattr(layer_search, "Rehearsal", lambda *_: None)
+    monkeypatch.setattr(layer_search, "GreedyReplay", lambda *_: None)
 
-    def find(engine: Engine) -> Found:
+    def find(engine: Engine) -> BlockSelection:
         assert engine.tokenizer is not None
         return find_blocks(engine.runner, engine.tokenizer, 512)
 
     engine = make(None)
-    assert find(engine) == find(make(None)) == Found((0, 1), 0.5) and len(searched) == 1
+    assert find(engine) == find(make(None)) == BlockSelection((0, 1), 0.5) and len(searched) == 1
     find(make(None, weights="int8"))
     find(make(None, "llama"))
     assert len(searched) == 3
     kept = next(p for p in cache.glob("*.json") if p.stem == layer_search._checksum(engine.decoder))
     for damage in ("", "{", '{"blocks": [0, 99], "agreement": 0.5}', '{"blocks": [1, 0], "agreement": 0.5}', "[]"):
         kept.write_text(damage)
-        assert find(engine) == Found((0, 1), 0.5)
+        assert find(engine) == BlockSelection((0, 1), 0.5)
     assert len(searched) == 8
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, make: Callable[..., Engine]):
     (tmp_path / "layers").write_text("in the way")
-    layer_search._write(tmp_path / "layers" / "x.json", Found((0,), 0.5))
+    layer_search._write(tmp_path / "layers" / "x.json", BlockSelection((0,), 0.5))
     assert (tmp_path / "layers").read_text() == "in the way"
 
 

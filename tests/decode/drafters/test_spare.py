@@ -1,4 +1,4 @@
-"""Borrowed pages: free for everybody else at any time."""
+"""Borrowed pages: the pool can allocate them at any time."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forerun.core import ROOT, Draft, SamplingParams
 from forerun.decode.drafters.base import DraftRequest, registered
-from forerun.decode.drafters.suffix import _CHUNK, Automaton, SuffixDrafter
+from forerun.decode.drafters.suffix import _MAX_READ_TOKENS, Automaton, SuffixDrafter
 from forerun.decode.sampling import Context
 
 Strings = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -143,7 +143,7 @@ def test_the_oldest_is_forgotten_and_memory_bounded() -> None:
     drafter.finish(0, [1, 2, 3, 4], 1)
     for id in range(1, 40):
         drafter.finish(id, [1000 + 50 * id + i for i in range(50)], 1)
-        assert len(drafter._young) + len(drafter._old) <= 400 + 2 * _CHUNK
+        assert len(drafter._young) + len(drafter._old) <= 400 + 2 * _MAX_READ_TOKENS
         last = 1000 + 50 * id
         assert propose(drafter, [7, last + 1, last + 2], id=100 + id).tokens[:2] == [last + 3, last + 4]
         drafter.finish(100 + id, [], 1)
@@ -162,13 +162,13 @@ def test_a_running_request_survives_a_change_of_generation() -> None:
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
-    drafter, tokens = suffix(), [*range(3 * _CHUNK), 10, 11]
+    drafter, tokens = suffix(), [*range(3 * _MAX_READ_TOKENS), 10, 11]
     assert propose(drafter, tokens, depth=2).tokens == [12, 13]  # already in the first piece
-    late = [*tokens, 2 * _CHUNK + 5, 2 * _CHUNK + 6]
+    late = [*tokens, 2 * _MAX_READ_TOKENS + 5, 2 * _MAX_READ_TOKENS + 6]
     assert propose(drafter, late, depth=2).tokens == []  # not there yet
     for _ in range(3):
         draft = propose(drafter, late, depth=2)
-    assert draft.tokens == [2 * _CHUNK + 7, 2 * _CHUNK + 8]
+    assert draft.tokens == [2 * _MAX_READ_TOKENS + 7, 2 * _MAX_READ_TOKENS + 8]
 
 
 def test_a_shorter_sequence_starts_anew() -> None:
