@@ -1,7 +1,7 @@
 """Which tokens of a prompt the target recomputes: choosers give every token a score, `select` takes the best.
 
-A score says how much the end of the prompt looks at a token, or stands for that. Knows no budget, no depth and no
-source: scores that a source measures while it reads come in through its own `scores`.
+A score is how much the tail of the prompt attends to a token, or a stand-in for that. Knows no budget, no depth and no
+source: scores that a source measures while it reads come from its own `scores`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from forerun.prefill.state import PrefillState
 
 
 class TokenScorer(Protocol):
-    """Scores from elsewhere, such as a draft of another tokenizer; made by whoever has it."""
+    """Scores of tokens from outside the source, such as those of a draft model of another tokenizer."""
 
     def scores(self, state: PrefillState) -> np.ndarray:
-        """[len(state.tokens)] how much the tail looks at each token."""
+        """[len(state.tokens)] how much the tail attends to each token."""
 
     def cost(self, tokens: int) -> float:
         """Work of scoring a prompt of so many tokens, in tokens of the target's own prefill."""
@@ -46,31 +46,31 @@ class ChooserInput:
 Chooser = Callable[[ChooserInput], "np.ndarray | None"]  # scores [len(state.tokens)], or None where there are none
 
 
-def by_source(case: ChooserInput) -> np.ndarray | None:
-    """What the source measured on its way: draft attention, attention of lower layers, deviation of copied K/V."""
-    return case.source.scores(case.state)
+def by_source(given: ChooserInput) -> np.ndarray | None:
+    """What the source measured while reading: draft attention, attention of lower layers, deviation of copied K/V."""
+    return given.source.scores(given.state)
 
 
-def by_tail(case: ChooserInput) -> np.ndarray:
-    """What the tail repeats, then what the target's own tail looks at over the drafted K/V."""
-    repeated = copy_scores(case.state.ids, case.state.end)  # first: a device still reads the prompt meanwhile
-    return tail_attention(case.runner, case.state, case.source.base) + repeated
+def by_tail(given: ChooserInput) -> np.ndarray:
+    """What the tail repeats, then what the target's own tail attends to over the drafted K/V."""
+    repeated = copy_scores(given.state.ids, given.state.end)  # first, while a device may still be reading the prompt
+    return tail_attention(given.runner, given.state, given.source.base) + repeated
 
 
-def by_scorer(case: ChooserInput) -> np.ndarray | None:
-    scorer = case.scorers.get("cross")
-    return None if scorer is None else scorer.scores(case.state)
+def by_scorer(given: ChooserInput) -> np.ndarray | None:
+    scorer = given.scorers.get("cross")
+    return None if scorer is None else scorer.scores(given.state)
 
 
-def by_start(case: ChooserInput) -> np.ndarray:
+def by_start(given: ChooserInput) -> np.ndarray:
     """First tokens first: of each span that was copied from elsewhere, else of the prompt."""
-    copied = case.source.scores(case.state) if case.source.name == "chunk" else None
-    return -np.arange(len(case.state.tokens), dtype=np.float64) if copied is None else copied
+    copied = given.source.scores(given.state) if given.source.name == "chunk" else None
+    return -np.arange(len(given.state.tokens), dtype=np.float64) if copied is None else copied
 
 
-def at_random(case: ChooserInput) -> np.ndarray:
+def at_random(given: ChooserInput) -> np.ndarray:
     """The baseline: the same for every prompt of a length."""
-    return np.random.default_rng(len(case.state.tokens)).random(len(case.state.tokens))
+    return np.random.default_rng(len(given.state.tokens)).random(len(given.state.tokens))
 
 
 CHOOSERS: dict[str, Chooser] = {
@@ -86,13 +86,13 @@ OFFERED_BY = {"draft": ("draft", "drop"), "lower": ("self",), "deviation": ("chu
 
 
 def chooser_for(asked: str, source: str) -> str:
-    """`auto`: the target's own tail knows best what it will look at; it needs K/V of all tokens, which dropping them
-    does not give."""
+    """`auto`: the attention of the target's own tail is the best predictor; it needs K/V of all tokens, which dropping
+    them does not give."""
     return asked if asked != "auto" else "draft" if source == "drop" else "tail"
 
 
 def chooser_problem(name: str, source: str, scorers: dict[str, TokenScorer]) -> BadRequest | None:
-    """Why a chooser cannot be had with a source, if that is so."""
+    """Why a chooser does not go with a source, if that is so."""
     if name not in CHOOSERS:
         return BadRequest(f"the chooser of prefill is {name!r}", f"use one of auto, {', '.join(CHOOSERS)}")
     if name == "cross" and name not in scorers:
@@ -144,8 +144,8 @@ def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray
     """[len(state.tokens)] attention of the tail's rows over what lies in the prompt's pages, mean over heads and the
     layers they run.
 
-    The last layer is left out: rows that nobody wants logits of leave the pass before they attend there. A device that
-    has the pass and the sums ready does both at once, in all layers.
+    The last layer is left out: rows without logits leave the pass before they attend there. A device with a recorded
+    pass and sums does both at once, in all layers.
     """
     seen = runner.tail_attention(Span(state.ids[state.end :].tolist(), state.end, state.pages, ()))
     if seen is not None:
@@ -154,14 +154,15 @@ def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is not None:
-            tail_attention.see(layer, q, state.end)
+            tail_attention.add(layer, q, state.end)
 
     RaggedDepthPass(runner).run(tail_rows(state, base), watch)
     return tail_attention.reduce()
 
 
 def warm_up(runner: Runner, tail: int) -> None:
-    """Let a device compile and capture what the first prompt's tail would wait for; needs pages for that tail."""
+    """Have a device compile and capture the pass that the first prompt's tail would otherwise wait for; needs pages for
+    that tail."""
     pool = runner.pool
     if runner.graphs is None or pool.pages_for(tail) > pool.free:
         return

@@ -1,8 +1,8 @@
-"""What the end of a prompt repeats: places in the text before it with the same words, and what follows them there.
+"""Copy matching: spans of a prompt that its tail repeats (n-gram matches), and what follows them.
 
-Whoever asks about a text quotes it, and whoever copies from it goes on where the quote ends. Drafted K/V is at its
-worst just there: a model finds the place by heads that match words exactly, and a draft blurs what they match. The
-tokens themselves show it for nothing. Knows tokens; no model and no budget.
+A question about a text quotes it, and an answer that copies continues where the quote ends. Drafted K/V is at its worst
+just there: induction heads match tokens exactly, and a draft blurs what they match. The tokens themselves show such
+places at no cost. Knows tokens; no model and no budget.
 """
 
 from __future__ import annotations
@@ -11,70 +11,70 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WORDS = 3  # tokens that must be the same
-RARE = 8  # what is found more often points nowhere
-AFTER = 24  # tokens that a found place stands for, from its last one on
-GOES_ON = 160  # the same for the place whose words end the prompt: an answer may go on from there
-LONG = 4  # tokens that such a place must share with the prompt's end
-LONGEST = 64  # tokens that are compared to find the best such place
-TRIED = 512  # such places, the latest ones
-MOST = 0.1  # share of the prompt that may be marked
+NGRAM = 3  # tokens that must be the same
+MAX_MATCHES = 8  # of one n-gram: one that is found more often points nowhere
+SPAN_TOKENS = 24  # marked from the last token of a match on
+CONTINUATION_TOKENS = 160  # marked after the place that matches the end of the prompt: an answer may continue there
+MIN_SUFFIX_TOKENS = 4  # that such a place must share with the prompt's end
+MAX_SUFFIX_TOKENS = 64  # compared to find the best such place
+MAX_SUFFIX_PLACES = 512  # the latest ones
+MAX_MARKED_SHARE = 0.1  # of the prompt
 
 
 def copy_scores(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
-    """[len(tokens)] how strongly each entry before `end` is pointed at by the entries from there on; most are 0."""
+    """[len(tokens)] how many matches of the entries from `end` on mark each entry before it; most are 0."""
     ids = np.asarray(tokens, dtype=np.int64)
     marks = np.zeros(len(ids))
-    if end < WORDS or len(ids) - end < WORDS:
+    if end < NGRAM or len(ids) - end < NGRAM:
         return marks
-    found, which = _quoted(ids, end)  # starts of what the tail repeats
-    found = found[np.bincount(which)[which] <= RARE] if len(found) else found
+    found, which = _ngram_matches(ids, end)  # starts of what the tail repeats
+    found = found[np.bincount(which)[which] <= MAX_MATCHES] if len(found) else found
     steps = np.zeros(len(ids) + 1)
     steps[found] += 1.0
-    np.subtract.at(steps, np.minimum(found + WORDS - 1 + AFTER, end), 1.0)
+    np.subtract.at(steps, np.minimum(found + NGRAM - 1 + SPAN_TOKENS, end), 1.0)
     marks += np.cumsum(steps)[:-1]
-    last = _last(ids, end)
+    last = _suffix_match(ids, end)
     if last is not None:
-        marks[last + 1 : min(last + 1 + GOES_ON, end)] += len(ids)  # before all others
-    return _strongest(marks, max(1, int(MOST * end)))
+        marks[last + 1 : min(last + 1 + CONTINUATION_TOKENS, end)] += len(ids)  # before all others
+    return _strongest(marks, max(1, int(MAX_MARKED_SHARE * end)))
 
 
-def _quoted(ids: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts of each WORDS tokens in a row before `end` that come again after it, and which of those they are."""
-    asked = np.lib.stride_tricks.sliding_window_view(ids[end - WORDS + 1 :], WORDS)
-    found, words = np.arange(end - WORDS + 1), ids[: end - WORDS + 1]
+def _ngram_matches(ids: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of the n-grams before `end` that come again after it, and which n-gram each is."""
+    asked = np.lib.stride_tricks.sliding_window_view(ids[end - NGRAM + 1 :], NGRAM)
+    found, words = np.arange(end - NGRAM + 1), ids[: end - NGRAM + 1]
     vocab = int(ids.max()) + 1
-    for i in range(WORDS):  # word by word: a look into a table costs much less than comparing all of them
+    for i in range(NGRAM):  # token by token: a table lookup costs much less than comparing all of them
         wanted = np.zeros(vocab, dtype=bool)
         wanted[asked[:, i]] = True
         found = found[wanted[words if i == 0 else ids[found + i]]]
     grams = np.unique(_packed(asked.T))
-    text = _packed([ids[found + i] for i in range(WORDS)])
+    text = _packed([ids[found + i] for i in range(NGRAM)])
     which = np.searchsorted(grams, text).clip(max=len(grams) - 1)
     same = grams[which] == text
     return found[same], which[same]
 
 
 def _packed(words: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """[starts] one number for each WORDS tokens in a row; token ids are below 2 ** 21."""
+    """[starts] one number for each n-gram; token ids are below 2 ** 21."""
     return np.bitwise_or.reduce([word << (21 * i) for i, word in enumerate(words)])
 
 
-def _last(ids: np.ndarray, end: int) -> int | None:
+def _suffix_match(ids: np.ndarray, end: int) -> int | None:
     """Where the tokens that end the prompt are found before `end`, by their last one: the longest such place, of equals
     the latest."""
-    found, length = np.flatnonzero(ids[:end] == ids[-1])[-TRIED:], 1
-    while length < LONGEST:
+    found, length = np.flatnonzero(ids[:end] == ids[-1])[-MAX_SUFFIX_PLACES:], 1
+    while length < MAX_SUFFIX_TOKENS:
         longer = found[found >= length]
         longer = longer[ids[longer - length] == ids[-1 - length]]
         if not len(longer):
             break
         found, length = longer, length + 1
-    return int(found[-1]) if length >= LONG else None
+    return int(found[-1]) if length >= MIN_SUFFIX_TOKENS else None
 
 
 def top_mask(values: np.ndarray, count: int) -> np.ndarray:
-    """[len(values)] which are the `count` largest, of equals the first ones; what is no number comes last."""
+    """[len(values)] which are the `count` largest, of equals the first ones; NaN comes last."""
     taken = np.zeros(len(values), dtype=bool)
     if count <= 0 or count >= len(values):
         taken[:] = count > 0

@@ -1,8 +1,8 @@
-"""What a draft model of another tokenizer or family looks at in a prompt, as scores of the target's tokens.
+"""Tail attention of a draft model of another tokenizer or family, as scores of the target's tokens.
 
-It reads the same text in its own tokens; the attention of its tail over them is carried over by where in the text they
-lie. Its K/V means nothing to the target: it only says which tokens are worth recomputing. `Crossing` is the text in
-both tokenizers, `CrossScores` runs the model, on pages that are free for as long as it reads.
+It reads the same text in its own tokens; the attention of its tail over them is carried over by their byte ranges in
+the text. Its K/V is of no use to the target: it only scores which tokens to recompute. `TokenAlignment` is the text in
+both tokenizers, `CrossScores` runs the model, on pages it borrows while it reads.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from forerun.decode.drafters.retoken import counterpart
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.execution.runner import Span
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.sources.kv_writer import macs
 from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer
 
-CHUNK = 512  # tokens of a forward
+CHUNK_TOKENS = 512  # of one forward
 _STRAY = re.compile("[\udc80-\udcff]")  # bytes that are no part of a character, as Python spells them
 
 
-class Crossing:
-    """A target's tokens and a draft's tokens of the same text, and where on it each of them lies.
+class TokenAlignment:
+    """The target's and the draft's tokens of one text, and the byte range of each.
 
-    Places are bytes of the text; a control token takes one. One that the draft does not have lies nowhere, and so does
-    the BOS token that the draft expects where the target has none.
+    A control token takes one byte. One that the draft does not have has an empty range, and so has the BOS token that
+    the draft expects where the target has none.
     """
 
     def __init__(self, tokens: Sequence[int], target: Tokenizer, draft: Tokenizer) -> None:
@@ -77,13 +76,13 @@ class Crossing:
         self._length += len(data)
 
     def _places(self, ids: list[int], data: bytes) -> list[tuple[int, int]]:
-        """Where the draft's tokens lie in a text; each on one byte at least."""
+        """Byte ranges of the draft's tokens in a text, of at least one byte each."""
         parts = [self._draft.token_bytes(i) for i in ids]
         joined = b"".join(parts)
         ends = np.cumsum([0, *map(len, parts)])
         if joined == b" " + data:  # a space that the tokenizer puts before every text
             ends = ends - 1
-        elif joined != data:  # a normaliser at work: about there
+        elif joined != data:  # the tokenizer normalises: approximately
             ends = np.rint(ends * (len(data) / max(1, len(joined))))
         ends = np.clip(ends, 0, len(data)).astype(np.int64)
         first = np.minimum(ends[:-1], len(data) - 1)
@@ -92,7 +91,7 @@ class Crossing:
     def carry(self, scores: np.ndarray) -> np.ndarray:
         """Scores of the draft's tokens, spread evenly over their bytes and gathered by the target's tokens: [T].
 
-        The sum stays what it was, but for what lies nowhere.
+        The sum stays the same, but for empty ranges.
         """
         edges = np.array(self._edges, dtype=np.int64).reshape(-1, 2)
         lengths = edges[:, 1] - edges[:, 0]
@@ -104,9 +103,9 @@ class Crossing:
         before = np.concatenate(([0.0], np.cumsum(np.cumsum(change[:-1]))))  # score of the text before each place
         at = np.arange(self._length + 1)
         found = np.interp(self._own[:, 1], at, before) - np.interp(self._own[:, 0], at, before)
-        return np.maximum(found, 0.0)  # sums of many numbers may end a little below
+        return np.maximum(found, 0.0)  # rounding may leave sums a little below zero
 
-    def since(self, token: int) -> int:
+    def tokens_before(self, token: int) -> int:
         """How many of the draft's tokens end before this one of the target's begins."""
         place = self._own[token, 0] if token < len(self._own) else self._length
         return int(np.searchsorted([end for _, end in self._edges], place, side="right"))
@@ -130,43 +129,43 @@ class CrossScores:
             )
         self._ctx, self._runner, self._pool = ctx, runner, ctx.pool
         self._target, self._draft = ctx.tokenizer, draft.tokenizer
-        self.longest = min(ctx.max_context, draft.decoder.config.max_context)
-        self._cost = macs(draft.decoder) / macs(ctx.runner.decoder)
+        self.max_tokens = min(ctx.max_context, draft.decoder.config.max_context)
+        self._cost = draft.decoder.config.macs / ctx.runner.decoder.config.macs
 
     def cost(self, tokens: int) -> float:
         """In tokens of the target's prefill; as if the text had as many tokens here."""
         return self._cost * tokens
 
     def scores(self, state: PrefillState) -> np.ndarray:
-        """[len(state.tokens)] how much the prompt's tail looks at each token."""
-        return self.of(state.tokens, len(state.tokens) - state.end)
+        """[len(state.tokens)] how much the prompt's tail attends to each token."""
+        return self.score_tokens(state.tokens, len(state.tokens) - state.end)
 
-    def of(self, tokens: Sequence[int], tail: int) -> np.ndarray:
-        """[len(tokens)] how much the last `tail` of them look at each."""
-        crossing = Crossing(tokens, self._target, self._draft)
-        count = len(crossing.ids)
-        if count > self.longest:
+    def score_tokens(self, tokens: Sequence[int], tail: int) -> np.ndarray:
+        """[len(tokens)] how much the last `tail` of them attend to each."""
+        alignment = TokenAlignment(tokens, self._target, self._draft)
+        count = len(alignment.ids)
+        if count > self.max_tokens:
             raise BadRequest(
-                f"the prompt has {count} tokens of the draft model, which reads at most {self.longest}",
+                f"the prompt has {count} tokens of the draft model, which reads at most {self.max_tokens}",
                 "shorten it, or use another chooser",
             )
         if count == 0:
             return np.zeros(len(tokens))
-        return crossing.carry(self._read(crossing.ids, min(crossing.since(len(tokens) - tail), count - 1)))
+        return alignment.carry(self._read(alignment.ids, min(alignment.tokens_before(len(tokens) - tail), count - 1)))
 
     def _read(self, ids: list[int], tail: int) -> np.ndarray:
         """[len(ids)] attention of the entries from `tail` on."""
         pages = self._borrow(self._pool.pages_for(len(ids)))
         tail_attention = TailAttention(self._runner, pages, tail, len(ids))
         try:
-            for lo in range(0, len(ids), CHUNK):
-                hi, first = min(lo + CHUNK, len(ids)), max(lo, tail)
+            for lo in range(0, len(ids), CHUNK_TOKENS):
+                hi, first = min(lo + CHUNK_TOKENS, len(ids)), max(lo, tail)
 
                 def watch(
                     layer: int, x: Tensor, q: Tensor | None, _: Tensor | None, lo: int = lo, first: int = first
                 ) -> None:
                     if q is not None and first < lo + q.shape[0]:
-                        tail_attention.see(layer, q[first - lo :], first)
+                        tail_attention.add(layer, q[first - lo :], first)
 
                 self._runner.forward([Span(ids[lo:hi], lo, pages, ())], watch=watch)
         finally:
@@ -174,7 +173,7 @@ class CrossScores:
         return tail_attention.reduce()
 
     def _borrow(self, count: int) -> array[int]:
-        """Pages of its own, so that no other reader of spare pages takes them for theirs."""
+        """Pages of its own, so that no other borrower of free pages uses them."""
         make_room = self._ctx.make_room
         if count > self._pool.free and not (make_room is not None and make_room(count)):
             raise OutOfPages(

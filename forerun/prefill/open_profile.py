@@ -1,4 +1,4 @@
-"""From a profile's file to what drafts prompts: which profile goes with the models that were opened.
+"""From a profile's file to a `Prefiller`: which profile goes with the models that were opened.
 
 The default model's profile comes with the package. A model's sampled fingerprint names the file, the full one recorded
 in it decides.
@@ -21,13 +21,13 @@ from forerun.prefill.maps import Maps
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
 
-CHUNK_SHARE = 0.15  # of the tokens of texts met before that are recomputed where nothing was measured
+CHUNK_RECOMPUTE_SHARE = 0.15  # of the tokens of copied chunks, where no profile measured one
 
 
 def open_profile(
     given: str | Path | Profile | None, target: Checkpoint, source: Checkpoint | None = None
 ) -> Profile | None:
-    """What was given, if it was made for these models; else the one that comes with the target, if there is one."""
+    """The given profile, if it was made for these models; without one the packaged profile of the target, if any."""
     if given is None:
         path = packaged(target)
         profile = None if path is None else Profile.load(path)
@@ -66,15 +66,16 @@ def packaged(target: Checkpoint) -> Path | None:
 
 
 def chunk_only_profile() -> Profile:
-    """What stands in for a profile where there is none. Texts met before need no maps, so they can be reused; nothing
-    was measured, so nothing is promised about quality, and no checkpoint can fail."""
+    """Stands in where there is no profile: only the source `chunk`, which needs no maps, can draft. Nothing was
+    measured,
+    so there is no quality curve, and no check can fail."""
     none = torch.zeros(1, 1)
     maps = Maps((0,), 1, none, none, none, none, none, none)
-    return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_SHARE)
+    return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_RECOMPUTE_SHARE)
 
 
 def prefiller_factory(profile: Profile | None) -> Callable[[DraftContext], Prefiller]:
-    """What an engine makes its prefiller with."""
+    """Makes an engine's prefiller."""
 
     def make(ctx: DraftContext) -> Prefiller:
         if profile is None:

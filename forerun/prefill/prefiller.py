@@ -59,7 +59,7 @@ class Prefiller:
         ctx: DraftContext,
         profile: Profile | None,
         policy: Policy | None = None,
-        make: Callable[[str, DraftContext, Profile | None], KVSource] = sources.make,
+        make: Callable[[str, DraftContext, Profile | None], KVSource] = sources.make_source,
         scorers: dict[str, TokenScorer] | None = None,
     ) -> None:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
@@ -148,7 +148,7 @@ class Prefiller:
             return state
         source = self.source(state.settings)
         self._assign(state, source)
-        if short := too_short(state, self.policy, source.start):
+        if short := too_short(state, self.policy, source.min_length_scale):
             state.fall_back(short)
             return state
         source.open(state)

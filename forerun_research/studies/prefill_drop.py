@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.errors import BadRequest
 from forerun.prefill.choosers import select
-from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, drop_tokens
+from forerun.prefill.sources.token_drop import SINK_TOKENS, TokenDropRun, drop_tokens
 from forerun_research.studies.prefill_score import PromptPages, PromptScorer, prefiller_of, read_all
 from forerun_research.studies.study import Setting
 
@@ -68,7 +68,7 @@ def dropping(scorer: PromptScorer, ids: list[int], setting: Setting, room: int) 
     engine.clear_cache()
     start = time.perf_counter()
     scores, tail, cost = _scores(scorer, ids, setting)
-    candidates = np.arange(FIRST, len(ids) - tail)
+    candidates = np.arange(SINK_TOKENS, len(ids) - tail)
     kept = drop_tokens(ids, select(scores, candidates, round(setting.share * len(candidates))), tail)
     with TokenDropRun(engine.runner, kept, room) as run:
         first = run.prefill().clone()

@@ -9,31 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.prefill.copy_matching import AFTER, GOES_ON, LONG, LONGEST, MOST, RARE, WORDS, copy_scores
+from forerun.prefill.copy_matching import (
+    CONTINUATION_TOKENS,
+    MAX_MARKED_SHARE,
+    MAX_MATCHES,
+    MAX_SUFFIX_TOKENS,
+    MIN_SUFFIX_TOKENS,
+    NGRAM,
+    SPAN_TOKENS,
+    copy_scores,
+)
 
 TEXT = list(range(1000, 4000))  # no token twice
 
 
 def test_the_place_that_ends_the_prompt_goes_on() -> None:
     marks = copy_scores([*TEXT, 1, 2, 3, *TEXT[500:516]], len(TEXT))
-    goes_on = np.arange(516, 516 + GOES_ON)
+    goes_on = np.arange(516, 516 + CONTINUATION_TOKENS)
     assert marks[goes_on].min() > marks[np.setdiff1d(np.arange(len(TEXT)), goes_on)].max()
     assert (marks[len(TEXT) :] == 0).all()
 
 
 def test_a_quote_marks_itself_and_what_follows() -> None:
     marks = copy_scores([*TEXT, *TEXT[700:705], 9, 9], len(TEXT))
-    assert set(np.flatnonzero(marks)) == set(range(700, 704 + AFTER))
+    assert set(np.flatnonzero(marks)) == set(range(700, 704 + SPAN_TOKENS))
 
 
 def test_fewer_words_are_no_quote() -> None:
-    assert not copy_scores([*TEXT, *TEXT[700 : 700 + WORDS - 1], 9, 9, 9], len(TEXT)).any()
+    assert not copy_scores([*TEXT, *TEXT[700 : 700 + NGRAM - 1], 9, 9, 9], len(TEXT)).any()
 
 
-@pytest.mark.parametrize("times", [RARE, RARE + 1])
+@pytest.mark.parametrize("times", [MAX_MATCHES, MAX_MATCHES + 1])
 def test_what_is_everywhere_points_nowhere(times: int) -> None:
     text = [token for i in range(times) for token in (*TEXT[100 * i : 100 * i + 100], 1, 2, 3)]
-    assert bool(copy_scores([*text, 1, 2, 3, 9], len(text)).any()) == (times <= RARE)
+    assert bool(copy_scores([*text, 1, 2, 3, 9], len(text)).any()) == (times <= MAX_MATCHES)
 
 
 def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
@@ -46,17 +55,17 @@ def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=10, max_size=300), st.integers(3, 40))
 def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) -> None:
-    end = max(WORDS, len(tokens) - tail)
-    grams = [tuple(tokens[i : i + WORDS]) for i in range(len(tokens) - WORDS + 1)]
-    text, asked = grams[: end - WORDS + 1], set(grams[end - WORDS + 1 :])
-    found = [i for i, gram in enumerate(text) if gram in asked and text.count(gram) <= RARE]
+    end = max(NGRAM, len(tokens) - tail)
+    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+    text, asked = grams[: end - NGRAM + 1], set(grams[end - NGRAM + 1 :])
+    found = [i for i, gram in enumerate(text) if gram in asked and text.count(gram) <= MAX_MATCHES]
     expected = np.zeros(len(tokens))
     for i in found:
-        expected[i : min(i + WORDS - 1 + AFTER, end)] += 1
+        expected[i : min(i + NGRAM - 1 + SPAN_TOKENS, end)] += 1
     best = max(((_shared(tokens, at), at) for at in range(end)), default=(0, 0))
-    if best[0] >= LONG:
-        expected[best[1] + 1 : min(best[1] + 1 + GOES_ON, end)] += len(tokens)
-    kept = np.argsort(-expected, kind="stable")[: max(1, int(MOST * end))]
+    if best[0] >= MIN_SUFFIX_TOKENS:
+        expected[best[1] + 1 : min(best[1] + 1 + CONTINUATION_TOKENS, end)] += len(tokens)
+    kept = np.argsort(-expected, kind="stable")[: max(1, int(MAX_MARKED_SHARE * end))]
     marked = np.zeros(len(tokens))
     marked[kept] = expected[kept]
     assert (copy_scores(tokens, end) == marked).all()
@@ -65,7 +74,7 @@ def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) 
 def _shared(tokens: list[int], at: int) -> int:
     """Tokens up to `at` that are the prompt's last ones."""
     length = 0
-    while length <= min(at, LONGEST - 1) and tokens[at - length] == tokens[-1 - length]:
+    while length <= min(at, MAX_SUFFIX_TOKENS - 1) and tokens[at - length] == tokens[-1 - length]:
         length += 1
     return length
 
@@ -73,8 +82,8 @@ def _shared(tokens: list[int], at: int) -> int:
 def test_no_more_than_a_share_is_marked() -> None:
     quotes = [token for i in range(0, 3000, 60) for token in TEXT[i : i + 4]]
     marks = copy_scores([*TEXT, *quotes, *TEXT[40:60]], len(TEXT))
-    assert 0 < np.count_nonzero(marks) <= MOST * len(TEXT)
-    assert marks[60 : 60 + GOES_ON].all()  # the strongest are kept
+    assert 0 < np.count_nonzero(marks) <= MAX_MARKED_SHARE * len(TEXT)
+    assert marks[60 : 60 + CONTINUATION_TOKENS].all()  # the strongest are kept
 
 
 @pytest.mark.parametrize(

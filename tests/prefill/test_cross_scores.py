@@ -24,7 +24,7 @@ from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.cross_scores import Crossing, CrossScores
+from forerun.prefill.cross_scores import CrossScores, TokenAlignment
 from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny
@@ -74,9 +74,9 @@ def test_the_sum_stays_what_it_was(
     hi = data.draw(st.integers(lo + 1, len(tokens)))  # may begin and end inside a character
     tokens = data.draw(st.sampled_from([tokens[lo:hi], [*tokens[hi:], 1, *tokens[:lo], 2]]))
     for draft in (other, spaced):
-        crossing = Crossing(tokens, target, draft)
-        scores = np.random.default_rng(0).random(len(crossing.ids))
-        carried = crossing.carry(scores)
+        alignment = TokenAlignment(tokens, target, draft)
+        scores = np.random.default_rng(0).random(len(alignment.ids))
+        carried = alignment.carry(scores)
         lost = scores[0] if draft is spaced else 0.0  # its BOS, which the target does not have
         assert carried.shape == (len(tokens),) and (carried >= 0).all()
         assert carried.sum() == pytest.approx(scores.sum() - lost)
@@ -84,21 +84,21 @@ def test_the_sum_stays_what_it_was(
 
 def test_a_token_s_bytes_get_its_score(target: Tokenizer, other: Tokenizer):
     tokens = target.encode(STORY)
-    crossing = Crossing(tokens, target, other)
-    assert crossing.ids == other.encode(STORY)
+    alignment = TokenAlignment(tokens, target, other)
+    assert alignment.ids == other.encode(STORY)
     starts = np.cumsum([0, *(len(target.token_bytes(t)) for t in tokens)])
     at = 0
-    for n, token in enumerate(crossing.ids):  # one after the other, by a slow and obvious count
+    for n, token in enumerate(alignment.ids):  # one after the other, by a slow and obvious count
         size = len(other.token_bytes(token))
         expected = [max(0, min(at + size, hi) - max(at, lo)) / size for lo, hi in zip(starts, starts[1:], strict=False)]
-        np.testing.assert_allclose(crossing.carry(np.eye(len(crossing.ids))[n]), expected, atol=1e-12)
+        np.testing.assert_allclose(alignment.carry(np.eye(len(alignment.ids))[n]), expected, atol=1e-12)
         at += size
 
 
 def test_a_tokenizer_carried_to_itself_changes_nothing(target: Tokenizer):
     tokens = target.encode(STORY * 2)
     scores = np.random.default_rng(0).random(len(tokens))
-    np.testing.assert_allclose(Crossing(tokens, target, target).carry(scores), scores, atol=1e-12)
+    np.testing.assert_allclose(TokenAlignment(tokens, target, target).carry(scores), scores, atol=1e-12)
 
 
 def test_characters_of_several_tokens(target: Tokenizer):
@@ -106,10 +106,10 @@ def test_characters_of_several_tokens(target: Tokenizer):
     whole = Tokenizer(train("漢字 漢字 漢字 漢字", 400))
     assert len(whole.encode("漢字")) == 1 and len(target.encode("漢字")) == 6
     tokens = target.encode("a漢字")
-    np.testing.assert_allclose(Crossing(tokens, target, whole).carry(np.array([1.0, 6.0])), np.ones(7))
-    crossing = Crossing(whole.encode("a漢字"), whole, target)
-    np.testing.assert_allclose(crossing.carry(np.arange(7.0)), [0.0, 21.0])
-    part = Crossing(tokens[:3], target, whole)  # two of three bytes are read as two strange characters
+    np.testing.assert_allclose(TokenAlignment(tokens, target, whole).carry(np.array([1.0, 6.0])), np.ones(7))
+    alignment = TokenAlignment(whole.encode("a漢字"), whole, target)
+    np.testing.assert_allclose(alignment.carry(np.arange(7.0)), [0.0, 21.0])
+    part = TokenAlignment(tokens[:3], target, whole)  # two of three bytes are read as two strange characters
     scores = np.random.default_rng(0).random(len(part.ids))
     carried = part.carry(scores)
     assert carried[0] == pytest.approx(scores[0]) and carried[1:].sum() == pytest.approx(scores[1:].sum())
@@ -118,36 +118,36 @@ def test_characters_of_several_tokens(target: Tokenizer):
 
 def test_a_space_that_the_tokenizer_adds(target: Tokenizer, spaced: Tokenizer):
     tokens = target.encode("the the")
-    crossing = Crossing(tokens, target, spaced)
-    assert [spaced.token_bytes(i) for i in crossing.ids] == [b"<s>", b" the", b" the"]
+    alignment = TokenAlignment(tokens, target, spaced)
+    assert [spaced.token_bytes(i) for i in alignment.ids] == [b"<s>", b" the", b" the"]
     pieces = [target.token_bytes(t) for t in tokens]
-    carried = crossing.carry(np.array([9.0, 3.0, 4.0]))
+    carried = alignment.carry(np.array([9.0, 3.0, 4.0]))
     np.testing.assert_allclose(carried, [len(b) for b in pieces])  # three bytes and four
-    alone = Crossing(target.encode("."), target, spaced)  # a space by itself, then the text
+    alone = TokenAlignment(target.encode("."), target, spaced)  # a space by itself, then the text
     np.testing.assert_allclose(alone.carry(np.array([9.0, 1.0, 2.0])), [3.0])
 
 
 def test_control_tokens(target: Tokenizer, other: Tokenizer):
     start, end = (target.encode(name, parse_special=True)[0] for name in ("<|im_start|>", "<|im_end|>"))
-    crossing = Crossing([start, *target.encode("keep"), end, end], target, other)
+    alignment = TokenAlignment([start, *target.encode("keep"), end, end], target, other)
     stop = other.encode("<|im_end|>", parse_special=True)[0]
-    assert crossing.ids[-2:] == [stop, stop] and stop not in crossing.ids[:-2]
-    scores = np.arange(1.0, len(crossing.ids) + 1)
-    carried = crossing.carry(scores)
+    assert alignment.ids[-2:] == [stop, stop] and stop not in alignment.ids[:-2]
+    scores = np.arange(1.0, len(alignment.ids) + 1)
+    carried = alignment.carry(scores)
     assert carried[0] == 0.0 and carried[-2:].tolist() == pytest.approx(scores[-2:].tolist())
     assert carried[1:-2].sum() == pytest.approx(scores[:-2].sum())
-    written = Crossing(target.encode("<|im_end|>"), target, other)  # the same characters as text stay text
+    written = TokenAlignment(target.encode("<|im_end|>"), target, other)  # the same characters as text stay text
     assert stop not in written.ids
 
 
 def test_where_the_tail_begins(target: Tokenizer, other: Tokenizer):
     tokens = target.encode(STORY)
-    crossing = Crossing(tokens, target, other)
+    alignment = TokenAlignment(tokens, target, other)
     for n in range(len(tokens) + 1):
         place = sum(len(target.token_bytes(t)) for t in tokens[:n])
-        ends = np.cumsum([len(other.token_bytes(t)) for t in crossing.ids])
-        assert crossing.since(n) == int((ends <= place).sum())
-    assert Crossing([], target, other).carry(np.zeros(0)).shape == (0,)
+        ends = np.cumsum([len(other.token_bytes(t)) for t in alignment.ids])
+        assert alignment.tokens_before(n) == int((ends <= place).sum())
+    assert TokenAlignment([], target, other).carry(np.zeros(0)).shape == (0,)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def workshop_of(target: Path, draft: Path, pages: int = 128, tokenizer: Tokenize
 def test_the_same_model_under_other_ids_looks_where_the_target_looks(
     twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("forerun.prefill.cross_scores.CHUNK", 50)
+    monkeypatch.setattr("forerun.prefill.cross_scores.CHUNK_TOKENS", 50)
     ctx = workshop_of(*twins)
     assert ctx.tokenizer is not None
     tokens = [*ctx.tokenizer.encode(tiny.TEXT)[:160], 2]
@@ -192,7 +192,7 @@ def test_the_same_model_under_other_ids_looks_where_the_target_looks(
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
         if q is not None:
-            tail_attention.see(layer, q[141:], 141)
+            tail_attention.add(layer, q[141:], 141)
 
     ctx.runner.forward([Span(tokens, 0, pages, ())], watch=watch)
     ctx.pool.release(pages)
@@ -207,9 +207,9 @@ def test_a_stranger_s_scores(tiny_folder: Callable[[str], Path], other: Tokenize
     ctx = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), tokenizer=other)
     assert ctx.tokenizer is not None
     tokens = ctx.tokenizer.encode(STORY * 2)
-    scores = CrossScores(ctx).of(tokens, 16)
+    scores = CrossScores(ctx).score_tokens(tokens, 16)
     assert scores.shape == (len(tokens),) and scores.sum() == pytest.approx(1.0, abs=1e-3)
-    assert CrossScores(ctx).of([], 16).shape == (0,)
+    assert CrossScores(ctx).score_tokens([], 16).shape == (0,)
 
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path], other: Tokenizer):
@@ -225,11 +225,11 @@ def test_what_it_needs(tiny_folder: Callable[[str], Path], other: Tokenizer):
         return True
 
     with pytest.raises(OutOfPages, match="2 are free"):
-        scorer.of(tokens * 2, 8)
+        scorer.score_tokens(tokens * 2, 8)
     ctx.make_room = make_room
-    assert scorer.of(tokens * 2, 8).sum() > 0 and len(asked) == 1 and ctx.pool.used == 0
+    assert scorer.score_tokens(tokens * 2, 8).sum() > 0 and len(asked) == 1 and ctx.pool.used == 0
     with pytest.raises(BadRequest, match="reads at most 512"):
-        scorer.of(tokens * 50, 8)
+        scorer.score_tokens(tokens * 50, 8)
     ctx.tokenizer = None
     with pytest.raises(BadRequest, match="the target has no tokenizer"):
         CrossScores(ctx)

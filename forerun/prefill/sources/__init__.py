@@ -7,10 +7,10 @@ from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
 
-SOURCES = ("draft", "self", "chunk")  # that requests may name; `drop` is a baseline for studies
+SOURCES = ("draft", "self", "chunk")  # that requests may name; `drop` is the baseline of studies
 
 
-def make(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:
+def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:
     """The source of this name; raises where the profile or the models it needs are missing or do not fit."""
     if name == "draft":
         from forerun.prefill.sources.draft import DraftSource

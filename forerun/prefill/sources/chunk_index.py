@@ -1,7 +1,7 @@
-"""Token strings met before and the pages that hold their exact K/V: which spans of a new prompt are among them.
+"""An index of earlier prompts and the pages with their exact K/V: finds spans of a new prompt among them.
 
-A remembered text is known by hashes of windows at regular places; a prompt is looked up at every token, so a span is
-found wherever it lies now. Knows tokens and pages; neither K/V nor models, nor who else holds a page.
+A text is indexed by hashes of windows at regular offsets; a prompt is looked up at every token, so a span is found at
+any position. Knows tokens and pages; neither K/V nor models, nor other holders of a page.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 
 from forerun.cache.pool import PagePool
 
-WINDOW = 32  # tokens whose hash leads to a span; a power of two
-STRIDE = 16  # a remembered text is known by the windows that start at its multiples of this
-LEAST = 64  # shorter spans are not worth reusing: their K/V is mostly about what came before them
-SINKS = 4  # first entries of a text, whose K/V draws attention to itself and must not turn up further back
-SAME = 4  # places remembered for one window
+WINDOW_TOKENS = 32  # hashed to find a span; a power of two
+STRIDE_TOKENS = 16  # an indexed text has one window at every multiple of this
+MIN_SPAN_TOKENS = 64  # shorter spans are not worth reusing: their K/V depends mostly on what came before them
+SINK_TOKENS = 4  # first entries of a text: attention sinks, whose K/V must not be copied to later positions
+MAX_PLACES_PER_WINDOW = 4
 _BASE = 0x9E3779B97F4A7C15
 
 
 @dataclass(eq=False)
 class IndexedText:
-    """Tokens at entries `first`, `first + 1`, ... of some earlier prompt, whole pages of them."""
+    """Tokens at entries `first`, `first + 1`, ... of an earlier prompt, whole pages of them."""
 
     tokens: np.ndarray  # [n] int64
     first: int
@@ -42,53 +42,53 @@ class ChunkMatch:
 
 
 class ChunkIndex:
-    """At most `most` pages, each referenced once; the text that was not used for longest goes first."""
+    """Holds at most `max_pages` pages, each referenced once; the least recently used text is evicted first."""
 
-    def __init__(self, pool: PagePool, most: int) -> None:
-        self.pool, self.most = pool, most
+    def __init__(self, pool: PagePool, max_pages: int) -> None:
+        self.pool, self.max_pages = pool, max_pages
         self.num_pages = 0
         self._texts: dict[IndexedText, None] = {}  # least recently used first
         self._places: dict[int, list[tuple[IndexedText, int]]] = {}  # window's hash -> text, offset; newest last
         self._held: set[int] = set()
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Keep the whole pages of a text with exact K/V; what is kept already (a shared prefix) is not kept twice."""
+        """Index the whole pages of a text with exact K/V; pages held already (a shared prefix) are not held twice."""
         size = self.pool.page_size
         whole = min(len(tokens) // size, len(pages))
         known = next((i for i in range(whole) if pages[i] not in self._held), whole)
-        own = list(pages[known : min(whole, known + self.most)])
-        if len(own) * size < WINDOW:
+        own = list(pages[known : min(whole, known + self.max_pages)])
+        if len(own) * size < WINDOW_TOKENS:
             return
-        self.release(self.num_pages + len(own) - self.most)
+        self.release(self.num_pages + len(own) - self.max_pages)
         first = known * size
         text = IndexedText(np.array(tokens[first : first + len(own) * size], dtype=np.int64), first, own, [])
-        text.keys = _hashes(text.tokens)[::STRIDE].tolist()
+        text.keys = _hashes(text.tokens)[::STRIDE_TOKENS].tolist()
         for n, key in enumerate(text.keys):
             places = self._places.setdefault(key, [])
-            places.append((text, n * STRIDE))
-            del places[:-SAME]
+            places.append((text, n * STRIDE_TOKENS))
+            del places[:-MAX_PLACES_PER_WINDOW]
         self.pool.retain(own)
         self._held.update(own)
         self.num_pages += len(own)
         self._texts[text] = None
 
     def release(self, count: int) -> int:
-        """Give up `count` pages, or all there are, from the ends of the texts; returns how many it were."""
-        given = 0
-        while given < count and self._texts:
+        """Release `count` pages, or all there are, from the ends of the texts; returns how many."""
+        released = 0
+        while released < count and self._texts:
             text = next(iter(self._texts))
-            keep = max(0, len(text.pages) - (count - given))
-            given += len(text.pages) - keep
+            keep = max(0, len(text.pages) - (count - released))
+            released += len(text.pages) - keep
             self._cut(text, keep)
-        return given
+        return released
 
     def _cut(self, text: IndexedText, keep: int) -> None:
         size = self.pool.page_size
         gone, text.pages = text.pages[keep:], text.pages[:keep]
         text.tokens = text.tokens[: keep * size]
-        left = len(range(0, len(text.tokens) - WINDOW + 1, STRIDE))
+        left = len(range(0, len(text.tokens) - WINDOW_TOKENS + 1, STRIDE_TOKENS))
         for n, key in enumerate(text.keys[left:], left):
-            places = [place for place in self._places.get(key, []) if place != (text, n * STRIDE)]
+            places = [place for place in self._places.get(key, []) if place != (text, n * STRIDE_TOKENS)]
             if places:
                 self._places[key] = places
             else:
@@ -101,7 +101,7 @@ class ChunkIndex:
             del self._texts[text]
 
     def find(self, tokens: Sequence[int], start: int, end: int) -> list[ChunkMatch]:
-        """Spans of tokens[start:end] that were met before, in order; of several the longest."""
+        """Spans of tokens[start:end] that are indexed, in order; of several places the longest span."""
         new = np.array(tokens[:end], dtype=np.int64)
         keys = _hashes(new).tolist()
         found: list[ChunkMatch] = []
@@ -112,7 +112,7 @@ class ChunkIndex:
                 back, count = _extend(new, at, covered, text, offset)
                 best = max(best, (count, at - back, text, offset - back), key=lambda b: b[0])
             count, first, chosen, offset = best
-            if chosen is None or count < LEAST:
+            if chosen is None or count < MIN_SPAN_TOKENS:
                 at += 1
                 continue
             found.append(ChunkMatch(first, count, chosen.first + offset, self._slots(chosen, offset, count)))
@@ -126,27 +126,27 @@ class ChunkIndex:
 
 
 def _hashes(tokens: np.ndarray) -> np.ndarray:
-    """[max(0, n - WINDOW + 1)] a hash of the window that starts at each token: polynomial, modulo 2 ** 64."""
+    """[max(0, n - WINDOW_TOKENS + 1)] a hash of the window that starts at each token: polynomial, modulo 2 ** 64."""
     values, width, base = tokens.astype(np.uint64) + np.uint64(1), 1, _BASE
-    while width < WINDOW:
+    while width < WINDOW_TOKENS:
         values = values[:-width] * np.uint64(base) + values[width:] if len(values) > width else values[:0]
         width, base = 2 * width, base * base % (1 << 64)
     return values
 
 
-def _extend(new: np.ndarray, at: int, least: int, text: IndexedText, offset: int) -> tuple[int, int]:
-    """(tokens before `at` that are the same too, tokens of the whole span); a hash may lie, then the span is empty."""
-    old, sinks = text.tokens, max(0, SINKS - text.first)
+def _extend(new: np.ndarray, at: int, start: int, text: IndexedText, offset: int) -> tuple[int, int]:
+    """(tokens before `at` that are the same too, tokens of the whole span); empty where only the hashes are equal."""
+    old, sinks = text.tokens, max(0, SINK_TOKENS - text.first)
     forward = _common(new[at:], old[offset:])
     if offset < sinks:  # the window itself starts with sinks
         return offset - sinks, forward + offset - sinks
-    back = _common(new[least:at][::-1], old[sinks:offset][::-1])
+    back = _common(new[start:at][::-1], old[sinks:offset][::-1])
     return back, back + forward
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix; looks no further than twice as far as it must, as most pairs differ soon."""
-    length, done, step = min(len(a), len(b)), 0, 2 * WINDOW
+    """Length of the common prefix; compares in growing steps, as most pairs differ soon."""
+    length, done, step = min(len(a), len(b)), 0, 2 * WINDOW_TOKENS
     while done < length:
         differ = a[done : done + step][: length - done] != b[done : done + step][: length - done]
         if differ.any():

@@ -1,7 +1,7 @@
-"""A smaller model with the target's tokens reads the prompt; its hidden states are mapped to the target's K/V.
+"""A smaller model with the target's tokenizer reads the prompt; its hidden states are mapped to the target's K/V.
 
-It reads no further than the highest layer the maps look at. What it reads stays on its own plane of the prompt's
-pages, where drafters of the answer find it and go on from. On its way it sums up what the prompt's last tokens look at.
+It runs no further than the highest layer the maps read. Its own K/V stays on its plane of the prompt's pages, where
+drafters of the answer continue from. On request it collects the attention of the prompt's tail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Reading:
 
 class DraftSource(KVSource):
     name = "draft"
-    float8 = True  # whether long prompts may be read in float8, where the device can: what is mapped is a guess anyway
+    float8 = True  # whether long prompts may be read in float8, where the device can: the result is a draft anyway
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         profile = require_profile(profile, self.name)
@@ -57,16 +57,16 @@ class DraftSource(KVSource):
         self._taps, self._top = profile.maps.taps, max(max(profile.maps.taps), 1)
         decoder = ctx.draft.decoder
         self._layers = decoder.config.num_layers
-        # the copy runs here alone: answers are drafted, and prompts read to the last layer, by the decoder as it is
+        # a float8 copy for reading alone: drafters of answers, and reading to the last layer, use the decoder itself
         float8 = self.float8 and self._top < self._layers
-        self._stairs = RaggedDepthPass(self._runner, float8_decoder(decoder, self._top) if float8 else None)
-        self.longest = min(ctx.max_context, ctx.draft.decoder.config.max_context)
+        self._ragged_pass = RaggedDepthPass(self._runner, float8_decoder(decoder, self._top) if float8 else None)
+        self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
 
     def problem(self, tokens: int) -> BadRequest | None:
-        if tokens <= self.longest:
+        if tokens <= self.max_tokens:
             return None
         return BadRequest(
-            f"the prompt has {tokens} tokens, the draft model reads at most {self.longest}",
+            f"the prompt has {tokens} tokens, the draft model reads at most {self.max_tokens}",
             "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)",
         )
 
@@ -74,35 +74,35 @@ class DraftSource(KVSource):
         return self._cost * tokens
 
     def open(self, state: PrefillState) -> None:
-        """Starts at what the draft has not read yet, or earlier: hidden states are not kept, K/V is."""
+        """Starts at what the draft has not read yet, or earlier: its K/V is kept, its hidden states are not."""
         need = max(state.first, state.known)
-        state.read = min(self._filled(state), need, state.end)
+        state.read = min(self._read_entries(state), need, state.end)
         state.source_state = _Reading(state.read, need, tail_attention_for(state, "draft", self._runner))
 
     def read(self, state: PrefillState, count: int) -> None:
         piece = ReadChunk(state, count, state.source_state.need, self._taps, state.source_state.tail_attention)
         if piece.lo < piece.hi:
             self._run(state, piece.lo, piece.hi, piece.watch)
-            self._mark(state, piece.lo, piece.hi)
+            self._mark_read(state, piece.lo, piece.hi)
         if piece.first < piece.end:
-            self._writer.stairs.run(self._writer.rows(state, piece.first, piece.end))
+            self._writer.ragged_pass.run(self._writer.rows(state, piece.first, piece.end))
             self._writer.write(state, [piece.hidden[tap] for tap in self._taps], piece.first, piece.end)
         state.read = piece.hi
 
     def _run(self, state: PrefillState, lo: int, hi: int, watch: Watch) -> None:
-        """These entries through the draft's layers that the maps look at."""
+        """These entries through the draft's layers that the maps read."""
         if self._top == self._layers:
             self._runner.forward([Span(state.ids[lo:hi].tolist(), lo, state.pages, ())], watch=watch)
             return
         sent = state.sent(self._runner.decoder.device)[lo:hi]
         rows = Rows(state.ids[lo:hi], np.arange(lo, hi), state.pages, np.full(hi - lo, self._top), sent=sent)
-        kept = self._stairs.run(rows, watch, keep=self._top).x
+        kept = self._ragged_pass.run(rows, watch, keep=self._top).x
         assert kept is not None
         watch(self._top, kept, None, None)
         state.source_state.kept.append(kept)
 
     def finish(self, state: PrefillState) -> None:
-        """What is halfway through the draft's layers can go on from there when an answer is drafted."""
+        """Hidden states after the last layer that was run: a drafter of the answer continues from there."""
         if state.source_state is not None and state.source_state.kept:
             self._draft_kv.keep_partial(
                 state.id,
@@ -113,21 +113,21 @@ class DraftSource(KVSource):
     def scores(self, state: PrefillState) -> np.ndarray | None:
         return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None
 
-    # -- what the draft's plane holds ----------------------------------------------------------------------------------
+    # -- pages of the draft's plane ------------------------------------------------------------------------------------
 
-    def _filled(self, state: PrefillState) -> int:
-        """Entries in whole pages, from the first, that the draft has read before: for this prompt or another."""
+    def _read_entries(self, state: PrefillState) -> int:
+        """Entries in whole pages, from the first, that the draft has read before, for this prompt or another."""
         size, whole = self._pool.page_size, 0
-        enough = (
+        read = (
             self._draft_kv.filled
             if self._top == self._layers
             else np.maximum(self._draft_kv.filled, self._draft_kv.lower)
         )
-        while whole < len(state.pages) and enough[state.pages[whole]] == size:
+        while whole < len(state.pages) and read[state.pages[whole]] == size:
             whole += 1
         return whole * size
 
-    def _mark(self, state: PrefillState, lo: int, hi: int) -> None:
+    def _mark_read(self, state: PrefillState, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
         size, marks = self._pool.page_size, self._draft_kv.filled if self._top == self._layers else self._draft_kv.lower
         marks[np.array(state.pages[lo // size : hi // size], dtype=np.int64)] = size

@@ -1,6 +1,6 @@
-"""What sources with fitted maps share: the target's own lower layers, and mapped K/V above them, on a prompt's pages.
+"""Shared by sources with fitted maps: the target's own lower layers, and mapped K/V above them, on a prompt's pages.
 
-Knows the target and the maps; not whose hidden states they are given.
+Knows the target and the maps; not which model computed the hidden states.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from forerun.prefill.maps import FastMaps, Maps
 from forerun.prefill.profile import Profile
 from forerun.prefill.state import PrefillState
 
-BLOCK = 64  # rows that are mapped at once on a CPU: the features of all taps stay in the caches, twice as fast
+CPU_MAP_ROWS = 64  # mapped at once on a CPU: the features of all taps stay in its caches, twice as fast
 _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFILE"
 
 
 def require_profile(profile: Profile | None, kind: str) -> Profile:
-    """The profile, if it is one for this source."""
+    """The profile; raises unless it is one for this source."""
     if profile is None:
         raise BadProfile(f"the source {kind!r} needs a profile", "name one: prefill_profile=... (--prefill-profile)")
     if profile.kind != kind:
@@ -35,30 +35,26 @@ def require_profile(profile: Profile | None, kind: str) -> Profile:
     return profile
 
 
-def macs(decoder: Decoder) -> int:
-    """Multiply-adds of one token in all layers, attention over others and the head not counted."""
-    linears = (m for w in decoder.layers for m in (w.qkv, w.o, w.gate_up, w.down))
-    return sum(linear.in_features * linear.out_features for linear in linears)
-
-
 def precision_of(decoder: Decoder) -> Precision:
     """What the decoder's own matrices are held in, for matrices that run beside them."""
     return Precision("as the decoder", type(decoder.layers[0].qkv), decoder.dtype)
 
 
 def tail_attention_for(state: PrefillState, chooser: str, runner: Runner) -> TailAttention | None:
-    """What sums up the tail's attention while it is read, if that is what tokens are chosen by."""
+    """Collects the tail's attention while it is read, if that is what tokens are chosen by."""
     if state.report.chooser != chooser:
         return None
     return TailAttention(runner, state.pages, state.end, len(state.tokens))
 
 
 def reduced_scores(tail_attention: TailAttention | None) -> np.ndarray | None:
+    """[tokens], once all of the tail is read."""
     return tail_attention.reduce() if tail_attention is not None and tail_attention.complete else None
 
 
 class ReadChunk:
-    """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, tail .. hi ask."""
+    """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, and the queries of
+    tail .. hi are collected."""
 
     def __init__(
         self, state: PrefillState, count: int, need: int, taps: tuple[int, ...], tail_attention: TailAttention | None
@@ -73,22 +69,23 @@ class ReadChunk:
         if self.first < self.end and layer in self._taps:
             self.hidden[layer] = x[self.first - self.lo : self.end - self.lo]
         if q is not None and self._tail_attention is not None and self.tail < self.hi:
-            self._tail_attention.see(layer, q[self.tail - self.lo :], self.tail)
+            self._tail_attention.add(layer, q[self.tail - self.lo :], self.tail)
 
 
 class KVWriter:
-    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `float8`: of
-    many rows in float8, where the device can."""
+    """Writes K/V of layers `base` and above for hidden states of a `source` decoder at the maps' taps; `float8`: many
+    rows are mapped in float8, where the device can."""
 
     def __init__(self, target: Runner, source: Decoder, maps: Maps, float8: bool = False) -> None:
         _check(maps, source, target.decoder)
         self.base, self.taps = maps.base, maps.taps
-        self.stairs = RaggedDepthPass(target)
-        self.cost = maps.macs / macs(target.decoder)  # of a token, in tokens of the target's prefill
+        self.ragged_pass = RaggedDepthPass(target)
+        self.cost = maps.macs / target.decoder.config.macs  # of a token, in tokens of the target's prefill
         self._runner, self._decoder = target, target.decoder
         self._together = _groups(target.decoder, self.base)
-        self._own, taken = maps.target_embedding, [source] * len(maps.taps) + [target.decoder] * maps.target_embedding
-        bases = [(decoder.config.hidden_size, decoder.basis) for decoder in taken]
+        self._embeds = maps.target_embedding
+        parts = [source] * len(maps.taps) + [target.decoder] * self._embeds
+        bases = [(decoder.config.hidden_size, decoder.basis) for decoder in parts]
         self._maps = FastMaps(maps, precision_of(source), bases, source.device, float8)
 
     def rows(self, state: PrefillState, first: int, end: int) -> Rows:
@@ -101,17 +98,17 @@ class KVWriter:
     @torch.inference_mode()
     def write(self, state: PrefillState, hidden: list[Tensor], first: int, end: int) -> None:
         """Mapped K/V for entries first .. end, from their hidden states [end - first, hidden] at each tap."""
-        step = end - first if self._decoder.device.type == "cuda" else BLOCK
+        step = end - first if self._decoder.device.type == "cuda" else CPU_MAP_ROWS
         for lo in range(first, end, step):
             hi = min(lo + step, end)
             features = [x[lo - first : hi - first] for x in hidden]
-            if self._own:
+            if self._embeds:
                 ids = state.sent(self._decoder.device)[lo:hi]
                 features.append(self._decoder.embed(ids).to(features[0].dtype))
-            self._put(state, self._maps(features), lo, hi)
+            self._write_slots(state, self._maps(features), lo, hi)
         state.depths[first:end] = np.maximum(state.depths[first:end], self.base)
 
-    def _put(self, state: PrefillState, mapped: Tensor, first: int, end: int) -> None:
+    def _write_slots(self, state: PrefillState, mapped: Tensor, first: int, end: int) -> None:
         """As `AttentionBackend.write` does for one layer, but for all of them at once."""
         c, device = self._decoder.config, self._decoder.device
         mapped = mapped.to(device).view(end - first, -1, 2, c.num_kv_heads, c.head_dim)  # [T, layers, 2, Hkv, D]
@@ -130,7 +127,7 @@ def _groups(decoder: Decoder, base: int) -> list[range]:
 
 
 def _check(maps: Maps, source: Decoder, target: Decoder) -> None:
-    """Fingerprints say whose maps they are; this says whether they can be run at all."""
+    """Raise unless the shapes fit; whether the maps belong to these models is checked by fingerprint elsewhere."""
     layers = target.config.num_layers
     if not 0 <= maps.base < layers:
         raise BadProfile(f"the profile maps layers from {maps.base} on, the target has {layers}", _HINT)

@@ -1,6 +1,7 @@
-"""The target's own lower layers run for every token; K/V of the layers above is mapped from their hidden states.
+"""Self-draft: the target's own lower layers run for every token; K/V of the layers above is mapped from their hidden
+states.
 
-No second model. What comes out of the lower layers is kept, so that a chosen token goes on from there.
+No second model. The outputs of the lower layers are kept, so that recomputed tokens start from there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SelfDraftSource(KVSource):
         return self._cost * tokens
 
     def open(self, state: PrefillState) -> None:
-        """Reads what is known too: its K/V is there, but repair starts from inputs of layer `base`."""
+        """Reads entries with drafted K/V too: recomputing them starts from inputs of layer `base`."""
         decoder = self._runner.decoder
         rows = len(state.tokens) - state.first
         x = torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
@@ -51,7 +52,7 @@ class SelfDraftSource(KVSource):
         piece = ReadChunk(state, count, state.known, self._writer.taps, reading.tail_attention)
         lo, first, end = piece.lo, piece.first, piece.end
         if lo < piece.hi:
-            kept = self._writer.stairs.run(self._writer.rows(state, lo, piece.hi), piece.watch, keep=self.base).x
+            kept = self._writer.ragged_pass.run(self._writer.rows(state, lo, piece.hi), piece.watch, keep=self.base).x
             assert kept is not None
             reading.x[lo - state.first : piece.hi - state.first] = kept
             state.x = reading.x[: piece.hi - state.first]
@@ -64,5 +65,5 @@ class SelfDraftSource(KVSource):
         state.source_state = state.x = None
 
     def scores(self, state: PrefillState) -> np.ndarray | None:
-        """By the lower layers only, which choose worse than a whole model does."""
+        """By the lower layers only, which choose worse than a whole model."""
         return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None

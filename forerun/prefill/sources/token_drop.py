@@ -1,4 +1,4 @@
-"""Token dropping, as published (SpecPrefill): the tokens that nobody chose are absent. The baseline to beat.
+"""Token dropping, as published (SpecPrefill): tokens that are not chosen are absent. A baseline.
 
 Kept tokens lie side by side in the pages but keep their rotary positions, so to the model there are gaps in the prompt.
 `drop_tokens` says what is kept, `TokenDropSource` has a draft model say what the prompt's end looks at, and
@@ -21,11 +21,10 @@ from forerun.models.execution.runner import Runner
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.draft import DraftSource
-from forerun.prefill.sources.kv_writer import macs
 from forerun.prefill.state import PrefillState
 
-FIRST = 4  # tokens that attention rests on wherever it finds nothing else
-CHUNK = 512  # tokens of a forward
+SINK_TOKENS = 4  # first tokens, always kept: attention sinks
+CHUNK_TOKENS = 512  # of one forward
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def drop_tokens(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail:
     if index.size and not (index.min() >= 0 and index.max() < count):
         raise ValueError(f"chosen tokens go from {index.min()} to {index.max()}, the prompt has {count}")
     keep[index] = True
-    keep[:FIRST] = True
+    keep[:SINK_TOKENS] = True
     keep[max(0, count - tail) :] = True
     positions = np.flatnonzero(keep)
     return KeptTokens([tokens[p] for p in positions.tolist()], positions, count)
@@ -69,7 +68,7 @@ def drop_tokens(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail:
 
 class TokenDropSource(DraftSource):
     """Only reads and scores: there is no K/V for what is not kept, so a prompt can run packed or not at all. Requests
-    cannot ask for that; `TokenDropRun` is how it is measured."""
+    cannot ask for that; `TokenDropRun` measures it."""
 
     name = "drop"
     base = 0
@@ -77,19 +76,19 @@ class TokenDropSource(DraftSource):
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
             raise BadRequest(
-                "the source 'drop' needs a draft model, which says what is kept",
+                "the source 'drop' needs a draft model, which scores the tokens",
                 "open the model with a draft: draft=..., or --draft on the command line",
             )
         if not ctx.draft.same_tokens:
             raise BadRequest(
-                f"the tokens of {ctx.draft.source} are not the target's, so it cannot say which of them to keep",
+                f"the tokens of {ctx.draft.source} are not the target's, so it cannot score them",
                 "use a draft of the same family",
             )
         self._pool, self._draft_kv, self._runner = ctx.pool, ctx.draft_kv, ctx.draft_runner
         measured = profile.source_cost if profile is not None and profile.kind == "draft" else None
-        counted = macs(ctx.draft.decoder) / macs(ctx.runner.decoder)
+        counted = ctx.draft.decoder.config.macs / ctx.runner.decoder.config.macs
         self._cost = counted if measured is None else measured
-        self.longest = min(ctx.max_context, ctx.draft.decoder.config.max_context)
+        self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
         self._taps, self._top = (), ctx.draft.decoder.config.num_layers
         self._layers = self._top
 
@@ -102,7 +101,7 @@ class TokenDropSource(DraftSource):
     def open(self, state: PrefillState) -> None:
         super().open(state)
         state.source_state.need = state.end  # nothing to write
-        state.read = min(self._filled(state), state.end)
+        state.read = min(self._read_entries(state), state.end)
 
 
 class TokenDropRun:
@@ -120,11 +119,11 @@ class TokenDropRun:
                 f"{len(kept)} kept tokens and {room} more need {count} pages, {pool.free} are free",
                 "keep fewer tokens, or raise kv_cache_tokens",
             )
-        self._pool, self._stairs, self._layers = pool, RaggedDepthPass(runner), runner.decoder.config.num_layers
+        self._pool, self._ragged_pass, self._layers = pool, RaggedDepthPass(runner), runner.decoder.config.num_layers
         self._pages = array("i", pool.allocate(count))
         self._kept = kept
         self._entries = 0
-        self._most = len(kept) + room
+        self._max_entries = len(kept) + room
 
     def __enter__(self) -> TokenDropRun:
         return self
@@ -140,25 +139,25 @@ class TokenDropRun:
         """Logits [V] of the prompt's last token."""
         assert self._entries == 0, "prefilled already"
         end = len(self._kept)
-        for lo in range(0, end, CHUNK):
-            hi = min(lo + CHUNK, end)
+        for lo in range(0, end, CHUNK_TOKENS):
+            hi = min(lo + CHUNK_TOKENS, end)
             rows = self._kept.rows(self._pages, self._layers, lo, hi, [hi - lo - 1] if hi == end else ())
-            recomputed = self._stairs.run(rows)
+            recomputed = self._ragged_pass.run(rows)
         self._entries = end
         return recomputed.logits[-1]
 
     def score(self, ids: list[int]) -> Tensor:
-        """Logits [len(ids), V] of tokens that follow, whatever the model would have said."""
+        """Logits [len(ids), V] of given tokens that follow (teacher forcing)."""
         assert self._kept.ids and self._entries, "nothing is prefilled"
-        assert self._entries + len(ids) <= self._most, "more tokens than there is room for"
+        assert self._entries + len(ids) <= self._max_entries, "more tokens than there is room for"
         entries = np.arange(self._entries, self._entries + len(ids))
         depths, positions = np.full(len(ids), self._layers), entries + self._kept.shift
         rows = Rows(np.array(ids), entries, self._pages, depths, range(len(ids)), positions=positions)
         self._entries += len(ids)
-        return self._stairs.run(rows).logits
+        return self._ragged_pass.run(rows).logits
 
     def greedy(self, logits: Tensor, count: int, stop: Sequence[int] = ()) -> list[int]:
-        """Up to `count` likeliest tokens, the first of them by these logits [V]; the one that stops is included."""
+        """Up to `count` likeliest tokens, the first of them by these logits [V]; the stop token is included."""
         found: list[int] = []
         while len(found) < count:
             found.append(int(logits.argmax()))

@@ -21,7 +21,7 @@ from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import RopeTable, rotate
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.sources.chunk import HEAD, ChunkSource
+from forerun.prefill.sources.chunk import SPAN_HEAD_TOKENS, ChunkSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
 from tests.prefill.fakes import answer, drive, make_prefiller, make_profile, new_state
@@ -97,7 +97,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     truth, _ = exact(ctx, state.tokens)
     (match,) = state.source_state.matches
     assert (match.start, match.old) == (29, 53) and 103 <= match.count <= 107  # whole pages of [a][b]
-    assert source.missing(state).tolist() == [*range(29 + HEAD), *range(29 + match.count, state.end)]
+    assert source.missing(state).tolist() == [*range(29 + SPAN_HEAD_TOKENS), *range(29 + match.count, state.end)]
     assert not stored(ctx, state.pages, 3, range(29)).any()  # nobody else's
     everything = range(state.end)
     torch.testing.assert_close(stored(ctx, state.pages, 0, everything), stored(ctx, truth, 0, everything))
@@ -203,7 +203,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
     pages, _ = exact(ctx, b)
     source.remember(b, pages)
     pool.release(pages)
-    assert pool.used == source.texts.num_pages == 15
+    assert pool.used == source.index.num_pages == 15
     prompt = [*words(3, 30), *b]
     undisturbed = drafted(source, ctx, prompt)
     source.finish(undisturbed)
@@ -242,7 +242,7 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     assert state.stage is PrefillStage.DONE, state.report
     assert not set(source.missing(state)) - set(np.flatnonzero(state.depths == state.layers))
     prefiller.close(state)
-    assert ctx.pool.used == 24 + source.texts.num_pages
+    assert ctx.pool.used == 24 + source.index.num_pages
     truth, logits = exact(ctx, prompt)
     apart = [
         float((stored(ctx, state.pages, i, range(state.end)) - stored(ctx, truth, i, range(state.end))).abs().max())

@@ -49,7 +49,7 @@ def test_all_layers_are_written_as_one_is(
     write_plainly(ctx, maps, hidden, first, end)
     expected = stored(ctx.runner)
     clear(ctx.pool)
-    monkeypatch.setattr(kv_writer, "BLOCK", block)
+    monkeypatch.setattr(kv_writer, "CPU_MAP_ROWS", block)
     writer, state = kv_writer.KVWriter(ctx.runner, ctx.runner.decoder, maps), make_state(layers=7)
     if together:
         writer._together = kv_writer._groups(on_gpu(ctx), 2)

@@ -91,7 +91,7 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
     entries = np.arange(first, END)
     assert state.x is not None
     rows = Rows(np.array(IDS)[entries], entries, PAGES, np.full(len(entries), 4), x=state.x[: END - first], first=BASE)
-    source._writer.stairs.run(rows)
+    source._writer.ragged_pass.run(rows)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(apart(a, b) < 1e-5 for a, b in zip(mine, true, strict=True))
 

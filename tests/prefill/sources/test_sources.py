@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import BadProfile, BadRequest
-from forerun.prefill.sources import make
+from forerun.prefill.sources import make_source
 from tests.prefill.sources.common import make_maps, make_profile, make_workshop
 
 
 def test_sources_are_made_by_name(tiny_folder: Callable[[str], Path]):
     ctx, maps = make_workshop(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
     for name in ("draft", "self"):
-        source = make(name, ctx, make_profile(name, maps))
+        source = make_source(name, ctx, make_profile(name, maps))
         assert source.name == name and source.base == 1
         with pytest.raises(BadProfile, match="needs a profile"):
-            make(name, ctx, None)
+            make_source(name, ctx, None)
     with pytest.raises(BadProfile, match="'self', not for 'draft'"):
-        make("draft", ctx, make_profile("self", maps))
+        make_source("draft", ctx, make_profile("self", maps))
     for name in ("chunk", "drop"):
-        assert make(name, ctx, None).name == name
+        assert make_source(name, ctx, None).name == name
     with pytest.raises(BadRequest, match="'dream'") as error:
-        make("dream", ctx, None)
+        make_source("dream", ctx, None)
     assert "chunk" in error.value.hint and "drop" not in error.value.hint  # no request can ask for that one

@@ -106,7 +106,7 @@ def test_the_engine_writes_what_calibration_meant(
 ):
     ctx, maps = workshop_of(models, "float32"), random_maps(pair)
     exact, wanted = exact_kv(ctx), dense_kv(pair, maps, ctx)
-    monkeypatch.setattr(kv_writer, "BLOCK", block)
+    monkeypatch.setattr(kv_writer, "CPU_MAP_ROWS", block)
     put_prefix(ctx, first)
     state, need = make_state(first, known), max(first, known)
     read_all(DraftSource(ctx, make_profile("draft", maps)), state, chunk)
@@ -178,5 +178,5 @@ def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair:
         DraftSource(ctx, make_profile("draft", random_maps(pair, target_embedding)))
         for target_embedding in (True, False)
     )
-    extra = RANK * TARGET / kv_writer.macs(ctx.runner.decoder)
+    extra = RANK * TARGET / ctx.runner.decoder.config.macs
     assert one.cost(100) - other.cost(100) == pytest.approx(100 * extra)

@@ -18,7 +18,7 @@ from forerun.models.execution.runner import Runner
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.choosers import chooser_for
-from forerun.prefill.sources.token_drop import FIRST, TokenDropRun, TokenDropSource, drop_tokens
+from forerun.prefill.sources.token_drop import SINK_TOKENS, TokenDropRun, TokenDropSource, drop_tokens
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
 from tests.prefill.fakes import make_prefiller, new_state
@@ -41,7 +41,7 @@ def workshop_of(target: Path, draft: Path | None = None, same_tokens: bool = Tru
 
 def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
     kept = drop_tokens(list(range(100, 150)), [20, 7, 7, 48], tail=3)
-    assert kept.positions.tolist() == [*range(FIRST), 7, 20, 47, 48, 49]
+    assert kept.positions.tolist() == [*range(SINK_TOKENS), 7, 20, 47, 48, 49]
     assert kept.ids == [100 + p for p in kept.positions] and kept.shift == 50 - 9
     assert len(drop_tokens([1, 2], [], tail=10)) == 2
     with pytest.raises(ValueError, match="least is 1"):
@@ -53,7 +53,7 @@ def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path], monkeypatch):
-    monkeypatch.setattr("forerun.prefill.sources.token_drop.CHUNK", 32)
+    monkeypatch.setattr("forerun.prefill.sources.token_drop.CHUNK_TOKENS", 32)
     ctx = workshop_of(tiny_folder(family))
     prompt, answer = words(1, 90), words(2, 12)
     exact = ctx.runner.score([*prompt, *answer], 64)
@@ -110,7 +110,7 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
     """The target as its own draft: what is kept by its attention leaves less to miss than what it never looks at."""
     ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
     source = TokenDropSource(ctx, None)
-    assert source.cost(100) == pytest.approx(100.0) and source.longest == 512
+    assert source.cost(100) == pytest.approx(100.0) and source.max_tokens == 512
     prompt = words(1, 200)
     state = PrefillState(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
     state.report.chooser = chooser_for("auto", source.name)
