@@ -1,4 +1,4 @@
-"""`forerun calibrate`: fit a profile, with which long prompts can be drafted instead of computed."""
+"""`forerun calibrate`: fit a profile, with which the K/V of long prompts is drafted instead of computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 Target = Annotated[str, typer.Option("--target", help="The model whose prompts are to be drafted.")]
 Source = Annotated[
     str | None,
-    typer.Option("--draft", "-d", help="A smaller model of the same vocabulary that drafts; none: the target itself."),
+    typer.Option(
+        "--draft",
+        "-d",
+        help="A smaller model of the same tokenizer that drafts; none: the target itself.",
+    ),
 ]
 Text = Annotated[
     list[Path],
@@ -27,7 +31,7 @@ Text = Annotated[
 ]
 More = Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text, as a shell expands --text *.md.")]
 Out = Annotated[
-    Path, typer.Option("--out", "-o", help="Where the profile goes; PROFILE.state lies beside it meanwhile.")
+    Path, typer.Option("--out", "-o", help="Where to save the profile; PROFILE.state lies beside it until it is done.")
 ]
 Base = Annotated[
     int | None,
@@ -47,7 +51,8 @@ Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of tex
 Window = Annotated[int, typer.Option("--window", min=32, help="Tokens of each prompt.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Prompts at a time: fewer need less memory.")]
 Quality = Annotated[
-    float, typer.Option("--quality", min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at.")
+    float,
+    typer.Option("--quality", min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Decides which text is used, and in which order.")]
 
@@ -75,12 +80,12 @@ def calibrate(
 ) -> None:
     """Fit maps from a cheap source to a model's K/V, and measure on held-out text how good they are.
 
-    Ctrl-C leaves a state beside the profile: the same command goes on from there.
+    Ctrl-C leaves a state beside the profile: the same command resumes from there.
 
     Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     --text src/ --text notes.txt --out coder.profile
     """
-    _check_length(steps, minutes, no_distill)
+    _check_duration(steps, minutes, no_distill)
     import torch
 
     from forerun.models.build import choose_device
@@ -100,13 +105,13 @@ def calibrate(
         distill=not no_distill,
         quality=quality,
     )
-    recipe = WindowSettings(prompt=window, tokens=tokens, seed=seed)
+    windows = WindowSettings(prompt=window, tokens=tokens, seed=seed)
     try:
-        profile = run(target, draft, [*text, *(more or ())], out, settings, recipe, choose_device(device))
+        profile = run(target, draft, [*text, *(more or ())], out, settings, windows, choose_device(device))
     except KeyboardInterrupt:
         state = out.with_name(out.name + ".state")
         if state.exists():
-            print(f"\nstopped; the same command goes on from {state}", file=sys.stderr)
+            print(f"\nstopped; the same command resumes from {state}", file=sys.stderr)
         raise
     if as_json:
         print(json.dumps(_record(profile, out)))
@@ -114,7 +119,7 @@ def calibrate(
         _show(profile, out)
 
 
-def _check_length(steps: int | None, minutes: float | None, no_distill: bool) -> None:
+def _check_duration(steps: int | None, minutes: float | None, no_distill: bool) -> None:
     if steps is not None and minutes is not None:
         raise BadRequest(f"--steps {steps} and --minutes {minutes:g} cannot go together", "give one of them")
     if no_distill and (steps is not None or minutes is not None):

@@ -70,7 +70,7 @@ def test_a_table_for_people(
     assert "No share reaches an agreement of 1" in shown and "a.profile" in shown.replace(" ", "")
 
 
-def test_ctrl_c_tells_how_to_go_on(
+def test_ctrl_c_shows_how_to_resume(
     models: tuple[Path, Path],
     text: Path,
     tmp_path: Path,
@@ -83,7 +83,7 @@ def test_ctrl_c_tells_how_to_go_on(
 
     monkeypatch.setattr(resume.CalibrationState, "save_point", stop)
     assert run("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK, "--steps", 2) == 130
-    assert "the same command goes on from" in capsys.readouterr().err
+    assert "the same command resumes from" in capsys.readouterr().err
     assert (tmp_path / "a.state").exists()
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from forerun.decode.draft_context import DraftContext
-from tests.prefill.fakes import make_workshop
+from tests.prefill.fakes import make_draft_context
 
 
 @pytest.fixture(scope="module")
 def _ctx(tiny_folder: Callable[[str], Path]) -> DraftContext:
-    return make_workshop(tiny_folder("qwen2"))
+    return make_draft_context(tiny_folder("qwen2"))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ BY_SOURCE = Prefill("speculative", chooser="draft")  # scores that cost nothing 
 STRICT = {"key": [0.01] * 4, "attention": [0.999] * 4}  # what only good K/V passes
 
 
-def make_workshop(folder: Path) -> DraftContext:
+def make_draft_context(folder: Path) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, "float32", 256, quiet=True)
     pool = PagePool(decoder.config, 256, PAGE, decoder.dtype, CPU)
     return DraftContext(pool, Runner(decoder, pool, 256), None, 256)

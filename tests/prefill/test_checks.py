@@ -19,7 +19,7 @@ from forerun.models.linear import rms_norm
 from forerun.prefill.checks import SIGNALS, Checker, Scores, check_thresholds, divergence
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import CheckSpan
-from tests.prefill.fakes import IDS, make_workshop, own_pages, slots, stored
+from tests.prefill.fakes import IDS, make_draft_context, own_pages, slots, stored
 
 SPANS = [CheckSpan(30, 8, 0, 80), CheckSpan(110, 8, 80, 190)]
 ENTRIES = np.concatenate([span.entries for span in SPANS])
@@ -69,7 +69,7 @@ def slow_cosine(ctx: DraftContext, layer: int, t: int, x: Tensor, q: Tensor, tru
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_signals_are_what_they_say(family: str, chunk: int, tiny_folder: Callable[[str], Path]):
-    ctx = make_workshop(tiny_folder(family))
+    ctx = make_draft_context(tiny_folder(family))
     pages, layers = own_pages(ctx), ctx.runner.decoder.config.num_layers
     inputs: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -101,7 +101,7 @@ def test_signals_are_what_they_say(family: str, chunk: int, tiny_folder: Callabl
 
 
 def test_worse_drafts_have_worse_scores(tiny_folder: Callable[[str], Path]):
-    ctx = make_workshop(tiny_folder("llama"))
+    ctx = make_draft_context(tiny_folder("llama"))
     pages = own_pages(ctx)
     found = []
     for amount in (0.0, 0.1, 0.5, 2.0):
@@ -151,7 +151,7 @@ def test_reports_are_plain_numbers():
 
 
 def test_no_watch_where_no_checkpoint_runs(tiny_folder: Callable[[str], Path]):
-    ctx = make_workshop(tiny_folder("llama"))
+    ctx = make_draft_context(tiny_folder("llama"))
     checker = Checker(ctx.runner, own_pages(ctx), SPANS, BASE, SINKS)
     assert checker.watch(np.array([1, 29, 38, 190])) is None
     assert checker.watch(np.array([1, 37])) is not None

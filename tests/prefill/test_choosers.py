@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.models.execution.runner import Span
+from forerun.params import PREFILL_CHOOSERS
 from forerun.prefill.choosers import (
     CHOOSERS,
     ChooserInput,
@@ -23,7 +24,7 @@ from forerun.prefill.choosers import (
     warm_up,
 )
 from forerun.prefill.state import PrefillState
-from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_workshop, own_pages, slots
+from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_draft_context, own_pages, slots
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.sampled_from([1, 2, 3, 13]))
@@ -66,7 +67,7 @@ def test_smoothing_takes_passages():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: Callable[[str], Path]):
-    ctx = make_workshop(tiny_folder(family))
+    ctx = make_draft_context(tiny_folder(family))
     runner, config = ctx.runner, ctx.runner.decoder.config
     state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, config.num_layers)
     queries = {}
@@ -92,7 +93,7 @@ def test_tail_attention_is_the_softmax_of_its_queries(family: str, tiny_folder: 
 def test_a_device_that_has_the_tail_ready_is_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
 ):
-    ctx = make_workshop(tiny_folder("llama"))
+    ctx = make_draft_context(tiny_folder("llama"))
     runner, asked = ctx.runner, []
     state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, runner.decoder.config.num_layers)
     weights = np.random.default_rng(1).random(len(IDS), dtype=np.float32)
@@ -109,7 +110,7 @@ def test_a_device_that_has_the_tail_ready_is_asked_for_it(
 def test_warming_up_borrows_pages_where_a_device_captures(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
 ):
-    ctx = make_workshop(tiny_folder("llama"))
+    ctx = make_draft_context(tiny_folder("llama"))
     runner, pool, asked = ctx.runner, ctx.pool, []
     free = pool.free
 
@@ -126,7 +127,7 @@ def test_warming_up_borrows_pages_where_a_device_captures(
 
 
 def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path]):
-    ctx = make_workshop(tiny_folder("llama"))
+    ctx = make_draft_context(tiny_folder("llama"))
     state = PrefillState(1, IDS, own_pages(ctx), 0, END, SETTINGS, 4)
     source = Fake(ctx)
     case = ChooserInput(state, source, ctx.runner, {})
@@ -148,3 +149,8 @@ def test_auto_is_the_tail_wherever_all_tokens_have_kv():
     assert chooser_for("random", "draft") == "random" and chooser_for("draft", "draft") == "draft"
     assert all(chooser_problem(name, source, {}) is None for source, name in asked.items())
     assert chooser_problem("draft", "self", {}) is not None
+
+
+def test_the_options_name_every_chooser_and_no_other() -> None:
+    """The command line, the server and the docs derive their lists from `PREFILL_CHOOSERS`."""
+    assert ("auto", *CHOOSERS) == PREFILL_CHOOSERS

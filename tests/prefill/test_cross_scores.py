@@ -172,7 +172,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, twin
 
 
-def workshop_of(target: Path, draft: Path, pages: int = 128, tokenizer: Tokenizer | None = None) -> DraftContext:
+def draft_context_of(target: Path, draft: Path, pages: int = 128, tokenizer: Tokenizer | None = None) -> DraftContext:
     opened, drafting = open_checkpoint(target), open_checkpoint(draft)
     decoder, other = (build_decoder(checkpoint, CPU, "float32", 512)[0] for checkpoint in (opened, drafting))
     pool = PagePool(decoder.config, pages, 8, decoder.dtype, CPU)
@@ -184,7 +184,7 @@ def test_the_same_model_under_other_ids_looks_where_the_target_looks(
     twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("forerun.prefill.cross_scores.CHUNK_TOKENS", 50)
-    ctx = workshop_of(*twins)
+    ctx = draft_context_of(*twins)
     assert ctx.tokenizer is not None
     tokens = [*ctx.tokenizer.encode(tiny.TEXT)[:160], 2]
     pages = array("i", ctx.pool.allocate(21))
@@ -204,7 +204,7 @@ def test_the_same_model_under_other_ids_looks_where_the_target_looks(
 
 
 def test_a_stranger_s_scores(tiny_folder: Callable[[str], Path], other: Tokenizer):
-    ctx = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), tokenizer=other)
+    ctx = draft_context_of(tiny_folder("llama"), tiny_folder("qwen3"), tokenizer=other)
     assert ctx.tokenizer is not None
     tokens = ctx.tokenizer.encode(STORY * 2)
     scores = CrossScores(ctx).score_tokens(tokens, 16)
@@ -213,7 +213,7 @@ def test_a_stranger_s_scores(tiny_folder: Callable[[str], Path], other: Tokenize
 
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path], other: Tokenizer):
-    ctx = workshop_of(tiny_folder("llama"), tiny_folder("qwen3"), pages=8, tokenizer=other)
+    ctx = draft_context_of(tiny_folder("llama"), tiny_folder("qwen3"), pages=8, tokenizer=other)
     assert ctx.tokenizer is not None
     scorer, asked = CrossScores(ctx), list[int]()
     held = ctx.pool.allocate(6)

@@ -24,8 +24,8 @@ from tests.prefill.fakes import (
     apart,
     drive,
     exact_kv,
+    make_draft_context,
     make_prefiller,
-    make_workshop,
     new_state,
     slots,
     start,
@@ -41,7 +41,7 @@ GARBAGE = (0, len(IDS))
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("first", [0, 40])
 def test_recomputing_everything_is_exact_whatever_was_drafted(family: str, first: int, tiny_folder):
-    ctx = make_workshop(tiny_folder(family))
+    ctx = make_draft_context(tiny_folder(family))
     prefiller = make_prefiller(ctx, Fake(ctx, GARBAGE, price=0.0), share=1.0)
     prefiller.policy = replace(POLICY, spans=0)
     state = drive(prefiller, start(prefiller, ctx, BY_SOURCE, first), 50)

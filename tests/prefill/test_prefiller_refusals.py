@@ -145,7 +145,7 @@ def test_mapped_sources_are_checked_and_recomputed(
 ):
     """Maps that are exactly right pass; with others every checkpoint fails, and exact prefill is cheaper."""
     folder = tiny_folder("llama")
-    ctx = common.make_workshop(folder)
+    ctx = common.make_draft_context(folder)
     profile = common.make_profile(kind, common.make_maps(folder, base, taps if right else (0,)))
     profile.thresholds = STRICT
     logits = ctx.runner.forward([Span(common.IDS, 0, common.PAGES, (len(common.IDS) - 1,))]).logits.clone()

@@ -113,16 +113,13 @@ class DraftSource(KVSource):
     def scores(self, state: PrefillState) -> np.ndarray | None:
         return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None
 
-    # -- pages of the draft's plane ------------------------------------------------------------------------------------
+    # -- pages of the draft's K/V --------------------------------------------------------------------------------------
 
     def _read_entries(self, state: PrefillState) -> int:
         """Entries in whole pages, from the first, that the draft has read before, for this prompt or another."""
         size, whole = self._pool.page_size, 0
-        read = (
-            self._draft_kv.filled
-            if self._top == self._layers
-            else np.maximum(self._draft_kv.filled, self._draft_kv.lower)
-        )
+        read, lower = self._draft_kv.filled, self._draft_kv.lower
+        read = read if self._top == self._layers else np.maximum(read, lower)
         while whole < len(state.pages) and read[state.pages[whole]] == size:
             whole += 1
         return whole * size

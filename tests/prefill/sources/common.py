@@ -34,7 +34,7 @@ PAGES = array("i", [9, 4, 5, 11, 2, 3, 8, 1])  # neither in order nor side by si
 EMPTY = 7.0  # what lies where nothing was written
 
 
-def make_workshop(folder: Path, weights: str = "float32", draft: Path | None = None, same_tokens: bool = True):
+def make_draft_context(folder: Path, weights: str = "float32", draft: Path | None = None, same_tokens: bool = True):
     """A target with itself, or another model, as its draft."""
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, weights, 256, quiet=True)
     second, _ = build_decoder(open_checkpoint(draft or folder), CPU, weights, 256, quiet=True)

@@ -39,7 +39,7 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, tiny.VOCAB, count).tolist()
 
 
-def workshop_of(folder: Path, pages: int = 128) -> DraftContext:
+def draft_context_of(folder: Path, pages: int = 128) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, "float32", 512)
     pool = PagePool(decoder.config, pages, 8, decoder.dtype, CPU)
     return DraftContext.build(pool, Runner(decoder, pool, 512), None, 512, None)
@@ -88,7 +88,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     """Layer 0 depends on no context. With a window of 8 a token of layer i depends on the 7 i tokens before it, so
     deep in a chunk every layer up to the first that sees everything (Gemma's sixth) must be what the target computes,
     its own kind of rope included."""
-    ctx = workshop_of(tiny_folder(family))
+    ctx = draft_context_of(tiny_folder(family))
     source = ChunkSource(ctx)
     a, b = words(1, 53), words(2, 110)
     source.remember([*a, *b], exact(ctx, [*a, *b])[0])
@@ -98,7 +98,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     (match,) = state.source_state.matches
     assert (match.start, match.old) == (29, 53) and 103 <= match.count <= 107  # whole pages of [a][b]
     assert source.missing(state).tolist() == [*range(29 + SPAN_HEAD_TOKENS), *range(29 + match.count, state.end)]
-    assert not stored(ctx, state.pages, 3, range(29)).any()  # nobody else's
+    assert not stored(ctx, state.pages, 3, range(29)).any()  # zeros, not another prompt's
     everything = range(state.end)
     torch.testing.assert_close(stored(ctx, state.pages, 0, everything), stored(ctx, truth, 0, everything))
     same = {"mistral": 4, "gemma3": 6}.get(family, 1)
@@ -131,7 +131,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
 )
 def test_layer_0_could_be_copied_just_as_well(rope: dict[str, Any], tmp_path: Path):
     """It depends on no context: what is copied must be what is computed, if positions and rotations are right."""
-    ctx = workshop_of(tiny.write_folder(tmp_path, "llama", rope_parameters=rope))
+    ctx = draft_context_of(tiny.write_folder(tmp_path, "llama", rope_parameters=rope))
     source = ChunkSource(ctx)
     source.base = 0
     b = words(2, 120)
@@ -148,7 +148,7 @@ def test_layer_0_could_be_copied_just_as_well(rope: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_recomputing_everything_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path]):
     """From embeddings, and from the inputs of layer 1 that the deviation left behind."""
-    ctx = workshop_of(tiny_folder(family))
+    ctx = draft_context_of(tiny_folder(family))
     source = ChunkSource(ctx)
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
@@ -165,7 +165,7 @@ def test_recomputing_everything_is_exact_prefill(family: str, tiny_folder: Calla
 
 def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Callable[[str], Path]):
     """A short window: what the first tokens of a chunk saw before is all that is wrong with it."""
-    ctx = workshop_of(tiny_folder("mistral"))
+    ctx = draft_context_of(tiny_folder("mistral"))
     source = ChunkSource(ctx)
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
@@ -185,7 +185,7 @@ def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Cal
 
 
 def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[str], Path]):
-    ctx = workshop_of(tiny_folder("mistral"))
+    ctx = draft_context_of(tiny_folder("mistral"))
     source = ChunkSource(ctx)
     b = words(2, 120)
     source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
@@ -197,7 +197,7 @@ def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[
 
 
 def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable[[str], Path]):
-    ctx = workshop_of(tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"))
     pool, source = ctx.pool, ChunkSource(ctx)
     b = words(2, 120)
     pages, _ = exact(ctx, b)
@@ -210,7 +210,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
 
     state = drafted(source, ctx, prompt, upto=60)
     held = 13  # entries 4 to 103 of b are copied
-    assert source.release(1000) == 15 and pool.used == held + 2 * 19  # somebody needs room between two steps
+    assert source.release(1000) == 15 and pool.used == held + 2 * 19  # room is needed between two steps
     for page in pool.allocate(pool.free):
         for cache in (cache for layer in ctx.runner.kv for cache in layer):
             cache[page * 8 : page * 8 + 8] = 99.0
@@ -228,7 +228,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
 def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folder: Callable[[str], Path]):
     """The window is short, so a chunk is wrong at its start only, more so in upper layers. The deviation
     knows layer 1, and probability knows nothing."""
-    ctx = workshop_of(tiny_folder("mistral"))
+    ctx = draft_context_of(tiny_folder("mistral"))
     source = ChunkSource(ctx)
     b = words(2, 150)
     pages, _ = exact(ctx, [*words(1, 40), *b])

@@ -22,7 +22,7 @@ def words(seed: int, count: int) -> list[int]:
 
 
 class Book:
-    """Texts on a pool whose K/V nobody looks at."""
+    """An index on a pool whose K/V is not read."""
 
     def __init__(self, tiny_folder: Callable[[str], Path], most: int = 100) -> None:
         config = open_checkpoint(tiny_folder("llama")).config

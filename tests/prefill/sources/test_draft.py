@@ -34,10 +34,10 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
+    make_draft_context,
     make_maps,
     make_profile,
     make_state,
-    make_workshop,
     put_prefix,
     read_all,
     stored,
@@ -48,16 +48,16 @@ Folder = Callable[[str], Path]
 _made: dict[tuple[Path, str], DraftContext] = {}
 
 
-def workshop_of(folder: Path, weights: str = "float32") -> DraftContext:
+def draft_context_of(folder: Path, weights: str = "float32") -> DraftContext:
     """One for all tests, emptied."""
     if (folder, weights) not in _made:
-        _made[folder, weights] = make_workshop(folder, weights)
+        _made[folder, weights] = make_draft_context(folder, weights)
     clear(_made[folder, weights].pool)
     return _made[folder, weights]
 
 
 def never(*_: object) -> None:
-    raise AssertionError("nobody asked for attention")
+    raise AssertionError("attention was not asked for")
 
 
 def source_of(ctx: DraftContext, folder: Path, base: int = 1, whole: bool = True) -> DraftSource:
@@ -72,7 +72,7 @@ def source_of(ctx: DraftContext, folder: Path, base: int = 1, whole: bool = True
 def test_right_maps_give_the_targets_own_kv(
     tiny_folder: Folder, family: str, first: int, known: int, chunk: int, whole: bool
 ):
-    ctx = workshop_of(tiny_folder(family))
+    ctx = draft_context_of(tiny_folder(family))
     exact = exact_kv(ctx)
     put_prefix(ctx, first)
     state, need = make_state(first, known), max(first, known)
@@ -88,7 +88,7 @@ def test_right_maps_give_the_targets_own_kv(
 
 
 def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
-    ctx = workshop_of(tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"))
     exact, state = exact_kv(ctx, END), make_state()
     read_all(source_of(ctx, tiny_folder("qwen2"), base=3), state, 20)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
@@ -100,7 +100,7 @@ def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
 def test_a_rotated_stream_is_mapped_too(vnni: bool, tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     """Eight-bit decoders keep their hidden states rotated; the maps are turned with them."""
     pretend(monkeypatch, vnni)
-    ctx = workshop_of(tiny_folder("qwen2"), "int8")
+    ctx = draft_context_of(tiny_folder("qwen2"), "int8")
     assert ctx.runner.decoder.basis is not None
     exact = exact_kv(ctx, END)
     read_all(source_of(ctx, tiny_folder("qwen2")), make_state(), 20)
@@ -112,7 +112,7 @@ def test_a_rotated_stream_is_mapped_too(vnni: bool, tiny_folder: Folder, monkeyp
 
 
 def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
-    ctx = workshop_of(tiny_folder("llama"))
+    ctx = draft_context_of(tiny_folder("llama"))
     exact = exact_kv(ctx)
     assert ctx.draft_runner is not None and ctx.draft_kv is not None
     read_all(source_of(ctx, tiny_folder("llama")), make_state(), 13)
@@ -125,7 +125,7 @@ def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
 
 def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     """The maps look at lower layers only: the rest runs when an answer is drafted, and nothing runs twice."""
-    ctx = workshop_of(tiny_folder("llama"))
+    ctx = draft_context_of(tiny_folder("llama"))
     exact, runner = exact_kv(ctx), ctx.draft_runner
     assert runner is not None and ctx.draft_kv is not None
     source, state = source_of(ctx, tiny_folder("llama"), whole=False), make_state()
@@ -155,7 +155,7 @@ def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkey
 
 @pytest.mark.parametrize(("lower", "start"), [(3, 24), (0, 0)])
 def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, start: int):
-    ctx = workshop_of(tiny_folder("llama"))
+    ctx = draft_context_of(tiny_folder("llama"))
     assert ctx.draft_kv is not None
     ctx.draft_kv.lower[list(PAGES)[:lower]] = PAGE
     for whole in (False, True):
@@ -169,7 +169,7 @@ def test_lower_layers_need_not_be_read_again(tiny_folder: Folder, lower: int, st
     [(0, 0, 0, 0), (3, 0, 0, 0), (3, 24, 0, 24), (3, 30, 0, 24), (3, 0, 16, 16), (7, 40, 0, 40), (7, 0, END, END)],
 )
 def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, first: int, known: int, start: int):
-    ctx = workshop_of(tiny_folder("llama"))
+    ctx = draft_context_of(tiny_folder("llama"))
     assert ctx.draft_kv is not None
     ctx.draft_kv.filled[list(PAGES)[:filled]] = PAGE
     state = make_state(first, known)
@@ -179,7 +179,7 @@ def test_reading_starts_at_what_is_missing(tiny_folder: Folder, filled: int, fir
 
 def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
     """A second prompt with the same start: the draft goes on from its K/V, and the result is the same."""
-    ctx = workshop_of(tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"))
     exact, source = exact_kv(ctx, END), source_of(ctx, tiny_folder("qwen2"))
     before = make_state(chooser="draft")
     read_all(source, before, 100)
@@ -223,7 +223,7 @@ def slow_attention(folder: Path, layers: int | None = None) -> np.ndarray:
 @pytest.mark.parametrize("chunk", [100, 7])
 def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     folder = tiny_folder("mistral")
-    ctx, state = workshop_of(folder), make_state(chooser="draft")
+    ctx, state = draft_context_of(folder), make_state(chooser="draft")
     source = source_of(ctx, folder)
     source.open(state)
     assert source.scores(state) is None
@@ -241,7 +241,7 @@ def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
 
 def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     folder = tiny_folder("llama")
-    ctx = workshop_of(folder)
+    ctx = draft_context_of(folder)
     source = source_of(ctx, folder)
     monkeypatch.setattr(kv_writer, "TailAttention", never)
     for chooser in ("tail", "cross", "start", "random"):
@@ -250,7 +250,7 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
         assert state.read == len(IDS) and state.source_state.tail_attention is None and source.scores(state) is None
         source.finish(state)
         clear(ctx.pool)
-    with pytest.raises(AssertionError, match="nobody asked"):
+    with pytest.raises(AssertionError, match="was not asked for"):
         source.open(make_state(chooser="draft"))
 
 
@@ -260,7 +260,7 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
 def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tmp_path: Path):
     little = tiny.write_folder(tmp_path / "little", "llama", max_position_embeddings=32)
     folder = tiny_folder("llama")
-    source = source_of(make_workshop(folder, draft=little), folder)
+    source = source_of(make_draft_context(folder, draft=little), folder)
     assert source.problem(32) is None
     problem = source.problem(33)
     assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem)
@@ -269,7 +269,7 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
 
 def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):
     folder = tiny_folder("llama")
-    ctx = make_workshop(folder, same_tokens=False)
+    ctx = make_draft_context(folder, same_tokens=False)
     with pytest.raises(BadRequest, match="little are not the target's"):
         source_of(ctx, folder)
     ctx.draft = None
@@ -281,21 +281,21 @@ def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):
     ("base", "taps", "message"), [(1, (1, 5), "from 0 to 4"), (4, (1,), "has 4"), (1, (), "reads layers")]
 )
 def test_maps_that_do_not_fit_are_refused(tiny_folder: Folder, base: int, taps: tuple[int, ...], message: str):
-    ctx, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    ctx, maps = draft_context_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
     maps.base, maps.taps = base, taps
     with pytest.raises(BadProfile, match=message):
         DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_maps_of_other_widths_are_refused(tiny_folder: Folder):
-    ctx, maps = workshop_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
+    ctx, maps = draft_context_of(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1, 2))
     maps.up = maps.up[:-1]
     with pytest.raises(BadProfile, match="these models need 128 to 192"):
         DraftSource(ctx, make_profile("draft", maps))
 
 
 def test_the_cost_counts_draft_and_maps(tiny_folder: Folder):
-    ctx, folder = workshop_of(tiny_folder("llama")), tiny_folder("llama")
+    ctx, folder = draft_context_of(tiny_folder("llama")), tiny_folder("llama")
     maps = make_maps(folder, 1, (1, 2, 3))
     per_layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     expected = 100 * (0.3 + maps.macs / (4 * per_layer))

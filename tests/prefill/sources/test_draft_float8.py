@@ -22,10 +22,10 @@ from forerun.prefill.sources.self_draft import SelfDraftSource
 from tests.prefill.sources.common import (
     IDS,
     PAGES,
+    make_draft_context,
     make_maps,
     make_profile,
     make_state,
-    make_workshop,
     read_all,
     stored,
 )
@@ -60,7 +60,7 @@ def float8(monkeypatch: pytest.MonkeyPatch) -> Float8Fake:
 
 @pytest.fixture
 def ctx(tiny_folder: Callable[[str], Path]) -> DraftContext:
-    return make_workshop(tiny_folder("qwen2"))
+    return make_draft_context(tiny_folder("qwen2"))
 
 
 def source_of(ctx: DraftContext, folder: Path, last: int) -> DraftSource:

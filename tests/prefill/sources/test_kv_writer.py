@@ -14,7 +14,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.attention import AttentionBackend
 from forerun.prefill.maps import Maps
 from forerun.prefill.sources import kv_writer
-from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_state, make_workshop, stored
+from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_draft_context, make_state, stored
 
 Folder = Callable[[str], Path]
 
@@ -43,7 +43,7 @@ def test_all_layers_are_written_as_one_is(
     tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch, first: int, end: int, block: int, together: bool
 ):
     """Gemma turns the K of its two kinds of layer by different angles."""
-    ctx = make_workshop(tiny_folder("gemma3"))
+    ctx = make_draft_context(tiny_folder("gemma3"))
     maps = random_maps(ctx, base=2)
     hidden = torch.randn(end - first, 64, generator=torch.Generator().manual_seed(6))
     write_plainly(ctx, maps, hidden, first, end)
@@ -64,7 +64,7 @@ def on_gpu(ctx: DraftContext) -> Any:
 
 
 def test_layers_of_equal_angles_are_rotated_together(tiny_folder: Folder):
-    gemma, llama = make_workshop(tiny_folder("gemma3")), make_workshop(tiny_folder("llama"))
+    gemma, llama = make_draft_context(tiny_folder("gemma3")), make_draft_context(tiny_folder("llama"))
     assert kv_writer._groups(on_gpu(gemma), 2) == [range(2, 5), range(5, 6), range(6, 7)]
     assert kv_writer._groups(on_gpu(llama), 1) == [range(1, 4)]
     assert kv_writer._groups(llama.runner.decoder, 1) == [range(1, 2), range(2, 3), range(3, 4)]

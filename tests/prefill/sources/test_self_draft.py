@@ -25,10 +25,10 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
+    make_draft_context,
     make_maps,
     make_profile,
     make_state,
-    make_workshop,
     put_prefix,
     read_all,
     stored,
@@ -55,7 +55,7 @@ def mapped_kv(ctx: DraftContext, maps: Maps) -> list[tuple[torch.Tensor, torch.T
 def test_lower_layers_are_exact_and_upper_ones_mapped(
     tiny_folder: Folder, family: str, first: int, known: int, chunk: int
 ):
-    ctx, maps = make_workshop(tiny_folder(family)), make_maps(tiny_folder(family), BASE, MAPPED)
+    ctx, maps = make_draft_context(tiny_folder(family)), make_maps(tiny_folder(family), BASE, MAPPED)
     expected = mapped_kv(ctx, maps)
     exact = exact_kv(ctx)
     put_prefix(ctx, first)
@@ -77,7 +77,7 @@ def test_lower_layers_are_exact_and_upper_ones_mapped(
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize("first", [0, 19])
 def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder, weights: str, first: int):
-    ctx = make_workshop(tiny_folder("qwen2"), weights)
+    ctx = make_draft_context(tiny_folder("qwen2"), weights)
     exact = exact_kv(ctx, END)
     put_prefix(ctx, first)
     state, source = (
@@ -98,7 +98,7 @@ def test_repair_of_everything_from_the_kept_inputs_is_exact(tiny_folder: Folder,
 
 def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
     folder, state = tiny_folder("qwen2"), make_state(chooser="lower")
-    source = SelfDraftSource(make_workshop(folder), make_profile("self", make_maps(folder, BASE, (2,))))
+    source = SelfDraftSource(make_draft_context(folder), make_profile("self", make_maps(folder, BASE, (2,))))
     read_all(source, state, 7)
     scores = source.scores(state)
     assert scores is not None and np.allclose(scores, slow_attention(folder, BASE).mean(0), atol=1e-5)
@@ -112,11 +112,11 @@ def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):
     maps = make_maps(tiny_folder("llama"), BASE, (2, 3))
     with pytest.raises(BadProfile, match=r"reads layers \[2, 3\], allowed is from 0 to 2"):
-        SelfDraftSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
+        SelfDraftSource(make_draft_context(tiny_folder("llama")), make_profile("self", maps))
 
 
 def test_the_cost_counts_layers_and_maps(tiny_folder: Folder):
     maps = make_maps(tiny_folder("llama"), BASE, (2,))
-    source = SelfDraftSource(make_workshop(tiny_folder("llama")), make_profile("self", maps))
+    source = SelfDraftSource(make_draft_context(tiny_folder("llama")), make_profile("self", maps))
     per_layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
     assert source.cost(100) == pytest.approx(100 * (0.5 + maps.macs / (4 * per_layer)))

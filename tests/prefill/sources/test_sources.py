@@ -9,11 +9,11 @@ import pytest
 
 from forerun.errors import BadProfile, BadRequest
 from forerun.prefill.sources import make_source
-from tests.prefill.sources.common import make_maps, make_profile, make_workshop
+from tests.prefill.sources.common import make_draft_context, make_maps, make_profile
 
 
 def test_sources_are_made_by_name(tiny_folder: Callable[[str], Path]):
-    ctx, maps = make_workshop(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
+    ctx, maps = make_draft_context(tiny_folder("llama")), make_maps(tiny_folder("llama"), 1, (1,))
     for name in ("draft", "self"):
         source = make_source(name, ctx, make_profile(name, maps))
         assert source.name == name and source.base == 1

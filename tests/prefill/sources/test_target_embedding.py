@@ -28,9 +28,9 @@ from tests.prefill.sources.common import (
     apart,
     clear,
     exact_kv,
+    make_draft_context,
     make_profile,
     make_state,
-    make_workshop,
     put_prefix,
     read_all,
     stored,
@@ -52,9 +52,9 @@ def pair(models: tuple[Path, Path]) -> ModelPair:
     return ModelPair(target, draft, TAPS, BASE)
 
 
-def workshop_of(models: tuple[Path, Path], weights: str) -> DraftContext:
+def draft_context_of(models: tuple[Path, Path], weights: str) -> DraftContext:
     if weights not in _made:
-        _made[weights] = make_workshop(models[0], weights, models[1])
+        _made[weights] = make_draft_context(models[0], weights, models[1])
     clear(_made[weights].pool)
     return _made[weights]
 
@@ -104,7 +104,7 @@ def test_the_engine_writes_what_calibration_meant(
     chunk: int,
     block: int,
 ):
-    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
+    ctx, maps = draft_context_of(models, "float32"), random_maps(pair)
     exact, wanted = exact_kv(ctx), dense_kv(pair, maps, ctx)
     monkeypatch.setattr(kv_writer, "CPU_MAP_ROWS", block)
     put_prefix(ctx, first)
@@ -121,7 +121,7 @@ def test_the_engine_writes_what_calibration_meant(
 
 def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, monkeypatch: pytest.MonkeyPatch):
     """Eight-bit decoders keep their streams in a basis of their own; the embedding comes in the target's."""
-    ctx, maps = workshop_of(models, "int8"), random_maps(pair)
+    ctx, maps = draft_context_of(models, "int8"), random_maps(pair)
     assert ctx.draft is not None
     target, draft = ctx.runner.decoder, ctx.draft.decoder
     assert target.basis is not None and draft.basis is not None
@@ -141,7 +141,7 @@ def test_both_models_may_be_rotated(models: tuple[Path, Path], pair: ModelPair, 
 
 def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair: ModelPair):
     """The same numbers with the embedding's columns cut off, or set to zero, say the same."""
-    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
+    ctx, maps = draft_context_of(models, "float32"), random_maps(pair)
     zero = maps.with_tensors({"down": maps.down.clone()})
     zero.down[:, len(TAPS) * DRAFT :] = 0.0
     narrow = replace(maps, down=maps.down[:, : len(TAPS) * DRAFT], target_embedding=False)
@@ -155,7 +155,7 @@ def test_without_it_the_embedding_does_not_count(models: tuple[Path, Path], pair
 
 
 def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: ModelPair, tmp_path: Path):
-    ctx, maps = workshop_of(models, "float32"), random_maps(pair)
+    ctx, maps = draft_context_of(models, "float32"), random_maps(pair)
     make_profile("draft", maps).save(tmp_path / "a.profile")
     wanted = dense_kv(pair, maps, ctx)
     read_all(DraftSource(ctx, Profile.load(tmp_path / "a.profile")), make_state(), 20)
@@ -165,7 +165,7 @@ def test_a_profile_from_disk_drafts_the_same(models: tuple[Path, Path], pair: Mo
 @pytest.mark.parametrize("target_embedding", [True, False])
 def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: ModelPair, target_embedding: bool):
     """The columns of the embedding are missing, or not declared."""
-    ctx, maps = workshop_of(models, "float32"), random_maps(pair, target_embedding=not target_embedding)
+    ctx, maps = draft_context_of(models, "float32"), random_maps(pair, target_embedding=not target_embedding)
     maps = replace(maps, target_embedding=target_embedding)
     have, need = (96, 160) if target_embedding else (160, 96)
     with pytest.raises(BadProfile, match=f"maps {have} values to 192, these models need {need} to 192"):
@@ -173,7 +173,7 @@ def test_maps_of_another_width_are_refused(models: tuple[Path, Path], pair: Mode
 
 
 def test_the_cost_counts_the_embeddings_columns(models: tuple[Path, Path], pair: ModelPair):
-    ctx = workshop_of(models, "float32")
+    ctx = draft_context_of(models, "float32")
     one, other = (
         DraftSource(ctx, make_profile("draft", random_maps(pair, target_embedding)))
         for target_embedding in (True, False)

@@ -30,7 +30,7 @@ def words(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, tiny.VOCAB, count).tolist()
 
 
-def workshop_of(target: Path, draft: Path | None = None, same_tokens: bool = True) -> DraftContext:
+def draft_context_of(target: Path, draft: Path | None = None, same_tokens: bool = True) -> DraftContext:
     decoder, _ = build_decoder(open_checkpoint(target), CPU, "float32", 512)
     pool = PagePool(decoder.config, 128, 8, decoder.dtype, CPU)
     model = None
@@ -54,7 +54,7 @@ def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path], monkeypatch):
     monkeypatch.setattr("forerun.prefill.sources.token_drop.CHUNK_TOKENS", 32)
-    ctx = workshop_of(tiny_folder(family))
+    ctx = draft_context_of(tiny_folder(family))
     prompt, answer = words(1, 90), words(2, 12)
     exact = ctx.runner.score([*prompt, *answer], 64)
     with TokenDropRun(ctx.runner, drop_tokens(prompt, range(90), 16), room=12) as run:
@@ -65,11 +65,11 @@ def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[st
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Callable[[str], Path]):
-    """Against transformers, where a mask hides them from everybody and positions stay."""
+    """Against transformers, where a mask hides them and positions stay."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_folder(family)
-    ctx = workshop_of(folder)
+    ctx = draft_context_of(folder)
     prompt, answer = words(1, 80), words(2, 8)
     kept = drop_tokens(prompt, [9, 30, 31, 32, 55], tail=16)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
@@ -86,7 +86,7 @@ def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Call
 
 
 def test_greedy_goes_on_from_what_was_kept(tiny_folder: Callable[[str], Path]):
-    ctx = workshop_of(tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"))
     prompt = words(1, 60)
     expected, tokens = list[int](), list(prompt)
     for _ in range(6):
@@ -100,7 +100,7 @@ def test_greedy_goes_on_from_what_was_kept(tiny_folder: Callable[[str], Path]):
 
 
 def test_too_many_tokens_for_the_pool(tiny_folder: Callable[[str], Path]):
-    ctx = workshop_of(tiny_folder("llama"))
+    ctx = draft_context_of(tiny_folder("llama"))
     with pytest.raises(OutOfPages, match="128 are free"):
         TokenDropRun(ctx.runner, drop_tokens(words(1, 2000), range(2000), 1), room=1)
     assert ctx.pool.used == 0
@@ -108,7 +108,7 @@ def test_too_many_tokens_for_the_pool(tiny_folder: Callable[[str], Path]):
 
 def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path]):
     """The target as its own draft: what is kept by its attention leaves less to miss than what it never looks at."""
-    ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
     source = TokenDropSource(ctx, None)
     assert source.cost(100) == pytest.approx(100.0) and source.max_tokens == 512
     prompt = words(1, 200)
@@ -134,14 +134,14 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
 
 def test_what_it_needs(tiny_folder: Callable[[str], Path]):
     with pytest.raises(BadRequest, match="needs a draft model"):
-        TokenDropSource(workshop_of(tiny_folder("llama")), None)
+        TokenDropSource(draft_context_of(tiny_folder("llama")), None)
     with pytest.raises(BadRequest, match="not the target's"):
-        TokenDropSource(workshop_of(tiny_folder("llama"), tiny_folder("qwen2"), same_tokens=False), None)
+        TokenDropSource(draft_context_of(tiny_folder("llama"), tiny_folder("qwen2"), same_tokens=False), None)
 
 
 def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
     """Nothing would be where the others lie: it must not look drafted."""
-    ctx = workshop_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
+    ctx = draft_context_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
     prefiller = make_prefiller(ctx, TokenDropSource(ctx, None))
     problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
     assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
