@@ -18,7 +18,6 @@ import typer
 from typer.core import TyperGroup
 
 from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command
-from forerun.commands.demo import demo
 from forerun.commands.extras import install_hint, research
 from forerun.errors import ForerunError
 from forerun.renamed import COMMAND_OPTIONS
@@ -26,6 +25,7 @@ from forerun.renamed import COMMAND_OPTIONS
 RESEARCH = {
     "bench": "Measure Forerun, alone or beside transformers or llama.cpp.",
     "lab": "Run studies written as YAML files.",
+    "demo": "Race plain decoding against Forerun on two questions about a long document.",
 }
 
 
@@ -85,7 +85,6 @@ app = typer.Typer(
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
 app.command(name="serve")(serve.serve)
-app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="stats")(stats_command.stats)
 app.add_typer(models.app, name="models", cls=Subcommands)

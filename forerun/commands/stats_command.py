@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.extras import research
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def stats(
 
 
 def _replayed(opened: opt.ModelOptions, trace: Path | None, turns: int | None, speculation: str) -> Stats:
-    from forerun.commands import agent_trace
-
+    agent_trace = research("bench.agent_trace")
     asked = agent_trace.read_trace(trace, turns)
     with opened.open() as llm:
         return agent_trace.replay(llm, asked, speculation).stats

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.commands import agent_trace
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import SamplingParams
 from forerun_research.bench import (
+    agent_trace,
     cache_model,
     common,
     sharing_branches,

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from forerun import data
 from forerun.commands import options as opt
-from forerun.commands.race import Lane, Race
+from forerun_research.commands.race import Lane, Race
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -44,6 +45,10 @@ class DemoRound:
         return self.plain.token_ids == self.ours.token_ids
 
 
+app = typer.Typer()
+
+
+@app.command(name="demo")
 def demo(
     model: opt.Model = opt.DEFAULT_MODEL,
     dtype: opt.Dtype = "auto",

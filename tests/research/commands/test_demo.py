@@ -12,9 +12,9 @@ from rich.console import Console
 
 from forerun import data
 from forerun.cli import main
-from forerun.commands import demo
-from forerun.commands.race import Lane, Race
 from forerun.engine.sequence import Event
+from forerun_research.commands import demo
+from forerun_research.commands.race import Lane, Race
 from tests import tiny
 
 

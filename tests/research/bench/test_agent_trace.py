@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.commands.agent_trace import AgentTrace, TraceTurn, read_trace, replay
 from forerun.errors import BadRequest
+from forerun_research.bench.agent_trace import AgentTrace, TraceTurn, read_trace, replay
 
 HEAD = {"trace": "mine", "system": "You keep the light."}
 FIRST = {"id": "a", "session": "main", "role": "user", "content": "Is the lamp lit?"}
