@@ -104,7 +104,7 @@ def test_random_weights_get_a_random_draft_and_profile(monkeypatch: pytest.Monke
     """The draft takes the target's vocabulary."""
     wide = replace(SHAPES["tiny"], hidden_size=256, num_layers=8, num_heads=8, intermediate_size=1024, vocab_size=640)
     monkeypatch.setitem(SHAPES, "wide", wide)
-    monkeypatch.setattr(random_profile, "MOST_RANK", 32)
+    monkeypatch.setattr(random_profile, "MAX_DEFAULT_RANK", 32)
     side = ForerunSide(SideSpec("forerun", "", "float32", "cpu", 1, 1750, 2, shape="wide", draft="tiny"))
     try:
         assert side.llm.prefill_profile is not None and side.llm.prefill_profile.source_cost < 0.1
