@@ -46,7 +46,7 @@ class Completion:
 
 def collect(prompt_ids: list[int], n: int, events: Iterable[Event]) -> Completion:
     choices = [Choice() for _ in range(n)]
-    total = Usage(prompt_tokens=len(prompt_ids))
+    parts: dict[int, Usage] = {}
     for event in events:
         if event.provisional:  # what is confirmed of it comes again
             continue
@@ -56,23 +56,29 @@ def collect(prompt_ids: list[int], n: int, events: Iterable[Event]) -> Completio
         choice.logprobs += event.logprobs
         choice.finish_reason = event.finish_reason or choice.finish_reason
         if event.usage is not None:
-            _merge(total, event.usage, first=event.index == 0)
-    return Completion(prompt_ids, choices, total)
+            parts[event.index] = event.usage
+    return Completion(prompt_ids, choices, parts[0] if [*parts] == [0] else _merge(parts, len(prompt_ids)))
 
 
-def _merge(total: Usage, part: Usage, first: bool) -> None:
+def _merge(parts: dict[int, Usage], prompt_tokens: int) -> Usage:
     """Usage of n answers: prompt and first token of the first, tokens of all, the end of the slowest."""
-    total.add(part)
-    total.total_s = max(total.total_s, part.total_s)
-    if first:
-        total.cached_tokens, total.queued_s, total.ttft_s = part.cached_tokens, part.queued_s, part.ttft_s
-        total.served, total.prefill, total.provisional_s = dict(part.served), part.prefill, part.provisional_s
+    total = Usage(prompt_tokens=prompt_tokens)
+    for part in parts.values():
+        total.add(part)
+        total.total_s = max(total.total_s, part.total_s)
+    first = parts.get(0, total)
+    total.cached_tokens, total.queued_s, total.ttft_s = first.cached_tokens, first.queued_s, first.ttft_s
+    total.served, total.prefill, total.provisional_s = dict(first.served), first.prefill, first.provisional_s
+    return total
 
 
 def complete(driver: Driver, jobs: list[tuple[list[int], SamplingParams]], progress: bool) -> list[Completion]:
     """Run all jobs; one `Completion` each, in order."""
-    with counter(sum(params.n for _, params in jobs), "answers", quiet=not progress) as count:
-        runs = driver.run(jobs, on_finish=count)
+    if progress:
+        with counter(sum(params.n for _, params in jobs), "answers") as count:
+            runs = driver.run(jobs, on_finish=count)
+    else:
+        runs = driver.run(jobs)
     return [collect(ids, params.n, events) for (ids, params), events in zip(jobs, runs, strict=True)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.core.transfer import send, send_together
+from forerun.core.transfer import send_together
 
 
 @dataclass
@@ -75,7 +75,7 @@ class HostBatch:
         together = bool((np.diff(self.slot_mapping) == 1).all())
         wanted = np.array(self.logits_indices, dtype=np.int64)
         arrays = (self.tokens, self.positions, self.slot_mapping, self.kv_lens, block_tables, wanted)
-        sent = send_together(arrays, device) if device.type == "cuda" else [send(array, device) for array in arrays]
+        sent = send_together(arrays, device) if device.type == "cuda" else [torch.from_numpy(a) for a in arrays]
         return TokenBatch(
             tokens=sent[0],
             positions=sent[1],

@@ -129,8 +129,8 @@ class Prefiller:
                 " or name the source chunk, which needs none; or allow exact prefill: allow_exact=True (--allow-exact)",
             )
         name = self._source_name(settings)
-        check_thresholds(self.profile.thresholds, self._config.num_layers)
         if name not in self._sources:
+            check_thresholds(self.profile.thresholds, self._config.num_layers)
             self._sources[name] = self._make(name, self._ctx, self.profile)
         return self._sources[name]
 
