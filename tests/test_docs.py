@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 
 from forerun.decode.drafters.base import _REGISTRY
+from forerun_research.scripts import structure
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_structure_lists_every_module() -> None:
-    listed, folder = set(), ""
-    for line in (ROOT / "docs" / "structure.md").read_text().splitlines():
-        if heading := re.match(r"## (forerun/\S*)", line):
-            folder = heading[1]
-        elif entry := re.match(r"\| `([\w/]+\.py)`", line):
-            listed.add(folder + entry[1])
-    package = ROOT / "forerun"
-    modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py") if "documents" not in path.parts}
-    worth_a_line = {name for name in modules if not name.endswith("__init__.py")} | {"forerun/__init__.py"}
-    assert listed == worth_a_line
+def test_structure_has_a_line_for_every_module() -> None:
+    page = structure.PAGE.read_text()
+    listed = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(listed) > 300 and all(line for _, line in listed)
+    assert page == structure.render(page).rstrip() + "\n", "run `python -m forerun_research.scripts.structure`"
+
+
+def test_the_research_readme_lists_every_study_and_script() -> None:
+    package = ROOT / "forerun_research"
+    page = (package / "README.md").read_text()
+    names = [path.stem for path in (*package.glob("studies/*.yaml"), *package.glob("scripts/[a-z]*.py"))]
+    assert len(names) > 20 and [name for name in names if not re.search(rf"\b{name}\b", page)] == []
 
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "speculation.md").read_text(), re.DOTALL)

@@ -30,7 +30,7 @@ Law = dict[Tokens, float]  # probability of each sequence of tokens
 MakeDraft = Callable[[list[int], Rng], Draft]
 T = TypeVar("T")
 
-EXACT = 1e-9  # rounding in float64 stays far below, a wrong rule far above
+MAX_DIFFERENCE = 1e-9  # rounding in float64 stays far below, a wrong rule far above
 
 
 class EveryOutcome:
@@ -200,7 +200,7 @@ def check_pairs(
     for name, make in (tiny_drafters() if drafters is None else drafters).items():
         for verifier in verifiers:
             worst = max(difference(output_distribution(make, t, verifier, 3), plain[t.name]) for t in targets)
-            yield PairResult(name, verifier.name, worst, worst < EXACT)
+            yield PairResult(name, verifier.name, worst, worst < MAX_DIFFERENCE)
 
 
 VOCAB = 4

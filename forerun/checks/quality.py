@@ -19,7 +19,7 @@ from forerun import data
 from forerun.errors import BadRequest
 
 REFERENCE = "float32"
-COMPARED_ROWS = 128  # distributions compared at once: bounds the temporaries to ROWS * vocabulary floats
+COMPARED_ROWS = 128  # distributions compared at once: bounds the temporaries to this many times the vocabulary
 
 
 @dataclass(frozen=True)

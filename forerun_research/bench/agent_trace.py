@@ -104,14 +104,14 @@ def replay(
     llm: LLM,
     trace: AgentTrace,
     speculate: str = "auto",
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Every turn, one after the other, from a cold cache; greedy, so that two passes are the same conversation."""
     llm.clear_cache()
     found, talks = Replay(), dict[str | None, list[dict[str, str]]]()
     talks[None] = [{"role": "system", "content": trace.system}]
     for number, turn in enumerate(trace.turns, 1):
-        say(f"turn {number} of {len(trace.turns)}")
+        on_progress(f"turn {number} of {len(trace.turns)}")
         messages = [*talks[turn.after], turn.message]
         start = time.perf_counter()
         answer = llm.chat(messages, SamplingParams(max_tokens=turn.max_tokens, speculation=speculate))[0]

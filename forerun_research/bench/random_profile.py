@@ -21,7 +21,7 @@ from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 from forerun_research.bench.shapes import RandomCheckpoint
 
-SHARE = 0.1  # of tokens recomputed
+RECOMPUTED_SHARE = 0.1  # of tokens recomputed
 
 
 class RandomDraft(RandomCheckpoint):
@@ -73,4 +73,6 @@ def random_profile(model: RandomCheckpoint, draft: RandomCheckpoint) -> Profile:
     )
     cost = max(taps) / source.num_layers * layer_weights(source) / layer_weights(target)
     names = {"target": "random target", "source": "random draft"}
-    return Profile("draft", fingerprint(model), fingerprint(draft), names, maps, source_cost=cost, share=SHARE)
+    return Profile(
+        "draft", fingerprint(model), fingerprint(draft), names, maps, source_cost=cost, share=RECOMPUTED_SHARE
+    )

@@ -71,7 +71,7 @@ class Sizes:
                 raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
 
 
-def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def run(setup: common.Setup, sizes: Sizes, on_progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Every part asked for; each says whether its goal is reached."""
     wants_text = [part for part in sizes.parts if part in NEED_TEXT]
     if setup.shape is not None and wants_text:
@@ -81,25 +81,25 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
         )
     found: dict[str, Any] = {}
     if "tree" in sizes.parts:
-        say("prefix tree")
+        on_progress("prefix tree")
         found["tree"] = sharing_tree.run(sizes.nodes, sizes.tree_tokens)
     if "operations" in sizes.parts:
-        say("random operations")
+        on_progress("random operations")
         found["operations"] = cache_model.run(sizes.steps)
     if "branches" in sizes.parts:
-        found["branches"] = sharing_branches.run(functools.partial(_opened, setup), setup, sizes, say)
+        found["branches"] = sharing_branches.run(functools.partial(_opened, setup), setup, sizes, on_progress)
     if "restart" in sizes.parts:
-        say("restart")
+        on_progress("restart")
         ids = common.Prompts(replace(setup, data=None)).cut(sizes.prompt)
         found["restart"] = sharing_restart.run(functools.partial(_opened, setup), ids)
     if wants_text:
         with _opened(setup) as llm:
             if "rollouts" in sizes.parts:
-                found["rollouts"] = rollouts(llm, setup, sizes, say)
+                found["rollouts"] = rollouts(llm, setup, sizes, on_progress)
             if "trace" in sizes.parts:
-                found["trace"] = trace(llm, sizes, say)
+                found["trace"] = trace(llm, sizes, on_progress)
             if "plan" in sizes.parts:
-                say("plan before tools")
+                on_progress("plan before tools")
                 found["plan"] = sharing_plan.run(llm, sizes.tasks)
     about = {"bench": "sharing", "model": setup.name, "weights": setup.weights, "device": setup.device}
     reached = {
@@ -119,7 +119,7 @@ def run(setup: common.Setup, sizes: Sizes, say: Callable[[str], None] = lambda t
 # -- rollouts and the trace --------------------------------------------------------------------------------------------
 
 
-def rollouts(llm: LLM, setup: common.Setup, sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
+def rollouts(llm: LLM, setup: common.Setup, sizes: Sizes, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """Distinct answers per 1,000 computed tokens: a tree beside independent sampling with the same budget."""
     from forerun.recipes.compare import Sampled, compare
     from forerun.sharing.rollout_config import RolloutConfig
@@ -127,7 +127,7 @@ def rollouts(llm: LLM, setup: common.Setup, sizes: Sizes, say: Callable[[str], N
     params = SamplingParams(temperature=0.8, max_tokens=max(8, min(160, sizes.budget // 8)))
     ways: dict[str, list[Sampled]] = {"tree": [], "independent": []}
     for number, text in enumerate(_questions(setup.data)[: sizes.questions], 1):
-        say(f"rollouts: question {number} of {sizes.questions}")
+        on_progress(f"rollouts: question {number} of {sizes.questions}")
         config = RolloutConfig(width=4, depth=4, token_budget=sizes.budget, params=params, seed=number)
         done = compare(llm, [{"role": "user", "content": text}], config)
         ways["tree"].append(done.tree)
@@ -146,10 +146,10 @@ def rollouts(llm: LLM, setup: common.Setup, sizes: Sizes, say: Callable[[str], N
     return found | {"goal": {"gain": GOALS["rollouts"], "reached": gain >= GOALS["rollouts"]}}
 
 
-def trace(llm: LLM, sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any]:
+def trace(llm: LLM, sizes: Sizes, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """The same conversation without guesses and with: the share of prompt tokens that was read from cache."""
     asked = agent_trace.read_trace(sizes.trace, sizes.turns)
-    passes = {name: agent_trace.replay(llm, asked, name, say) for name in ("off", "auto")}
+    passes = {name: agent_trace.replay(llm, asked, name, on_progress) for name in ("off", "auto")}
     shares = {name: done.cached_share for name, done in passes.items()}
     reached = min(shares.values()) >= GOALS["trace"] and round(shares["off"], 3) == round(shares["auto"], 3)
     return {

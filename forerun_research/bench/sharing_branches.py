@@ -26,7 +26,10 @@ LOOSE = "_not_batch_invariant"  # ends the names of what ran without that promis
 
 
 def run(
-    opened: Callable[..., AbstractContextManager[LLM]], setup: common.Setup, sizes: Sizes, say: Callable[[str], None]
+    opened: Callable[..., AbstractContextManager[LLM]],
+    setup: common.Setup,
+    sizes: Sizes,
+    on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """`opened`: opens the model with these options of `LLM`."""
     prompts = common.Prompts(replace(setup, data=None))  # data are questions for rollouts
@@ -35,7 +38,7 @@ def run(
     pool = sizes.branches * (context + 32)
     options = {"max_model_len": context, "kv_cache_tokens": pool, "max_num_seqs": sizes.branches}
     warm = replace(sizes, branches=min(2, sizes.branches), tokens=min(4, sizes.tokens))
-    clock = _Clock(setup.runs, say)
+    clock = _Clock(setup.runs, on_progress)
     turns = [
         (run, prompts.cut(sizes.prompt, skip=run * sizes.prompt), sizes if run else warm)
         for run in range(setup.runs + 1)
@@ -58,11 +61,11 @@ class _Clock:
     """Times what takes turns; run 0 is for warmth and does not count."""
 
     runs: int
-    say: Callable[[str], None]
+    on_progress: Callable[[str], None]
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, name: str, run: int, go: Callable[[], None]) -> None:
-        self.say(f"branches: {name}, " + (f"run {run} of {self.runs}" if run else "for warmth"))
+        self.on_progress(f"branches: {name}, " + (f"run {run} of {self.runs}" if run else "for warmth"))
         start = time.perf_counter()
         go()
         if run:

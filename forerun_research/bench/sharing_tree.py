@@ -21,7 +21,7 @@ from forerun.cache.prefix import PrefixTree
 from forerun.errors import BadRequest
 from forerun_research.bench.shapes import SHAPES
 
-PAGE = 16
+PAGE_TOKENS = 16
 GOAL_S = 0.001
 PASSES = 3
 # K/V is never looked at here: as little of it as a pool can have
@@ -39,21 +39,21 @@ def small_pool(pages: int, page_size: int) -> PagePool:
 
 def run(nodes: int = 1000, tokens: int = 1_000_000, seed: int = 0) -> dict[str, Any]:
     """Build a tree of `nodes` nodes with `tokens` tokens together, then ask for texts in it."""
-    if nodes < 1 or tokens // PAGE < nodes:
+    if nodes < 1 or tokens // PAGE_TOKENS < nodes:
         raise BadRequest(
-            f"{tokens:,} tokens in {nodes:,} nodes: a node has at least one page of {PAGE} tokens",
+            f"{tokens:,} tokens in {nodes:,} nodes: a node has at least one page of {PAGE_TOKENS} tokens",
             "ask for more tokens",
         )
-    total = tokens // PAGE
+    total = tokens // PAGE_TOKENS
     sizes = [total // nodes + (number < total % nodes) for number in range(nodes)]  # pages of each node
-    pool = small_pool(total, PAGE)
+    pool = small_pool(total, PAGE_TOKENS)
     texts = _texts(sizes, seed)
     pages = _pages(pool, texts, sizes)
     found, each = _steady([_pass(pool, texts, pages, seed) for _ in range(PASSES)])
     asked, put = _figures(found), _figures(each)
     return {
         "nodes": nodes,
-        "tokens": total * PAGE,
+        "tokens": total * PAGE_TOKENS,
         "longest_text": max(len(text) for _, text in texts),
         "match_s": asked,
         "match_and_insert_s": put,
@@ -83,7 +83,7 @@ def _texts(sizes: list[int], seed: int) -> Texts:
     texts: Texts = []
     for number, size in enumerate(sizes):
         parent = draw.randrange(number) if number and draw.random() < 0.98 else None
-        fresh = array("i", (draw.randrange(100_000) for _ in range(size * PAGE)))
+        fresh = array("i", (draw.randrange(100_000) for _ in range(size * PAGE_TOKENS)))
         texts.append((parent, fresh if parent is None else texts[parent][1] + fresh))
     return texts
 
@@ -117,7 +117,7 @@ def _ask(tree: PrefixTree, texts: Texts, seed: int) -> list[float]:
         start = time.thread_time()
         known = tree.match(text)
         seconds.append(time.thread_time() - start)
-        assert len(known) == len(text) // PAGE
+        assert len(known) == len(text) // PAGE_TOKENS
     return seconds
 
 

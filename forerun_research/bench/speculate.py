@@ -23,8 +23,8 @@ from forerun_research.bench.speculate_tasks import BenchPrompts, SpeculateBench,
 from forerun_research.bench.speedups import AUTO, LEAST, PLAIN, Record, copied, goals, speedups, worst
 from forerun_research.bench.tasks import BenchTask
 
-PEER_TASKS = 4  # the peer takes seconds a task
-CONVERSATIONS = 3  # for the prefix cache's hit rate
+MAX_PEER_TASKS = 4  # the peer takes seconds a task
+MAX_CONVERSATIONS = 3  # for the prefix cache's hit rate
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -146,7 +146,7 @@ def _rules(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPrompt
 def _prefix_cache(side: SideProcess, plan: SpeculateBench, work: BenchPrompts) -> dict[str, Any]:
     """How much of second turns was read from the prefix tree, with speculation off and on."""
     room = work.context - 2 * plan.tokens
-    fitting = [a.task for a in work.mixed if a.two_turns <= room][:CONVERSATIONS]
+    fitting = [a.task for a in work.mixed if a.two_turns <= room][:MAX_CONVERSATIONS]
     if not fitting:
         return {"hit_rate": None, "same": None}
     rates = {}
@@ -160,7 +160,7 @@ def _peer(
     peer: SideProcess, plan: SpeculateBench, work: BenchPrompts, records: list[Record], write: Write
 ) -> dict[str, Any]:
     """transformers' own generation on the first tasks of different categories, with the draft model and without."""
-    chosen = work.mixed[:PEER_TASKS]
+    chosen = work.mixed[:MAX_PEER_TASKS]
     kinds = ("plain",) if plan.draft is None else ("plain", "assisted")
     seconds, tokens = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0)
     for kind in kinds:  # for warmth

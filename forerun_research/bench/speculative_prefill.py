@@ -22,7 +22,7 @@ from forerun_research.bench.sides import Sample, SideProcess
 
 EXACT, SPECULATIVE, PROVISIONAL = "exact", "speculative", "provisional"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
-ANSWER = 32  # tokens of an answer that begins provisionally
+ANSWER_TOKENS = 32  # tokens of an answer that begins provisionally
 COUNTS = ("tokens", "exact", "drafted", "accepted", "recomputed", "token_layers", "rounds")
 TIMES = ("read_s", "repair_s", "check_s")
 
@@ -74,7 +74,7 @@ def _texts(folder: Path) -> list[str]:
 def run(setup: common.Setup, lengths: list[int], plan: PrefillBench) -> dict[str, Any]:
     plan.check(setup)
     prompts, lengths = Documents(setup), sorted(set(lengths))
-    context = lengths[-1] + ANSWER + 1
+    context = lengths[-1] + ANSWER_TOKENS + 1
     prompts.check(context)
     modes = [EXACT, SPECULATIVE, *([PROVISIONAL] if plan.provisional else [])]
     spec = replace(setup.spec("forerun", context, batch=2), draft=plan.draft, profile=plan.profile)
@@ -120,7 +120,7 @@ def _length(
         ids = prompts.cut(length, skip=run * length)
         for mode in modes:
             prefill = plan.prefill(mode)
-            asked = ("provisional", ids, prefill, ANSWER) if mode == PROVISIONAL else ("drafted", ids, prefill)
+            asked = ("provisional", ids, prefill, ANSWER_TOKENS) if mode == PROVISIONAL else ("drafted", ids, prefill)
             sample = ours.call(*asked)
             if run:
                 samples[mode].append(sample)

@@ -19,10 +19,10 @@ from forerun.models.cuda.packing import masks_of
 from forerun_research.scripts.cuda_stack import load, spans, timed
 
 
-def micros(call: Callable[[], object], repeats: int = 300, settle: bool = False) -> float:
+def micros(call: Callable[[], object], repeats: int = 300, synchronize: bool = False) -> float:
     took = []
     for _ in range(repeats):
-        if settle:
+        if synchronize:
             torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -47,8 +47,8 @@ def main() -> None:
             "layout": micros(partial(runner.batch, work)),
             "masks": micros(partial(masks_of, batch)),
             "pack": micros(partial(packed.fill, batch, masks, 1)),
-            "copy": micros(copy, settle=True),
-            "launch": micros(stack.launch, 100, settle=True),
+            "copy": micros(copy, synchronize=True),
+            "launch": micros(stack.launch, 100, synchronize=True),
             "run": micros(partial(graphs.run, batch), 200),
             "on the device": timed(stack.launch, 100) * 1e3,
         }

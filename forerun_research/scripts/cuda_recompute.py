@@ -24,7 +24,7 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun_research.bench.shapes import RandomCheckpoint, random_ids
 
 TOKENS, PAGE = 3000, 16
-FAR = 0.03  # relative distance in bf16: other kernels round differently
+MAX_RELATIVE_DISTANCE = 0.03  # relative distance in bf16: other kernels round differently
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -71,7 +71,7 @@ def main() -> int:
     bad = 0
     for count in (70, 128, 200, 700, 1024, 1900):
         figures = check(runner, ids, pages, count)
-        bad += max(figures) > FAR
+        bad += max(figures) > MAX_RELATIVE_DISTANCE
         print(
             f"{count:5d} rows: K/V {figures[0]:.4f}, picked rows {figures[1]:.4f}, logits {figures[2]:.4f}", flush=True
         )

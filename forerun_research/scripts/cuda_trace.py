@@ -18,9 +18,9 @@ from forerun.models.cuda import nvrtc, stack
 from forerun_research.scripts.cuda_stack import load, spans, timed
 
 STEPS = ("qkv", "meet", "attention", "meet", "o", "meet", "gate_up", "meet", "down", "meet")
-MEET = "all_programs_meet(p.meeting, target);"
+BARRIER = "all_programs_meet(p.meeting, target);"
 MARK = "if (threadIdx.x == 0) trace[blockIdx.x][marks[0]] = clock64(); marks[0]++;"
-MOST = 1024
+MAX_MARKS = 1024
 
 
 def patched(source: str) -> str:
@@ -31,11 +31,11 @@ def patched(source: str) -> str:
         "turn, target);", "turn, target, &marks);"
     )
     layers, rest = main.split(f"{function}compute_all", 1)
-    layers = layers.replace(MEET, f"{MARK} {MEET} {MARK}")
+    layers = layers.replace(BARRIER, f"{MARK} {BARRIER} {MARK}")
     rest = rest.replace("int start = 0, turn = 0;", "int start = 0, turn = 0, marks = 0;")
     rest = rest.replace("        compute_layers", f"        {MARK.replace('[0]', '')} compute_layers")
     rest = rest.replace("        leave_best", f"        {MARK.replace('[0]', '')} leave_best")
-    declared = f"__device__ long long trace[256][{MOST}];\n"
+    declared = f"__device__ long long trace[256][{MAX_MARKS}];\n"
     return f"{head}{declared}{function}compute_layers{layers}{function}compute_all{rest}"
 
 
@@ -43,7 +43,7 @@ def read(kernel: nvrtc.Kernel, programs: int) -> torch.Tensor:
     address, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     assert driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), kernel._module, b"trace") == 0
-    host = torch.zeros(256, MOST, dtype=torch.int64)
+    host = torch.zeros(256, MAX_MARKS, dtype=torch.int64)
     assert driver.cuMemcpyDtoH_v2(ctypes.c_void_p(host.data_ptr()), address, size) == 0
     return host[:programs]
 

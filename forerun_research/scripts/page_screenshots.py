@@ -27,7 +27,7 @@ from forerun.serve import ServeConfig, create_app
 from forerun.serve.server import Server, listen
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-PATIENCE = 300_000  # milliseconds for an answer
+ANSWER_TIMEOUT_MS = 300_000  # milliseconds for an answer
 FIRST = ("handbook.txt", "From the handbook above: how is the weather log kept, and where?")
 SECOND = ("depot.py", "What does the code above do, in a few sentences?")
 RACE = ("handbook.txt", "From the handbook above: what is the oldest bird ever caught?")
@@ -50,13 +50,13 @@ def server(model: str, profile: str | None, threads: int | None) -> Iterator[str
 def ask(page: Page, document: str, question: str, button: str = "#ask") -> None:
     text = data.text(f"documents/{document}")
     page.set_input_files("#file", {"name": document, "mimeType": "text/plain", "buffer": text.encode()})
-    expect(page.locator("#document")).to_contain_text("tokens", timeout=PATIENCE)
+    expect(page.locator("#document")).to_contain_text("tokens", timeout=ANSWER_TIMEOUT_MS)
     page.fill("#question", question)
     page.click(button)
 
 
 def done(page: Page) -> None:
-    expect(page.locator("#ask")).to_be_enabled(timeout=PATIENCE)
+    expect(page.locator("#ask")).to_be_enabled(timeout=ANSWER_TIMEOUT_MS)
 
 
 def picture(page: Page, out: Path) -> None:
@@ -74,7 +74,7 @@ def provisional(page: Page, out: Path) -> None:
     page.click("#settings summary")
     ask(page, *SECOND)
     grey = page.locator(".answer").last.locator(".provisional")
-    end = time.monotonic() + PATIENCE / 1000
+    end = time.monotonic() + ANSWER_TIMEOUT_MS / 1000
     while len(grey.inner_text().split()) < 8 and time.monotonic() < end and page.locator("#ask").is_disabled():
         page.wait_for_timeout(50)
     picture(page, out)
@@ -91,7 +91,7 @@ def race(page: Page, out: Path, prefill: str) -> None:
     page.click("#settings summary")
     ask(page, *RACE, button="#race")
     done(page)
-    expect(page.locator(".summary table")).to_be_visible(timeout=PATIENCE)
+    expect(page.locator(".summary table")).to_be_visible(timeout=ANSWER_TIMEOUT_MS)
     page.wait_for_timeout(1000)  # the panels ask the server once more
     picture(page, out)
     print(out, page.locator(".summary").inner_text().replace("\n", " | "))

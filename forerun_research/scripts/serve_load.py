@@ -31,10 +31,10 @@ from forerun_research.scripts.serve_clients import ClientAnswer, ask_once, keep_
 from forerun_research.scripts.serve_requests import mixed, short
 from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
 
-DISTINCT = 3  # requests of the load for each client; clients go round them all
-FILLING = 1 / 3  # of the load's time, until the pool has been written to everywhere
+REQUESTS_PER_CLIENT = 3  # requests of the load for each client; clients go round them all
+WARM_UP_SHARE = 1 / 3  # of the load's time, until the pool has been written to everywhere
 BOUNDS = {"added_ttft_ms": 15.0, "overhead": 0.05, "growth_mb": 16.0}
-KEPT = ("complete", "left by the client", "429 announced")  # outcomes that are as they should be
+EXPECTED_OUTCOMES = ("complete", "left by the client", "429 announced")  # outcomes that are as they should be
 
 
 def main() -> int:
@@ -127,12 +127,12 @@ def compare_throughput(server: ServerSide, library: LibrarySide, args: argparse.
 
 
 def load(server: ServerSide, library: LibrarySide, args: argparse.Namespace) -> dict[str, Any]:
-    asks = mixed(DISTINCT * args.clients, seed=7, leaving=0.15)
+    asks = mixed(REQUESTS_PER_CLIENT * args.clients, seed=7, leaving=0.15)
     expected = dict(zip(asks, library.batch(asks)[2], strict=True))
     with Memory(server.process) as memory:
         coming = itertools.cycle(asks)
         answers = asyncio.run(keep_asking(server.host, server.port, NAME, coming, args.clients, args.seconds))
-    slope, minutes = memory.slope(FILLING), args.seconds * (1 - FILLING) / 60
+    slope, minutes = memory.slope(WARM_UP_SHARE), args.seconds * (1 - WARM_UP_SHARE) / 60
     complete = [answer for answer in answers if answer.complete]
     wrong = [answer for answer in complete if answer.ask.greedy and answer.text != expected[answer.ask]]
     beginnings = [a for a in answers if a.left and a.ask.greedy and not expected[a.ask].startswith(a.text)]
@@ -176,7 +176,7 @@ def broken(result: dict[str, Any]) -> list[str]:
     different = load["greedy_different"] + throughput["greedy_different"]
     if different:
         found.append(f"{different} answers differ from the library's")
-    found += [f"{count} x {name}" for name, count in load["outcomes"].items() if name not in KEPT]
+    found += [f"{count} x {name}" for name, count in load["outcomes"].items() if name not in EXPECTED_OUTCOMES]
     if load["open_afterwards"]:
         found.append(f"{load['open_afterwards']:g} answers are still open")
     if not load["greedy_compared"]:
@@ -196,7 +196,7 @@ def table(result: dict[str, Any]) -> Table:
     growth = f"{load['slope_mb_per_minute']:+.2f} MB/min"
     found.add_row("memory", f"{load['resident_mb'].get('last', 0):.0f} MB", "", growth, f"{BOUNDS['growth_mb']:g} MB")
     for name, count in sorted(load["outcomes"].items()):
-        found.add_row(name, f"{count:,}", "", "", "" if name in KEPT else "0")
+        found.add_row(name, f"{count:,}", "", "", "" if name in EXPECTED_OUTCOMES else "0")
     found.caption = "; ".join(result["broken"]) or "every bound holds"
     return found
 

@@ -13,8 +13,8 @@ from typing import Any
 from forerun import data
 
 PATH = "/v1/chat/completions"
-LENGTHS = (16, 32, 48, 64, 96)  # tokens of answers
-WORDS = (150, 300, 500)  # of a document
+ANSWER_TOKENS = (16, 32, 48, 64, 96)  # tokens of answers
+DOCUMENT_WORDS = (150, 300, 500)  # of a document
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> 
         content = f"({seed}-{number}) {rng.choice(questions)}"
         if rng.random() < 0.25:  # documents begin at few places: some share their beginning, as documents do
             start = rng.randrange(6) * 200
-            content = f"{' '.join(words[start : start + rng.choice(WORDS)])}\n\n{content}"
+            content = f"{' '.join(words[start : start + rng.choice(DOCUMENT_WORDS)])}\n\n{content}"
         asks.append(
             LoadRequest(
                 content,
-                rng.choice(LENGTHS),
+                rng.choice(ANSWER_TOKENS),
                 0.8 if rng.random() < sampled else 0.0,
                 rng.randrange(1 << 30),
                 rng.randrange(1, 12) if rng.random() < leaving else 0,

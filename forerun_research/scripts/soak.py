@@ -23,8 +23,8 @@ from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest
 from forerun.inputs import Prompt
 
-BATCH = 10  # requests of one call; every tenth call is a stream that is left early
-SHARED = [list(range(3 + 7 * k, 3 + 7 * k + 48)) for k in range(8)]  # beginnings that requests have in common
+REQUESTS_PER_CALL = 10  # requests of one call; every tenth call is a stream that is left early
+SHARED_PREFIXES = [list(range(3 + 7 * k, 3 + 7 * k + 48)) for k in range(8)]  # beginnings that requests have in common
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def tiny_model(folder: Path) -> str:
 
 def soak(llm: LLM, args: argparse.Namespace) -> int:
     console, process, rng = Console(stderr=True), psutil.Process(), random.Random(0)
-    calls = max(args.requests // BATCH, 10)
+    calls = max(args.requests // REQUESTS_PER_CALL, 10)
     counts = {"answered": 0, "cancelled": 0, "refused": 0, "preempted": 0, "tokens": 0}
     resident: list[float] = []  # MB after each tenth
     for call in track(range(1, calls + 1), "soaking", console=console):
@@ -61,7 +61,8 @@ def soak(llm: LLM, args: argparse.Namespace) -> int:
             resident.append(process.memory_info().rss / 1e6)
             used, tree = llm.engine.pool.used, llm.engine.tree.num_pages
             console.print(
-                f"{call * BATCH:>7,} requests: {resident[-1]:.1f} MB resident; pages: {used} used, {tree} in the tree"
+                f"{call * REQUESTS_PER_CALL:>7,} requests: {resident[-1]:.1f} MB resident; "
+                f"pages: {used} used, {tree} in the tree"
             )
     llm.clear_cache()
     left, grown = llm.engine.pool.used, resident[-1] - resident[0]
@@ -77,30 +78,30 @@ def soak(llm: LLM, args: argparse.Namespace) -> int:
 def ask(llm: LLM, rng: random.Random, counts: dict[str, int], leave: bool) -> None:
     """One call with BATCH requests: all answered, all refused because of one bad prompt, or streams left early."""
     vocab = llm.config.vocab_size
-    prompts = [prompt(rng, vocab) for _ in range(BATCH)]
+    prompts = [prompt(rng, vocab) for _ in range(REQUESTS_PER_CALL)]
     batch: list[Prompt] = [*prompts]  # the same lists
     if leave:
         for ids in prompts:
             stream = llm.stream(ids, params(rng))
             next(stream)
             del stream  # closes the generator, which cancels the request
-        counts["cancelled"] += BATCH
+        counts["cancelled"] += REQUESTS_PER_CALL
         return
     if rng.random() < 0.02:
-        prompts[rng.randrange(BATCH)].append(vocab)  # not a token
+        prompts[rng.randrange(REQUESTS_PER_CALL)].append(vocab)  # not a token
     try:
         answers = llm.generate(batch, params(rng))
     except BadRequest:
-        counts["refused"] += BATCH
+        counts["refused"] += REQUESTS_PER_CALL
         return
-    counts["answered"] += BATCH
+    counts["answered"] += REQUESTS_PER_CALL
     counts["preempted"] += sum(answer.usage.preemptions for answer in answers)
     counts["tokens"] += sum(answer.usage.completion_tokens for answer in answers)
 
 
 def prompt(rng: random.Random, vocab: int) -> list[int]:
     """A beginning that others share, or none, and some tokens of its own."""
-    start = rng.choice([[], *SHARED])
+    start = rng.choice([[], *SHARED_PREFIXES])
     return [*start[: rng.randrange(49)], *(rng.randrange(3, vocab) for _ in range(rng.randint(1, 40)))]
 
 

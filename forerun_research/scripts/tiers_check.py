@@ -26,27 +26,27 @@ from forerun.cache.prefix import PrefixTree, pack
 from forerun.cache.tiers import TierConfig, Tiers
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
-PAGE = 16
+PAGE_TOKENS = 16
 
 
 def check_pages(device: torch.device, folder: Path) -> dict[str, Any]:
     """Evict, read back from host memory, have host memory overflow to disk, read back again."""
     config = replace(SHAPES["tiny"], num_layers=3)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    pool = PagePool(config, 32, PAGE, dtype, device)
-    page_bytes = PagePool.page_bytes(config, PAGE, dtype)
+    pool = PagePool(config, 32, PAGE_TOKENS, dtype, device)
+    page_bytes = PagePool.page_bytes(config, PAGE_TOKENS, dtype)
     tiers, tree = Tiers(pool, TierConfig(8 * page_bytes, folder, 1 << 30), "check"), PrefixTree(pool)
     tree.on_evict = tiers.spill
     if tiers.host is not None and device.type == "cuda":
         assert tiers.host._memory.is_pinned(), "host memory is not pinned"
-    texts = [[random.randrange(1000) for _ in range(8 * PAGE)] for _ in range(6)]
+    texts = [[random.randrange(1000) for _ in range(8 * PAGE_TOKENS)] for _ in range(6)]
     truth = {}
     for text in texts:
         tree.evict(max(0, 8 - pool.free))
         pages = pool.allocate(8)
         for cache in (cache for layer in pool.kv for cache in layer):
             for page in pages:
-                at = slice(page * PAGE, (page + 1) * PAGE)
+                at = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
                 cache[at] = torch.randn(cache[at].shape, device=device).to(dtype)
         truth[pack(text)] = tiers._read(pages)
         tree.insert(text, pages)
@@ -83,7 +83,7 @@ def check_model(device: str, model: Any, tokens: int, folder: Path) -> dict[str,
         # from the pool, so that the same tokens run in the same shapes as after reading a tier: the same bits
         truth = [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
         page_bytes = PagePool.page_bytes(llm.config, llm.engine.pool.page_size, llm.decoder.dtype)
-    host_bytes = 3 * (tokens // PAGE + 4) * page_bytes
+    host_bytes = 3 * (tokens // PAGE_TOKENS + 4) * page_bytes
     kinds: dict[str, dict[str, Any]] = {"host": {"host_bytes": host_bytes}, "disk": {"disk": folder}}
     for kind, tier in kinds.items():
         with LLM(model, kv_cache_tokens=tokens + 64, **options, **tier) as llm:
@@ -105,7 +105,7 @@ def _ask(
         seconds.append(answer.usage.ttft_s)
         if kind is None:  # computed: this is what the tier is filled with
             continue
-        least = (len(prompt) - 1) // PAGE * PAGE
+        least = (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
         assert answer.usage.served[kind] == least, f"{answer.usage.served}: {kind} should have {least}"
         assert answer.token_ids == expected, f"another answer from {kind}"
         read += least

@@ -33,7 +33,7 @@ from forerun.models.execution.runner import Span
 from forerun_research.bench.tasks import read_tasks
 
 VERIFIERS = ("rejection", "traversal", "transport")
-HEAD = 256  # likeliest tokens of each node that keep a place of their own
+TOKENS_PER_NODE = 256  # likeliest tokens of each node that keep a place of their own
 
 
 class Table:
@@ -78,7 +78,7 @@ def trees(llm: LLM, prompt: list[int], args: argparse.Namespace) -> list[tuple[D
 def small(draft: Draft, probs: torch.Tensor) -> tuple[Draft, torch.Tensor, float]:
     """The same draft and target on the tokens that matter; what the others hold at most is the last number."""
     q = torch.stack(list(draft.proposals.values())).to(probs.device)
-    likely = [rows.topk(min(HEAD, rows.shape[-1]), -1).indices.flatten() for rows in (probs, q)]
+    likely = [rows.topk(min(TOKENS_PER_NODE, rows.shape[-1]), -1).indices.flatten() for rows in (probs, q)]
     kept = torch.cat([*likely, torch.tensor(draft.tokens, device=probs.device)]).unique()
     place = {int(token): i for i, token in enumerate(kept)}
 

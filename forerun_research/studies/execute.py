@@ -35,8 +35,8 @@ MEASURES: dict[str, type[Measure]] = {
         *(Signals, Layers, Chunks, Compounding),
     )
 }
-_ASKED = 200  # characters of a prompt's end that a record keeps
-Say = Callable[[str], None]
+_PROMPT_END_CHARS = 200  # characters of a prompt's end that a record keeps
+OnProgress = Callable[[str], None]
 
 
 def measures(study: Study) -> list[Measure]:
@@ -49,19 +49,19 @@ def measures(study: Study) -> list[Measure]:
     return found
 
 
-def run(study: Study, out: Path, say: Say = lambda text: None) -> dict[str, Any]:
+def run(study: Study, out: Path, on_progress: OnProgress = lambda text: None) -> dict[str, Any]:
     """All that is missing, then the report; what was measured before is not measured again."""
     asked = measures(study)
     results = Results(out, study)
     for variant in study.variants:
         with StudySubject(study, variant) as subject:
             for measure in asked:
-                _measure(study, variant, subject, measure, results, say)
+                _measure(study, variant, subject, measure, results, on_progress)
     return report(study, out)
 
 
 def _measure(
-    study: Study, variant: Variant, subject: StudySubject, measure: Measure, results: Results, say: Say
+    study: Study, variant: Variant, subject: StudySubject, measure: Measure, results: Results, on_progress: OnProgress
 ) -> None:
     settings = study.settings_of(variant)
     conditions = measure.conditions(settings, subject.layers)
@@ -71,11 +71,11 @@ def _measure(
         wanted = [name for name in conditions if case.id not in done.get(name, {})]
         if not wanted:
             continue
-        asked = subject.tokenizer.decode(case.ids[-_ASKED:])[-_ASKED:]
+        asked = subject.tokenizer.decode(case.ids[-_PROMPT_END_CHARS:])[-_PROMPT_END_CHARS:]
         for condition, record in measure.run(subject, case, settings, wanted, done):
             results.add(variant.name, measure.name, condition, case.id, record | {"asked": asked})
             label = " ".join(part for part in (variant.name, measure.name) if part)
-            say(f"{label}: {number} of {len(cases)}, {condition}")
+            on_progress(f"{label}: {number} of {len(cases)}, {condition}")
 
 
 def known(rows: list[Row]) -> list[Row]:

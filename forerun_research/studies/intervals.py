@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-DRAWS = 2000
+BOOTSTRAP_DRAWS = 2000
 _Z = 1.959964  # of a 95% interval
 
 
@@ -36,7 +36,7 @@ def bootstrap(
         return math.nan, math.nan
     draw = np.random.default_rng(seed)
     found = []
-    for _ in range(DRAWS):
+    for _ in range(BOOTSTRAP_DRAWS):
         rows = draw.integers(0, count, count)
         value = figure(*(array[rows] for array in arrays))
         if math.isfinite(value):

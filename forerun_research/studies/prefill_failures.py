@@ -10,8 +10,8 @@ from typing import Any
 from forerun_research.studies.prefill_measure import Found, Row
 from forerun_research.studies.study import EXACT
 
-KL = 0.5  # mean over a continuation, from which a prompt counts as broken
-MARGIN = 0.1  # of a score
+MAX_MEAN_KL = 0.5  # mean over a continuation, from which a prompt counts as broken
+MAX_SCORE_LOSS = 0.1  # of a score
 
 
 def failures(measure: str, found: Found) -> list[Row]:
@@ -32,9 +32,9 @@ def _lost(record: dict[str, Any], exact: dict[str, Any] | None) -> float:
     """How bad a case is, from 0 (not broken) on."""
     if "score" in record and exact is not None:
         lost = float(exact["score"]) - float(record["score"])
-        return lost if lost >= MARGIN else 0.0
+        return lost if lost >= MAX_SCORE_LOSS else 0.0
     kl = float(record.get("kl", 0.0))
-    return kl if kl >= KL else 0.0
+    return kl if kl >= MAX_MEAN_KL else 0.0
 
 
 def _row(

@@ -22,7 +22,7 @@ from forerun_research.studies.prefill_subject import StudySubject
 from forerun_research.studies.study import Setting
 
 PARTS = ("key", "value", "both", "above")
-FIRST = 16  # tokens that are never drafted
+FIRST_EXACT_TOKENS = 16  # tokens that are never drafted
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
@@ -67,7 +67,7 @@ class Layers(Measure):
             true = [[exact.entry(i, part) for part in (0, 1)] for i in range(subject.layers)]
             guess = [[drafted.entry(i, part) for part in (0, 1)] for i in range(subject.layers)]
             end = min(exact.end, drafted.end)
-            place = slice(FIRST, end)
+            place = slice(FIRST_EXACT_TOKENS, end)
             for name in wanted:
                 which, at = name.split(" ")
                 layers = range(int(at), subject.layers) if which == "above" else range(int(at), int(at) + 1)

@@ -28,8 +28,8 @@ from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun_research.studies.study import Setting
 
-ROWS = 128  # distributions compared at once: bounds the temporaries
-TAIL = 64  # last tokens of a prompt, which the target always runs itself
+ROWS_AT_ONCE = 128  # distributions compared at once: bounds the temporaries
+TAIL_TOKENS = 64  # last tokens of a prompt, which the target always runs itself
 _ids = itertools.count(1 << 40)  # far from those of sequences
 
 
@@ -105,7 +105,7 @@ class PromptScorer:
             pool.release(pages)
 
     def _exact(self, ids: list[int], pages: array[int]) -> PromptPages:
-        held = PromptPages(self.engine, ids, pages, max(0, len(ids) - TAIL))
+        held = PromptPages(self.engine, ids, pages, max(0, len(ids) - TAIL_TOKENS))
         start = time.perf_counter()
         held.run(ids[: held.end], 0)
         self._wait()
@@ -182,7 +182,7 @@ def adjusted(engine: Engine, setting: Setting) -> Iterator[None]:
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """KL(reference || other) of every row in nats: [N, V] each -> [N]."""
     found = []
-    for ours, theirs in zip(logits.split(ROWS), reference.split(ROWS), strict=True):
+    for ours, theirs in zip(logits.split(ROWS_AT_ONCE), reference.split(ROWS_AT_ONCE), strict=True):
         p, q = F.log_softmax(theirs.float(), -1), F.log_softmax(ours.float(), -1)
         found.append((p.exp() * (p - q)).sum(-1).clamp_min(0.0))
     return torch.cat(found)

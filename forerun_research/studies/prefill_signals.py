@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun_research.studies.intervals import auc, bootstrap
 from forerun_research.studies.plots import Figure
-from forerun_research.studies.prefill_layers import FIRST, relative_error
+from forerun_research.studies.prefill_layers import FIRST_EXACT_TOKENS, relative_error
 from forerun_research.studies.prefill_measure import Found, Measure, Record, Row, StudyCase, bars
 from forerun_research.studies.prefill_score import PromptPages, agreement, divergence, figures
 from forerun_research.studies.prefill_subject import StudySubject
@@ -88,7 +88,9 @@ class Signals(Measure):
             for setting in settings:
                 if setting.name in wanted:
                     with subject.scorer.hold(case.ids, setting, len(follow)) as held:
-                        signals = checkpoint_signals(held.report) | truth.errors(held, slice(FIRST, exact.end))
+                        signals = checkpoint_signals(held.report) | truth.errors(
+                            held, slice(FIRST_EXACT_TOKENS, exact.end)
+                        )
                         yield setting.name, truth.compare(held, signals) | figures(held.report, held.seconds)
             if SPANS in wanted:
                 with subject.scorer.hold(case.ids, settings[0], len(follow), repair=False) as held:
@@ -96,7 +98,7 @@ class Signals(Measure):
 
     def _spans(self, truth: _Truth, drafted: PromptPages) -> Iterator[Record]:
         """The damage of single spans, spread over the prompt."""
-        starts = np.linspace(FIRST, truth.exact.end - self.span, self.spans).astype(int)
+        starts = np.linspace(FIRST_EXACT_TOKENS, truth.exact.end - self.span, self.spans).astype(int)
         for start in dict.fromkeys(starts.tolist()):
             place = slice(start, start + self.span)
             for i in range(truth.layers):

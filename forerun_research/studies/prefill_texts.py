@@ -21,12 +21,12 @@ from forerun.text.tokenizer import Tokenizer
 
 STDLIB, SHIPPED = "stdlib", "shipped"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
-_EIGHTH = 8
+_HELD_OUT_EVERY = 8
 
 
 def held_out(path: Path) -> bool:
     """Whether a file of code is kept for measuring."""
-    return zlib.crc32(path.name.encode()) % _EIGHTH == 0
+    return zlib.crc32(path.name.encode()) % _HELD_OUT_EVERY == 0
 
 
 class StudyTexts:

@@ -14,8 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-MEMORY = 2 << 30  # bytes of address space
-FILE = 1 << 20  # bytes of any file it writes
+MAX_MEMORY_BYTES = 2 << 30  # bytes of address space
+MAX_FILE_BYTES = 1 << 20  # bytes of any file it writes
 
 # Limits are set by the child itself before it reads the program: a hook between fork and exec is unsafe with threads.
 _START = """
@@ -42,7 +42,7 @@ def run_program(program: str, seconds: float = 10.0) -> ProgramResult:
     with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8", errors="replace")
-        limits = [str(int(seconds) + 1), str(MEMORY), str(FILE), str(path)]
+        limits = [str(int(seconds) + 1), str(MAX_MEMORY_BYTES), str(MAX_FILE_BYTES), str(path)]
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START, *limits],
             cwd=folder,

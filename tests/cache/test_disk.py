@@ -1,4 +1,4 @@
-"""The disk tier's files: whole or not there, bounded, checked, and never in anybody's way."""
+"""The disk tier's files: whole or not there, bounded, checked, and never in the way of a step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_pages_are_read_before_and_after_they_are_written(tmp_path: Path, monkey
     tier = DiskTier(tmp_path, 1 << 20, "me")
     start = time.perf_counter()
     tier.put([key(1), key(2)], pages(1, 2))
-    assert time.perf_counter() - start < 1 and not segments(tmp_path)  # nobody waits for the disk
+    assert time.perf_counter() - start < 1 and not segments(tmp_path)  # no step waits for the disk
     assert read(tier, 1, 2) == [1, 2] and key(1) in tier and len(tier) == 2
     gate.set()
     tier.close()

@@ -25,7 +25,7 @@ def make() -> tuple[PagePool, Pins, Clock, list[int]]:
 
 def test_a_pin_holds_until_its_time_is_over_and_use_renews_it():
     pool, pins, clock, pages = make()
-    pins.hold("nobody", pages)
+    pins.hold("unknown", pages)
     assert pins.num_pages == 0
     pins.open("a", 10.0)
     pins.hold("a", pages)

@@ -53,7 +53,7 @@ def test_eviction_takes_the_least_recently_used_and_never_a_page_in_use():
     assert tree.evict(2) == 2
     assert tree.match([1] * 16) == old and tree.match([2] * 16) == young[:2]
     pool.retain(old)
-    assert tree.evict(100) == 2  # all that nobody reads
+    assert tree.evict(100) == 2  # all that is not being read
     assert tree.match([1] * 16) == old
     pool.release(old)
     assert tree.evict(100) == 4 and pool.used == 0

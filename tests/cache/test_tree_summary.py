@@ -1,4 +1,4 @@
-"""What is told of the prefix tree: runs, how often they were read, and by whom."""
+"""The summary of the prefix tree: runs, how often they were read, and by which sequences."""
 
 from __future__ import annotations
 

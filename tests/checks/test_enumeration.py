@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forerun.checks.enumeration import (
-    EXACT,
+    MAX_DIFFERENCE,
     VOCAB,
     check_pairs,
     difference,
@@ -68,11 +68,11 @@ def test_check_pairs_reports_each_pair():
         ("drawn chain", "match"),
         ("drawn chain", "rejection"),
     ]
-    assert all(r.passed and r.worst_difference < EXACT for r in results)
+    assert all(r.passed and r.worst_difference < MAX_DIFFERENCE for r in results)
 
 
 def test_several_steps_in_a_row():
-    assert gap(tiny_tree([1]), RejectionVerifier(), steps=3) < EXACT
+    assert gap(tiny_tree([1]), RejectionVerifier(), steps=3) < MAX_DIFFERENCE
 
 
 def test_drafters_of_the_engine_are_asked_as_the_engine_asks():
@@ -86,7 +86,7 @@ def test_drafters_of_the_engine_are_asked_as_the_engine_asks():
                 for request in requests
             ]
 
-    assert gap(drafts_of(Echo(), SamplingParams(temperature=0.8)), TraversalVerifier()) < EXACT
+    assert gap(drafts_of(Echo(), SamplingParams(temperature=0.8)), TraversalVerifier()) < MAX_DIFFERENCE
 
 
 # ---- planted faults ----
@@ -140,20 +140,20 @@ def test_missing_residual_correction_is_caught(make_draft):
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), TraversalVerifier(), TransportVerifier()])
 def test_draft_that_ignores_temperature_is_caught(verifier: Verifier):
     assert gap(colder_than_drawn, verifier) > 1e-3
-    assert gap(colder_than_drawn, MatchVerifier()) < EXACT  # which asks for no proposal
+    assert gap(colder_than_drawn, MatchVerifier()) < MAX_DIFFERENCE  # which asks for no proposal
 
 
 def test_wrong_residual_in_traversal_is_caught(monkeypatch):
     make_draft = tiny_tree([1, 1])
-    assert gap(make_draft, TraversalVerifier()) < EXACT
+    assert gap(make_draft, TraversalVerifier()) < MAX_DIFFERENCE
     monkeypatch.setattr("forerun.decode.verifiers.traversal.Residual", WrongShare)
     assert gap(make_draft, TraversalVerifier()) > 1e-3
 
 
 def test_number_of_children_that_depends_on_them_is_caught_where_it_matters():
     assert gap(second_if_first_is_unlikely, TransportVerifier()) > 1e-3
-    assert gap(second_if_first_is_unlikely, TraversalVerifier()) < EXACT
-    assert gap(second_if_first_is_unlikely, RejectionVerifier()) < EXACT
+    assert gap(second_if_first_is_unlikely, TraversalVerifier()) < MAX_DIFFERENCE
+    assert gap(second_if_first_is_unlikely, RejectionVerifier()) < MAX_DIFFERENCE
 
 
 def test_replacement_that_is_not_declared_is_caught():

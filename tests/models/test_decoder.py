@@ -96,7 +96,7 @@ def test_scattered_pages_change_nothing(tiny_folder: Callable[[str], Path]):
 
 
 def test_a_draft_tree_gives_each_branch_its_own_continuation(tiny_folder: Callable[[str], Path]):
-    """Two branches after one prompt, in one forward: each token must see its ancestors and nobody else."""
+    """Two branches after one prompt, in one forward: each token must see its ancestors and nothing else."""
     runner = make_runner(load(tiny_folder("gemma3")))
     prompt, left, right = IDS[:20], [11, 12], [21, 22]
     pages = array("i", runner.pool.allocate(4))

@@ -19,7 +19,7 @@ import torch
 
 from forerun.cache.pool import PagePool
 from forerun.checks.enumeration import (
-    EXACT,
+    MAX_DIFFERENCE,
     VOCAB,
     Law,
     MakeDraft,
@@ -241,8 +241,8 @@ def check_exact(
 def _finding(proposals: Proposals, targets: list[TinyCase], plain: dict[str, Law]) -> Finding:
     found = {name: _differences(proposals, make(), targets, plain) for name, make in LOSSLESS.items()}
     worst = {name: max(differences.values()) for name, differences in found.items()}
-    wrong = [name for name in worst if worst[name] >= EXACT]
-    largest = f"largest difference of a probability {max(worst.values()):.1g}, allowed {EXACT:.0e}"
+    wrong = [name for name in worst if worst[name] >= MAX_DIFFERENCE]
+    largest = f"largest difference of a probability {max(worst.values()):.1g}, allowed {MAX_DIFFERENCE:.0e}"
     if wrong:
         where = [max(found[name], key=lambda target: found[name][target]) for name in wrong]
         detail = (
@@ -250,7 +250,7 @@ def _finding(proposals: Proposals, targets: list[TinyCase], plain: dict[str, Law
         )
     else:
         detail = f"with {', '.join(found)}: {largest}"
-    figures = {"differences": found, "allowed": EXACT, "drafts": proposals.drafts}
+    figures = {"differences": found, "allowed": MAX_DIFFERENCE, "drafts": proposals.drafts}
     return Finding("exact", proposals.drafter.name, not wrong, detail, proposals.drafts > 0, figures)
 
 

@@ -27,9 +27,8 @@ from forerun.params import Grammar, SamplingParams, Speculation
 
 DRAFT_NODES = 12  # of a draft: enough for branches
 PROBED_ANSWERS = 3  # answers at which the noise of probabilities is measured
-MAX_DRIFT_FACTOR = (
-    16.0  # a few places see less than all of the noise: beyond so many times it, K/V is wrong though tokens agree
-)
+# Of the noise at a few places, which is less than all of it: beyond, K/V is wrong though tokens agree.
+MAX_DRIFT_FACTOR = 16.0
 ANSWER_GRAMMAR = Grammar(
     "json_schema", '{"type": "object", "properties": {"answer": {"type": "string"}, "sure": {"type": "boolean"}}}'
 )

@@ -188,7 +188,7 @@ def test_no_memory_and_no_such_product(
 def test_few_rows_run_as_ever(decoder: Decoder, able: list[Layer]) -> None:
     made, x = float8_decoder(decoder, 2), torch.randn(MIN_FLOAT8_ROWS, decoder.config.hidden_size).bfloat16()
     marked = made.layers[0].float8_mlp
-    assert isinstance(marked, Marked) and marked.rows == [MIN_FLOAT8_ROWS]  # compiled before anybody waits
+    assert isinstance(marked, Marked) and marked.rows == [MIN_FLOAT8_ROWS]  # compiled before a request waits
     assert torch.equal(made._mlp(x[1:], 0), decoder._mlp(x[1:], 0)) and marked.rows == [MIN_FLOAT8_ROWS]
     assert torch.equal(made._mlp(x, 0), x + 1) and torch.equal(made._mlp(x, 2), decoder._mlp(x, 2))
 

@@ -183,8 +183,8 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FORERUN_HOME")
     assert store.home() == Path("/xdg/forerun")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/somebody")
-    assert store.home() == Path("/somebody/.cache/forerun")
+    monkeypatch.setenv("HOME", "/user")
+    assert store.home() == Path("/user/.cache/forerun")
 
 
 # -- the hub first -----------------------------------------------------------------------------------------------------

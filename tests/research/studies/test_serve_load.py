@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_is_no_error():
 @pytest.mark.parametrize(("header", "name"), [(b"Retry-After: 2\r\n", "429 announced"), (b"", "status 429")])
 async def test_only_announced_refusals_are_as_they_should_be(header: bytes, name: str):
     answer = await serve_bytes(b"HTTP/1.1 429 Too Many\r\n" + header + b"content-length: 2\r\n\r\n{}")
-    assert outcomes([answer]) == {name: 1} and (name in serve_load.KEPT) is bool(header)
+    assert outcomes([answer]) == {name: 1} and (name in serve_load.EXPECTED_OUTCOMES) is bool(header)
 
 
 async def test_nobody_there():
