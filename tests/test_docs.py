@@ -37,3 +37,9 @@ def test_examples_of_the_speculation_page_run(example: str, smollm2: Path, capsy
     _REGISTRY.clear()
     _REGISTRY.update(known)
     assert capsys.readouterr().out.strip()
+
+
+def test_the_log_names_modules_that_exist() -> None:
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs" / "log.md").read_text())
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / "forerun" / path).exists() and not (ROOT / path).exists()] == []
