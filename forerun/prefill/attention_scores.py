@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.models.execution.runner import Runner
 
 REDUCTIONS = ("mean", "max")  # over the queries of the tail

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core import PrefillReport
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
 from forerun.models.execution.all_layers_kv import PickedRows, RecomputePass, RowPicker

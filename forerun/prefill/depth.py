@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import HostBatch, TokenBatch
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.models.decoder import Decoder, Watch
 from forerun.models.execution.all_layers_kv import RecomputePass
 from forerun.models.execution.runner import Runner

@@ -10,7 +10,7 @@ from array import array
 
 import numpy as np
 
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Runner
 from forerun.prefill.checks import Checker, Scores

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import PrefillReport
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.params import Prefill
 from forerun.prefill.depth import DepthMap
 

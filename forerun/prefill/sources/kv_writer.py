@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.transfer import send
+from forerun.core.batch import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import HostBatch
-from forerun.core.transfer import ALIGNED, send, send_together
+from forerun.core.batch import ALIGNED_BYTES, send, send_together
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_several_arrays_in_one_copy(asked: list[tuple[type, int, bool]]):
         like = torch.from_numpy(array)
         assert tensor.dtype == like.dtype and tensor.shape == like.shape and torch.equal(tensor, like)
         assert tensor.is_contiguous() and tensor.stride() == torch.empty(array.shape).stride()
-        assert tensor.storage_offset() * tensor.element_size() % ALIGNED == 0
+        assert tensor.storage_offset() * tensor.element_size() % ALIGNED_BYTES == 0
 
 
 def test_arrays_that_are_no_runs_of_memory():
