@@ -196,3 +196,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def slots_of(pages: array[int], first: int, end: int, page_size: int) -> np.ndarray:
+    """Where entries first .. end lie in the pool, [end - first] int64."""
+    page = first // page_size
+    starts = np.array(pages[page : -(-end // page_size)], dtype=np.int64) * page_size
+    return (starts[:, None] + np.arange(page_size)).reshape(-1)[first - page * page_size :][: end - first]

@@ -134,3 +134,12 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
         flat = held[array.dtype].narrow(0, start // array.itemsize, array.size)
         views.append(flat if array.ndim == 1 else flat.view(array.shape))
     return views
+
+
+def additive_mask(seen: Tensor, first: int, keys: int, window: int | None) -> Tensor:
+    """[..., keys] over entries first, first + 1, ... for tokens that see `seen` [...] entries, themselves last."""
+    entry = torch.arange(first, first + keys, device=seen.device)
+    visible = entry < seen[..., None]
+    if window is not None:
+        visible &= entry >= seen[..., None] - window
+    return torch.zeros(visible.shape, device=seen.device).masked_fill_(~visible, float("-inf"))

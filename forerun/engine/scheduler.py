@@ -4,6 +4,10 @@ Each step is filled in this order: sequences that decode (one token each), then 
 chunks so that a step stays within its token budget and decoding never waits for a whole prompt. A sequence whose prompt
 is drafted has pages for all of it from the start, and runs nothing here until that is done. A provisional sequence is
 admitted only where there is room for the final one too, and is the first to be preempted.
+
+`Prefixes` is the one place that admission asks what a waiting sequence can start from: the prefix tree, host memory and
+disk, an earlier draft, or the draft of another answer to the same request; and whether it should wait because a running
+sequence is about to have more of it.
 """
 
 from __future__ import annotations
@@ -11,16 +15,17 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from forerun.cache.approximate import ApproximateCache, ApproximatePages
 from forerun.cache.pins import Pins
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.engine.prefixes import Prefixes
-from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
-from forerun.engine.speculative_prefill import ExactTextCache
+from forerun.engine.sequence import Phase, ScheduledSequence, Sequence, common_prefix
+from forerun.engine.speculative_prefill import ExactTextCache, SharedDraft, SharedDrafts
+from forerun.prefill.state import PrefillState
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
 PROVISIONAL_CHUNK_DIVISOR = 4
@@ -282,3 +287,81 @@ class Scheduler:
 def _alone(seq: Sequence) -> bool:
     """Whether no provisional sequence runs for this one."""
     return seq.provisional is None or seq.provisional.seq is None
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    pages: list[int]  # with K/V of the sequence's first entries
+    draft: SharedDraft | None = None  # whose pages they are; None: they are exact
+
+
+class Prefixes:
+    def __init__(
+        self, pool: PagePool, tree: PrefixTree | None, approximate: ApproximateCache | None, tiers: Tiers | None
+    ) -> None:
+        self.pool, self.tree, self.approximate, self.tiers = pool, tree, approximate, tiers
+        self.shared_drafts = SharedDrafts(pool)
+
+    def awaits_draft(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether another answer to the same request is drafting its prompt: sequences behind it may go ahead."""
+        return seq.draft_key is not None and self.shared_drafts.awaited(seq, running)
+
+    def find(self, seq: Sequence, running: Iterable[Sequence]) -> StartPoint | None:
+        """What to start from; None where waiting for a running prefill is cheaper."""
+        draft = None if seq.draft_key is None else self.shared_drafts.find(seq, running)
+        if draft is None and self._in_flight(seq, running):
+            return None
+        self._touch(seq)
+        exact = self.exact_pages(seq)
+        if draft is not None and len(exact) < len(draft.pages):
+            return StartPoint(draft.pages.tolist(), draft)
+        return StartPoint(exact)
+
+    def begin(self, seq: Sequence, start: StartPoint) -> dict[str, int]:
+        """Start from there, with references to its pages already, and from what other tiers have after them. Returns
+        the prompt tokens by where they came from."""
+        if start.draft is not None:
+            return self.shared_drafts.begin(seq, start.draft)
+        known, served = start.pages, {"pool": len(start.pages) * self.pool.page_size}
+        if self.tiers is not None and self.tree is not None and seq.params.cache:
+            restored, tiers = self.tiers.restore(seq.packed(-1), known)
+            known, served = [*known, *restored], served | tiers
+            self.tree.insert(seq.packed(-1), known)
+        seq.pages.extend(known)
+        seq.computed = len(known) * self.pool.page_size
+        if seq.draft_key is not None:
+            self._open_draft(seq, seq.draft_key)
+        return served
+
+    def exact_pages(self, seq: Sequence) -> list[int]:
+        """Pages of what is known exactly of a sequence, less than all of it: at least one token must run, or there
+        would be no logits to sample from."""
+        return self.tree.match(seq.packed(-1)) if self.tree is not None and seq.params.cache else []
+
+    def _in_flight(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
+        if self.tree is None or not seq.params.cache:
+            return False
+        page, own = self.pool.page_size, seq.packed(-1)  # the last token runs in any case
+        prefills = (r for r in running if r.phase is not Phase.DECODING and seq.can_read(r))
+        leaders = [r for r in prefills if r.packed(page) == own[:page]]
+        if not leaders or len(own) < page:
+            return False
+        known = max(len(self.exact_pages(seq)) * page, self._touch(seq))
+        return any(common_prefix(r.packed(len(own)), own) // page * page > known for r in leaders)
+
+    def _touch(self, seq: Sequence) -> int:
+        """Entries that an earlier draft left; that marks it as used, so that others are evicted first."""
+        if self.approximate is None or seq.draft_key is None:
+            return 0
+        return self.approximate.known(seq.draft_key, seq.packed(-1))
+
+    def _open_draft(self, seq: Sequence, key: str) -> None:
+        """Pages for the whole prompt, with what an earlier draft of it left."""
+        missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
+        seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
+        tokens, layers = seq.packed(len(seq.tokens)), len(self.pool.kv)
+        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.params.prefill, layers)
+        if self.approximate is not None and seq.params.cache:
+            state.add_known(self.approximate.read(key, seq.packed(-1), state.first, seq.pages))
+        seq.prefill = state

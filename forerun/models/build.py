@@ -20,8 +20,7 @@ from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.dequant import EmbeddingRows
-from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision
-from forerun.models.rotation import Rotation
+from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, Rotation
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from forerun.core import KV, TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
-from forerun.models.linear import Linear, Norm, rms_norm
-from forerun.models.rotation import Rotation
+from forerun.models.linear import Linear, Norm, Rotation, rms_norm
 
 MIN_FLOAT8_ROWS = 1024  # fewer gain little by float8
 

@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.cache.pool import slots_of
 from forerun.core import PrefillReport
 from forerun.core.batch import send
 from forerun.errors import BadProfile
 from forerun.models.decoder import Watch
-from forerun.models.execution.all_layers_kv import PickedRows, RecomputePass, RowPicker
+from forerun.models.execution.kv_rows import PickedRows, RecomputePass, RowPicker
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
-from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.plan import CheckSpan
 
 SIGNALS = ("key", "value", "attention", "hidden")

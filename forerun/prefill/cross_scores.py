@@ -18,7 +18,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.retoken import counterpart
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.execution.runner import Span
-from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.choosers import TailAttention
 from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.cache.pool import slots_of
 from forerun.core import HostBatch, TokenBatch
 from forerun.core.batch import send
 from forerun.models.decoder import Decoder, Watch
-from forerun.models.execution.all_layers_kv import RecomputePass
+from forerun.models.execution.kv_rows import RecomputePass
 from forerun.models.execution.runner import Runner
-from forerun.prefill.attention_scores import slots_of
 
 
 class DepthMap:

@@ -240,7 +240,7 @@ def _too_dear(cost: float) -> str:
 
 def _share(state: PrefillState, profile: Profile) -> tuple[float | None, str]:
     settings = state.settings
-    share = profile.share_for(settings.budget, settings.quality)
+    share = share_for(profile, settings.budget, settings.quality)
     if share is None and settings.budget is not None and not profile.curve:
         return 1.0, ""  # nothing was measured: as much as the budget allows
     if share is None and settings.budget is not None:
@@ -270,3 +270,15 @@ def _sums(values: np.ndarray, size: int) -> np.ndarray:
     sums = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=sums[1:])
     return sums[size:] - sums[: max(0, len(sums) - size)]
+
+
+def share_for(profile: Profile, budget: float | None, quality: float | None) -> float | None:
+    """The share of recomputed tokens for a request; None: nothing on the curve is good or cheap enough."""
+    if budget is None and quality is None:
+        return profile.share
+    points = sorted(profile.curve, key=lambda p: p.share)
+    if quality is not None:
+        return next((p.share for p in points if p.top1 >= quality), None)
+    assert budget is not None
+    affordable = [p.share + (budget - p.cost) for p in points if p.cost <= budget]
+    return min(1.0, max(affordable)) if affordable else None

@@ -1,7 +1,8 @@
 """Drafts a prompt's K/V, piece by piece: the source reads, the plan chooses, the target recomputes, checks decide.
 
-Moves a `PrefillState` from stage to stage; each `advance` is a bounded piece of work, so that other requests run in
-between. Knows neither the scheduler nor what becomes of the K/V; the tail of the prompt is the engine's.
+`Prefiller` moves a `PrefillState` from stage to stage; each `advance` is a bounded piece of work, so that other
+requests run in between. `Recomputer` runs the chosen tokens through the target. Neither knows the scheduler nor what
+becomes of the K/V; the tail of the prompt is the engine's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.batch import send
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest, ForerunError
+from forerun.models.decoder import Watch
+from forerun.models.execution.runner import Runner
 from forerun.params import Prefill
 from forerun.prefill import sources
-from forerun.prefill.checks import Checker, check_thresholds, divergence, wipe
+from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
 from forerun.prefill.choosers import (
     CHOOSERS,
     ChooserInput,
@@ -30,7 +34,7 @@ from forerun.prefill.choosers import (
     tail_rows,
     warm_up,
 )
-from forerun.prefill.depth import RaggedDepthPass
+from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import (
     CheckSpan,
     Costs,
@@ -40,11 +44,11 @@ from forerun.prefill.plan import (
     deepen,
     least_work,
     plan,
+    share_for,
     too_short,
     why_exact,
 )
 from forerun.prefill.profile import Profile
-from forerun.prefill.recompute import Recomputer
 from forerun.prefill.sources.base import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
@@ -83,7 +87,7 @@ class Prefiller:
         except ForerunError as error:
             return error
         problem = chooser_problem(chooser_for(settings.chooser, source.name), source.name, self._scorers)
-        problem = problem or source.problem(num_tokens)
+        problem = problem or refusal_of(source, num_tokens)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
         least = self._least_cost(settings, source, num_tokens)
@@ -107,7 +111,7 @@ class Prefiller:
     def key(self, settings: Prefill) -> str:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
         assert self.profile is not None
-        share, name = self.profile.share_for(settings.budget, settings.quality), self._source_name(settings)
+        share, name = share_for(self.profile, settings.budget, settings.quality), self._source_name(settings)
         return (
             f"{self._profile_key} {name} {chooser_for(settings.chooser, name)} {-1.0 if share is None else share:.3f}"
         )
@@ -307,3 +311,99 @@ class Prefiller:
         state.spent += state.costs.tail
         state.report.token_layers += int(state.costs.tail) * state.layers
         return self._ragged_pass.run(tail_rows(state, state.source.base, COMPARED_TOKENS)).logits.clone()
+
+
+def refusal_of(source: KVSource, tokens: int) -> BadRequest | None:
+    """Why a source cannot draft a prompt of so many tokens."""
+    if source.refusal is not None:
+        return BadRequest(*source.refusal)
+    if source.max_tokens is None or tokens <= source.max_tokens:
+        return None
+    return BadRequest(
+        f"the prompt has {tokens} tokens, the draft model reads at most {source.max_tokens}",
+        "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)",
+    )
+
+
+class Recomputer:
+    def __init__(self, runner: Runner, policy: Policy) -> None:
+        self._runner, self._policy, self._ragged_pass = runner, policy, RaggedDepthPass(runner)
+
+    @property
+    def most(self) -> int:
+        """Entries to run in one go, with room for the tail; 0: any number."""
+        return max(0, self._runner.max_recompute_rows - self._policy.tail)
+
+    def run(
+        self, state: PrefillState, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False
+    ) -> int:
+        """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
+        ones have become. After the `last` ones of a round the tail may run in the same pass."""
+        start, layers = time.perf_counter(), costs.start(entries)
+        entries = entries[: int(np.argmax(layers != layers[0])) or None]
+        if layers[0] or not self._at_once(state, entries, checker, last and len(entries) == len(layers)):
+            self._step_by_step(state, entries, int(layers[0]), checker)
+        state.depths[entries] = state.layers
+        state.report.token_layers += costs.token_layers(entries)
+        state.report.repair_s += time.perf_counter() - start
+        return len(entries)
+
+    def _at_once(self, state: PrefillState, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
+        """One pass that a device does by itself; False where it cannot."""
+        tail = np.arange(state.end, len(state.tokens)) if last else np.zeros(0, dtype=np.int64)
+        running = np.concatenate((entries, tail))
+        rows = Rows(state.ids[running], running, state.pages, np.full(len(running), state.layers))
+        recompute = self._ragged_pass.at_once(
+            rows, np.zeros(0, np.int64) if checker is None else checker.among(entries)
+        )
+        if recompute is None:
+            return False
+        if checker is not None:
+            checker.saw(recompute)
+        if last:
+            state.filled, state.logits = len(state.tokens) - 1, recompute.logits.clone()
+        return True
+
+    def _step_by_step(self, state: PrefillState, entries: np.ndarray, first: int, checker: Checker | None) -> None:
+        """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
+        x, state.filled, state.logits = None, state.end, None
+        if first:
+            assert state.x is not None
+            x = state.x.index_select(0, send(entries - state.first, state.x.device))
+        rows = Rows(state.ids[entries], entries, state.pages, np.full(len(entries), state.layers), x=x, first=first)
+        watch: Watch | None = None if checker is None else checker.watch(entries)
+        self._ragged_pass.run(rows, watch)
+
+    def warm_up(self, base: int) -> None:
+        """Let a device record passes and checks, which the first prompts would wait for; `base` as prompts will have
+        it. Needs a few free pages."""
+        policy, pool = self._policy, self._runner.pool
+        entries = np.arange(policy.first + policy.spans * policy.span + policy.tail)
+        if not self._runner.max_recompute_rows or pool.pages_for(len(entries)) > pool.free:
+            return
+        self._runner.prepare_recompute()
+        pages = array("i", pool.allocate(pool.pages_for(len(entries))))
+        starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
+        try:
+            checker = Checker(
+                self._runner, pages, [CheckSpan(s, policy.span, 0, 0) for s in starts], base, policy.first
+            )
+            rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
+            recompute = self._ragged_pass.at_once(rows, checker.among(entries))
+            if recompute is not None:
+                checker.saw(recompute)
+                checker.scores()
+            self._runner.warmed_up()
+        finally:
+            pool.release(pages)
+
+    def first_check(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
+        """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
+        size, end = self._policy.span, min(state.read, state.end)
+        span = CheckSpan(end - size, size, state.first, end)
+        sinks = np.arange(state.first, min(self._policy.first, state.end))  # every token attends to these
+        checker = Checker(self._runner, state.pages, [span], base, min(self._policy.first, state.end))
+        entries = todo = np.union1d(sinks, span.entries)
+        while len(todo):
+            todo = todo[self.run(state, costs, todo, checker) :]
+        return checker.scores(), entries

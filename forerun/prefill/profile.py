@@ -54,17 +54,6 @@ class Profile:
         digest = hashlib.sha256(f"{self.kind} {self.target} {self.source} {checksum(self.maps)}".encode())
         return digest.hexdigest()[:16]
 
-    def share_for(self, budget: float | None, quality: float | None) -> float | None:
-        """The share of recomputed tokens for a request; None: nothing on the curve is good or cheap enough."""
-        if budget is None and quality is None:
-            return self.share
-        points = sorted(self.curve, key=lambda p: p.share)
-        if quality is not None:
-            return next((p.share for p in points if p.top1 >= quality), None)
-        assert budget is not None
-        affordable = [p.share + (budget - p.cost) for p in points if p.cost <= budget]
-        return min(1.0, max(affordable)) if affordable else None
-
     def save(self, path: Path) -> None:
         tensors = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
         rounded = self.maps.with_tensors(tensors)
@@ -138,3 +127,14 @@ def checksum(maps: Maps, about: dict[str, Any] | None = None) -> str:
         data = tensor.detach().to("cpu", torch.float16).contiguous().view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + data.tobytes())
     return digest.hexdigest()
+
+
+def require_profile(profile: Profile | None, kind: str) -> Profile:
+    """The profile; raises unless it is one for this source."""
+    if profile is None:
+        raise BadProfile(f"the source {kind!r} needs a profile", "name one: prefill_profile=... (--prefill-profile)")
+    if profile.kind != kind:
+        raise BadProfile(
+            f"the profile is one for the source {profile.kind!r}, not for {kind!r}", f"use source={profile.kind}"
+        )
+    return profile

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.cache.pool import slots_of
 from forerun.models.attention import AttentionBackend
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import rotate
-from forerun.prefill.attention_scores import slots_of
 
 TILE_TOKENS = 64  # new tokens that attend at once: the scores of all tokens of long blocks would be large
 

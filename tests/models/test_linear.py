@@ -17,13 +17,14 @@ from forerun.models.linear import (
     PackedFloat32,
     PackedInt8,
     Range,
+    Rotation,
     SpreadInt8,
+    hadamard,
     limit_pairs,
     pack_int8,
     quantise_rows,
     range_for,
 )
-from forerun.models.rotation import Rotation, hadamard
 from tests.cpu_kinds import VNNI_ANSWERS, pretend
 
 KINDS: list[type[Linear]] = [Linear, PackedFloat32, PackedFloat16, PackedInt8, SpreadInt8]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.prefill.copy_matching import (
+from forerun.prefill.choosers import (
     CONTINUATION_TOKENS,
     MAX_MARKED_SHARE,
     MAX_MATCHES,

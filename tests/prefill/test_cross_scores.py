@@ -23,7 +23,7 @@ from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.load import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.choosers import TailAttention
 from forerun.prefill.cross_scores import CrossScores, TokenAlignment
 from forerun.prefill.state import PrefillState
 from forerun.text.tokenizer import Tokenizer

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.build import choose_precision
-from forerun.models.linear import Linear, Precision
-from forerun.models.rotation import Rotation
+from forerun.models.linear import Linear, Precision, Rotation
 from forerun.prefill import maps as maps_module
 from forerun.prefill.maps import FastMaps, Maps, unit
 

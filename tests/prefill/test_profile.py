@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from forerun.errors import BadProfile
 from forerun.prefill.maps import Maps
+from forerun.prefill.plan import share_for
 from forerun.prefill.profile import CurvePoint, Profile, checksum
 from tests.prefill.test_maps import made
 
@@ -188,18 +189,18 @@ def test_the_key_tells_maps_and_models_apart(path: Path) -> None:
 
 
 def test_shares_without_a_wish_are_the_profiles() -> None:
-    assert profile().share_for(None, None) == 0.1
+    assert share_for(profile(), None, None) == 0.1
 
 
 def test_shares_for_a_quality() -> None:
-    assert [profile().share_for(None, q) for q in (0.5, 0.9, 0.91, 0.98, 0.99)] == [0.0, 0.0, 0.1, 0.2, None]
+    assert [share_for(profile(), None, q) for q in (0.5, 0.9, 0.91, 0.98, 0.99)] == [0.0, 0.0, 0.1, 0.2, None]
 
 
 def test_shares_for_a_budget() -> None:
-    assert profile().share_for(0.25, None) is None
-    assert profile().share_for(0.3, None) == pytest.approx(0.0)
-    assert profile().share_for(0.42, None) == pytest.approx(0.12)
-    assert profile().share_for(1.0, None) == pytest.approx(0.7)
+    assert share_for(profile(), 0.25, None) is None
+    assert share_for(profile(), 0.3, None) == pytest.approx(0.0)
+    assert share_for(profile(), 0.42, None) == pytest.approx(0.12)
+    assert share_for(profile(), 1.0, None) == pytest.approx(0.7)
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=2).map(sorted))
@@ -208,5 +209,5 @@ def test_more_never_gives_less(two: list[float]) -> None:
         return none if share is None else share
 
     low, high = two
-    assert rank(profile().share_for(low, None), -1) <= rank(profile().share_for(high, None), -1)
-    assert rank(profile().share_for(None, low), 2) <= rank(profile().share_for(None, high), 2)
+    assert rank(share_for(profile(), low, None), -1) <= rank(share_for(profile(), high, None), -1)
+    assert rank(share_for(profile(), None, low), 2) <= rank(share_for(profile(), None, high), 2)

@@ -18,7 +18,7 @@ from forerun.core import KV
 from forerun.models.cuda.dispatch import launch
 from forerun.models.cuda.launch import cdiv, next_power_of_2, options
 from forerun.models.decoder import Decoder
-from forerun.models.execution.all_layers_kv import AllLayersKV, RowPicker
+from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
 
 HEADS_AT_ONCE = 32
 VALUES_AT_ONCE = 4096

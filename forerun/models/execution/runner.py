@@ -23,8 +23,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.decoder import Decoder, Output, Taps, Watch
-from forerun.models.execution.all_layers_kv import AllLayersKV, RecomputePass, make_all_layers_kv
 from forerun.models.execution.batch_split import clone_output, join_outputs, joins_decoding, split_spans
+from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
 if TYPE_CHECKING:
     from forerun.models.cuda.chain import Chains

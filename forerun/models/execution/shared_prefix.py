@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import TokenBatch
+from forerun.core.batch import additive_mask
 
 MIN_SHARED_KEYS = 256  # shared keys from which a joint call saves more than its extra calls cost
 MAX_GROUPED_TOKENS = 16  # new tokens of a sequence in a group: a longer chunk has rows enough of its own
@@ -82,15 +83,6 @@ def _best(common: list[int], lo: int, hi: int, least: int) -> tuple[int, list[tu
     if whole and whole >= left[0] + right[0]:
         return whole, [(lo, hi, pages)]
     return left[0] + right[0], left[1] + right[1]
-
-
-def additive_mask(seen: Tensor, first: int, keys: int, window: int | None) -> Tensor:
-    """[..., keys] over entries first, first + 1, ... for tokens that see `seen` [...] entries, themselves last."""
-    entry = torch.arange(first, first + keys, device=seen.device)
-    visible = entry < seen[..., None]
-    if window is not None:
-        visible &= entry >= seen[..., None] - window
-    return torch.zeros(visible.shape, device=seen.device).masked_fill_(~visible, float("-inf"))
 
 
 @dataclass

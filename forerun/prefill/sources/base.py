@@ -10,18 +10,15 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from forerun.errors import BadRequest
 from forerun.prefill.state import PrefillState
 
 
 class KVSource(ABC):
     name: str
     base: int  # layers below it the target runs for every token; they are exact as far as their input is
+    max_tokens: int | None = None  # longest prompt that it reads
+    refusal: tuple[str, str] | None = None  # why requests cannot have it, and what else they can do
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
-
-    def problem(self, tokens: int) -> BadRequest | None:
-        """Why a prompt of so many tokens cannot be drafted, if that is so."""
-        return None
 
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """Prepare for a prompt before anything runs; may advance `state.read` past what need not be read."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.cache.pool import slots_of
 from forerun.decode.draft_context import DraftContext
 from forerun.models.rope import rotate
-from forerun.prefill.attention_scores import slots_of
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.sources.base import KVSource
 from forerun.prefill.sources.chunk_index import ChunkIndex, ChunkMatch

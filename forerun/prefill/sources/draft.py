@@ -18,11 +18,11 @@ from forerun.errors import BadRequest
 from forerun.models.decoder import Watch
 from forerun.models.execution.float8_mlp import float8_decoder
 from forerun.models.execution.runner import Span
-from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.choosers import TailAttention
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.profile import Profile
+from forerun.prefill.maps import KVWriter, ReadChunk, reduced_scores, tail_attention_for
+from forerun.prefill.profile import Profile, require_profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
 from forerun.prefill.state import PrefillState
 
 
@@ -61,14 +61,6 @@ class DraftSource(KVSource):
         float8 = self.float8 and self._top < self._layers
         self._ragged_pass = RaggedDepthPass(self._runner, float8_decoder(decoder, self._top) if float8 else None)
         self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
-
-    def problem(self, tokens: int) -> BadRequest | None:
-        if tokens <= self.max_tokens:
-            return None
-        return BadRequest(
-            f"the prompt has {tokens} tokens, the draft model reads at most {self.max_tokens}",
-            "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)",
-        )
 
     def cost(self, tokens: int) -> float:
         return self._cost * tokens

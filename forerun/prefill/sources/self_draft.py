@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from forerun.decode.draft_context import DraftContext
-from forerun.prefill.attention_scores import TailAttention
-from forerun.prefill.profile import Profile
+from forerun.prefill.choosers import TailAttention
+from forerun.prefill.maps import KVWriter, ReadChunk, reduced_scores, tail_attention_for
+from forerun.prefill.profile import Profile, require_profile
 from forerun.prefill.sources.base import KVSource
-from forerun.prefill.sources.kv_writer import KVWriter, ReadChunk, reduced_scores, require_profile, tail_attention_for
 from forerun.prefill.state import PrefillState
 
 

@@ -72,6 +72,10 @@ class TokenDropSource(DraftSource):
 
     name = "drop"
     base = 0
+    refusal = (
+        "the source 'drop' leaves tokens out of the prompt, which no request can ask for",
+        "use source=draft, which costs the same and keeps all of them; `forerun lab` measures drop",
+    )
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
@@ -91,12 +95,6 @@ class TokenDropSource(DraftSource):
         self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
         self._taps, self._top = (), ctx.draft.decoder.config.num_layers
         self._layers = self._top
-
-    def problem(self, tokens: int) -> BadRequest | None:
-        return BadRequest(
-            "the source 'drop' leaves tokens out of the prompt, which no request can ask for",
-            "use source=draft, which costs the same and keeps all of them; `forerun lab` measures drop",
-        )
 
     def open(self, state: PrefillState) -> None:
         super().open(state)

@@ -13,7 +13,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.cuda import tail_attention as module
 from forerun.models.cuda.tail_attention import BLOCK_KEYS, MAX_SPLITS, TailAttentionKernel, queries_of
 from forerun.models.execution.runner import Runner, Span
-from forerun.prefill.attention_scores import TailAttention
+from forerun.prefill.choosers import TailAttention
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

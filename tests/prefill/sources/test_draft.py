@@ -19,8 +19,9 @@ from forerun.errors import BadProfile, BadRequest
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 from forerun.models.formats.load import open_checkpoint
+from forerun.prefill import maps
 from forerun.prefill.depth import Rows
-from forerun.prefill.sources import kv_writer
+from forerun.prefill.prefiller import refusal_of
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
 from tests.cpu_kinds import VNNI_ANSWERS, pretend
@@ -243,7 +244,7 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
     folder = tiny_folder("llama")
     ctx = draft_context_of(folder)
     source = source_of(ctx, folder)
-    monkeypatch.setattr(kv_writer, "TailAttention", never)
+    monkeypatch.setattr(maps, "TailAttention", never)
     for chooser in ("tail", "cross", "start", "random"):
         state = make_state(chooser=chooser)
         read_all(source, state, 20)
@@ -261,8 +262,9 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
     little = tiny.write_folder(tmp_path / "little", "llama", max_position_embeddings=32)
     folder = tiny_folder("llama")
     source = source_of(make_draft_context(folder, draft=little), folder)
-    assert source.problem(32) is None
-    problem = source.problem(33)
+    assert source.max_tokens == 32
+    assert refusal_of(source, 32) is None
+    problem = refusal_of(source, 33)
     assert isinstance(problem, BadRequest) and "33" in str(problem) and "32" in str(problem)
     assert "allow_exact" in problem.hint and "source=self" not in problem.hint  # which this profile does not have
 

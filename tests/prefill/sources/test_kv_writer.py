@@ -12,8 +12,8 @@ import torch
 
 from forerun.decode.draft_context import DraftContext
 from forerun.models.attention import AttentionBackend
+from forerun.prefill import maps as kv_writer
 from forerun.prefill.maps import Maps
-from forerun.prefill.sources import kv_writer
 from tests.prefill.sources.common import END, PAGE, PAGES, clear, make_draft_context, make_state, stored
 
 Folder = Callable[[str], Path]

@@ -13,11 +13,11 @@ from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
 from forerun.models.formats.load import open_checkpoint
 from forerun.models.rope import rotate
+from forerun.prefill import maps as kv_writer
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources import kv_writer
 from forerun.prefill.sources.draft import DraftSource
 from tests.prefill.calibration.common import write_pair
 from tests.prefill.sources.common import (

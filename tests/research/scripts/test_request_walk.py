@@ -13,7 +13,7 @@ from forerun_research.scripts.request_walk import drafted_walk, exact_walk
 # The goal is 20 hops in 25 files, and 30 files for a drafted prompt. These limits only get lower.
 MAX_EXACT_HOPS = 20
 MAX_EXACT_FILES = 25
-MAX_DRAFTED_FILES = 41
+MAX_DRAFTED_FILES = 30
 
 
 @pytest.fixture(scope="module")
