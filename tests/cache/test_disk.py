@@ -132,7 +132,7 @@ def test_the_least_recently_read_file_goes_first_after_a_restart_too(tmp_path: P
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_is_full_or_read_only_is_said_once_and_harms_nobody(
+def test_a_disk_that_is_full_or_read_only_is_reported_once_and_harms_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ):
     tier = filled(tmp_path, 1)

@@ -261,7 +261,7 @@ def test_an_answer_ends_where_a_pool_of_uneven_size_ends(folder: Path):
         Answer(engine, [5] * 16, GREEDY)
 
 
-def test_an_error_ends_everybody_with_it(folder: Path):
+def test_an_error_ends_all_requests_with_it(folder: Path):
     engine = make_engine(folder)
     answers = [Answer(engine, [5, 6, k], GREEDY) for k in range(3)]
     engine.step()

@@ -64,7 +64,7 @@ def test_different_branches_and_groups_without_a_limit_go_on():
         assert group.find_duplicates() == []
 
 
-def test_whoever_waits_for_a_branch_that_ended_is_looked_at_then():
+def test_a_sibling_is_compared_when_the_branch_it_waits_for_ends():
     group, long = SiblingGroup(0.9), list(range(FIRST_COMPARED_TOKENS))
     group.add(0, long)
     group.add(1, long[:8])

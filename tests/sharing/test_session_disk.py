@@ -87,7 +87,7 @@ def test_a_damaged_session_file_is_refused_and_segments_are_recomputed(make: Cal
         assert again.usage.served["disk"] == 0 and llm.stats().tiers["disk"]["damaged_files"] == 1
 
 
-def test_a_full_disk_stops_nobody(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_stops_no_request(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -66,7 +66,7 @@ def test_what_was_drawn_at_random_is_verified_whole():
     assert found.size == 4
 
 
-def test_a_step_does_not_slow_down_whom_it_owes():
+def test_a_step_does_not_slow_down_sequences_that_lag():
     steep = CostCurve({1: 1.0, 2: 1.1, 3: 1.5, 8: 2.0})
     drafts = [Draft.chain([1, 2, 3], [0.95] * 3, "free"), Draft()]
     assert chosen(steep, drafts, [8, 8]).nodes == [[0, 1, 2], []]

@@ -203,7 +203,7 @@ def test_a_long_prompt_is_read_in_parts(spellers: tuple[Path, Path], monkeypatch
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "seed": 5}])
-def test_drafts_push_nobody_out(values: dict[str, Any], tiny_folder: Callable[[str], Path], stranger: Path):
+def test_drafts_evict_nothing(values: dict[str, Any], tiny_folder: Callable[[str], Path], stranger: Path):
     def figures(drafter: str) -> tuple[list[list[int]], list[int], int]:
         engine = engine_of(tiny_folder("qwen2"), stranger, kv_cache_tokens=240, max_num_batched_tokens=128)
         answers = [Answer(engine, prompt, params(drafter, **values)) for prompt in PROMPTS * 2]

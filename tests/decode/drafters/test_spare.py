@@ -14,7 +14,7 @@ from forerun.models.config import ModelConfig
 CPU = torch.device("cpu")
 
 
-def test_spare_pages_are_free_for_everybody_else():
+def test_spare_pages_are_free_for_all_other_uses():
     config = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 64)
     pool = PagePool(config, 8, 4, torch.float32, CPU)
     spare, mine, yours = SparePages(pool, pool.add_draft_kv(config, torch.float32, CPU)), array("i"), array("i")

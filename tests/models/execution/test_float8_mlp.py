@@ -222,7 +222,7 @@ def matrix(rows: int = 48, columns: int = 96, dtype: torch.dtype = torch.bfloat1
     return Linear(torch.zeros(rows, columns, dtype=dtype), torch.zeros(rows, dtype=dtype))
 
 
-def test_a_projection_is_tried_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_is_tried_before_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Projection()
     assert projection(monkeypatch, made, matrix()) is made
     assert made.shapes == [[(MIN_FLOAT8_ROWS, 32), (MIN_FLOAT8_ROWS, 64)]]

@@ -42,7 +42,7 @@ def test_the_next_copy_keeps_what_is_the_same():
             check(copies, keys)
 
 
-def test_what_nobody_saw_was_not_copied_and_is_not_kept():
+def test_what_was_not_attended_to_was_not_copied_and_is_not_kept():
     order = [make((0, 20), (40, 50), unseen=15), make((0, 20), (40, 60))]
     link_copies(order)
     assert order[1].reused == 15

@@ -47,7 +47,7 @@ def model(folder: Path, shards: int = 0) -> Path:
     return folder
 
 
-def test_complete_here_asks_nobody(serve: Serve, tmp_path: Path) -> None:
+def test_complete_here_asks_no_hub(serve: Serve, tmp_path: Path) -> None:
     folder = model(tmp_path / "m", shards=2)
     asked = serve(folder, RuntimeError("the network was asked"))
     assert store.resolve("org/name") == folder and asked == [True]

@@ -15,8 +15,9 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models import decoder as decoders
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Span
+from forerun.prefill import maps
 from forerun.prefill.maps import FastMaps
-from forerun.prefill.sources import draft, kv_writer
+from forerun.prefill.sources import draft
 from forerun.prefill.sources.draft import DraftSource
 from forerun.prefill.sources.self_draft import SelfDraftSource
 from tests.prefill.sources.common import (
@@ -109,7 +110,7 @@ def test_its_maps_may_be_float8_too(
             asked.append(float8)
             super().__init__(maps, precision, bases, device, float8)
 
-    monkeypatch.setattr(kv_writer, "FastMaps", Noted)
+    monkeypatch.setattr(maps, "FastMaps", Noted)
     folder = tiny_folder("qwen2")
     source_of(ctx, folder, 3)
     source_of(ctx, folder, 4)

@@ -64,7 +64,7 @@ def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[st
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_dropped_tokens_are_as_if_nobody_saw_them(family: str, tiny_folder: Callable[[str], Path]):
+def test_dropped_tokens_are_as_if_never_attended_to(family: str, tiny_folder: Callable[[str], Path]):
     """Against transformers, where a mask hides them and positions stay."""
     from transformers import AutoModelForCausalLM
 

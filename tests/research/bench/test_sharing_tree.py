@@ -22,7 +22,7 @@ def test_slow_trees_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sharing_tree.run(5, 5 * 16)["goal"]["reached"]
 
 
-def test_a_pause_of_the_interpreter_is_nobody_s_time() -> None:
+def test_a_pause_of_the_interpreter_counts_for_no_side() -> None:
     passes = [([1.0, 2.0], [5.0]), ([1.0, 9.0], [6.0]), ([3.0, 2.0], [50.0])]
     assert sharing_tree._steady(passes) == ([1.0, 2.0], [6.0])
 

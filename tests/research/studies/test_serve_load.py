@@ -80,7 +80,7 @@ async def test_only_announced_refusals_are_as_they_should_be(header: bytes, name
     assert outcomes([answer]) == {name: 1} and (name in serve_load.EXPECTED_OUTCOMES) is bool(header)
 
 
-async def test_nobody_there():
+async def test_no_server_answers():
     answer = await ask_once("127.0.0.1", 1, "m", ASK)
     assert answer.error.startswith("no connection")
 
