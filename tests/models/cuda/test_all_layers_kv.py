@@ -21,7 +21,10 @@ def draw(*shape, dtype=torch.float32):
 def make(way, layers, heads, dim, dtype):
     """Planes whose third layers are turned by other angles, on caches of noise that differ in nothing but the way."""
     config = SimpleNamespace(
-        layer_rope=lambda i: FAR if i % 3 == 2 else NEAR, hidden_size=40, num_heads=2 * heads, head_dim=dim
+        layer_ropes=[FAR if i % 3 == 2 else NEAR for i in range(layers)],
+        hidden_size=40,
+        num_heads=2 * heads,
+        head_dim=dim,
     )
     ropes = {rope: RopeTable(rope, dim, 64, DEVICE) for rope in (NEAR, FAR)}
     seeded = torch.Generator().manual_seed(1)

@@ -131,7 +131,7 @@ class TinyRunner(Runner):
 
         def watch(layer, x, q, a):
             if q is not None and layer < last:
-                tail_attention.see(layer, q.float(), span.first)
+                tail_attention.add(layer, q.float(), span.first)
                 queries.append(q.clone())
 
         self.forward([span], watch=watch)
