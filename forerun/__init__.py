@@ -47,7 +47,7 @@ __all__ = [
     "Usage",
     "__version__",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
 _MODULE_OF = {
