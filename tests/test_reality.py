@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from forerun.llm import Prompt
 from forerun.models.formats.load import open_checkpoint
 from forerun_research.bench.peers.transformers import hf_from_checkpoint
 
-PROMPTS, TOKENS = 20, 64
+PROMPTS, TOKENS = 16, 48
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 
@@ -32,27 +32,37 @@ def prompts(llm: LLM) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: Path, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """transformers' greedy answers one by one, and its logits for the longest prompt."""
+def answers(llm: LLM, prompts: list[Prompt]) -> list[list[int]]:
+    """Greedy answers one by one."""
+    return [llm.generate(ids, PARAMS)[0].token_ids for ids in prompts]
+
+
+@pytest.fixture(scope="module")
+def peer(smollm2: Path) -> Callable[[list[int]], torch.Tensor]:
+    """transformers' logits at every position of a text."""
     model = hf_from_checkpoint(open_checkpoint(smollm2))
-    model.generation_config.eos_token_id = None  # neither side stops, or steers away from stopping
-    answers = []
-    for ids in prompts:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
-        answers.append(out[0, len(ids) :].tolist())
-    with torch.inference_mode():
-        return answers, model(torch.tensor([max(prompts, key=len)])).logits[0]
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+    return logits
 
 
-def test_logits_equal_transformers(llm: LLM, prompts: list[list[int]], expected: tuple):
-    got = llm.engine.score(max(prompts, key=len))
-    assert float((got - expected[1]).norm() / expected[1].norm()) < 1e-4
+def test_logits_equal_transformers(llm: LLM, prompts: list[list[int]], peer: Callable):
+    longest = max(prompts, key=len)
+    got, expected = llm.engine.score(longest), peer(longest)
+    assert float((got - expected).norm() / expected.norm()) < 1e-4
 
 
-def test_greedy_answers_equal_transformers_alone_and_in_batches_cold_and_warm(llm: LLM, prompts: list, expected: tuple):
-    answers = expected[0]
-    alone = [llm.generate(ids, PARAMS)[0].token_ids for ids in prompts]
-    assert alone == answers
+def test_greedy_answers_equal_transformers(prompts: list[list[int]], answers: list[list[int]], peer: Callable):
+    """An answer is its greedy one if each token is the likeliest after those before it: one forward shows that."""
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == TOKENS
+        assert peer(ids + answer)[len(ids) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_greedy_answers_in_batches_cold_and_warm(llm: LLM, prompts: list, answers: list):
     llm.clear_cache()
     for _ in range(2):  # cold, then warm
         batch = llm.generate(prompts, PARAMS)
@@ -60,11 +70,11 @@ def test_greedy_answers_equal_transformers_alone_and_in_batches_cold_and_warm(ll
     assert sum(c.usage.cached_tokens for c in batch) > 1000
 
 
-def test_greedy_answers_survive_small_chunks_and_preemption(smollm2: Path, prompts: list, expected: tuple):
+def test_greedy_answers_survive_small_chunks_and_preemption(smollm2: Path, prompts: list, answers: list):
     needed = sum(len(ids) + TOKENS for ids in prompts[:16])
     with LLM(
         smollm2, dtype="float32", max_num_seqs=16, max_num_batched_tokens=48, kv_cache_tokens=needed // 3, quiet=True
     ) as small:
-        answers = small.generate(prompts, PARAMS)
-    assert [c.token_ids for c in answers] == expected[0]
-    assert sum(c.usage.preemptions for c in answers) > 0
+        completions = small.generate(prompts, PARAMS)
+    assert [c.token_ids for c in completions] == answers
+    assert sum(c.usage.preemptions for c in completions) > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun import SamplingParams
-from forerun.engine import sequence as intake
+from forerun.engine import intake
 from forerun.params import Grammar
 from tests.serve.common import ASKED, CHAT, NAME, Running
 
