@@ -97,13 +97,14 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     mode = DTYPES[name]
     if quantization is None:
         return mode
-    if quantization != "int8":
+    if quantization not in ("int8", "file"):
         raise BadRequest(
-            f"quantization is {quantization!r:.80}", "use int8, or None: files that are quantised are read as they are"
+            f"quantization is {quantization!r:.80}",
+            "use int8, or file for a GGUF file's own blocks, or None: quantised files are computed in int8",
         )
-    if mode not in ("auto", "int8"):
-        raise BadRequest(f"dtype is {name!r} and quantization 'int8'", "leave one of them out")
-    return "int8"
+    if mode not in ("auto", quantization):
+        raise BadRequest(f"dtype is {name!r} and quantization {quantization!r}", "leave one of them out")
+    return quantization
 
 
 def check_counts(**given: int | None) -> None:

@@ -6,6 +6,7 @@ the driver steps it; none of either is here.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -75,9 +76,9 @@ class LLM(OldLLMNames):
     that drafts tokens; its K/V is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
     models, for requests whose prompts are drafted; the default model has one.
 
-    `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: int8 is the same as `dtype="int8"`; None leaves
-    it to `dtype`, where auto means int8 for quantised files on a CPU. `device`: auto, cpu or cuda. `threads`: of the
-    CPU.
+    `dtype`: auto, float32, float16, bfloat16 or int8; auto means int8 for quantised files on a CPU. `quantization`:
+    int8 is the same as `dtype="int8"`; file multiplies a GGUF file's own blocks, 4 bits as 4 bits, by C kernels that
+    are compiled at first use (int8 where there is no compiler). `device`: auto, cpu or cuda. `threads`: of the CPU.
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
     at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
@@ -142,7 +143,7 @@ class LLM(OldLLMNames):
         kept = tiers.disk is not None  # beyond this process
         self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
         self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
-        loose = self.precision.name == "int8" and not batch_invariant
+        loose = self.precision.name in ("int8", "file") and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         prefiller = prefiller_factory(self.prefill_profile)
         self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
@@ -282,7 +283,7 @@ class LLM(OldLLMNames):
         self, prompts: list[list[int]], params: OneOrMore, progress: bool, options: SamplingOptions
     ) -> list[Completion]:
         each = params_for_each(params, len(prompts), options)
-        requests = [self.request(ids, p) for ids, p in zip(prompts, each, strict=True)]
+        requests = await asyncio.to_thread(lambda: [self.request(ids, p) for ids, p in zip(prompts, each, strict=True)])
         return await acomplete(self.driver, requests, progress)
 
     def _encoded(self, params: SamplingParams) -> SamplingParams:

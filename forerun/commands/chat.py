@@ -55,7 +55,7 @@ def chat(
 
     forerun chat --model qwen2.5-coder-0.5b-instruct --system "You review Python code." --temperature 0 --stats
 
-    forerun chat --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    forerun chat --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
 
     forerun chat --file handbook.txt
 

@@ -80,7 +80,7 @@ def lossless(
 
     Where greedy answers part, the gap between both tokens is compared with the noise of this machine: a tie, or a BUG.
 
-    Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
     """
     from forerun.checks.lossless.run import check_lossless
     from forerun.models.fetch.store import resolve

@@ -63,7 +63,9 @@ Dtype = Annotated[
         "--dtype", "-w", help="auto, float32, float16, bfloat16 or int8. auto: int8 for quantised files on CPU."
     ),
 ]
-Quantization = Annotated[str | None, typer.Option("--quantization", "-q", help="int8: the same as --dtype int8.")]
+Quantization = Annotated[
+    str | None, typer.Option("--quantization", "-q", help="int8: as --dtype int8; file: a GGUF file's own blocks.")
+]
 Profile = Annotated[
     str | None,
     typer.Option(

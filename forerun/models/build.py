@@ -5,6 +5,7 @@ The only place that knows both canonical tensor names and precisions.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,18 @@ from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
+from forerun.models.cpu.block_linear import BlockLinear
+from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.dequant import EmbeddingRows
+from forerun.models.formats.shapes import expected_shapes
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, Rotation
 
-WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8")
+log = logging.getLogger("forerun")
+
+WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8", "file")
 
 
 def choose_device(device: str) -> torch.device:
@@ -50,6 +56,8 @@ def choose_precision(weights: str, device: torch.device, quantised: bool) -> Pre
         weights = "int8" if quantised else "bf16" if fast_bf16() else "float32"
     if weights == "bf16":
         return Precision("bf16", Linear, torch.bfloat16)
+    if weights == "file":
+        return Precision("file", BlockLinear, torch.float32)
     return CPU_PRECISIONS[weights]
 
 
@@ -88,6 +96,9 @@ def build_decoder(
     """`guesses`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention."""
     precision = choose_precision(weights, device, checkpoint.quantised)
+    if precision.linear is BlockLinear and (why := _no_blocks(checkpoint)):
+        log.warning("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)
+        precision = CPU_PRECISIONS["int8"]
     builder = _Builder(checkpoint, precision, device, guesses)
     config = checkpoint.config
     threads = torch.get_num_threads()
@@ -115,6 +126,13 @@ def build_decoder(
     return decoder, precision
 
 
+def _no_blocks(checkpoint: Checkpoint) -> str:
+    """Why a model's matrices cannot be multiplied in the format of its file; empty where they can."""
+    looked_up = set() if checkpoint.config.tie_embeddings else {"embed"}
+    shapes = expected_shapes(checkpoint.config)
+    return block_problem({checkpoint.stored(n)[0] for n, s in shapes.items() if len(s) == 2 and n not in looked_up})
+
+
 def _workers(device: torch.device) -> ThreadPoolExecutor:
     """Packing weights runs on one core per matrix, so on a CPU whole layers are prepared side by side."""
     if device.type == "cuda":
@@ -129,7 +147,7 @@ def attention_backend(
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
-    rounds = precision.name == "int8"  # where a difference in the last bit would grow
+    rounds = precision.name in ("int8", "file")  # where a difference in the last bit would grow
     return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
 
 
@@ -162,30 +180,43 @@ class _Builder:
     def norm(self, name: str) -> Norm:
         return self.checkpoint.tensor(name).float().to(self.device, self.precision.dtype), self.config.norm_eps
 
-    def reading(self, norm: str, weight: Tensor, bias: Tensor | None = None) -> tuple[Norm, Linear]:
+    def file_linear(self, *names: str, bias: Tensor | None = None, rows: int | None = None) -> Linear:
+        """Matrices one above the other in the file's own blocks; of one alone the first `rows` if given."""
+        stored = [self.checkpoint.stored(name) for name in names]
+        linear = BlockLinear([(format, raw[:rows]) for format, raw in stored], bias)
+        self.checkpoint.release()
+        return linear
+
+    def reading(self, norm: str, *names: str, bias: Tensor | None = None) -> tuple[Norm, Linear]:
         """A matrix that reads the residual stream, and the norm before it."""
         scale, eps = self.norm(norm)
+        if self.precision.linear is BlockLinear:
+            return (scale, eps), self.file_linear(*names, bias=bias)
+        weight = self.weights(*names)
         if self.basis is None or scale is None:
             return (scale, eps), self.linear(weight, bias)
         return (None, eps), self.linear(self.basis.apply(weight, scale), bias)
 
-    def writing(self, weight: Tensor, kind: type[Linear] | None = None) -> Linear:
+    def writing(self, name: str, kind: type[Linear] | None = None) -> Linear:
         """A matrix that adds to the residual stream."""
+        if self.precision.linear is BlockLinear:
+            return self.file_linear(name)
+        weight = self.weights(name)
         return self.linear(weight if self.basis is None else self.basis.apply_output(weight.float()), kind=kind)
 
     def layer(self, i: int) -> Layer:
         c, p = self.config, f"layers.{i}."
         bias = self.weights(p + "q_bias", p + "k_bias", p + "v_bias") if c.qkv_bias else None
         bias = None if bias is None else bias.to(self.precision.dtype)
-        attn_norm, qkv = self.reading(p + "attn_norm", self.weights(p + "q", p + "k", p + "v"), bias)
-        mlp_norm, gate_up = self.reading(p + "mlp_norm", self.weights(p + "gate", p + "up"))
+        attn_norm, qkv = self.reading(p + "attn_norm", p + "q", p + "k", p + "v", bias=bias)
+        mlp_norm, gate_up = self.reading(p + "mlp_norm", p + "gate", p + "up")
         return Layer(
             attn_norm=attn_norm,
             qkv=qkv,
-            o=self.writing(self.weights(p + "o")),
+            o=self.writing(p + "o"),
             mlp_norm=mlp_norm,
             gate_up=gate_up,
-            down=self.writing(self.weights(p + "down"), None if self.guesses else self.precision.down),
+            down=self.writing(p + "down", None if self.guesses else self.precision.down),
             qk_norms=(self.norm(p + "q_norm"), self.norm(p + "k_norm")) if c.qk_norm else None,
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
@@ -211,6 +242,9 @@ class _Builder:
             weight = self.checkpoint.rows(name, ids)
             return weight if self.basis is None or scale is None else self.basis.apply(weight, scale)
 
+        if self.precision.linear is BlockLinear:
+            head = self.file_linear(name, rows=FREQUENT_IDS if self.short else None)
+            return norm, ShortHead(head, self.config.vocab_size, rows) if self.short else head
         if not rotated and not self.short:
             return norm, self.linear(self.weights(name))
         size = FREQUENT_IDS if self.short else self.config.vocab_size

@@ -119,7 +119,7 @@ class CrossScores:
         if draft is None or runner is None:
             raise BadRequest(
                 "the chooser 'cross' needs a draft model",
-                "open the model with a draft: draft=..., or --draft on the command line",
+                "open the model with a draft: draft_model=..., or --draft-model on the command line",
             )
         if ctx.tokenizer is None or draft.tokenizer is None:
             missing = "the target" if ctx.tokenizer is None else draft.source

@@ -113,7 +113,7 @@ class Profile:
         if self.kind == "draft" and source is None:
             raise BadProfile(
                 f"the profile drafts with {self.names.get('source')}, and no draft model is open",
-                "open the model with that draft: draft=..., or --draft on the command line",
+                "open the model with that draft: draft_model=..., or --draft-model on the command line",
             )
         if self.kind == "draft" and source != self.source:
             raise BadProfile(f"the profile was made for the draft {self.names.get('source')}, not for this one", hint)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forerun_research.bench.common import Setup
 
 app = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Measure Forerun, alone or beside transformers or llama.cpp. Every bench ends with one JSON line.",
 )
@@ -82,7 +83,7 @@ class PrefillSetupOptions(SetupOptions):
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Speculative prefill: who drafts, and how much may be recomputed."""
+    """Speculative prefill: what drafts, and how much may be recomputed."""
 
     speculative: Annotated[bool, _drafting("--speculative", help="Drafted prefill beside exact prefill.")] = False
     draft: Annotated[
@@ -91,7 +92,7 @@ class SpeculativeOptions:
     profile: Annotated[str | None, _drafting("--profile", help="What forerun calibrate made for these models.")] = None
     budget: Annotated[float | None, _drafting("--budget", help="Most work, as a share of exact prefill's.")] = None
     quality: Annotated[float | None, _drafting("--quality", help="Least agreement with exact prefill.")] = None
-    source: Annotated[str, _drafting("--source", help="Who drafts: auto, draft, self.")] = "auto"
+    source: Annotated[str, _drafting("--source", help="What drafts: auto, draft, self.")] = "auto"
     provisional: Annotated[bool, _drafting("--provisional", help="Also answers that begin provisionally.")] = False
 
     def check(self) -> None:
@@ -121,7 +122,7 @@ def decode(
 
     forerun bench decode
 
-    forerun bench decode --weights float32 --against transformers --runs 7
+    forerun bench decode --dtype float32 --against transformers --runs 7
 
     forerun bench decode --model qwen2.5-coder-1.5b-instruct --against llama.cpp --json
     """
@@ -212,7 +213,7 @@ def forward(
 ) -> None:
     """Cost of one forward at 1, 2, 4, 8 and 16 tokens: what checking a draft costs.
 
-    Example: forerun bench forward --model qwen2.5-coder-1.5b-instruct --weights int8
+    Example: forerun bench forward --model qwen2.5-coder-1.5b-instruct --dtype int8
     """
     from forerun_research.bench import common
     from forerun_research.bench import forward as bench

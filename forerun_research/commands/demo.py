@@ -45,7 +45,7 @@ class DemoRound:
         return self.plain.token_ids == self.ours.token_ids
 
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command(name="demo")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from forerun.commands import options as opt
 
-app = typer.Typer(no_args_is_help=True, help="Run studies written as YAML files.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run studies written as YAML files.")
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A name of `forerun lab list`, or a YAML file.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results; default: lab-results/NAME.")]

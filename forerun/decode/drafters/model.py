@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
         if ctx.draft is None:
             return BadRequest(
                 f"the drafter {cls.name!r} needs a draft model",
-                "open the model with a draft: draft=..., or --draft on the command line",
+                "open the model with a draft: draft_model=..., or --draft-model on the command line",
             )
         if not ctx.draft.same_tokens:
             return BadRequest(

@@ -43,7 +43,7 @@ class DraftSource(KVSource):
         if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
             raise BadRequest(
                 "the source 'draft' needs a draft model",
-                "open the model with a draft: draft=..., or --draft on the command line",
+                "open the model with a draft: draft_model=..., or --draft-model on the command line",
             )
         if not ctx.draft.same_tokens:
             raise BadRequest(

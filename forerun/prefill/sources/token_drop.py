@@ -81,7 +81,7 @@ class TokenDropSource(DraftSource):
         if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
             raise BadRequest(
                 "the source 'drop' needs a draft model, which scores the tokens",
-                "open the model with a draft: draft=..., or --draft on the command line",
+                "open the model with a draft: draft_model=..., or --draft-model on the command line",
             )
         if not ctx.draft.same_tokens:
             raise BadRequest(

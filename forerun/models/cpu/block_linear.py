@@ -1,0 +1,106 @@
+"""Linear layers on the blocks of a GGUF file, multiplied by the C library as they are: 4 bits are read as 4 bits.
+
+Prompts and answers run through the same kernel, and a row's result does not depend on the rows beside it. Activations
+are rounded to int8 for every block of 256 values (K formats) or 32. Knows no file: it is given bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from forerun.models.cpu.library import Part, library
+from forerun.models.formats.gguf import TYPES
+from forerun.models.linear import Linear, Norm
+
+# Formats that the kernels read: type number in GGUF files, values of a block and of an activation scale
+FORMATS = {
+    "Q4_0": (2, 32),
+    "Q4_1": (3, 32),
+    "Q5_0": (6, 32),
+    "Q5_1": (7, 32),
+    "Q8_0": (8, 32),
+    "Q4_K": (12, 256),
+    "Q5_K": (13, 256),
+    "Q6_K": (14, 256),
+}
+ROW_BYTES = {name: size for name, _, size in TYPES.values()}  # of a block
+
+
+def problem(formats: set[str]) -> str:
+    """Why matrices of these formats cannot be multiplied as they are; empty where they can."""
+    unknown = sorted(formats - FORMATS.keys())
+    if unknown:
+        return f"there is no kernel for {', '.join(unknown)}"
+    return "" if library() is not None else "the C kernels cannot be had"
+
+
+class PackedBlocks:
+    """One matrix [rows, bytes of a row] in a file's format, its rows interleaved for the kernels."""
+
+    def __init__(self, format: str, raw: Tensor) -> None:
+        kernels = library()
+        assert kernels is not None
+        self.type, self.per = FORMATS[format]
+        self.rows, self.cols = raw.shape[0], raw.shape[1] // ROW_BYTES[format] * self.per
+        self.packed = torch.empty(kernels.fr_packed_bytes(self.type, self.rows, self.cols), dtype=torch.uint8)
+        raw = raw.contiguous()
+        kernels.fr_pack(
+            *(self.type, raw.data_ptr(), self.rows, self.cols, None, 0, -(-self.rows // 16)),
+            self.packed.data_ptr(),
+        )
+
+    @property
+    def part(self) -> Part:
+        return Part(self.type, self.per, self.rows, self.cols, self.packed.data_ptr(), self.packed.numel())
+
+
+class BlockLinear(Linear):
+    """Matrices of any of the formats, one above the other, with the same inputs."""
+
+    packs = True
+
+    def __init__(self, matrices: list[tuple[str, Tensor]], bias: Tensor | None = None) -> None:
+        """`matrices`: format and bytes of each, as `Checkpoint.stored` gives them."""
+        kernels = library()
+        assert kernels is not None
+        kernels.fr_set_threads(torch.get_num_threads())
+        self._matrices = [PackedBlocks(format, raw) for format, raw in matrices]
+        self.in_features = self._matrices[0].cols
+        self.out_features = sum(matrix.rows for matrix in self._matrices)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self._linear = kernels.fr_linear
+        self._parts = (Part * len(matrices))(*(matrix.part for matrix in self._matrices))
+        self._at = ctypes.addressof(self._parts)
+        pers = {matrix.per for matrix in self._matrices}
+        self._row_bytes = [kernels.fr_row_bytes(self.in_features, per) if per in pers else 0 for per in (32, 256)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.packed.numel() for matrix in self._matrices)
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        x = x.contiguous()
+        y = torch.empty(rows, self.out_features)
+        scratch = torch.empty(rows * sum(self._row_bytes) + 64, dtype=torch.uint8)
+        at = -(-scratch.data_ptr() // 64) * 64
+        plain = at if self._row_bytes[0] else None
+        grouped = at + rows * self._row_bytes[0] if self._row_bytes[1] else None
+        weight, eps = (None, -1.0) if norm is None else norm
+        if add is not None:
+            add = add.contiguous()
+        self._linear(
+            *(self._at, len(self._parts), x.data_ptr(), self.in_features, _address(weight), eps, rows),
+            *(plain, grouped, _address(self.bias), _address(add), y.data_ptr()),
+        )
+        return y
+
+    def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
+        return self(x, add=add)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,538 @@
+/* Matrix products on the blocks of GGUF files: Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+ *
+ * Weights are packed once: rows interleaved by 16, the blocks' own bits otherwise, so that a product needs no horizontal
+ * sums. Activations are rounded to int8 with a scale for every 256 values (K formats) or 32 (the others). A row's result
+ * is computed in one order whatever rows run beside it, so its bits do not depend on the batch.
+ * Knows no model: a matrix, rows of activations, a pool of threads.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ROWS 16   /* weight rows that are interleaved */
+#define SUPER 256 /* values of a superblock */
+#define GROUP 32  /* values of a plain block */
+
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* as in GGUF files */
+
+typedef struct { int type, per, bits, file_bytes, packed_bytes, mins; } Kind; /* per: values of a block */
+static const Kind KINDS[] = {
+    {Q4_0, 32, 4, 18, 2 * ROWS + 16 * ROWS, 0},
+    {Q4_1, 32, 4, 20, 4 * ROWS + 16 * ROWS, 1},
+    {Q5_0, 32, 5, 22, 2 * ROWS + 20 * ROWS, 0},
+    {Q5_1, 32, 5, 24, 4 * ROWS + 20 * ROWS, 1},
+    {Q8_0, 32, 8, 34, 2 * ROWS + 32 * ROWS, 0},
+    {Q4_K, 256, 4, 144, (4 + 16 + 128) * ROWS, 1},
+    {Q5_K, 256, 5, 176, (4 + 16 + 160) * ROWS, 1},
+    {Q6_K, 256, 6, 210, (2 + 16 + 192) * ROWS, 0},
+};
+static const Kind *kind_of(int type) {
+    for (unsigned i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
+        if (KINDS[i].type == type) return KINDS + i;
+    return 0;
+}
+
+int64_t fr_packed_bytes(int type, int64_t rows, int64_t cols) {
+    const Kind *k = kind_of(type);
+    if (!k || cols % k->per) return -1;
+    return (rows + ROWS - 1) / ROWS * (cols / k->per) * k->packed_bytes;
+}
+
+/* ---- packing ---------------------------------------------------------------------------------------------------- */
+
+/* The quants of one file block as bytes, the offset that signed formats have left in. */
+static void unpack_block(int type, const uint8_t *b, uint8_t *q) {
+    switch (type) {
+    case Q4_0: case Q4_1: {
+        const uint8_t *s = b + (type == Q4_0 ? 2 : 4);
+        for (int i = 0; i < 16; i++) q[i] = s[i] & 15, q[i + 16] = s[i] >> 4;
+        break;
+    }
+    case Q5_0: case Q5_1: {
+        const uint8_t *h = b + (type == Q5_0 ? 2 : 4), *s = h + 4;
+        uint32_t high;
+        memcpy(&high, h, 4);
+        for (int i = 0; i < 16; i++) {
+            q[i] = (s[i] & 15) | ((high >> i & 1) << 4);
+            q[i + 16] = (s[i] >> 4) | ((high >> (i + 16) & 1) << 4);
+        }
+        break;
+    }
+    case Q8_0:
+        for (int i = 0; i < 32; i++) q[i] = b[2 + i] ^ 128;
+        break;
+    case Q4_K: case Q5_K: {
+        const uint8_t *high = b + 16, *s = type == Q4_K ? b + 16 : b + 48;
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < 32; i++) {
+                uint8_t lo = s[32 * j + i] & 15, hi = s[32 * j + i] >> 4;
+                if (type == Q5_K) lo |= (high[i] >> (2 * j) & 1) << 4, hi |= (high[i] >> (2 * j + 1) & 1) << 4;
+                q[64 * j + i] = lo, q[64 * j + 32 + i] = hi;
+            }
+        break;
+    }
+    case Q6_K:
+        for (int n = 0; n < 2; n++) {
+            const uint8_t *l = b + 64 * n, *h = b + 128 + 32 * n;
+            uint8_t *o = q + 128 * n;
+            for (int i = 0; i < 32; i++) {
+                o[i] = (l[i] & 15) | (h[i] & 3) << 4;
+                o[i + 32] = (l[i + 32] & 15) | (h[i] >> 2 & 3) << 4;
+                o[i + 64] = (l[i] >> 4) | (h[i] >> 4 & 3) << 4;
+                o[i + 96] = (l[i + 32] >> 4) | (h[i] >> 6) << 4;
+            }
+        }
+        break;
+    }
+}
+
+/* Scales and minima of a K block, 6 bits each. */
+static void unpack_scales(const uint8_t *s, uint8_t *scale, uint8_t *min) {
+    for (int j = 0; j < 4; j++) {
+        scale[j] = s[j] & 63, min[j] = s[j + 4] & 63;
+        scale[j + 4] = (s[j + 8] & 15) | (s[j] >> 6) << 4;
+        min[j + 4] = (s[j + 8] >> 4) | (s[j + 4] >> 6) << 4;
+    }
+}
+
+/* 32 quants of row r into the interleaved vectors of their bits. */
+static void put_group(uint8_t *out, int bits, int r, const uint8_t *q) {
+    for (int s = 0; s < 8; s++)
+        for (int c = 0; c < 4; c++) {
+            uint8_t v = q[4 * s + c];
+            int at = 4 * r + c;
+            if (bits == 8) { out[64 * s + at] = v; continue; }
+            out[64 * (s & 3) + at] |= (v & 15) << (s < 4 ? 0 : 4);
+            if (bits == 5) out[256 + at] |= (v >> 4) << s;
+            if (bits == 6) out[256 + 64 * (s >> 2) + at] |= (v >> 4) << 2 * (s & 3);
+        }
+}
+
+/* `src` has the file's rows of blocks, `order` (or null) says which of them becomes row i. */
+void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int32_t *order, int64_t from, int64_t to,
+             uint8_t *out) {
+    const Kind *k = kind_of(type);
+    int64_t blocks = cols / k->per, stride = blocks * k->file_bytes;
+    uint8_t q[SUPER], scale[8], min[8];
+    int group_bytes = k->bits == 8 ? 512 : 256 + (k->bits == 5 ? 64 : k->bits == 6 ? 128 : 0);
+    for (int64_t g = from; g < to; g++)
+        for (int64_t b = 0; b < blocks; b++) {
+            uint8_t *o = out + (g * blocks + b) * k->packed_bytes;
+            memset(o, 0, k->packed_bytes);
+            for (int r = 0; r < ROWS; r++) {
+                int64_t row = g * ROWS + r;
+                if (row >= rows) continue;
+                const uint8_t *s = src + (order ? order[row] : row) * stride + b * k->file_bytes;
+                unpack_block(type, s, q);
+                uint8_t *body = o;
+                switch (type) {
+                case Q4_0: case Q5_0: case Q8_0:
+                    memcpy(o + 2 * r, s, 2), body += 2 * ROWS;
+                    break;
+                case Q4_1: case Q5_1:
+                    memcpy(o + 2 * r, s, 2), memcpy(o + 2 * ROWS + 2 * r, s + 2, 2), body += 4 * ROWS;
+                    break;
+                case Q4_K: case Q5_K:
+                    memcpy(o + 2 * r, s, 2), memcpy(o + 2 * ROWS + 2 * r, s + 2, 2);
+                    unpack_scales(s + 4, scale, min);
+                    for (int j = 0; j < 8; j++)
+                        o[4 * ROWS + ROWS * j + r] = scale[j], o[12 * ROWS + 2 * ROWS * (j / 2) + 2 * r + j % 2] = min[j];
+                    body += 20 * ROWS;
+                    break;
+                case Q6_K:
+                    memcpy(o + 2 * r, s + 208, 2);
+                    for (int j = 0; j < 16; j++) o[2 * ROWS + ROWS * j + r] = s[192 + j];
+                    body += 18 * ROWS;
+                    break;
+                }
+                for (int j = 0; j < k->per / GROUP; j++) put_group(body + j * group_bytes, k->bits, r, q + GROUP * j);
+            }
+        }
+}
+
+/* ---- activations ------------------------------------------------------------------------------------------------ */
+
+/* One row as int8: `per` values share a scale; sums of 32 (per == 32) or of 16 values (per == 256, as Q6_K has them).
+ * With `weight` or eps >= 0 the row is RMS-normalised first. */
+static void quantise_row(const float *x, const float *weight, float eps, int64_t n, int per, int8_t *q, float *scales,
+                         int16_t *sums) {
+    float factor = 1.0f;
+    if (eps >= 0) {
+        double total = 0;
+        for (int64_t i = 0; i < n; i += 8) {
+            float part = 0;
+            for (int j = 0; j < 8; j++) part += x[i + j] * x[i + j];
+            total += part;
+        }
+        factor = (float)(1.0 / sqrt(total / n + eps));
+    }
+    for (int64_t b = 0; b < n / per; b++) {
+        float v[SUPER], peak = 0;
+        for (int i = 0; i < per; i++) {
+            float f = x[b * per + i] * factor;
+            if (weight) f *= weight[b * per + i];
+            v[i] = f;
+            float a = fabsf(f);
+            peak = a > peak ? a : peak;
+        }
+        float inverse = peak > 0 ? 127.0f / peak : 0.0f;
+        scales[b] = peak / 127.0f;
+        int8_t *o = q + b * per;
+        for (int i = 0; i < per; i++) o[i] = (int8_t)(int)rintf(v[i] * inverse);
+        int span = per == SUPER ? 16 : 32;
+        for (int g = 0; g < per / span; g++) {
+            int sum = 0;
+            for (int i = 0; i < span; i++) sum += o[g * span + i];
+            sums[b * (per / span) + g] = (int16_t)sum;
+        }
+    }
+}
+
+/* Bytes of a prepared row: int8 values, scales, sums; each part aligned to 64. */
+static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
+int64_t fr_row_bytes(int64_t cols, int per) {
+    int span = per == SUPER ? 16 : 32;
+    return align64(cols) + align64(cols / per * 4) + align64(cols / span * 2);
+}
+static void row_parts(const uint8_t *row, int64_t cols, int per, const int8_t **q, const float **scales, const int16_t **sums) {
+    *q = (const int8_t *)row;
+    *scales = (const float *)(row + align64(cols));
+    *sums = (const int16_t *)(row + align64(cols) + align64(cols / per * 4));
+}
+void fr_prepare(const float *x, int64_t stride, const float *weight, float eps, int64_t cols, int per, int64_t rows,
+                uint8_t *out) {
+    for (int64_t t = 0; t < rows; t++) {
+        const int8_t *q; const float *s; const int16_t *m;
+        row_parts(out + t * fr_row_bytes(cols, per), cols, per, &q, &s, &m);
+        quantise_row(x + t * stride, weight, eps, cols, per, (int8_t *)q, (float *)s, (int16_t *)m);
+    }
+}
+
+/* ---- products --------------------------------------------------------------------------------------------------- */
+
+typedef struct { const int8_t *q; const float *scales; const int16_t *sums; } Row;
+#define INLINE static inline __attribute__((always_inline))
+INLINE int32_t word(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TILE 8
+#define ISA "avx512_vnni"
+INLINE __m512 half16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+/* The 8 vectors of a group: 4 consecutive quants of each of 16 rows. */
+INLINE void load_group(const uint8_t *w, int bits, __m512i *v) {
+    const __m512i low = _mm512_set1_epi8(15);
+    if (bits == 8) {
+        for (int s = 0; s < 8; s++) v[s] = _mm512_loadu_si512(w + 64 * s);
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512i n = _mm512_loadu_si512(w + 64 * i);
+        v[i] = _mm512_and_si512(n, low), v[4 + i] = _mm512_and_si512(_mm512_srli_epi16(n, 4), low);
+    }
+    if (bits == 5) {
+        __m512i h = _mm512_loadu_si512(w + 256), bit = _mm512_set1_epi8(16);
+        for (int s = 0; s < 8; s++) {
+            __m512i m = s < 4 ? _mm512_slli_epi16(h, 4 - s) : _mm512_srli_epi16(h, s - 4);
+            v[s] = _mm512_or_si512(v[s], _mm512_and_si512(m, bit));
+        }
+    }
+    if (bits == 6) {
+        __m512i pair = _mm512_set1_epi8(48);
+        for (int s = 0; s < 8; s++) {
+            __m512i h = _mm512_loadu_si512(w + 256 + 64 * (s >> 2));
+            int shift = 4 - 2 * (s & 3);
+            h = shift >= 0 ? _mm512_slli_epi16(h, shift) : _mm512_srli_epi16(h, -shift);
+            v[s] = _mm512_or_si512(v[s], _mm512_and_si512(h, pair));
+        }
+    }
+}
+INLINE __m512i dot4(__m512i acc, const __m512i *v, const int8_t *x) {
+    for (int s = 0; s < 4; s++) acc = _mm512_dpbusd_epi32(acc, v[s], _mm512_set1_epi32(word(x + 4 * s)));
+    return acc;
+}
+
+INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const Row *x, int T,
+                       float *y, int64_t ldy) {
+    __m512 acc[TILE];
+    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+        __m512i v[8];
+        __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
+        load_group(w + (mins ? 4 : 2) * ROWS, bits, v);
+        for (int t = 0; t < T; t++) {
+            int sum = x[t].sums[b];
+            const int8_t *q = x[t].q + GROUP * b;
+            __m512i i = dot4(_mm512_set1_epi32(-offset * sum), v, q);
+            i = dot4(i, v + 4, q + 16);
+            __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(i), d);
+            if (mins) f = _mm512_fmadd_ps(m, _mm512_set1_ps((float)sum), f);
+            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(x[t].scales[b]), acc[t]);
+        }
+    }
+    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
+}
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy) {
+    __m512 acc[TILE];
+    const int group = 256 + (bits == 5 ? 64 : 0);
+    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+        __m512 part[TILE], d = half16(w), dm = half16(w + 2 * ROWS);
+        __m512i min[TILE];
+        for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps(), min[t] = _mm512_setzero_si512();
+        for (int j = 0; j < 8; j++) {
+            __m512i v[8];
+            load_group(w + 20 * ROWS + group * j, bits, v);
+            __m512 sc = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + 4 * ROWS + ROWS * j))));
+            for (int t = 0; t < T; t++) {
+                const int8_t *q = x[t].q + SUPER * b + GROUP * j;
+                __m512i i = dot4(dot4(_mm512_setzero_si512(), v, q), v + 4, q + 16);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i), sc, part[t]);
+            }
+        }
+        for (int p = 0; p < 4; p++) {
+            __m512i m = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(w + 12 * ROWS + 2 * ROWS * p)));
+            for (int t = 0; t < T; t++) {
+                const int16_t *s = x[t].sums + 16 * b + 4 * p;
+                uint32_t both = (uint16_t)(s[0] + s[1]) | (uint32_t)(uint16_t)(s[2] + s[3]) << 16;
+                min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32((int32_t)both));
+            }
+        }
+        for (int t = 0; t < T; t++) {
+            __m512 f = _mm512_fmsub_ps(part[t], d, _mm512_mul_ps(_mm512_cvtepi32_ps(min[t]), dm));
+            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(x[t].scales[b]), acc[t]);
+        }
+    }
+    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
+}
+INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy) {
+    __m512 acc[TILE];
+    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+        __m512 part[TILE], d = half16(w);
+        for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps();
+        for (int j = 0; j < 8; j++) {
+            __m512i v[8];
+            load_group(w + 18 * ROWS + 384 * j, 6, v);
+            const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j;
+            __m512 sc0 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)s)));
+            __m512 sc1 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(s + ROWS))));
+            for (int t = 0; t < T; t++) {
+                const int8_t *q = x[t].q + SUPER * b + GROUP * j;
+                const int16_t *sum = x[t].sums + 16 * b + 2 * j;
+                __m512i i0 = dot4(_mm512_set1_epi32(-32 * sum[0]), v, q);
+                __m512i i1 = dot4(_mm512_set1_epi32(-32 * sum[1]), v + 4, q + 16);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i0), sc0, part[t]);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i1), sc1, part[t]);
+            }
+        }
+        for (int t = 0; t < T; t++)
+            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(part[t], d), _mm512_set1_ps(x[t].scales[b]), acc[t]);
+    }
+    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
+}
+#elif defined(__AVX2__)
+#define TILE 4
+#define ISA "avx2"
+INLINE __m256 half8(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+
+/* As above for rows 8h to 8h + 7. */
+INLINE void load_group(const uint8_t *w, int bits, int h, __m256i *v) {
+    const __m256i low = _mm256_set1_epi8(15);
+    w += 32 * h;
+    if (bits == 8) {
+        for (int s = 0; s < 8; s++) v[s] = _mm256_loadu_si256((const __m256i *)(w + 64 * s));
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        __m256i n = _mm256_loadu_si256((const __m256i *)(w + 64 * i));
+        v[i] = _mm256_and_si256(n, low), v[4 + i] = _mm256_and_si256(_mm256_srli_epi16(n, 4), low);
+    }
+    if (bits == 5) {
+        __m256i n = _mm256_loadu_si256((const __m256i *)(w + 256)), bit = _mm256_set1_epi8(16);
+        for (int s = 0; s < 8; s++) {
+            __m256i m = s < 4 ? _mm256_slli_epi16(n, 4 - s) : _mm256_srli_epi16(n, s - 4);
+            v[s] = _mm256_or_si256(v[s], _mm256_and_si256(m, bit));
+        }
+    }
+    if (bits == 6) {
+        __m256i pair = _mm256_set1_epi8(48);
+        for (int s = 0; s < 8; s++) {
+            __m256i n = _mm256_loadu_si256((const __m256i *)(w + 256 + 64 * (s >> 2)));
+            int shift = 4 - 2 * (s & 3);
+            n = shift >= 0 ? _mm256_slli_epi16(n, shift) : _mm256_srli_epi16(n, -shift);
+            v[s] = _mm256_or_si256(v[s], _mm256_and_si256(n, pair));
+        }
+    }
+}
+/* Sums of pairs in 16 bits: 4 vectors of quants up to 31 cannot overflow them (4 * 2 * 31 * 127 < 2**15). */
+INLINE __m256i dot16(const __m256i *v, const int8_t *x) {
+    __m256i acc = _mm256_maddubs_epi16(v[0], _mm256_set1_epi32(word(x)));
+    for (int s = 1; s < 4; s++)
+        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(v[s], _mm256_set1_epi32(word(x + 4 * s))));
+    return acc;
+}
+INLINE __m256i dot_signed(__m256i acc, const __m256i *v, const int8_t *x) { /* quants with 128 added */
+    const __m256i flip = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    for (int s = 0; s < 8; s++) {
+        __m256i w = _mm256_xor_si256(v[s], flip);
+        __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(word(x + 4 * s)), w));
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(p, ones));
+    }
+    return acc;
+}
+
+INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const Row *x, int T,
+                       float *y, int64_t ldy) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int h = 0; h < 2; h++) {
+        const uint8_t *w = w0;
+        __m256 acc[TILE];
+        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+            __m256i v[8];
+            __m256 d = half8(w + 16 * h), m = mins ? half8(w + 2 * ROWS + 16 * h) : _mm256_setzero_ps();
+            load_group(w + (mins ? 4 : 2) * ROWS, bits, h, v);
+            for (int t = 0; t < T; t++) {
+                int sum = x[t].sums[b];
+                const int8_t *q = x[t].q + GROUP * b;
+                __m256i i;
+                if (bits == 8) i = dot_signed(_mm256_setzero_si256(), v, q);
+                else {
+                    i = _mm256_add_epi32(_mm256_madd_epi16(dot16(v, q), ones), _mm256_madd_epi16(dot16(v + 4, q + 16), ones));
+                    if (offset) i = _mm256_sub_epi32(i, _mm256_set1_epi32(offset * sum));
+                }
+                __m256 f = _mm256_mul_ps(_mm256_cvtepi32_ps(i), d);
+                if (mins) f = _mm256_fmadd_ps(m, _mm256_set1_ps((float)sum), f);
+                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(x[t].scales[b]), acc[t]);
+            }
+        }
+        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
+    }
+}
+INLINE __m256i twice(__m128i bytes8) { /* 8 bytes as pairs of equal int16 */
+    return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(bytes8, bytes8));
+}
+INLINE __m256i twice_signed(__m128i bytes8) { return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes8, bytes8)); }
+
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy) {
+    const int group = 256 + (bits == 5 ? 64 : 0);
+    for (int h = 0; h < 2; h++) {
+        const uint8_t *w = w0;
+        __m256 acc[TILE];
+        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+            __m256i part[TILE], min[TILE];
+            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_si256(), min[t] = _mm256_setzero_si256();
+            for (int j = 0; j < 8; j++) {
+                __m256i v[8];
+                load_group(w + 20 * ROWS + group * j, bits, h, v);
+                __m256i sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
+                for (int t = 0; t < T; t++) {
+                    const int8_t *q = x[t].q + SUPER * b + GROUP * j;
+                    __m256i lo = dot16(v, q), hi = dot16(v + 4, q + 16);
+                    if (bits == 4) part[t] = _mm256_add_epi32(part[t], _mm256_madd_epi16(_mm256_add_epi16(lo, hi), sc));
+                    else part[t] = _mm256_add_epi32(part[t], _mm256_add_epi32(_mm256_madd_epi16(lo, sc), _mm256_madd_epi16(hi, sc)));
+                }
+            }
+            for (int p = 0; p < 4; p++) {
+                __m256i m = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 12 * ROWS + 2 * ROWS * p + 16 * h)));
+                for (int t = 0; t < T; t++) {
+                    const int16_t *s = x[t].sums + 16 * b + 4 * p;
+                    uint32_t both = (uint16_t)(s[0] + s[1]) | (uint32_t)(uint16_t)(s[2] + s[3]) << 16;
+                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32((int32_t)both)));
+                }
+            }
+            __m256 d = half8(w + 16 * h), dm = half8(w + 2 * ROWS + 16 * h);
+            for (int t = 0; t < T; t++) {
+                __m256 f = _mm256_fmsub_ps(_mm256_cvtepi32_ps(part[t]), d, _mm256_mul_ps(_mm256_cvtepi32_ps(min[t]), dm));
+                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(x[t].scales[b]), acc[t]);
+            }
+        }
+        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
+    }
+}
+INLINE __m256i dot6(const __m256i *v, const int8_t *x, __m256i sc) { /* quants up to 63: two vectors fit 16 bits */
+    __m256i a = _mm256_add_epi16(_mm256_maddubs_epi16(v[0], _mm256_set1_epi32(word(x))),
+                                 _mm256_maddubs_epi16(v[1], _mm256_set1_epi32(word(x + 4))));
+    __m256i b = _mm256_add_epi16(_mm256_maddubs_epi16(v[2], _mm256_set1_epi32(word(x + 8))),
+                                 _mm256_maddubs_epi16(v[3], _mm256_set1_epi32(word(x + 12))));
+    return _mm256_add_epi32(_mm256_madd_epi16(a, sc), _mm256_madd_epi16(b, sc));
+}
+INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy) {
+    for (int h = 0; h < 2; h++) {
+        const uint8_t *w = w0;
+        __m256 acc[TILE];
+        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+            __m256i part[TILE];
+            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_si256();
+            for (int j = 0; j < 8; j++) {
+                __m256i v[8];
+                load_group(w + 18 * ROWS + 384 * j, 6, h, v);
+                const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j + 8 * h;
+                __m256i sc0 = twice_signed(_mm_loadl_epi64((const __m128i *)s));
+                __m256i sc1 = twice_signed(_mm_loadl_epi64((const __m128i *)(s + ROWS)));
+                for (int t = 0; t < T; t++) {
+                    const int8_t *q = x[t].q + SUPER * b + GROUP * j;
+                    const int16_t *sum = x[t].sums + 16 * b + 2 * j;
+                    __m256i i = _mm256_add_epi32(dot6(v, q, sc0), dot6(v + 4, q + 16, sc1));
+                    /* -32 * sum: a pair of int16 that adds up to it with equal scales */
+                    __m256i o0 = _mm256_madd_epi16(sc0, _mm256_set1_epi16((int16_t)(-16 * sum[0])));
+                    __m256i o1 = _mm256_madd_epi16(sc1, _mm256_set1_epi16((int16_t)(-16 * sum[1])));
+                    part[t] = _mm256_add_epi32(part[t], _mm256_add_epi32(i, _mm256_add_epi32(o0, o1)));
+                }
+            }
+            __m256 d = half8(w + 16 * h);
+            for (int t = 0; t < T; t++)
+                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(part[t]), d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
+        }
+        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
+    }
+}
+#else
+#error "blocks.c needs AVX2"
+#endif
+
+const char *fr_isa(void) { return ISA; }
+
+INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy) {
+    switch (k->type) {
+    case Q4_0: plain_tile(k, 4, 0, 8, w, blocks, x, T, y, ldy); break;
+    case Q4_1: plain_tile(k, 4, 1, 0, w, blocks, x, T, y, ldy); break;
+    case Q5_0: plain_tile(k, 5, 0, 16, w, blocks, x, T, y, ldy); break;
+    case Q5_1: plain_tile(k, 5, 1, 0, w, blocks, x, T, y, ldy); break;
+    case Q8_0: plain_tile(k, 8, 0, 128, w, blocks, x, T, y, ldy); break;
+    case Q4_K: super_tile(k, 4, w, blocks, x, T, y, ldy); break;
+    case Q5_K: super_tile(k, 5, w, blocks, x, T, y, ldy); break;
+    case Q6_K: q6_tile(k, w, blocks, x, T, y, ldy); break;
+    }
+}
+#define FIXED(T) static __attribute__((noinline)) void tile##T(const Kind *k, const uint8_t *w, int64_t b, const Row *x, float *y, int64_t ldy) { tile(k, w, b, x, T, y, ldy); }
+FIXED(1) FIXED(2) FIXED(3) FIXED(4)
+#if TILE == 8
+FIXED(5) FIXED(6) FIXED(7) FIXED(8)
+static void (*const TILES[])(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t) = {0, tile1, tile2, tile3, tile4, tile5, tile6, tile7, tile8};
+#else
+static void (*const TILES[])(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t) = {0, tile1, tile2, tile3, tile4};
+#endif
+
+/* Row groups from..to of a packed matrix times `count` prepared rows; y is [count, ldy], the matrix's rows from column 0. */
+void fr_product(int type, const uint8_t *w, int64_t rows, int64_t cols, int64_t from, int64_t to, const uint8_t *x,
+                int64_t count, float *y, int64_t ldy) {
+    const Kind *k = kind_of(type);
+    int64_t blocks = cols / k->per, bytes = fr_row_bytes(cols, k->per);
+    for (int64_t g = from; g < to; g++)
+        for (int64_t t = 0; t < count; t += TILE) {
+            Row row[TILE];
+            int n = count - t < TILE ? (int)(count - t) : TILE;
+            for (int i = 0; i < n; i++)
+                row_parts(x + (t + i) * bytes, cols, k->per, &row[i].q, &row[i].scales, &row[i].sums);
+            float last[TILE * ROWS], *out = y + t * ldy + g * ROWS;
+            int whole = (g + 1) * ROWS <= rows;
+            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, whole ? out : last, whole ? ldy : ROWS);
+            if (!whole)
+                for (int i = 0; i < n; i++) memcpy(out + i * ldy, last + i * ROWS, (rows - g * ROWS) * sizeof(float));
+        }
+}

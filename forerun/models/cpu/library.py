@@ -1,0 +1,142 @@
+"""The C library of CPU kernels: compiled at first use, cached, loaded, tried once before it is trusted.
+
+Any failure (no compiler, one that fails or hangs, a folder that cannot be written, a result that is wrong) leaves the
+caller without a library and one warning in the log; nothing half-written is ever loaded. Knows no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from forerun.models.fetch.store import home
+
+log = logging.getLogger("forerun")
+
+SOURCES = ("blocks.c", "pool.c", "linear.c")
+HEADERS = ("pool.h",)
+ABI = 1  # of the functions below
+COMPILE_S = 120.0  # a compiler that takes longer is given up
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+
+
+class Unavailable(Exception):
+    """Why there is no library."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it cannot be had; the reason is logged once."""
+    try:
+        return _load(_built())
+    except Unavailable as problem:
+        log.warning("no C kernels: %s; int8 products are used instead", problem)
+        return None
+
+
+def _built() -> Path:
+    """The compiled library for these sources on this CPU, from the cache or made now."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        raise Unavailable(f"they are written for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
+    if "avx2" not in _cpu():
+        raise Unavailable("this CPU has no AVX2")
+    folder = home() / "kernels"
+    path = folder / f"{_key()}.so"
+    if path.is_file():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = _compile(Path(scratch))
+            os.replace(made, path)  # atomic: two processes that compile at once both leave a whole file
+    except OSError as error:
+        raise Unavailable(f"cannot write to {folder}: {error.strerror}") from None
+    return path
+
+
+def _compile(folder: Path) -> Path:
+    here = Path(__file__).parent / "csrc"
+    out, problems = folder / "kernels.so", []
+    for compiler in _compilers():
+        command = [*compiler, *FLAGS, "-o", str(out), *(str(here / name) for name in SOURCES), "-lm", "-lpthread"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problems.append(f"{compiler[0]}: {error}")
+            continue
+        if done.returncode == 0 and out.is_file():
+            return out
+        problems.append(f"{compiler[0]}: {done.stderr.strip()[-200:]}")
+    raise Unavailable("; ".join(problems) or "there is no C compiler (install gcc or clang, or pip install ziglang)")
+
+
+def _compilers() -> list[list[str]]:
+    named = os.environ.get("CC")
+    found = [[named]] if named else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
+    if importlib.util.find_spec("ziglang") is not None:
+        found.append([sys.executable, "-m", "ziglang", "cc"])
+    return found
+
+
+@functools.cache
+def _cpu() -> str:
+    """What this CPU can do, as the kernel lists it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
+    return " ".join(sorted(flags.split()))
+
+
+def _key() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (*HEADERS, *SOURCES):
+        digest.update((Path(__file__).parent / "csrc" / name).read_bytes())
+    digest.update(f"{ABI} {FLAGS} {_cpu()} {os.environ.get('CC', '')}".encode())
+    return digest.hexdigest()
+
+
+class Part(ctypes.Structure):
+    """`Part` of linear.c."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("per", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+    ]
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path.name} cannot be loaded: {error}") from None
+    pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.fr_packed_bytes.restype = loaded.fr_row_bytes.restype = number
+    loaded.fr_packed_bytes.argtypes = [whole, number, number]
+    loaded.fr_row_bytes.argtypes = [number, whole]
+    loaded.fr_pack.argtypes = [whole, pointer, number, number, pointer, number, number, pointer]
+    loaded.fr_linear.argtypes = [
+        *(pointer, number, pointer, number, pointer, ctypes.c_float, number),
+        *(pointer, pointer, pointer, pointer, pointer),
+    ]
+    loaded.fr_set_threads.argtypes = [whole]
+    loaded.fr_pool_stats.argtypes = [pointer]
+    loaded.fr_isa.restype = ctypes.c_char_p
+    for name in ("fr_pack", "fr_linear", "fr_set_threads", "fr_pool_stats"):
+        getattr(loaded, name).restype = None
+    return loaded

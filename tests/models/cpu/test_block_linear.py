@@ -1,0 +1,107 @@
+"""Products on a file's own blocks, against numbers dequantised by the `gguf` package, for every format."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+
+from forerun import LLM, SamplingParams
+from forerun.models.cpu.block_linear import FORMATS, BlockLinear, problem
+from forerun.models.linear import rms_norm
+
+ROWS, COLS = 70, 768  # the last group of 16 rows is not full
+SCALED_AT = {
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+}  # float16 numbers of a block
+
+
+def stored(name: str, rows: int = ROWS, seed: int = 0) -> tuple[torch.Tensor, np.ndarray]:
+    """Random blocks as a file has them, and the matrix they stand for."""
+    rng, kind = np.random.default_rng(seed), gguf.GGMLQuantizationType[name]
+    per, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (rows, COLS // per, size), dtype=np.uint8)
+    for at in SCALED_AT.get(name, (0,)):
+        scales = (rng.standard_normal((rows, COLS // per)) * 0.01).astype(np.float16)
+        raw[..., at : at + 2] = scales.view(np.uint8).reshape(rows, COLS // per, 2)
+    raw = raw.reshape(rows, -1)
+    return torch.from_numpy(raw), quants.dequantize(raw, kind)
+
+
+def rounded(x: torch.Tensor, per: int) -> np.ndarray:
+    """Activations as the kernels round them."""
+    groups = x.numpy().reshape(len(x), -1, per)
+    peak = np.abs(groups).max(-1, keepdims=True)
+    inverse = np.where(peak > 0, np.float32(127) / np.maximum(peak, 1e-30), 0).astype(np.float32)
+    return (np.rint(groups * inverse) * (peak / np.float32(127))).reshape(x.shape)
+
+
+def inputs(rows: int) -> torch.Tensor:
+    x = torch.randn(rows, COLS, generator=torch.Generator().manual_seed(1))
+    x[0] *= 50  # outliers
+    x[-1] = 0  # nothing to scale by
+    return x
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_product_is_that_of_the_blocks(name: str) -> None:
+    raw, weight = stored(name)
+    x, linear = inputs(11), BlockLinear([(name, raw)])
+    expected = rounded(x, FORMATS[name][1]).astype(np.float64) @ weight.astype(np.float64).T
+    got = linear(x).numpy()
+    assert (linear.out_features, linear.in_features) == (ROWS, COLS)
+    assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
+    linear, x = BlockLinear([(name, stored(name)[0])]), inputs(37)
+    together = linear(x)
+    for rows in (1, 2, 5, 8, 32):
+        assert torch.equal(linear(x[3 : 3 + rows]), together[3 : 3 + rows])
+
+
+def test_norm_bias_residual_and_several_formats_in_one_call() -> None:
+    parts = {"Q4_K": stored("Q4_K"), "Q6_K": stored("Q6_K", 33, 1), "Q8_0": stored("Q8_0", 16, 2)}
+    bias, norm = torch.randn(ROWS + 33 + 16), (torch.rand(COLS) + 0.5, 1e-5)
+    x = inputs(6)
+    add = torch.randn(6, len(bias))
+    linear = BlockLinear([(name, raw) for name, (raw, _) in parts.items()], bias)
+    weight = torch.cat([torch.from_numpy(dense) for _, dense in parts.values()])
+    exact = rms_norm(x, norm) @ weight.T + bias + add
+    assert float((linear(x, norm=norm, add=add) - exact).norm() / exact.norm()) < 0.01  # activations have eight bits
+
+
+def test_threads_change_no_bit() -> None:
+    raw, x = stored("Q4_K", 512)[0], inputs(3)
+    results = []
+    for threads in (1, 2, 8):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            results.append(BlockLinear([("Q4_K", raw)])(x))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_formats_without_a_kernel_are_named() -> None:
+    assert problem({"Q4_K", "Q6_K"}) == ""
+    assert "F16, Q3_K" in problem({"Q3_K", "Q4_K", "F16"})
+
+
+def test_the_default_model_answers_from_its_own_blocks() -> None:
+    params = SamplingParams(max_tokens=16)
+    prompts = [f"The capital of {country} is" for country in ("France", "Italy", "Spain")]
+    with LLM(quantization="file", quiet=True) as llm:
+        assert llm.precision.name == "file"
+        together = [answer.token_ids for answer in llm.generate(prompts, params)]
+        llm.clear_cache()
+        assert [llm.generate(prompt, params, speculation="off")[0].token_ids for prompt in prompts] == together
+        assert "Paris" in llm.generate(prompts[0], params)[0].text
