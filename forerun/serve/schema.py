@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from forerun.errors import BadRequest
 from forerun.options import check_number, field_of
@@ -65,6 +65,14 @@ class ForerunOptions(_ForerunFields):
         default=False, description="True: all counts and times; steps: of every step, and live counts in streams."
     )
     session: SessionName | SessionOptions | None = Field(default=None, description="A session's name, or its options.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _speculation(cls, given: Any) -> Any:
+        """The library's name for `speculate` is taken too."""
+        if not isinstance(given, dict) or "speculation" not in given or "speculate" in given:
+            return given
+        return {"speculate" if name == "speculation" else name: value for name, value in given.items()}
 
     @property
     def session_options(self) -> SessionOptions | None:
