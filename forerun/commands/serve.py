@@ -18,8 +18,7 @@ from forerun.errors import BadRequest
 from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from forerun.serve.api_keys import ApiKeys
-    from forerun.serve.config import ServeConfig
+    from forerun.serve.config import ApiKeys, ServeConfig
 
 KEYS_VARIABLE = "FORERUN_API_KEYS"
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -180,7 +179,7 @@ def _bytes(megabytes: float) -> int:
 
 
 def _keys(path: Path | None) -> ApiKeys | None:
-    from forerun.serve.api_keys import ApiKeys
+    from forerun.serve.config import ApiKeys
 
     if path is not None:
         return ApiKeys.load(path)

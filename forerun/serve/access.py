@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
-from forerun.serve.page_files import is_page
+from forerun.serve.page_api import is_page
 
 PATHS_WITHOUT_KEY = ("/health", "/ready")  # for load balancers and supervisors
 

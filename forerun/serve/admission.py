@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from forerun.serve.api_keys import ApiKey
+from forerun.serve.config import ApiKey
 from forerun.serve.errors import ApiError
 
 MAX_RETRY_AFTER_S = 60

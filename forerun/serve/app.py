@@ -23,8 +23,7 @@ from forerun.serve.context import ServerContext
 from forerun.serve.encoders import ChatEncoder, CompletionEncoder
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
 from forerun.serve.metrics import Metrics, MetricsMiddleware
-from forerun.serve.page_api import add_page_api
-from forerun.serve.page_files import add_page_files
+from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn

@@ -1,5 +1,7 @@
-"""The page's own endpoints: what this server offers, what its prefix tree holds, how text is tokenised.
+"""The page at `/`: its files, and its own endpoints: what this server offers, what its prefix tree holds, how text is
+tokenised. What else it shows comes through the same paths as for every other client.
 
+Only files of the package are served, from memory, under a Content-Security-Policy that loads nothing from elsewhere.
 Text of other clients is never sent, unless the server was started with `show_prompts`: of the tree there are counts,
 and text only where it is a prefix of the conversation in the request. All sizes are bounded.
 """
@@ -7,9 +9,13 @@ and text only where it is a prefix of the conversation in the request. All sizes
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from pydantic import Field
 
 from forerun.cache.tree_summary import SharedRun
@@ -17,9 +23,20 @@ from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.params import PREFILL_MODES, Prefill, SamplingParams
 from forerun.serve.context import ServerContext
 from forerun.serve.derived import StrictModel, documented
+from forerun.serve.errors import ApiError
 from forerun.text.tokenizer import Tokenizer
 
 MAX_TREE_RUNS = 200
+FOLDER = "/page/"
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",  # cached, but revalidated: a new version is shown at once
+}
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
 )
@@ -126,3 +143,37 @@ def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     if pieces:
         pieces[-1] += stream.flush()
     return pieces
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is one of the page's files, which need no API key."""
+    return path == "/" or path.startswith(FOLDER)
+
+
+def add_page_files(app: FastAPI) -> None:
+    files = {file.name: _PageFile(file) for file in resources.files("forerun.serve").joinpath("page").iterdir()}
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return files["index.html"].response(request)
+
+    @app.api_route(FOLDER + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def part(name: str, request: Request) -> Response:
+        if name not in files:
+            raise ApiError(404, f"the page has no file {name!r:.80}")
+        return files[name].response(request)
+
+
+class _PageFile:
+    """One file of the page."""
+
+    def __init__(self, file: Traversable) -> None:
+        self._bytes = file.read_bytes()
+        self._type = _TYPES[file.name.rpartition(".")[2]]
+        self._tag = f'"{hashlib.sha256(self._bytes).hexdigest()[:16]}"'
+
+    def response(self, request: Request) -> Response:
+        headers = _HEADERS | {"etag": self._tag}
+        if request.headers.get("if-none-match") == self._tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._bytes, media_type=self._type, headers=headers)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.core import SamplingParams, Usage
 from forerun.engine.sequence import Event, Request
-from forerun.serve.api_keys import ApiKey
+from forerun.serve.config import ApiKey
 from forerun.serve.context import ServerContext
 from forerun.serve.encoders import ChoiceState, ResponseEncoder
 from forerun.serve.errors import ApiError

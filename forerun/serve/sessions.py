@@ -19,7 +19,7 @@ from forerun.core import Usage
 from forerun.engine.sequence import Event, Request
 from forerun.errors import BadRequest
 from forerun.llm import LLM
-from forerun.serve.api_keys import ApiKey
+from forerun.serve.config import ApiKey
 from forerun.serve.errors import ApiError
 from forerun.serve.tool_parser import ToolCallParser
 from forerun.sharing.session import Session, completed

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Route, expect
 
 from forerun import LLM, SamplingParams
-from forerun.serve.api_keys import ApiKeys
+from forerun.serve.config import ApiKeys
 from tests.page.common import Script, Visit, plain, says
 from tests.page.conftest import visiting
 from tests.serve.common import NAME, Running, running

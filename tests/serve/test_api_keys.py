@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM
 from forerun.errors import BadRequest
-from forerun.serve.api_keys import ApiKeys
+from forerun.serve.config import ApiKeys
 from tests.serve.common import ASKED, CHAT, Holding, Running, error, running, wait_for
 
 

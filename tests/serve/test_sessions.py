@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve.api_keys import ApiKeys
+from forerun.serve.config import ApiKeys
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, error, running, slowed, wait_for
 
 USER: Any = {"role": "user", "content": "And who counts the lamps?"}
