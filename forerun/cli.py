@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command
 from forerun.commands.extras import install_hint, research
-from forerun.errors import ForerunError
+from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
 
 RESEARCH = {
@@ -61,13 +61,15 @@ class Forerun(Subcommands):
 
 def _with_new_names(command: Any, args: list[str]) -> list[str]:
     """Arguments with today's option names in place of old ones, each with a warning on stderr."""
-    known = {option for parameter in command.params for option in parameter.opts}
+    spellings = {option: parameter.opts for parameter in command.params for option in parameter.opts}
     end = args.index("--") if "--" in args else len(args)
-    changed = list(args)
+    changed, given = list(args), {arg.partition("=")[0] for arg in args[:end]}
     for i, arg in enumerate(args[:end]):
         old, equals, value = arg.partition("=")
         new = COMMAND_OPTIONS.get(old)
-        if new is not None and old not in known and new in known:
+        if new is not None and old not in spellings and new in spellings:
+            for same in given.intersection(spellings[new]):
+                raise BadRequest(f"{old} and {same} are the same option, and both are given", f"leave {old} out")
             print(f"warning: {old} is now {new}; the old name goes with the next release", file=sys.stderr)
             changed[i] = new + equals + value
     return changed

@@ -25,6 +25,7 @@ LLM_ARGUMENTS = {
 SAMPLING_ARGUMENTS = {"speculate": "speculation", "prefilling": "prefill"}
 COMMAND_OPTIONS = {
     "--weights": "--dtype",
+    "--draft": "--draft-model",
     "--profile": "--prefill-profile",
     "--pool-tokens": "--kv-cache-tokens",
     "--max-batch": "--max-num-seqs",

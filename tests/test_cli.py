@@ -103,6 +103,34 @@ def test_old_options_work_with_a_warning(capsys: pytest.CaptureFixture[str]) -> 
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "hi", "--model", "no-such-model", "--draft", "d"),
+        ("calibrate", "--target", "no-such-model", "--text", "/no/such", "--out", "x.profile", "--draft", "d"),
+        ("bench", "prefill", "--draft", "d", "--profile", "p", "--weights", "int8"),
+        ("lab", "run", "no-such-study", "--draft", "d", "--profile", "p", "--weights", "int8"),
+    ],
+)
+def test_all_commands_know_an_option_by_one_name(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command) == 1
+    err = capsys.readouterr().err
+    for old, new in (("--draft", "--draft-model"), ("--profile", "--prefill-profile"), ("--weights", "--dtype")):
+        assert (f"warning: {old} is now {new};" in err) == (old in command)
+    today = [
+        {"--draft": "--draft-model", "--profile": "--prefill-profile", "--weights": "--dtype"}.get(a, a)
+        for a in command
+    ]
+    assert run(*today) == 1
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("new", ["--dtype", "-w"])
+def test_an_option_under_both_its_names_is_an_error(new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi", "--weights", "int8", new, "float32") == 1
+    assert f"error: --weights and {new} are the same option" in capsys.readouterr().err
+
+
 def test_research_is_listed_and_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +253,7 @@ def test_guessing_ahead_does_not_change_the_answer(
     args = ["generate", "fog", "--threads", "1", "--model", model, "--max-tokens", "24", "--dtype", "float32"]
     found = {}
     for name in ("off", "lookup+suffix", "model"):
-        draft = ["--draft", model] if name == "model" else []
+        draft = ["--draft-model", model] if name == "model" else []
         assert run(*args, *draft, "--speculation", name, "--json") == 0
         found[name] = json.loads(capsys.readouterr().out)
     answers = [record["choices"][0]["token_ids"] for record in found.values()]

@@ -20,7 +20,7 @@ Target = Annotated[str, typer.Option("--target", help="The model whose prompts a
 Source = Annotated[
     str | None,
     typer.Option(
-        "--draft",
+        "--draft-model",
         "-d",
         help="A smaller model of the same tokenizer that drafts; none: the target itself.",
     ),
@@ -35,7 +35,7 @@ Out = Annotated[
 ]
 Base = Annotated[
     int | None,
-    typer.Option("--base", min=1, help="Target layers that every token runs. Default: 1; 30% without --draft."),
+    typer.Option("--base", min=1, help="Target layers that every token runs. Default: 1; 30% without --draft-model."),
 ]
 Rank = Annotated[
     int | None,
@@ -82,7 +82,7 @@ def calibrate(
 
     Ctrl-C leaves a state beside the profile: the same command resumes from there.
 
-    Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
     --text src/ --text notes.txt --out coder.profile
     """
     _check_duration(steps, minutes, no_distill)

@@ -55,7 +55,7 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft-model", "--draft", "-d", help="A smaller model that drafts, named as --model is."),
+    typer.Option("--draft-model", "-d", help="A smaller model that drafts, named as --model is."),
 ]
 Dtype = Annotated[
     str,

@@ -51,7 +51,7 @@ class ServerContext:
         drafter_pool = self.llm.engine.speculator.drafter_pool
         names = drafter_pool.names(params)
         if params.prediction and "copy" not in names:
-            hint = "leave forerun.speculate as it is, or leave prediction out"
+            hint = "leave forerun.speculation as it is, or leave prediction out"
             raise ApiError(400, "prediction is what the drafter copy guesses from, and it is off", hint)
         for name in names:
             if name not in AUTO_FREE_DRAFTERS and not drafter_pool.ready(SamplingParams(speculation=name)):

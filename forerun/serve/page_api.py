@@ -97,7 +97,7 @@ def _about(ctx: ServerContext) -> dict[str, Any]:
         "device": llm.decoder.device.type,
         "max_body_bytes": config.max_body_bytes,
         "prefill": {mode: str(problem) if problem else None for mode, problem in problems.items()},
-        "speculate": [
+        "speculation": [
             "auto",
             "off",
             *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),

@@ -39,7 +39,7 @@ SessionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^\S(.
 
 PrefillMode: Any = Literal[PREFILL_MODES]
 PrefillOptions: Any = derived("PrefillOptions", Prefill)
-SpeculateOptions: Any = derived("SpeculateOptions", Speculation)
+SpeculationOptions: Any = derived("SpeculationOptions", Speculation)
 _ForerunFields: Any = derived(
     "_ForerunFields", SamplingParams, "cache", "top_k", "min_p", "repetition_penalty", "ignore_eos"
 )
@@ -60,7 +60,7 @@ class ForerunOptions(_ForerunFields):
     """Forerun's own options; all of them may be left out."""
 
     prefill: PrefillMode | PrefillOptions = Field(default=Prefill.mode, description=_doc(Prefill))
-    speculate: str | SpeculateOptions = Field(default=Speculation.drafter, description=_doc(Speculation))
+    speculation: str | SpeculationOptions = Field(default=Speculation.drafter, description=_doc(Speculation))
     statistics: bool | Literal["steps"] = Field(
         default=False, description="True: all counts and times; steps: of every step, and live counts in streams."
     )
@@ -68,11 +68,11 @@ class ForerunOptions(_ForerunFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _speculation(cls, given: Any) -> Any:
-        """The library's name for `speculate` is taken too."""
-        if not isinstance(given, dict) or "speculation" not in given or "speculate" in given:
+    def _old_name(cls, given: Any) -> Any:
+        """`speculate` is the name of `speculation` in 0.1, accepted until 0.3."""
+        if not isinstance(given, dict) or "speculate" not in given or "speculation" in given:
             return given
-        return {"speculate" if name == "speculation" else name: value for name, value in given.items()}
+        return {"speculation" if name == "speculate" else name: value for name, value in given.items()}
 
     @property
     def session_options(self) -> SessionOptions | None:
@@ -81,10 +81,10 @@ class ForerunOptions(_ForerunFields):
         return SessionOptions(name=self.session) if isinstance(self.session, str) else self.session
 
     def params(self) -> dict[str, Any]:
-        prefill, speculate = self.prefill, self.speculate
+        prefill, speculation = self.prefill, self.speculation
         return {name: getattr(self, name) for name in _ForerunFields.model_fields} | {
             "prefill": prefill if isinstance(prefill, str) else Prefill(**prefill.model_dump()),
-            "speculation": speculate if isinstance(speculate, str) else Speculation(**speculate.model_dump()),
+            "speculation": speculation if isinstance(speculation, str) else Speculation(**speculation.model_dump()),
             "timeline": self.statistics == "steps",
         }
 

@@ -235,7 +235,7 @@ def _check_params(params: SamplingParams) -> None:
     if params.speculation.drafter not in ("auto", "off"):
         raise BadRequest(
             f"workers do not speculate, params name the drafter {params.speculation.drafter}",
-            "leave speculate out: every step of a worker changes what the others see",
+            "leave speculation out: every step of a worker changes what the others see",
         )
 
 

@@ -39,7 +39,7 @@ class SpeculateBench:
         if self.rules and not self.temperature:
             raise BadRequest("greedy answers are accepted alike by every rule of --verify", "add --temperature 0.8")
         if self.rules and self.draft is None:
-            raise BadRequest("--verify compares rules on drafts that a model draws", "add --draft MODEL")
+            raise BadRequest("--verify compares rules on drafts that a model draws", "add --draft-model MODEL")
         if self.batches and min(self.batches) < 1:
             raise BadRequest(f"--batch has {min(self.batches)}", "give numbers of requests from 1 on")
         for rule in self.rules:

@@ -31,19 +31,19 @@ TIMES = ("read_s", "repair_s", "check_s")
 class PrefillBench:
     """What is drafted and how, beside the model."""
 
-    draft: str | None = None
-    profile: str | None = None
+    draft_model: str | None = None
+    prefill_profile: str | None = None
     budget: float | None = None
     quality: float | None = None
     source: str = "auto"
     provisional: bool = False
 
     def check(self, setup: common.Setup) -> None:
-        if setup.shape is not None and self.profile is not None:
-            raise BadRequest("random weights come with a random profile", "leave --profile or --random-shape out")
-        if setup.shape is not None and (self.draft is None or self.draft not in SHAPES):
+        if setup.shape is not None and self.prefill_profile is not None:
+            raise BadRequest("random weights have a random profile", "leave --prefill-profile or --random-shape out")
+        if setup.shape is not None and (self.draft_model is None or self.draft_model not in SHAPES):
             raise BadRequest(
-                f"--draft is {self.draft!r} beside the random shape {setup.shape}",
+                f"--draft-model is {self.draft_model!r} beside the random shape {setup.shape}",
                 f"name the draft's shape, one of {', '.join(SHAPES)}",
             )
 
@@ -77,7 +77,7 @@ def run(setup: common.Setup, lengths: list[int], plan: PrefillBench) -> dict[str
     context = lengths[-1] + ANSWER_TOKENS + 1
     prompts.check(context)
     modes = [EXACT, SPECULATIVE, *([PROVISIONAL] if plan.provisional else [])]
-    spec = replace(setup.spec("forerun", context, batch=2), draft=plan.draft, profile=plan.profile)
+    spec = replace(setup.spec("forerun", context, batch=2), draft=plan.draft_model, profile=plan.prefill_profile)
     with ExitStack() as stack:
         ours = stack.enter_context(SideProcess(spec))
         peer = None
@@ -90,8 +90,8 @@ def run(setup: common.Setup, lengths: list[int], plan: PrefillBench) -> dict[str
         "bench": "prefill",
         "speculative": True,
         "model": setup.name,
-        "draft": plan.draft,
-        "profile": None if plan.profile is None else Path(plan.profile).name,
+        "draft": plan.draft_model,
+        "profile": None if plan.prefill_profile is None else Path(plan.prefill_profile).name,
         "random_weights": setup.shape is not None,
         "budget": plan.budget,
         "quality": plan.quality,

@@ -86,17 +86,19 @@ class SpeculativeOptions:
     """Speculative prefill: what drafts, and how much may be recomputed."""
 
     speculative: Annotated[bool, _drafting("--speculative", help="Drafted prefill beside exact prefill.")] = False
-    draft: Annotated[
-        str | None, _drafting("--draft", "-d", help="The draft model; a shape where --random-shape names one.")
+    draft_model: Annotated[
+        str | None, _drafting("--draft-model", "-d", help="The draft model; a shape where --random-shape names one.")
     ] = None
-    profile: Annotated[str | None, _drafting("--profile", help="What forerun calibrate made for these models.")] = None
+    prefill_profile: Annotated[
+        str | None, _drafting("--prefill-profile", help="What forerun calibrate made for these models.")
+    ] = None
     budget: Annotated[float | None, _drafting("--budget", help="Most work, as a share of exact prefill's.")] = None
     quality: Annotated[float | None, _drafting("--quality", help="Least agreement with exact prefill.")] = None
     source: Annotated[str, _drafting("--source", help="What drafts: auto, draft, self.")] = "auto"
     provisional: Annotated[bool, _drafting("--provisional", help="Also answers that begin provisionally.")] = False
 
     def check(self) -> None:
-        given = [f"--{name}" for name, value in asdict(self).items() if value and value != "auto"]
+        given = [f"--{name.replace('_', '-')}" for name, value in asdict(self).items() if value and value != "auto"]
         if given and not self.speculative:
             raise BadRequest(f"{', '.join(given)} without --speculative", "add --speculative")
 
@@ -154,9 +156,9 @@ def prefill(
 
     forerun bench prefill --random-shape 8b --tokens 8192 --device cuda
 
-    forerun bench prefill --speculative -m qwen2.5-coder-1.5b-instruct -d qwen2.5-coder-0.5b-instruct --profile P
+    forerun bench prefill --speculative -m BIG -d SMALL --prefill-profile PROFILE
 
-    forerun bench prefill --speculative --random-shape 5b --draft 0.5b --tokens 8192 --device cuda
+    forerun bench prefill --speculative --random-shape 5b --draft-model 0.5b --tokens 8192 --device cuda
     """
     from forerun_research.bench import common, prefill_table, speculative_prefill
     from forerun_research.bench import prefill as bench

@@ -42,9 +42,9 @@ def run(
     out: Out = None,
     data: DataFolder = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="In place of the study's.")] = None,
-    draft: Annotated[str | None, typer.Option("--draft", "-d", help="In place of the study's.")] = None,
-    profile: Annotated[str | None, typer.Option("--profile", help="In place of the study's.")] = None,
-    weights: Annotated[str | None, typer.Option("--weights", "-w", help="In place of the study's.")] = None,
+    draft: Annotated[str | None, typer.Option("--draft-model", "-d", help="In place of the study's.")] = None,
+    profile: Annotated[str | None, typer.Option("--prefill-profile", help="In place of the study's.")] = None,
+    weights: Annotated[str | None, typer.Option("--dtype", "-w", help="In place of the study's.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
     threads: opt.Threads = None,
     prompts: Annotated[
@@ -60,7 +60,7 @@ def run(
 
     [bold]Examples[/bold]
 
-    forerun lab run prefill_agreement --profile qwen.safetensors --data data
+    forerun lab run prefill_agreement --prefill-profile qwen.safetensors --data data
 
     forerun lab run prefill_tasks --only needle --prompts 2 --device cpu
     """

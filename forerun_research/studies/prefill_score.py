@@ -152,7 +152,9 @@ class PromptScorer:
 def prefiller_of(engine: Engine) -> Prefiller:
     prefiller = engine.speculative_prefill.prefiller
     if prefiller is None:
-        raise BadProfile("the study's settings need a profile, and it names none", "give it a `profile`, or --profile")
+        raise BadProfile(
+            "the study's settings need a profile, and it names none", "give it a `profile`, or --prefill-profile"
+        )
     return prefiller
 
 

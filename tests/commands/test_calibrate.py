@@ -38,7 +38,7 @@ def test_from_files_to_a_profile(
     files = sorted(text.iterdir())
     out = tmp_path / "new" / "a.profile"
     # One file belongs to --text, the rest follows as a shell expands it
-    given = ("--target", models[0], "--draft", models[1], "--text", *files, "--out", out)
+    given = ("--target", models[0], "--draft-model", models[1], "--text", *files, "--out", out)
     assert run(*given, *QUICK, "--steps", 2, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["kind"], record["rank"], record["base"]) == ("draft", 16, 1)
@@ -51,7 +51,7 @@ def test_from_files_to_a_profile(
 def test_without_a_rank_the_model_decides(
     models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("--target", models[0], "--draft", models[1], "--text", text, "--out", tmp_path / "a.profile")
+    given = ("--target", models[0], "--draft-model", models[1], "--text", text, "--out", tmp_path / "a.profile")
     small = ("--window", 416, "--tokens", 3000, "--device", "cpu", "--no-distill", "--json")
     assert run(*given, *small) == 0
     assert json.loads(capsys.readouterr().out)["rank"] == 64  # as wide as the target

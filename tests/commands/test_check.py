@@ -54,7 +54,7 @@ def run(*args: str) -> int:
 
 
 def test_all_is_well(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "m", "--draft", "d", "--prompts", "4", "--temperature", "0.5", "--samples", "100") == 0
+    assert run("--model", "m", "--draft-model", "d", "--prompts", "4", "--temperature", "0.5", "--samples", "100") == 0
     out = capsys.readouterr().out
     assert "drafted for by d" in out and "not checked" in out and "FAIL" not in out
     wanted = {"model": "m", "draft": "d", "prompts": 4, "temperature": 0.5, "samples": 100, "weights": "auto"}

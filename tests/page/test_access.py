@@ -113,9 +113,9 @@ def test_everything_works_by_keyboard(visit: Visit):
         assert outline, f"no visible focus on {name}"
         seen.append(name)
     order = [
-        name for name in seen if name in ("new", "theme", "file", "question", "ask", "race", "speculate", "refresh")
+        name for name in seen if name in ("new", "theme", "file", "question", "ask", "race", "speculation", "refresh")
     ]
-    assert order == ["new", "theme", "file", "question", "ask", "race", "speculate", "refresh"]
+    assert order == ["new", "theme", "file", "question", "ask", "race", "speculation", "refresh"]
     page.focus("#max-tokens")
     page.keyboard.press("Control+a")
     page.keyboard.type("3")

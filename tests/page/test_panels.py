@@ -148,7 +148,7 @@ def test_the_tree_shows_what_is_shared_and_how_often(visit: Visit):
     llm, page = visit.made.llm, visit.page
     llm.clear_cache()
     page.fill("#max-tokens", "3")
-    page.locator("#speculate").select_option("off")
+    page.locator("#speculation").select_option("off")
     document = "Seven ropes lie on the pier, and each has a name. " * 20
     for question in ("Which?", "Whose?"):
         page.click("#new")
@@ -170,8 +170,8 @@ def test_modes_that_a_server_has_not_are_off_and_it_says_why(visit: Visit):
     expect(visit.page.locator("#prefill-why")).to_contain_text("needs a profile of this model")
     about = visit.made.get("/forerun/about").json()
     modes = visit.page.locator("#prefill input").evaluate_all("all => all.map(box => box.value)")
-    drafters = visit.page.locator("#speculate option").all_inner_texts()
-    assert modes == list(about["prefill"]) and drafters == about["speculate"]
+    drafters = visit.page.locator("#speculation option").all_inner_texts()
+    assert modes == list(about["prefill"]) and drafters == about["speculation"]
     assert visit.page.locator("input[value=provisional]").is_disabled()
     assert visit.page.locator("input[value=exact]").is_enabled() and visit.page.locator("#budget").is_disabled()
 

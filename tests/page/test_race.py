@@ -42,7 +42,7 @@ def test_both_sides_run_cold_and_a_summary_compares_them(visit: Visit):
 
 def test_each_side_asks_for_what_it_stands_for(visit: Visit, monkeypatch: pytest.MonkeyPatch):
     said = Script(says("Nine.", token_ids=[1], finish_reason="stop")).play(visit.made.llm, monkeypatch, plain)
-    visit.page.locator("#speculate").select_option("lookup")
+    visit.page.locator("#speculation").select_option("lookup")
     visit.page.fill("#question", "How many?")
     visit.page.click("#race")
     visit.wait_done()
@@ -69,7 +69,7 @@ def test_differences_are_told(visit: Visit, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_race_against_oneself_is_refused(visit: Visit):
-    visit.page.locator("#speculate").select_option("off")
+    visit.page.locator("#speculation").select_option("off")
     visit.page.fill("#question", "How many?")
     visit.page.click("#race")
     assert "Both sides would be the same" in visit.text("#problem") and visit.page.locator(".race").count() == 0

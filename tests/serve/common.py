@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 8,
 }
-ENDLESS = ASKED | {"max_tokens": 900, "stream": True, "forerun": {"ignore_eos": True, "speculate": "off"}}
+ENDLESS = ASKED | {"max_tokens": 900, "stream": True, "forerun": {"ignore_eos": True, "speculation": "off"}}
 
 
 @dataclass

@@ -161,7 +161,7 @@ def test_json_formats(served: Running, llm: LLM):
 
 def test_cached_tokens_and_statistics(served: Running, llm: LLM):
     long: Any = [{"role": "user", "content": "A keeper counts the ships, every one of them. " * 8}]
-    asked = ASKED | {"messages": long, "extra_body": {"forerun": {"statistics": True, "speculate": "off"}}}
+    asked = ASKED | {"messages": long, "extra_body": {"forerun": {"statistics": True, "speculation": "off"}}}
     served.client().chat.completions.create(**asked)
     answer: Any = served.client().chat.completions.create(**asked)
     cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -184,7 +184,7 @@ def test_a_prediction_saves_steps_and_changes_nothing(served: Running, llm: LLM)
         assert found.token_ids == expected.token_ids and found.usage.steps <= most
     with pytest.raises(BadRequest, match="vocabulary"):
         llm.generate(prompt, replace(plain, prediction=(10**6,)))
-    own = {"forerun": {"statistics": True, "speculate": {"drafter": "copy", "depth": 4}}}
+    own = {"forerun": {"statistics": True, "speculation": {"drafter": "copy", "depth": 4}}}
     for content in ("The keeper", [{"type": "text", "text": "The "}, {"type": "text", "text": "keeper"}]):
         given: Any = {"type": "content", "content": content}
         answer: Any = served.client().chat.completions.create(**ASKED, prediction=given, extra_body=own)
@@ -192,7 +192,7 @@ def test_a_prediction_saves_steps_and_changes_nothing(served: Running, llm: LLM)
         details, statistics = answer.usage.completion_tokens_details, answer.forerun["statistics"]
         assert details.accepted_prediction_tokens == statistics["accepted"]
         assert details.rejected_prediction_tokens == statistics["drafted"] - statistics["accepted"]
-    off = {"prediction": {"type": "content", "content": "x"}, "forerun": {"speculate": "off"}}
+    off = {"prediction": {"type": "content", "content": "x"}, "forerun": {"speculation": "off"}}
     assert "drafter copy" in error(served.post(CHAT, ASKED | off), 400)["message"]
 
 

@@ -24,7 +24,7 @@ def same(shown: dict[str, Any], entry: dataclasses.Field[Any]) -> None:
     assert shown.get("examples") == (list(about["choices"]) if "choices" in about else None)
 
 
-@pytest.mark.parametrize(("name", "options"), [("PrefillOptions", Prefill), ("SpeculateOptions", Speculation)])
+@pytest.mark.parametrize(("name", "options"), [("PrefillOptions", Prefill), ("SpeculationOptions", Speculation)])
 def test_options_are_those_of_the_dataclass(name: str, options: type):
     shown = SCHEMA["$defs"][name]["properties"]
     assert list(shown) == [entry.name for entry in dataclasses.fields(options)]
@@ -65,11 +65,18 @@ def test_a_new_option_needs_no_second_spelling():
     assert made().sparkle == 3 and shown["maximum"] == 9 and shown["description"] == "Shine."
 
 
+def test_speculation_has_its_old_name_until_the_next_release():
+    old, new = (ForerunOptions(**{name: "lookup"}).params() for name in ("speculate", "speculation"))
+    assert old == new and new["speculation"] == "lookup"
+    with pytest.raises(ValueError, match="speculate"):
+        ForerunOptions(speculate="off", speculation="auto")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"forerun": {"prefill": {"mode": "speculative", "budget": 0}}}, "budget is 0"),
-        ({"forerun": {"speculate": {"nodes": 513}}}, "nodes is 513"),
+        ({"forerun": {"speculation": {"nodes": 513}}}, "nodes is 513"),
         ({"forerun": {"top_k": -1}}, "top_k is -1"),
         ({"top_p": 0}, "top_p is 0"),
     ],

@@ -59,7 +59,7 @@ def test_wrong_types_and_unknown_fields(served: Running, change: dict[str, Any],
         ({"stream_options": {"include_usage": True}}, "stream is not true"),
         ({"response_format": {"type": "json_schema"}}, "no json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "schema"),
-        ({"forerun": {"speculate": "magic"}}, "magic"),
+        ({"forerun": {"speculation": "magic"}}, "magic"),
         ({"forerun": {"speculation": "magic"}}, "magic"),
         ({"forerun": {"prefill": "speculative"}}, "needs a profile"),
         ({"messages": [{"role": "user", "content": "ship " * 4000}]}, "the context holds 2048"),
@@ -86,7 +86,7 @@ def test_values_out_of_bounds(served: Running, change: dict[str, Any], words: st
         b"[" * 100_000,
         b'{"max_tokens": ' + b"9" * 5000 + b"}",
         json.dumps(ASKED | {"messages": [{"role": "user", "content": "\ud800"}]}).encode(),
-        json.dumps(ASKED | {"forerun": {"speculate": "\ud800"}}).encode(),
+        json.dumps(ASKED | {"forerun": {"speculation": "\ud800"}}).encode(),
         json.dumps(ASKED | {"temperature": float("nan")}).encode(),
     ],
 )
@@ -140,11 +140,11 @@ def test_what_is_not_there(served: Running):
 
 
 def test_drafters_that_take_long_to_make_are_prepared_at_the_start(llm: LLM, tiny_folder: Any):
-    asked = ASKED | {"forerun": {"speculate": {"drafter": "self"}}}
+    asked = ASKED | {"forerun": {"speculation": {"drafter": "self"}}}
     with LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True) as fresh:
         with running(fresh) as made:
             assert "not prepared the drafter self" in error(made.post(CHAT, asked), 400)["message"]
-            free = ASKED | {"forerun": {"speculate": "lookup"}, "response_format": {"type": "json_object"}}
+            free = ASKED | {"forerun": {"speculation": "lookup"}, "response_format": {"type": "json_object"}}
             assert made.post(CHAT, free).status_code == 200
         with running(fresh, drafters=("self",)) as made:
             assert made.post(CHAT, asked).status_code == 200

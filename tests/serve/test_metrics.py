@@ -43,7 +43,7 @@ def by_label(before: Figures, after: Figures, name: str) -> dict[str, float]:
 
 
 def asked(made: Running, **more: Any) -> dict[str, Any]:
-    body = ASKED | {"forerun": {"statistics": True, "ignore_eos": True, "speculate": FORCED}} | more
+    body = ASKED | {"forerun": {"statistics": True, "ignore_eos": True, "speculation": FORCED}} | more
     return made.post(CHAT, body).json()["forerun"]["statistics"]
 
 
@@ -142,7 +142,7 @@ def test_nothing_that_is_sent_adds_a_label(served: Running):
         served.get(f"/page-{number}")
         served.get(f"/v1/models/model-{number}")
         served.post(CHAT, ASKED | {"model": f"model-{number}", "user": f"user-{number}"})
-        served.post(CHAT, ASKED | {"forerun": {"speculate": f"drafter-{number}"}})
+        served.post(CHAT, ASKED | {"forerun": {"speculation": f"drafter-{number}"}})
         served.post(CHAT, {})
     after = read(served)
     new = set(after) - before

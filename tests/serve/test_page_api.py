@@ -21,9 +21,9 @@ def test_about_tells_what_may_be_asked_for(served: Running):
     told = served.get("/forerun/about").json()
     assert told["model"] == NAME and told["context"] == served.llm.engine.config.max_model_len
     assert told["prefill"]["exact"] is None and "profile" in told["prefill"]["provisional"]
-    assert told["speculate"][:2] == ["auto", "off"] and told["shows_prompts"] is False
-    for name in told["speculate"]:
-        asked = ASKED | {"max_tokens": 1, "forerun": {"speculate": name}}
+    assert told["speculation"][:2] == ["auto", "off"] and told["shows_prompts"] is False
+    for name in told["speculation"]:
+        asked = ASKED | {"max_tokens": 1, "forerun": {"speculation": name}}
         assert served.post(CHAT, asked).status_code == 200
 
 

@@ -14,7 +14,7 @@ from forerun.engine import intake
 from forerun.params import Grammar
 from tests.serve.common import ASKED, CHAT, NAME, Running
 
-COPY = {"forerun": {"speculate": "copy"}}
+COPY = {"forerun": {"speculation": "copy"}}
 ONCE = {"params": 1, "request": 1, "drafters": 1, "pack": 1}
 
 
@@ -65,7 +65,7 @@ def test_a_completion_with_two_prompts(served: Running, calls: Counter[str]):
 
 
 def test_a_turn_of_a_session(served: Running, calls: Counter[str]):
-    own = {"forerun": {"session": "counted", "speculate": "copy"}}
+    own = {"forerun": {"session": "counted", "speculation": "copy"}}
     for turn in (1, 2):
         calls.clear()
         assert served.post(CHAT, ASKED | own).status_code == 200

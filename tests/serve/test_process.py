@@ -83,7 +83,7 @@ def _ready(url: str) -> bool:
 
 
 def ask(name: str | None = None, text: str = QUESTION, **more: Any) -> dict[str, Any]:
-    own = {"speculate": "off"} | ({} if name is None else {"session": name})
+    own = {"speculation": "off"} | ({} if name is None else {"session": name})
     messages = [{"role": "user", "content": text}]
     return {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0, "forerun": own} | more
 

@@ -119,7 +119,11 @@ def test_a_function_that_is_named_is_called(made: Running):
 
 def test_a_stream_brings_the_same_calls_in_pieces(made: Running):
     asked: Any = LONG | {"tools": [SHIP], "tool_choice": "required", "parallel_tool_calls": False}
-    asked |= {"temperature": 1, "seed": 2, "extra_body": {"forerun": {"speculate": "off"}}}  # guesses come in one piece
+    asked |= {
+        "temperature": 1,
+        "seed": 2,
+        "extra_body": {"forerun": {"speculation": "off"}},
+    }  # guesses come in one piece
     (call,) = made.client().chat.completions.create(**asked).choices[0].message.tool_calls or []
     chunks = list(made.client().chat.completions.create(**asked, stream=True))
     content, calls, reason = joined(chunks)

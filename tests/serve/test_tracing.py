@@ -53,7 +53,7 @@ def seconds(span: ReadableSpan) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_and_what_it_went_through(traced: Running, exported: InMemorySpanExporter, stream: bool):
-    own = {"statistics": True, "ignore_eos": True, "speculate": {"drafter": "lookup", "depth": 4}}
+    own = {"statistics": True, "ignore_eos": True, "speculation": {"drafter": "lookup", "depth": 4}}
     messages = [{"role": "user", "content": f"{SECRET} one two {SECRET} one two {SECRET} one two"}]
     body = ASKED | {"stream": stream, "forerun": own, "messages": messages, "max_tokens": 40}
     response = traced.post(CHAT, body)

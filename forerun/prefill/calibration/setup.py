@@ -116,7 +116,7 @@ def _check_draft(target: Checkpoint, source: Checkpoint) -> None:
     if not target.tokenizer().same_tokens(source.tokenizer()):
         raise BadRequest(
             f"{source.source} has another vocabulary than {target.source}: its hidden states belong to other tokens",
-            "calibrate without --draft (a self profile); such a draft can still choose tokens: --chooser cross",
+            "calibrate without --draft-model (a self profile); such a draft can still choose tokens: --chooser cross",
         )
     ours, theirs = target.config.macs, source.config.macs
     if theirs >= ours:

@@ -81,7 +81,7 @@ async function race() {
     problem("Both sides would be the same: choose another prefill mode or a drafter.");
     return;
   }
-  const made = new Race(questionNodes(question), { prefill: body.forerun.prefill, speculate: body.forerun.speculate });
+  const made = new Race(questionNodes(question), { prefill: body.forerun.prefill, speculation: body.forerun.speculation });
   at("turns").append(made.node);
   reveal(made.node);
   const ended = await runExclusive((signal) =>

@@ -5,14 +5,14 @@ import { json } from "./server.js";
 import { streamAnswer } from "./stream.js";
 import { element, plural, rate, seconds } from "./dom.js";
 
-export const PLAIN = { prefill: "exact", speculate: "off" };
+export const PLAIN = { prefill: "exact", speculation: "off" };
 
 let plainFirst = false; // the order alternates: the second run may profit from a warm machine
 
 /** Whether both sides have the same settings. */
 export function pointless(own) {
   const mode = typeof own.prefill === "string" ? own.prefill : own.prefill.mode;
-  return mode === "exact" && own.speculate === "off";
+  return mode === "exact" && own.speculation === "off";
 }
 
 export class Race {
@@ -111,7 +111,7 @@ function ticking(one) {
 function named(own) {
   const prefill = typeof own.prefill === "string" ? own.prefill : own.prefill.mode;
   const budget = own.prefill.budget ? ` at ${own.prefill.budget}` : "";
-  return `${prefill} prefill${budget}, ${own.speculate === "off" ? "no drafts" : `drafts by ${own.speculate}`}`;
+  return `${prefill} prefill${budget}, ${own.speculation === "off" ? "no drafts" : `drafts by ${own.speculation}`}`;
 }
 
 /** Forerun against plain as text, and whether that is worse. */

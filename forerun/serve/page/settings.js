@@ -26,9 +26,9 @@ export class Settings {
       if (maximum !== undefined) field.max = maximum;
       field.title = description ?? "";
     }
-    const chosen = this._at("speculate").value;
-    this._at("speculate").replaceChildren(...about.speculate.map((name) => element("option", "", name)));
-    this._at("speculate").value = about.speculate.includes(chosen) ? chosen : "auto";
+    const chosen = this._at("speculation").value;
+    this._at("speculation").replaceChildren(...about.speculation.map((name) => element("option", "", name)));
+    this._at("speculation").value = about.speculation.includes(chosen) ? chosen : "auto";
     this._at("max-tokens").max = about.context;
     this._changed();
   }
@@ -48,7 +48,7 @@ export class Settings {
       stream: true,
       temperature: number(this._at("temperature"), 0),
       max_completion_tokens: number(this._at("max-tokens"), 160),
-      forerun: { prefill, speculate: this._at("speculate").value, statistics: "steps" },
+      forerun: { prefill, speculation: this._at("speculation").value, statistics: "steps" },
     };
     if (body.temperature > 0) body.seed = Math.floor(Math.random() * 2 ** 31);
     return body;
@@ -57,7 +57,7 @@ export class Settings {
   _changed() {
     const mode = this._mode;
     this._at("budget").disabled = mode === "exact";
-    this._at("settings-line").textContent = `${mode} prefill, speculate ${this._at("speculate").value}`;
+    this._at("settings-line").textContent = `${mode} prefill, speculation ${this._at("speculation").value}`;
   }
 }
 

@@ -67,8 +67,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(BadRequest, match="beside the random shape tiny"):
         bench.PrefillBench().check(Setup("m", shape="tiny"))
     with pytest.raises(BadRequest, match="random profile"):
-        bench.PrefillBench(draft="tiny", profile="p").check(Setup("m", shape="tiny"))
-    bench.PrefillBench(draft="tiny").check(Setup("m", shape="tiny"))
+        bench.PrefillBench(draft_model="tiny", prefill_profile="p").check(Setup("m", shape="tiny"))
+    bench.PrefillBench(draft_model="tiny").check(Setup("m", shape="tiny"))
     assert bench.PrefillBench(budget=0.4).prefill("speculative").budget == 0.4
     assert bench.PrefillBench(budget=0.4).prefill("exact") == Prefill()
 
