@@ -40,8 +40,10 @@ demo: setup
 serve: setup
 	@$(BIN)/forerun serve $(ARGS)
 
+# Side by side first, a process for each core (tests/conftest.py); then what measures or needs all cores, alone.
 test: lint browser
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
 
 # The page is tested in a real browser; Chromium is no Python package.
 BROWSERS := chromium chromium-browser google-chrome-stable google-chrome chrome

@@ -7,7 +7,6 @@ the driver steps it; none of either is here.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -52,6 +51,7 @@ from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.renamed import LLM_ARGUMENTS, OldLLMNames, accepts_old_arguments
 from forerun.runtime.driver import Driver
+from forerun.runtime.threads import default_threads
 
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
@@ -78,7 +78,8 @@ class LLM(OldLLMNames):
 
     `dtype`: auto, float32, float16, bfloat16 or int8; auto means int8 for quantised files on a CPU. `quantization`:
     int8 is the same as `dtype="int8"`; file multiplies a GGUF file's own blocks, 4 bits as 4 bits, by C kernels that
-    are compiled at first use (int8 where there is no compiler). `device`: auto, cpu or cuda. `threads`: of the CPU.
+    are compiled at first use (int8 where there is no compiler). `device`: auto, cpu or cuda. `threads`: of the CPU;
+    None: OMP_NUM_THREADS, else one for each core.
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
     at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
@@ -125,7 +126,7 @@ class LLM(OldLLMNames):
         check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=max_num_batched_tokens)
         check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
-            torch.set_num_threads(threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+            torch.set_num_threads(threads or default_threads())
         checkpoint, drafting = _opened(model), None if draft_model is None else _opened(draft_model)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self._open_target(checkpoint, where, weights, context, quiet, batch_invariant)

@@ -1,14 +1,38 @@
-"""Fixtures shared by all tests: tiny random models made once per session, and the real default model."""
+"""Fixtures shared by all tests: tiny random models made once per session, and the real default model.
+
+`make test` runs the tests in several processes (pytest-xdist, a file at a time), then those marked `alone` in one.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forerun.models.fetch.store import resolve
 from tests import tiny
+
+WORKER_BYTES = 2 << 30  # of one process that has the default model open in float32 beside transformers' copy of it
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A process for each core, as far as memory goes; the cores are shared out among them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(1, min(cores, psutil.virtual_memory().available // WORKER_BYTES))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))  # the processes inherit it
+    return workers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that open the real model come first: they take longest, and what is left at the end is short."""
+    real = {item.path for item in items if "smollm2" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in real)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,5 +78,7 @@ def fingerprint_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The default model, fetched on first use and kept in the user's cache."""
-    return resolve("smollm2-135m-instruct")
+    """The default model, fetched on first use, by one process, and kept in the user's cache."""
+    with open(Path(tempfile.gettempdir()) / f"forerun-tests-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return resolve("smollm2-135m-instruct")

@@ -81,7 +81,9 @@ GpuMemoryUtilization = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default: one for each core.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads; default: OMP_NUM_THREADS, or one a core.")
+]
 KvCacheTokens = Annotated[
     int | None, typer.Option("--kv-cache-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
 ]

@@ -1,4 +1,4 @@
-"""Work in a thread that ends with it.
+"""How many threads compute, and work in a thread that ends with it.
 
 OpenMP keeps a team of threads for every thread that has ever used it. Once there are more of them than cores, threads
 no longer spin at the end of a parallel loop; they sleep and are woken, thousands of times in a forward. Measured on two
@@ -8,11 +8,20 @@ ends with its thread.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
+
+
+def default_threads() -> int:
+    """What OMP_NUM_THREADS asks for, else one for each core."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
 def run_in_thread(work: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from forerun import data
 from forerun.errors import BadRequest
+from forerun.runtime.threads import default_threads
 from forerun_research.bench.shapes import SHAPES, random_ids
 from forerun_research.bench.sides import Sample, SideProcess, SideSpec
 
@@ -51,7 +51,7 @@ class Setup:
         return f"random {self.shape}" if self.shape else self.model
 
     def thread_count(self) -> int:
-        return self.threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
+        return self.threads or default_threads()
 
     @contextmanager
     def open_sides(self, context: int, batch: int = 1) -> Iterator[list[SideProcess]]:

@@ -11,6 +11,8 @@ from tests.page.common import Visit
 from tests.page.conftest import visiting
 from tests.serve.common import Running
 
+pytestmark = pytest.mark.alone
+
 # The colour of every visible text and of what lies behind it, mixed down to solid colours
 COLOURS = """() => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});

@@ -16,6 +16,8 @@ from tests.page.common import Script, Visit, plain, says
 from tests.page.conftest import visiting
 from tests.serve.common import NAME, Running, running
 
+pytestmark = pytest.mark.alone
+
 END = says("", finish_reason="stop")
 DOCUMENT = "The keeper counts the ships every evening. " * 12
 

@@ -9,6 +9,8 @@ from playwright.sync_api import expect
 
 from tests.page.common import Script, Visit, drafted, plain, says
 
+pytestmark = pytest.mark.alone
+
 GREY, BLACK, STRUCK = ".answer .provisional", ".answer .final", ".answer .retracted"
 
 

@@ -7,6 +7,8 @@ from playwright.sync_api import expect
 
 from tests.page.common import Script, Visit, plain, says
 
+pytestmark = pytest.mark.alone
+
 TEXT = "Nine lanterns hang over the quay. "
 
 

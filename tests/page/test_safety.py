@@ -7,6 +7,8 @@ from playwright.sync_api import expect
 
 from tests.page.common import Script, Visit, drafted, says
 
+pytestmark = pytest.mark.alone
+
 HOSTILE = (
     '<img src=x onerror="window.hit=1"><script>window.hit=2</script><b id=injected>bold</b> &lt;i&gt; </textarea> '
 )

@@ -76,6 +76,7 @@ def test_a_body_for_an_unknown_path_does_not_hold_the_connection(served: Running
         assert received(sock).startswith(b"HTTP/1.1 404 ") and time.monotonic() < start + 4
 
 
+@pytest.mark.alone
 def test_one_byte_at_a_time_is_too_slow(llm: LLM):
     with running(llm, max_header_s=0.4, max_body_s=0.4) as made:
         cut: list[float] = []

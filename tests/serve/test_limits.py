@@ -170,6 +170,7 @@ def test_bodies_too_large(llm: LLM):
         assert small.post(CHAT, ASKED).status_code == 200
 
 
+@pytest.mark.alone
 def test_slow_senders_are_cut_off(llm: LLM):
     with running(llm, max_header_s=0.2, max_body_s=0.2) as hasty:
         with socket.create_connection(("127.0.0.1", hasty.port), timeout=5) as sock:

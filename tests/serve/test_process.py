@@ -20,6 +20,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from tests.serve.common import CHAT, ENDLESS, wait_for
 
+pytestmark = pytest.mark.alone
+
 QUESTION = "Who counts the ships that pass the light at night, and why? " * 4
 GREEDY = SamplingParams(max_tokens=8)
 
