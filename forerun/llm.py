@@ -42,9 +42,8 @@ from forerun.inputs import (
 )
 from forerun.models.build import build_decoder, choose_device
 from forerun.models.fetch.store import DEFAULT_MODEL, resolve
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
-from forerun.models.formats.load import open_checkpoint
 from forerun.outputs import Choice, Completion, acomplete, complete
 from forerun.params import SamplingOptions
 from forerun.prefill.open_profile import open_profile, prefiller_factory

@@ -10,7 +10,7 @@ import torch
 
 from forerun import LLM, SamplingParams, data
 from forerun.llm import Prompt
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun_research.bench.peers.transformers import hf_from_checkpoint
 
 PROMPTS, TOKENS = 16, 48

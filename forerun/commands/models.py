@@ -82,7 +82,7 @@ def info(
     forerun models info ./model.gguf --quality
     """
     from forerun.models.fetch.store import resolve
-    from forerun.models.formats.load import open_checkpoint
+    from forerun.models.formats.checkpoint import open_checkpoint
 
     path = resolve(name)
     config = open_checkpoint(path).config

@@ -21,9 +21,8 @@ from forerun.models.cpu.block_linear import BlockLinear
 from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.dequant import EmbeddingRows
-from forerun.models.formats.shapes import expected_shapes
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, Rotation
 
 log = logging.getLogger("forerun")

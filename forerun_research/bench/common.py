@@ -74,7 +74,7 @@ class Prompts:
             self.limit, self.vocab = SHAPES[setup.shape].max_context, SHAPES[setup.shape].vocab_size
             return
         from forerun.models.fetch.store import resolve
-        from forerun.models.formats.load import open_checkpoint
+        from forerun.models.formats.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(resolve(setup.model))
         self.limit, self.tokenizer = checkpoint.config.max_context, checkpoint.tokenizer()

@@ -13,9 +13,8 @@ from forerun.decode.draft_context import DraftModel
 from forerun.llm import LLM
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.shapes import expected_shapes
 from forerun.prefill.calibration.setup import DRAFT_LAYER_SHARE, MAX_DEFAULT_RANK
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.dequant import as_stored
-from forerun.models.formats.shapes import expected_shapes
 
 SHAPES = {
     "1.5b": ModelConfig(

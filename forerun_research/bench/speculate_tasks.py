@@ -98,7 +98,7 @@ class BenchPrompts:
 
 def prepare(setup: Setup, plan: SpeculateBench) -> BenchPrompts:
     from forerun.models.fetch.store import resolve
-    from forerun.models.formats.load import open_checkpoint
+    from forerun.models.formats.checkpoint import open_checkpoint
 
     everything = read_tasks(plan.data)
     tasks = select(everything, plan.per_category, plan.categories)

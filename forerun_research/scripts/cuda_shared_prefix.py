@@ -6,7 +6,7 @@
 launches with and without. Both expect the same bits. `attention` times one layer of 28 in a captured graph, by how many
 bytes of K and V it is spared; `step` whole forwards of the 1.5B shape, 16, 64 and 256 sequences, each in the way that
 would run without sharing (one launch, graph, single launches) and with it. What `GRAPH`, `LAUNCHES` and `STACK` in
-prefixes.py must be is printed at the end: the fewest spared bytes from which all larger ones gain.
+shared.py must be is printed at the end: the fewest spared bytes from which all larger ones gain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT, HostBatch
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.cuda import attention, graphs, prefixes, shared
+from forerun.models.cuda import attention, graphs, shared
 from forerun.models.cuda.paged import paged_attention, plan_queries
 from forerun.models.cuda.shared import SharedPlan
 from forerun.models.execution.runner import Runner, Span
@@ -77,7 +77,7 @@ class AttentionCase:
         self.kv = [tuple(torch.randn(2, *shape, device=DEVICE, dtype=torch.bfloat16)) for _ in range(layers)]
         self.q = 2 * torch.randn(cu_seqlens[-1], config.num_heads, config.head_dim, device=DEVICE, dtype=torch.bfloat16)
         self.plan = plan_queries(cu_seqlens, max(seq_lens), DEVICE)
-        groups = prefixes.plan_shared(self.host, config, 1)
+        groups = shared.plan_shared(self.host, config, 1)
         assert groups is not None
         self.groups, self.shared = groups, SharedPlan.send(groups, DEVICE)
 
@@ -219,7 +219,7 @@ def time_steps(report: dict) -> None:
     for seqs, length in itertools.product((16, 32, 64, 256), (512, 2048, 8192, 32768)):
         spans = branches(length // PAGE, [(63, 1, False)] * seqs, draw)
         batch = runner.batch(spans)
-        groups = prefixes.plan_shared(batch, runner.decoder.config, 1)
+        groups = shared.plan_shared(batch, runner.decoder.config, 1)
         assert groups is not None
         way = "single launches" if seqs > 64 else "one launch" if fast._stack(seqs) is not None else "graph"
         figures: dict[str, Any] = {"way": way, "seqs": seqs, "shared": length, "spared": groups.spared}
@@ -229,7 +229,7 @@ def time_steps(report: dict) -> None:
                 whole = partial(_whole, runner, spans)
                 whole(), whole()
                 figures["shared_ms" if share else "plain_ms"] = wall(whole, 4 if seqs == 256 else 8)
-        figures["plan_ms"] = wall(partial(prefixes.plan_shared, batch, runner.decoder.config, 1), 5)
+        figures["plan_ms"] = wall(partial(shared.plan_shared, batch, runner.decoder.config, 1), 5)
         note(report, "step", figures | {"gain": figures["plain_ms"] / figures["shared_ms"]})
     for way in ("graph", "single launches", "one launch"):
         rows = sorted((row["spared"], row["gain"]) for row in report["step"] if row["way"] == way)

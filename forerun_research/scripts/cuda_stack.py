@@ -26,8 +26,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
-from forerun.models.cuda.chain import ChainRunner
 from forerun.models.cuda.graphs import GraphRunner
+from forerun.models.cuda.stack import ChainRunner
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint

@@ -11,7 +11,7 @@ import pytest
 from forerun.cli import main
 from forerun.commands.models import parameters
 from forerun.models.fetch import store
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 
 def run(*args: str) -> int:

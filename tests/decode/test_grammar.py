@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers
 
 from forerun.decode.grammar import AnswerGrammar, DeadEnd, GrammarCompiler
 from forerun.errors import BadRequest, ForerunError
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Grammar
 from forerun.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.models.build import build_decoder
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 
 def make_engine(folder: Path, *, weights: str = "float32", prefiller: Any = None, **config: Any) -> Engine:

@@ -19,7 +19,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from tests import tiny
 from tests.engine.common import Answer, finish, leaked, run
 

@@ -15,7 +15,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.models.build import build_decoder
 from forerun.models.decoder import Decoder
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from tests.engine.common import Answer, finish
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, speculation="off")

@@ -14,7 +14,7 @@ from forerun.core import EXTRA_KV_SLOTS, ROOT, Draft
 from forerun.models.attention import block_keys
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 400, (700,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -16,7 +16,7 @@ from forerun.models.build import build_decoder
 from forerun.models.config import FAMILIES
 from forerun.models.decoder import Decoder, Taps
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from tests import tiny
 
 CPU = torch.device("cpu")

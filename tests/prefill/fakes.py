@@ -15,7 +15,7 @@ from forerun.cache.pool import PagePool
 from forerun.decode.draft_context import DraftContext
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import Maps

@@ -21,7 +21,7 @@ from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.choosers import TailAttention
 from forerun.prefill.cross_scores import CrossScores, TokenAlignment

@@ -21,8 +21,7 @@ from forerun.core import TokenBatch
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.rope import inverse_frequencies
 from forerun.prefill.depth import DepthMap, RaggedDepthPass, Rows
 from tests.tiny import FAMILIES

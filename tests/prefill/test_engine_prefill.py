@@ -18,8 +18,8 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
-from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.maps import Maps
 from forerun.prefill.open_profile import open_profile
 from forerun.prefill.plan import Policy

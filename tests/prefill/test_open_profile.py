@@ -10,7 +10,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.data import text
 from forerun.errors import BadProfile
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill import open_profile as module
 from forerun.prefill.open_profile import open_profile, packaged

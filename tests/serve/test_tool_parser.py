@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.decode.grammar import GrammarCompiler
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Grammar
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
 from forerun.serve.tool_parser import PYTHON_TAG, ToolCallParser

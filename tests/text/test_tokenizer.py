@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from forerun.errors import BadRequest, UnsupportedModel
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.text.tokenizer import Tokenizer
 
 TEXTS = [

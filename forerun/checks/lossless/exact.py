@@ -42,8 +42,8 @@ from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.dequant import as_stored
-from forerun.models.formats.shapes import expected_shapes
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
 

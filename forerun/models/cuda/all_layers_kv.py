@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.core import KV
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.launch import cdiv, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
 from forerun.models.decoder import Decoder
 from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
 

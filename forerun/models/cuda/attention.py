@@ -15,8 +15,7 @@ from forerun.core import TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.cuda.fused import rope_and_store
 from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
-from forerun.models.cuda.prefixes import MIN_LAUNCH_SAVING_BYTES, plan_shared
-from forerun.models.cuda.shared import SharedPlan
+from forerun.models.cuda.shared import MIN_LAUNCH_SAVING_BYTES, SharedPlan, plan_shared
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 from forerun.models.linear import Norm
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.models.cuda.all_layers_kv import addressable, addresses_of
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.launch import cdiv, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
 from forerun.models.decoder import MIN_FLOAT8_ROWS
 from forerun.models.execution.float8_mlp import FLOAT8
 

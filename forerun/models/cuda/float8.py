@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.launch import next_power_of_2, options
+from forerun.models.cuda.launch import launch, next_power_of_2, options
 from forerun.models.cuda.skinny import activate
 from forerun.models.execution.float8_mlp import FLOAT8
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.launch import cdiv, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
 from forerun.models.cuda.skinny import activate
 
 HEADS_AT_ONCE = 8

@@ -23,22 +23,21 @@ from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.capture import Recorder, record
-from forerun.models.cuda.chain import ChainRunner, Chains, can_chain
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.cuda.prefixes import (
+from forerun.models.cuda.recompute import RecomputeRunner
+from forerun.models.cuda.shared import (
     MIN_GRAPH_SAVING_BYTES,
     MIN_STACK_SAVING_BYTES,
     TILE_FIELDS,
     Groups,
+    SharedPlan,
     most_tiles,
     plan_shared,
 )
-from forerun.models.cuda.recompute import RecomputeRunner
-from forerun.models.cuda.shared import SharedPlan
-from forerun.models.cuda.stack import KERNEL_ROWS, Stack, fits
+from forerun.models.cuda.stack import KERNEL_ROWS, ChainRunner, Chains, Stack, can_chain, fits
 from forerun.models.cuda.tail_attention import TailAttentionKernel, queries_of
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS

@@ -1,4 +1,10 @@
-"""How the kernels are launched: programmatic dependent launch, and the scratch memory that outlives a launch.
+"""How kernels are launched: with little work on the host, overlapping each other, on scratch memory that outlives them.
+
+Triton compiles one kernel per specialization of its arguments, and its own binding of arguments costs more than a
+launch. `launch` computes the same distinctions more cheaply, keeps what Triton compiled for them, and runs that with
+addresses in place of tensors. All else goes Triton's own way: the first launch of a kind, the interpreter, versions of
+Triton whose launches were not looked at, launch hooks. Changes of Triton's knobs and of globals that a kernel reads are
+not seen once it was launched.
 
 With programmatic dependent launch a kernel starts while the one before it still runs, fetches what does not depend on
 it (weights), and waits for it at `gdc_wait`. Every kernel here lets its dependents start at once, and every program
@@ -7,11 +13,115 @@ waits before it touches an activation, so that a kernel's end implies the end of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+KNOWN_VERSIONS = ("3.6.", "3.7.")  # same specialization, and `CompiledKernel.run` takes the same arguments
+NOTHING = (None, None, None)  # launch metadata and the hooks that would get it
+
+
+class Direct:
+    """Whether launches may pass Triton's binding by; turned off to measure what that gains."""
+
+    enabled = True
+
+    @classmethod
+    def active(cls) -> bool:
+        if not (cls.enabled and _supported()):
+            return False
+        runtime = triton.knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, mostly empty
+        return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@cache
+def _supported() -> bool:
+    known = triton.__version__.startswith(KNOWN_VERSIONS)
+    return known and torch.version.cuda is not None and torch.cuda.is_available() and not triton.knobs.runtime.interpret
+
+
+class Launches:
+    """One kernel's arguments, and what was compiled for their kinds.
+
+    Understood are kernels that take parameters without annotation by place, and after them constants by name.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel  # kept, so that nothing else gets its id
+        self.compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.special: tuple[bool, ...] = ()  # of each plain parameter: whether the values of numbers are looked at
+        self.constants: tuple[None, ...] = ()  # in their places; a launch does not read them
+        self.understood = isinstance(kernel, JITFunction) and not kernel.pre_run_hooks
+        if self.understood:
+            plain = [param for param in kernel.params if not param.is_constexpr]
+            self.special = tuple(not param.do_not_specialize for param in plain)
+            self.constants = (None,) * (len(kernel.params) - len(plain))
+            self.understood = plain == kernel.params[: len(plain)] and not any(param.annotation for param in plain)
+
+    def bind(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
+        """The kind of each argument, at least as fine as Triton's, and what a launch takes for it; None: not known.
+
+        A kernel must never get arguments of another kind: compiled for aligned ones, it reads wrong memory at others.
+        """
+        if len(args) != len(self.special):
+            return None
+        kinds: list[Any] = []
+        values: list[Any] = []
+        for value, special in zip(args, self.special, strict=True):
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
+                values.append(address)
+                if value.is_cuda and not address & 15:
+                    kinds.append(value.dtype)
+                else:
+                    kinds.append((value.dtype, value.is_cuda, not address & 15))
+                continue
+            values.append(value)
+            kind = type(value)
+            if kind is int:
+                wide = 0 if -0x80000000 <= value <= 0x7FFFFFFF else 32 if value <= 0x7FFFFFFFFFFFFFFF else 64
+                kinds.append(wide + (0 if not special else 1 if value == 1 else 2 if not value & 15 else 3))
+            elif value is None or kind is float or kind is bool:
+                kinds.append(kind)
+            else:
+                return None
+        return kinds, values
+
+    def keep(self, key: tuple[Any, ...], compiled: Any, args: tuple[Any, ...]) -> None:
+        """Keep what Triton launched. Memory of the host is looked at by Triton each time."""
+        on_device = all(value.is_cuda for value in args if isinstance(value, torch.Tensor))
+        if on_device and isinstance(compiled, CompiledKernel):
+            self.compiled[key] = compiled.run, (compiled.function, compiled.packed_metadata, *NOTHING)
+
+
+_LAUNCHES: dict[int, Launches] = {}  # by the kernel's id: to hash a kernel takes longer
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)` on the current device and stream."""
+    launches = _LAUNCHES.get(id(kernel))
+    if launches is None:
+        launches = _LAUNCHES[id(kernel)] = Launches(kernel)
+    bound = launches.bind(args) if launches.understood and Direct.active() else None
+    if bound is None:
+        kernel[grid](*args, **constants)
+        return
+    kinds, values = bound
+    device: int = torch._C._cuda_getDevice()
+    key = (device, *kinds, *constants, *constants.values())  # names too: their order is the caller's
+    found = launches.compiled.get(key)
+    if found is None:
+        launches.keep(key, kernel[grid](*args, **constants), args)
+        return
+    run, head = found
+    x, y, z = (*grid, 1, 1)[:3]
+    run(x, y, z, torch._C._cuda_getCurrentRawStream(device), *head, *values, *launches.constants)
 
 
 @cache

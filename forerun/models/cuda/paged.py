@@ -7,7 +7,7 @@ order. Tiles and lanes depend on the model only, never on the batch or the conte
 alone, in a batch, and as one of several drafted tokens. Blocks that a group of sequences shares may have been run for
 all of them before (shared.py); a lane then goes on from what that left, with the same bits. Many new tokens (prefill)
 mostly have work enough in their queries and are not cut; those of a lone sequence that have not (a short chunk, rows
-scattered over a long prompt) get smaller tiles and are cut into as few lanes as fill the chip (tiles.py). Their bits
+scattered over a long prompt) get smaller tiles and are cut into as few lanes as fill the chip (lanes.py). Their bits
 depend on how many rows the plan has room for. Knows no model and allocates no cache.
 """
 
@@ -22,12 +22,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda import tiles
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.join import join_few, join_many
-from forerun.models.cuda.launch import cdiv, next_power_of_2, options
+from forerun.models.cuda.lanes import DECODE_SHAPE, Shape, choose_shape, join_few, join_many, lanes_for
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
 from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
-from forerun.models.cuda.tiles import DECODE_SHAPE, Shape, lanes_for
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
 LOG2_E = 1.4426950408889634
@@ -185,7 +182,7 @@ def paged_attention(
     (_, heads, dim), kv_heads, seqs = q.shape, k_cache.shape[1], plan.cu_q.numel() - 1
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
-    many_shape = many_shape or tiles.many_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
+    many_shape = many_shape or choose_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
     assert shared is None or few_shape == DECODE_SHAPE, "shared blocks are those of the default tile"
     assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
     width = 0 if tree is None else tree.shape[1]

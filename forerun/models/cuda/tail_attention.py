@@ -16,8 +16,7 @@ import triton.language as tl
 
 from forerun.core import KV, TokenBatch
 from forerun.models.config import ModelConfig
-from forerun.models.cuda.dispatch import launch
-from forerun.models.cuda.launch import cdiv, next_power_of_2
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2
 from forerun.models.cuda.paged import LOG2_E
 from forerun.models.decoder import Decoder
 

@@ -27,8 +27,8 @@ from forerun.models.execution.batch_split import clone_output, join_outputs, joi
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.chain import Chains
     from forerun.models.cuda.graphs import GraphRunner
+    from forerun.models.cuda.stack import Chains
 
 
 @dataclass

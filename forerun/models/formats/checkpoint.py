@@ -1,4 +1,5 @@
-"""The contract between files and the decoder: canonical names, lazily read tensors, nothing about formats.
+"""The contract between files and the decoder: canonical names and their shapes, lazily read tensors, and opening a
+model by what its path is. Knows no format.
 
 Canonical names: `embed`, `final_norm`, `head` (absent when tied), and per layer `layers.{i}.` + `attn_norm`, `q`, `k`,
 `v`, `o`, `q_bias`, `k_bias`, `v_bias`, `q_norm`, `k_norm`, `post_attn_norm`, `mlp_norm`, `gate`, `up`, `down`,
@@ -9,18 +10,20 @@ in the half-split rotary order (a loader undoes GGUF's interleaving), so the dec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from forerun.errors import CorruptModel, ForerunError
+from forerun.errors import CorruptModel, ForerunError, ModelNotFound
 from forerun.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
+
+_PATH_HINT = "give a .gguf file, or a folder with config.json, tokenizer.json and .safetensors files"
 
 
 class Checkpoint(Protocol):
@@ -70,3 +73,66 @@ def checked(tensor: torch.Tensor, name: str, source: str) -> torch.Tensor:
             f"{source}: tensor {name!r} holds infinities or NaN", "fetch or copy the model again; it is damaged"
         )
     return tensor
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the decoder will ask for, by canonical name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "final_norm": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "q": (config.q_size, hidden),
+        "k": (config.kv_size, hidden),
+        "v": (config.kv_size, hidden),
+        "o": (hidden, config.q_size),
+        "mlp_norm": (hidden,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {"q_bias": (config.q_size,), "k_bias": (config.kv_size,), "v_bias": (config.kv_size,)}
+    if config.qk_norm:
+        layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.post_norms:
+        layer |= {"post_attn_norm": (hidden,), "post_mlp_norm": (hidden,)}
+    for i in range(config.num_layers):
+        shapes |= {f"layers.{i}.{part}": shape for part, shape in layer.items()}
+    return shapes
+
+
+def check_shapes(
+    stored: Mapping[str, tuple[int, ...]], names: Mapping[str, str], config: ModelConfig, source: str
+) -> None:
+    """Every expected tensor is stored under its name in the file (`names`: canonical to stored) with its shape."""
+    for name, want in expected_shapes(config).items():
+        have = stored.get(names[name])
+        if have is None:
+            raise CorruptModel(f"{source}: tensor {names[name]!r} is missing", "fetch or convert the model again")
+        if have != want:
+            raise CorruptModel(
+                f"{source}: tensor {names[name]!r} has shape {list(have)}, expected {list(want)}",
+                "configuration and weights disagree: fetch or convert the model again",
+            )
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model at `path`, opened but not read: tensors are read when asked for."""
+    if path.is_dir():
+        from forerun.models.formats.hf import FolderCheckpoint
+
+        ggufs = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").exists() and len(ggufs) == 1:
+            return open_checkpoint(ggufs[0])
+        with reading(f"{path.resolve().name}: its configuration"):
+            return FolderCheckpoint(path)
+    if not path.exists():
+        raise ModelNotFound(f"no model at {path}", _PATH_HINT)
+    if path.suffix != ".gguf":
+        raise ModelNotFound(f"{path.name} is neither a folder nor a .gguf file", _PATH_HINT)
+    from forerun.models.formats.gguf_checkpoint import GGUFCheckpoint
+
+    with reading(f"{path.name}: its metadata"):
+        return GGUFCheckpoint(path)

@@ -22,8 +22,7 @@ import torch
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
 from forerun.models.fetch.store import home
-from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.shapes import expected_shapes
+from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 
 SAMPLED_DIGITS = 32  # hex digits of a sampled fingerprint; a full one has 64
 SAMPLED_ROWS, SAMPLED_EMBED_ROWS = 2, 16  # of every matrix of a layer; of the embedding and the head

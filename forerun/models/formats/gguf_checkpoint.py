@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forerun.models.formats.checkpoint import checked, reading
+from forerun.models.formats.checkpoint import check_shapes, checked, expected_shapes, reading
 from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.gguf import GGUFFile
 from forerun.models.formats.gguf_config import INTERLEAVED, gguf_name, read_config
-from forerun.models.formats.shapes import check_shapes, expected_shapes
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer

@@ -14,10 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from forerun.errors import CorruptModel, ModelNotFound
-from forerun.models.formats.checkpoint import checked, reading
+from forerun.models.formats.checkpoint import check_shapes, checked, expected_shapes, reading
 from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.hf_config import hf_name, read_config
-from forerun.models.formats.shapes import check_shapes, expected_shapes
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
-from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.shapes import expected_shapes
+from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.rope import RopeTable
 
 MAX_WINDOW_TOKENS = 32_768

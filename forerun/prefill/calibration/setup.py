@@ -11,9 +11,8 @@ import torch
 from forerun.errors import BadRequest
 from forerun.models.config import ModelConfig
 from forerun.models.fetch.store import resolve
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, TAIL_TOKENS, ModelPair
 

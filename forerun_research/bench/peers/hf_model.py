@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from forerun.models.config import ModelConfig, RopeConfig
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.hf_config import hf_name
-from forerun.models.formats.shapes import expected_shapes
 
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),

@@ -134,6 +134,6 @@ def _open(spec: SideSpec, device: torch.device) -> Checkpoint:
 
         return RandomCheckpoint(spec.shape, device)
     from forerun.models.fetch.store import resolve
-    from forerun.models.formats.load import open_checkpoint
+    from forerun.models.formats.checkpoint import open_checkpoint
 
     return open_checkpoint(Path(resolve(spec.model)))

@@ -27,7 +27,7 @@ from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.decode.drafters.common import STORY, other_tokenizer, train

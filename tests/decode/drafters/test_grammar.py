@@ -16,7 +16,7 @@ from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.drafters.grammar import GrammarDrafter, prune, spell
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Grammar, SamplingParams
 from tests.decode.test_grammar import letters
 

@@ -21,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from tests.engine.common import Answer, finish, leaked, run
 
 CPU = torch.device("cpu")

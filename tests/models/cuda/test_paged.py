@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from forerun.models.cuda.lanes import PREFILL_SHAPE, SHORT_PREFILL_SHAPE, WIDE_HEAD_SHAPE, choose_shape
 from forerun.models.cuda.paged import QueryPlan, Shape, paged_attention, plan_queries
-from forerun.models.cuda.tiles import PREFILL_SHAPE, SHORT_PREFILL_SHAPE, WIDE_HEAD_SHAPE, many_shape
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -220,18 +220,18 @@ def test_lanes_are_for_one_sequence():
     [(64, 12, 2, 16), (944, 12, 2, 4), (1800, 12, 2, 4), (2048, 12, 2, 2), (944, 24, 4, 2), (1800, 24, 4, 2)],
 )
 def test_the_shape_chosen_fills_the_chip(rows: int, heads: int, kv_heads: int, lanes: int):
-    assert many_shape(rows, heads, kv_heads, 128, 1, 16384) == replace(SHORT_PREFILL_SHAPE, lanes=lanes)
-    assert many_shape(rows, heads, kv_heads, 128, 2, 16384) == PREFILL_SHAPE  # would need a table of cells
+    assert choose_shape(rows, heads, kv_heads, 128, 1, 16384) == replace(SHORT_PREFILL_SHAPE, lanes=lanes)
+    assert choose_shape(rows, heads, kv_heads, 128, 2, 16384) == PREFILL_SHAPE  # would need a table of cells
 
 
 def test_lanes_need_keys_and_wide_heads_smaller_tiles():
-    assert many_shape(8192, 12, 2, 128, 1, 8192) == PREFILL_SHAPE
-    assert many_shape(80, 12, 2, 128, 1, 80).lanes == 1
-    assert many_shape(80, 12, 2, 128, 1, 1100).lanes == 4
-    assert many_shape(8192, 8, 1, 256, 1, 8192) == WIDE_HEAD_SHAPE
-    assert many_shape(80, 8, 1, 256, 1, 8192) == replace(WIDE_HEAD_SHAPE, lanes=16)
+    assert choose_shape(8192, 12, 2, 128, 1, 8192) == PREFILL_SHAPE
+    assert choose_shape(80, 12, 2, 128, 1, 80).lanes == 1
+    assert choose_shape(80, 12, 2, 128, 1, 1100).lanes == 4
+    assert choose_shape(8192, 8, 1, 256, 1, 8192) == WIDE_HEAD_SHAPE
+    assert choose_shape(80, 8, 1, 256, 1, 8192) == replace(WIDE_HEAD_SHAPE, lanes=16)
 
 
 def test_the_chosen_shape_is_right():
     check(Case([(1100, MAX_DECODE_TOKENS + 1)], heads=2, kv_heads=2, dim=16).scatter(), few_shape=Shape(16, 16, 4, 2))
-    assert many_shape(MAX_DECODE_TOKENS + 1, 2, 2, 16, 1, 1100).lanes > 1
+    assert choose_shape(MAX_DECODE_TOKENS + 1, 2, 2, 16, 1, 1100).lanes > 1

@@ -8,8 +8,7 @@ from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
-from forerun.models.cuda.prefixes import TILE_FIELDS, most_tiles, plan_shared
-from forerun.models.cuda.shared import SharedPlan
+from forerun.models.cuda.shared import TILE_FIELDS, SharedPlan, most_tiles, plan_shared
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, POOL = 16, 120

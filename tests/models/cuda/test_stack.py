@@ -46,7 +46,7 @@ def test_cut_gives_every_slice_work():
 
 
 if HOPPER:
-    from forerun.models.cuda.chain import ChainRunner, can_chain
+    from forerun.models.cuda.stack import ChainRunner, can_chain
 
     DEVICE = torch.device("cuda")
     PAGES = 40 * 40

@@ -11,7 +11,7 @@ from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
 from forerun.models.execution.runner import Runner
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
 SLOTS = torch.tensor([9, 4, 30, 5, 17])

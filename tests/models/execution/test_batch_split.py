@@ -22,7 +22,7 @@ from forerun.models.execution.batch_split import (
     split_spans,
 )
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 CPU, SIZE = torch.device("cpu"), 8
 

@@ -17,7 +17,7 @@ from forerun.models.build import build_decoder
 from forerun.models.decoder import MIN_FLOAT8_ROWS, Decoder, Layer
 from forerun.models.execution import float8_mlp as module
 from forerun.models.execution.float8_mlp import float8_decoder, float8_projection, to_float8
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.linear import Linear, gate
 
 CPU = torch.device("cpu")

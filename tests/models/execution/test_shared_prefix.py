@@ -20,7 +20,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.execution.kv_rows import KeyRuns
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.execution.shared_prefix import PrefixGroup, find_groups
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
 SIZE, PAGES, HEADS, KV_HEADS, DIM = 16, 260, 6, 2, 16

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.models.formats import fingerprint as module
-from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
-from forerun.models.formats.load import open_checkpoint
 from tests import tiny
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from forerun.errors import CorruptModel
+from forerun.models.formats.checkpoint import expected_shapes, open_checkpoint
 from forerun.models.formats.gguf import GGUFFile
-from forerun.models.formats.load import open_checkpoint
-from forerun.models.formats.shapes import expected_shapes
 from tests.tiny import FAMILIES
 
 

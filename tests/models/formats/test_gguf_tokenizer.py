@@ -8,8 +8,8 @@ import pytest
 
 from forerun.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from forerun.models.config import ModelConfig
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.gguf_tokenizer import tokenizer_from_gguf
-from forerun.models.formats.load import open_checkpoint
 from tests.tiny import TEXT
 
 CONFIG = ModelConfig("llama", 300, 64, 1, 4, 4, 16, 64, 128, eos_ids=(2,), bos_id=1)

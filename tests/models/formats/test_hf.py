@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from forerun.errors import CorruptModel, ModelNotFound
-from forerun.models.formats.load import open_checkpoint
-from forerun.models.formats.shapes import expected_shapes
+from forerun.models.formats.checkpoint import expected_shapes, open_checkpoint
 from tests import tiny
 
 

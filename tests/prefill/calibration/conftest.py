@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.model_pair import ModelPair
 from forerun.text.tokenizer import Tokenizer

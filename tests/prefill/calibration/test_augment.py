@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill.calibration.augment import Augmenter
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.rope import RopeTable, rotate
 from forerun.prefill.calibration.dense import DenseModel
 from tests import tiny

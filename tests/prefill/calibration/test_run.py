@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forerun.errors import BadRequest
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.calibration import run
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.model_pair import ModelPair

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill.calibration.dense import LayerActivations
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.model_pair import (

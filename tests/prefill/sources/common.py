@@ -17,8 +17,7 @@ from forerun.cache.pool import PagePool
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile

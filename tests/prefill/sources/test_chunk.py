@@ -17,7 +17,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.build import build_decoder
 from forerun.models.config import RopeConfig
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.rope import RopeTable, rotate
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun.cache.pool import PagePool
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill.sources.chunk_index import MIN_SPAN_TOKENS, SINK_TOKENS, ChunkIndex
 from tests import tiny
 

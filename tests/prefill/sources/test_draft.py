@@ -18,7 +18,7 @@ from forerun.decode.sampling import Context
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill import maps
 from forerun.prefill.depth import Rows
 from forerun.prefill.prefiller import refusal_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.rope import rotate
 from forerun.prefill import maps as kv_writer
 from forerun.prefill.calibration.dense import DenseModel

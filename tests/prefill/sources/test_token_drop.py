@@ -15,7 +15,7 @@ from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner
-from forerun.models.formats.load import open_checkpoint
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.choosers import chooser_for
 from forerun.prefill.sources.token_drop import SINK_TOKENS, TokenDropRun, TokenDropSource, drop_tokens

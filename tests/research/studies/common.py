@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.load import open_checkpoint
 from forerun.prefill.profile import Profile
 from forerun_research.studies.study import Study, read
 from tests import tiny

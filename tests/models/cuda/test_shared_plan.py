@@ -4,7 +4,7 @@ import pytest
 from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.packing import Bucket
-from forerun.models.cuda.prefixes import (
+from forerun.models.cuda.shared import (
     BLOCK_KEYS,
     GROUP_TILES,
     MAX_DECODE_TOKENS,

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import CorruptModel, ForerunError, ModelNotFound, UnsupportedModel
+from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.gguf import GGUFFile
-from forerun.models.formats.load import open_checkpoint
 
 
 def test_file_and_folders(tiny_folder: Callable[[str], Path], tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
