@@ -119,7 +119,7 @@ def test_known_names_are_those_that_exist() -> None:
 
     assert set(PREFILL_CHOOSERS) == {"auto", *CHOOSERS}
     assert set(VERIFIERS) == {"auto", *LOSSLESS, *LOSSY}
-    assert set(PREFILL_SOURCES) == {"auto", "draft", "self", "chunk", "drop"}
+    assert set(PREFILL_SOURCES) == {"auto", "draft", "self", "chunk"}
 
 
 def test_settings_that_a_model_recommends() -> None:

@@ -89,13 +89,12 @@ CHOOSERS: dict[str, Chooser] = {
     "start": by_start,
     "random": at_random,
 }
-OFFERED_BY = {"draft": ("draft", "drop"), "lower": ("self",), "deviation": ("chunk",)}  # others go with any source
+OFFERED_BY = {"draft": ("draft",), "lower": ("self",), "deviation": ("chunk",)}  # others go with any source
 
 
-def chooser_for(asked: str, source: str) -> str:
-    """`auto`: the attention of the target's own tail is the best predictor; it needs K/V of all tokens, which dropping
-    them does not give."""
-    return asked if asked != "auto" else "draft" if source == "drop" else "tail"
+def chooser_for(asked: str) -> str:
+    """`auto`: the attention of the target's own tail is the best predictor."""
+    return "tail" if asked == "auto" else asked
 
 
 def chooser_problem(name: str, source: str, scorers: dict[str, TokenScorer]) -> BadRequest | None:

@@ -86,7 +86,7 @@ class Prefiller:
             source = self.source(settings)
         except ForerunError as error:
             return error
-        problem = chooser_problem(chooser_for(settings.chooser, source.name), source.name, self._scorers)
+        problem = chooser_problem(chooser_for(settings.chooser), source.name, self._scorers)
         problem = problem or refusal_of(source, num_tokens)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
@@ -112,9 +112,7 @@ class Prefiller:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
         assert self.profile is not None
         share, name = share_for(self.profile, settings.budget, settings.quality), self._source_name(settings)
-        return (
-            f"{self._profile_key} {name} {chooser_for(settings.chooser, name)} {-1.0 if share is None else share:.3f}"
-        )
+        return f"{self._profile_key} {name} {chooser_for(settings.chooser)} {-1.0 if share is None else share:.3f}"
 
     @cached_property
     def _profile_key(self) -> str:
@@ -165,7 +163,7 @@ class Prefiller:
 
     def _assign(self, state: PrefillState, source: KVSource) -> None:
         state.source, state.costs = source, Costs(state, source, self._config)
-        state.report.source, state.report.chooser = source.name, chooser_for(state.settings.chooser, source.name)
+        state.report.source, state.report.chooser = source.name, chooser_for(state.settings.chooser)
 
     def close(self, state: PrefillState) -> None:
         """The prompt is done, or its sequence loses its pages."""
@@ -315,8 +313,6 @@ class Prefiller:
 
 def refusal_of(source: KVSource, tokens: int) -> BadRequest | None:
     """Why a source cannot draft a prompt of so many tokens."""
-    if source.refusal is not None:
-        return BadRequest(*source.refusal)
     if source.max_tokens is None or tokens <= source.max_tokens:
         return None
     return BadRequest(

@@ -19,9 +19,9 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.errors import BadRequest
 from forerun.prefill.choosers import select
-from forerun.prefill.sources.token_drop import SINK_TOKENS, TokenDropRun, drop_tokens
 from forerun_research.studies.prefill_score import PromptPages, PromptScorer, prefiller_of, read_all
 from forerun_research.studies.study import Setting
+from forerun_research.studies.token_drop import SINK_TOKENS, TokenDropRun, drop_tokens
 
 DROP = "drop"
 

@@ -143,11 +143,10 @@ def test_choosers_without_a_model_of_their_own(tiny_folder: Callable[[str], Path
     assert CHOOSERS["cross"](case) is None
 
 
-def test_auto_is_the_tail_wherever_all_tokens_have_kv():
-    asked = {source: chooser_for("auto", source) for source in ("draft", "drop", "self", "chunk")}
-    assert asked == {"draft": "tail", "drop": "draft", "self": "tail", "chunk": "tail"}
-    assert chooser_for("random", "draft") == "random" and chooser_for("draft", "draft") == "draft"
-    assert all(chooser_problem(name, source, {}) is None for source, name in asked.items())
+def test_auto_is_the_tail():
+    assert chooser_for("auto") == "tail"
+    assert chooser_for("random") == "random" and chooser_for("draft") == "draft"
+    assert all(chooser_problem("tail", source, {}) is None for source in ("draft", "self", "chunk"))
     assert chooser_problem("draft", "self", {}) is not None
 
 

@@ -7,7 +7,7 @@ from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources.base import KVSource
 
-SOURCES = ("draft", "self", "chunk")  # that requests may name; `drop` is the baseline of studies
+SOURCES = ("draft", "self", "chunk")
 
 
 def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:
@@ -24,8 +24,4 @@ def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSour
         from forerun.prefill.sources.chunk import ChunkSource
 
         return ChunkSource(ctx)
-    if name == "drop":
-        from forerun.prefill.sources.token_drop import TokenDropSource
-
-        return TokenDropSource(ctx, profile)
     raise BadRequest(f"the source of prefill is {name!r}", f"use one of auto, {', '.join(SOURCES)}")

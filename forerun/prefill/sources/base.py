@@ -17,7 +17,6 @@ class KVSource(ABC):
     name: str
     base: int  # layers below it the target runs for every token; they are exact as far as their input is
     max_tokens: int | None = None  # longest prompt that it reads
-    refusal: tuple[str, str] | None = None  # why requests cannot have it, and what else they can do
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
 
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)

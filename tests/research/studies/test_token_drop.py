@@ -12,16 +12,16 @@ import torch
 
 from forerun.cache.pool import PagePool
 from forerun.decode.draft_context import DraftContext, DraftModel
-from forerun.errors import BadRequest, OutOfPages
+from forerun.errors import OutOfPages
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.choosers import chooser_for
-from forerun.prefill.sources.token_drop import SINK_TOKENS, TokenDropRun, TokenDropSource, drop_tokens
-from forerun.prefill.state import PrefillStage, PrefillState
+from forerun.prefill.sources.draft import DraftSource
+from forerun.prefill.state import PrefillState
+from forerun_research.studies.token_drop import SINK_TOKENS, TokenDropRun, drop_tokens
 from tests import tiny
-from tests.prefill.fakes import make_prefiller, new_state
+from tests.prefill.sources.common import make_maps, make_profile
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def test_the_first_tokens_the_tail_and_the_chosen_are_kept():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_nothing_dropped_is_exact_prefill(family: str, tiny_folder: Callable[[str], Path], monkeypatch):
-    monkeypatch.setattr("forerun.prefill.sources.token_drop.CHUNK_TOKENS", 32)
+    monkeypatch.setattr("forerun_research.studies.token_drop.CHUNK_TOKENS", 32)
     ctx = draft_context_of(tiny_folder(family))
     prompt, answer = words(1, 90), words(2, 12)
     exact = ctx.runner.score([*prompt, *answer], 64)
@@ -109,18 +109,16 @@ def test_too_many_tokens_for_the_pool(tiny_folder: Callable[[str], Path]):
 def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path]):
     """The target as its own draft: what is kept by its attention leaves less to miss than what it never looks at."""
     ctx = draft_context_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    source = TokenDropSource(ctx, None)
-    assert source.cost(100) == pytest.approx(100.0) and source.max_tokens == 512
+    source = DraftSource(ctx, make_profile("draft", make_maps(tiny_folder("qwen2"), 1, (1, 4))))
     prompt = words(1, 200)
     state = PrefillState(0, prompt, array("i", ctx.pool.allocate(25)), 0, 184, Prefill("speculative"), 4)
-    state.report.chooser = chooser_for("auto", source.name)
+    state.report.chooser = "draft"
     source.open(state)
     while state.read < 200:
         assert source.scores(state) is None
         source.read(state, 70)
     scores = source.scores(state)
     assert scores is not None and scores.shape == (200,) and scores.sum() == pytest.approx(1.0, abs=1e-3)
-    assert not any(cache.any() for layer in ctx.runner.kv for cache in layer)  # the target has nothing from it
     order = np.argsort(-scores[:184])
     exact = ctx.runner.score(prompt, 256)[-1].log_softmax(-1)
     losses = []
@@ -128,23 +126,3 @@ def test_the_draft_says_what_the_tail_looks_at(tiny_folder: Callable[[str], Path
         with TokenDropRun(ctx.runner, drop_tokens(prompt, chosen, 16), room=0) as run:
             losses.append(float((exact.exp() * (exact - run.prefill().log_softmax(-1))).sum()))
     assert losses[0] < losses[1]
-    source.finish(state)
-    assert source.scores(state) is None
-
-
-def test_what_it_needs(tiny_folder: Callable[[str], Path]):
-    with pytest.raises(BadRequest, match="needs a draft model"):
-        TokenDropSource(draft_context_of(tiny_folder("llama")), None)
-    with pytest.raises(BadRequest, match="not the target's"):
-        TokenDropSource(draft_context_of(tiny_folder("llama"), tiny_folder("qwen2"), same_tokens=False), None)
-
-
-def test_a_request_cannot_leave_tokens_out(tiny_folder: Callable[[str], Path]):
-    """Nothing would be where the others lie: it must not look drafted."""
-    ctx = draft_context_of(tiny_folder("qwen2"), tiny_folder("qwen2"))
-    prefiller = make_prefiller(ctx, TokenDropSource(ctx, None))
-    problem = prefiller.problem(Prefill("speculative", source="drop"), 200)
-    assert isinstance(problem, BadRequest) and "leaves tokens out" in str(problem) and "draft" in problem.hint
-    pages = array("i", ctx.pool.allocate(25))
-    state = prefiller.open(new_state(prefiller, words(1, 200), pages, Prefill("speculative", source="drop")))
-    assert state.stage is PrefillStage.EXACT

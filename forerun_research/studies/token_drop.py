@@ -1,9 +1,8 @@
 """Token dropping, as published (SpecPrefill): tokens that are not chosen are absent. A baseline.
 
 Kept tokens lie side by side in the pages but keep their rotary positions, so to the model there are gaps in the prompt.
-`drop_tokens` says what is kept, `TokenDropSource` has a draft model say what the prompt's end looks at, and
-`TokenDropRun` prefills what is kept on pages of its own and goes on from there, for measuring. None knows how many
-tokens are worth keeping.
+`drop_tokens` decides what is kept, `TokenDropRun` prefills that on pages of its own and continues from there. Neither
+knows which tokens are worth keeping.
 """
 
 from __future__ import annotations
@@ -15,13 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from forerun.decode.draft_context import DraftContext
-from forerun.errors import BadRequest, OutOfPages
+from forerun.errors import OutOfPages
 from forerun.models.execution.runner import Runner
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.profile import Profile
-from forerun.prefill.sources.draft import DraftSource
-from forerun.prefill.state import PrefillState
 
 SINK_TOKENS = 4  # first tokens, always kept: attention sinks
 CHUNK_TOKENS = 512  # of one forward
@@ -64,42 +59,6 @@ def drop_tokens(tokens: Sequence[int], chosen: Sequence[int] | np.ndarray, tail:
     keep[max(0, count - tail) :] = True
     positions = np.flatnonzero(keep)
     return KeptTokens([tokens[p] for p in positions.tolist()], positions, count)
-
-
-class TokenDropSource(DraftSource):
-    """Only reads and scores: there is no K/V for what is not kept, so a prompt can run packed or not at all. Requests
-    cannot ask for that; `TokenDropRun` measures it."""
-
-    name = "drop"
-    base = 0
-    refusal = (
-        "the source 'drop' leaves tokens out of the prompt, which no request can ask for",
-        "use source=draft, which costs the same and keeps all of them; `forerun lab` measures drop",
-    )
-
-    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
-            raise BadRequest(
-                "the source 'drop' needs a draft model, which scores the tokens",
-                "open the model with a draft: draft_model=..., or --draft-model on the command line",
-            )
-        if not ctx.draft.same_tokens:
-            raise BadRequest(
-                f"the tokens of {ctx.draft.source} are not the target's, so it cannot score them",
-                "use a draft of the same family",
-            )
-        self._pool, self._draft_kv, self._runner = ctx.pool, ctx.draft_kv, ctx.draft_runner
-        measured = profile.source_cost if profile is not None and profile.kind == "draft" else None
-        counted = ctx.draft.decoder.config.macs / ctx.runner.decoder.config.macs
-        self._cost = counted if measured is None else measured
-        self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
-        self._taps, self._top = (), ctx.draft.decoder.config.num_layers
-        self._layers = self._top
-
-    def open(self, state: PrefillState) -> None:
-        super().open(state)
-        state.source_state.need = state.end  # nothing to write
-        state.read = min(self._read_entries(state), state.end)
 
 
 class TokenDropRun:
