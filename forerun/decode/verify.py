@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.core import ROOT, Draft, TokenLogprob, Verdict
 from forerun.decode.sampling import Context, Row, SeededRng, choose, distribution, logprob, shape
-from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.errors import ForerunError
 from forerun.models.decoder import Output
 

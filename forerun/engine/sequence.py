@@ -19,8 +19,7 @@ from torch import Tensor
 from forerun.core import Draft, SamplingParams, TokenLogprob, Usage
 from forerun.decode.sampling import Context
 from forerun.decode.state import SpeculationState
-from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.engine.stats import CACHES
 from forerun.models.execution.runner import Span
 

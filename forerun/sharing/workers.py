@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forerun.core import Draft, SamplingParams
-from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.base import MatchVerifier
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.errors import BadRequest, OutOfPages

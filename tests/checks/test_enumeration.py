@@ -18,12 +18,9 @@ from forerun.checks.enumeration import (
     tiny_tree,
 )
 from forerun.core import ROOT, Draft, Verdict
-from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.match import MatchVerifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verifiers.base import MatchVerifier, Verifier
+from forerun.decode.verifiers.lossless import RejectionVerifier, TransportVerifier, TraversalVerifier
 from forerun.decode.verifiers.residual import Residual
-from forerun.decode.verifiers.transport import TransportVerifier
-from forerun.decode.verifiers.traversal import TraversalVerifier
 from forerun.params import SamplingParams
 
 PLAIN = tiny_targets()[0]
@@ -146,7 +143,7 @@ def test_draft_that_ignores_temperature_is_caught(verifier: Verifier):
 def test_wrong_residual_in_traversal_is_caught(monkeypatch):
     make_draft = tiny_tree([1, 1])
     assert gap(make_draft, TraversalVerifier()) < MAX_DIFFERENCE
-    monkeypatch.setattr("forerun.decode.verifiers.traversal.Residual", WrongShare)
+    monkeypatch.setattr("forerun.decode.verifiers.lossless.Residual", WrongShare)
     assert gap(make_draft, TraversalVerifier()) > 1e-3
 
 

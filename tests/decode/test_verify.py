@@ -7,8 +7,8 @@ import torch
 from forerun.core import ROOT, Draft, SamplingParams, Speculation
 from forerun.decode.sampling import Context, Row, SeededRng, choose
 from forerun.decode.verifiers import make_verifier
-from forerun.decode.verifiers.match import MatchVerifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verifiers.base import MatchVerifier
+from forerun.decode.verifiers.lossless import RejectionVerifier
 from forerun.decode.verify import Target, VerifyInput, verify
 from forerun.errors import ForerunError
 from forerun.models.decoder import Output

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from forerun.decode.verifiers.base import Verifier
-from forerun.decode.verifiers.block import BlockVerifier
+from forerun.decode.verifiers.base import MatchVerifier, Verifier
+from forerun.decode.verifiers.lossless import BlockVerifier, RejectionVerifier, TransportVerifier, TraversalVerifier
 from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
-from forerun.decode.verifiers.match import MatchVerifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
-from forerun.decode.verifiers.transport import TransportVerifier
-from forerun.decode.verifiers.traversal import TraversalVerifier
 from forerun.errors import BadRequest
 from forerun.params import Speculation
 

@@ -1,4 +1,4 @@
-"""The acceptance contract: a draft and the target's distributions in, a verdict out.
+"""The acceptance contract: a draft and the target's distributions in, a verdict out; and `match`, the default.
 
 A verifier knows no drafter, no engine and no model: it reads a `TargetView` and draws from an `Rng`, so that the checks
 can put a tiny vocabulary and enumerated probabilities in their place. It is lossless if, whatever was drafted, the
@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from forerun.core import Draft, Verdict
+from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.sampling import Rng
 
 
@@ -36,3 +36,25 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict: ...
+
+
+class MatchVerifier(Verifier):
+    """Draw the target's own next token and follow the draft as long as it contains it.
+
+    The answer is token for token what plain decoding gives: greedy by nature, and sampled too, because every position
+    has its own random number. For deterministic drafts no lossless rule accepts more: a token is accepted with exactly
+    the probability that the target gives it.
+    """
+
+    name = "match"
+
+    def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
+        children = draft.children()
+        node, path = ROOT, list[int]()
+        while True:
+            token = target.draw(node)
+            child = next((c for c in children.get(node, ()) if draft.tokens[c] == token), None)
+            if child is None:
+                return Verdict(path, token)
+            node = child
+            path.append(child)

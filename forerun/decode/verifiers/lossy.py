@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.sampling import Rng
 from forerun.decode.verifiers.base import TargetView, Verifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
+from forerun.decode.verifiers.lossless import RejectionVerifier
 from forerun.decode.verifiers.residual import Residual
 from forerun.errors import BadRequest
 

@@ -16,7 +16,7 @@ from forerun.core import ROOT, Draft
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
 from forerun.decode.sampling import Context, Rng, Row, SeededRng, choose, distribution, shape
-from forerun.decode.verifiers.match import MatchVerifier
+from forerun.decode.verifiers.base import MatchVerifier
 from forerun.decode.verify import Target
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer

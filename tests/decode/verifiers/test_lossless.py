@@ -6,11 +6,8 @@ import torch
 from forerun.checks.enumeration import TinyTarget, check_pairs, outcomes, tiny_drafters, tiny_logits, tiny_tree
 from forerun.core import ROOT, Draft
 from forerun.decode.sampling import DRAFT_STREAM, Context, SeededRng
-from forerun.decode.verifiers.block import BlockVerifier
-from forerun.decode.verifiers.match import MatchVerifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
-from forerun.decode.verifiers.transport import TransportVerifier
-from forerun.decode.verifiers.traversal import TraversalVerifier
+from forerun.decode.verifiers.base import MatchVerifier
+from forerun.decode.verifiers.lossless import BlockVerifier, RejectionVerifier, TransportVerifier, TraversalVerifier
 from forerun.decode.verify import Target
 from forerun.params import SamplingParams
 

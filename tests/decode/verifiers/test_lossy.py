@@ -15,8 +15,8 @@ from forerun.checks.enumeration import (
     tiny_tree,
 )
 from forerun.core import ROOT, Draft
+from forerun.decode.verifiers.lossless import RejectionVerifier
 from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
-from forerun.decode.verifiers.rejection import RejectionVerifier
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 
