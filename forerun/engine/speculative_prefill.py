@@ -22,7 +22,7 @@ from forerun.engine.provisional import ProvisionalAnswer
 from forerun.engine.sequence import Phase, Sequence
 from forerun.errors import BadProfile, ForerunError
 from forerun.params import Prefill
-from forerun.prefill.depth import DepthMap
+from forerun.prefill.depth import depth_runs
 from forerun.prefill.state import PrefillStage, PrefillState
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _report(draft: SharedDraft, tokens: int, shared: int) -> PrefillReport:
         recomputed=end - exact - accepted,
         token_layers=(tokens - shared) * layers,
         cost=(tokens - shared) / max(1, tokens - draft.first),
-        depth_runs=DepthMap(depths, layers).runs(),
+        depth_runs=depth_runs(depths),
         read_s=0.0,
         repair_s=0.0,
         check_s=0.0,

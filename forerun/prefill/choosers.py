@@ -112,28 +112,14 @@ def chooser_problem(name: str, source: str, scorers: dict[str, TokenScorer]) -> 
     return None
 
 
-def select(scores: np.ndarray, candidates: np.ndarray, count: int, window: int = 1) -> np.ndarray:
-    """The `count` candidates with the best scores, in their order, which is by position; of equals the first ones.
-
-    `window`: scores are first averaged over so many neighbours, so that whole passages are taken.
-    """
+def select(scores: np.ndarray, candidates: np.ndarray, count: int) -> np.ndarray:
+    """The `count` candidates with the best scores, in their order, which is by position; of equals the first ones."""
     count = min(count, len(candidates))
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     first, last = candidates[0], candidates[-1]
-    mine = smooth(scores, window)
-    mine = mine[first : last + 1] if last - first == len(candidates) - 1 else mine[candidates]
+    mine = scores[first : last + 1] if last - first == len(candidates) - 1 else scores[candidates]
     return candidates[top_mask(mine, count)].astype(np.int64)
-
-
-def smooth(scores: np.ndarray, window: int) -> np.ndarray:
-    """Means over a centred window; at the ends, over what there is of it."""
-    if window <= 1:
-        return scores
-    sums = np.concatenate(([0.0], np.cumsum(scores, dtype=np.float64)))
-    at = np.arange(len(scores))
-    lo, hi = np.maximum(at - (window - 1) // 2, 0), np.minimum(at + window // 2 + 1, len(scores))
-    return (sums[hi] - sums[lo]) / (hi - lo)
 
 
 def tail_rows(state: PrefillState, base: int, want: int = 0) -> Rows:
@@ -179,7 +165,6 @@ def warm_up(runner: Runner, tail: int) -> None:
         pool.release(pages)
 
 
-REDUCTIONS = ("mean", "max")  # over the queries of the tail
 MAX_WEIGHTS = 1 << 25  # attention weights computed at a time: all those of a long prompt would be large
 
 
@@ -241,11 +226,9 @@ class TailAttention:
         """[Q, tokens] mean over layers and heads: each row sums to one."""
         return self._sum / max(1, len(self._layers))
 
-    def reduce(self, how: str = "mean") -> np.ndarray:
-        """[tokens] float32: mean or maximum over the queries."""
-        assert how in REDUCTIONS, how
-        weights = self.weights()
-        return (weights.mean(0) if how == "mean" else weights.amax(0)).cpu().numpy()
+    def reduce(self) -> np.ndarray:
+        """[tokens] float32: mean over the queries."""
+        return self.weights().mean(0).cpu().numpy()
 
 
 NGRAM = 3  # tokens that must be the same

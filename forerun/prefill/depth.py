@@ -1,4 +1,4 @@
-"""The depth map, and the pass that follows it: tokens leave the batch as layers go up.
+"""The pass of the target over some tokens, each to its own depth: tokens leave the batch as layers go up.
 
 A token of depth d has K/V of the target's own in layers 0 .. d; above them it keeps whatever lies in its pages. Full
 depth is exact prefill. Knows neither the source of the rest, nor why a token has its depth, nor requests.
@@ -22,51 +22,12 @@ from forerun.models.execution.kv_rows import RecomputePass
 from forerun.models.execution.runner import Runner
 
 
-class DepthMap:
-    """How many layers of each token the target computes."""
-
-    def __init__(self, depths: np.ndarray | Sequence[int], layers: int) -> None:
-        given = np.asarray(depths)
-        if given.ndim != 1 or not (given.size == 0 or np.issubdtype(given.dtype, np.integer)):
-            raise ValueError(f"depths must be a row of whole numbers, got {given.dtype} of shape {given.shape}")
-        if given.size and not (given.min() >= 0 and given.max() <= layers):
-            raise ValueError(f"depths go from {given.min()} to {given.max()}, allowed is from 0 to {layers}")
-        self.depths = given.astype(np.int16)  # [T], a copy: maps are changed in place
-        self.layers = layers
-
-    @classmethod
-    def uniform(cls, tokens: int, depth: int, layers: int) -> DepthMap:
-        return cls(np.full(tokens, depth), layers)
-
-    @classmethod
-    def exact(cls, tokens: int, layers: int) -> DepthMap:
-        return cls.uniform(tokens, layers, layers)
-
-    def __len__(self) -> int:
-        return len(self.depths)
-
-    @property
-    def token_layers(self) -> int:
-        return int(self.depths.sum(dtype=np.int64))
-
-    @property
-    def cost(self) -> float:
-        """Share of all token-layers that the target computes; 1: exact prefill."""
-        return self.token_layers / (len(self) * self.layers) if len(self) else 0.0
-
-    def deepen(self, tokens: np.ndarray | Sequence[int], depth: int) -> None:
-        """At least this depth for these tokens; never less than they have."""
-        if not 0 <= depth <= self.layers:
-            raise ValueError(f"depth is {depth}, allowed is from 0 to {self.layers}")
-        index = np.asarray(tokens, dtype=np.int64)
-        self.depths[index] = np.maximum(self.depths[index], depth)
-
-    def runs(self) -> list[tuple[int, int]]:
-        """(depth, tokens) of each run of tokens of one depth, from the first on."""
-        edges = np.concatenate(([0], np.flatnonzero(self.depths[1:] != self.depths[:-1]) + 1, [len(self)]))
-        if not len(self):
-            return []
-        return list(zip(self.depths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
+def depth_runs(depths: np.ndarray) -> list[tuple[int, int]]:
+    """(depth, tokens) of each run of tokens of one depth, from the first on."""
+    if not len(depths):
+        return []
+    edges = np.concatenate(([0], np.flatnonzero(depths[1:] != depths[:-1]) + 1, [len(depths)]))
+    return list(zip(depths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
 
 
 @dataclass(eq=False)

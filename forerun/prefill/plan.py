@@ -37,7 +37,6 @@ class Policy:
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
-    window: int = 1  # neighbours over which scores are averaged
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
@@ -45,7 +44,7 @@ class Policy:
         for name in ("first", "shortest", "spans", "deepenings"):
             if getattr(self, name) < 0:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, it cannot be negative")
-        for name in ("tail", "span", "window", "first_check_tokens", "chunk"):
+        for name in ("tail", "span", "first_check_tokens", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"policy: {name} is {getattr(self, name)}, the least is 1")
         if not 0.0 <= self.failing <= 1.0:
@@ -142,7 +141,7 @@ def plan(
     count, why = _count(state, len(candidates), must, profile, costs, policy, spent)
     if why:
         return PrefillPlan(exact=why)
-    chosen = candidates[:count] if scores is None else select(scores, candidates, count, policy.window)
+    chosen = candidates[:count] if scores is None else select(scores, candidates, count)
     checkpoints = place(state, chosen, must, policy)
     checked = [checkpoint.entries for checkpoint in checkpoints]
     todo = _open(state, _union(state.end, must, chosen, *checked))

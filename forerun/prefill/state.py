@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.core.batch import send
 from forerun.params import Prefill
-from forerun.prefill.depth import DepthMap
+from forerun.prefill.depth import depth_runs
 
 if TYPE_CHECKING:
     from forerun.prefill.checks import Checker
@@ -118,7 +118,7 @@ class PrefillState:
         report.drafted, report.recomputed = len(kept), int((kept == self.layers).sum())
         report.accepted = report.drafted - report.recomputed
         whole = np.concatenate((depths, np.full(len(self.tokens) - self.end, self.layers, dtype=depths.dtype)))
-        report.depth_runs = DepthMap(whole, self.layers).runs()
+        report.depth_runs = depth_runs(whole)
 
     def finish(self) -> None:
         """All before the tail has K/V, and it was described: add up what that cost."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun import __version__
 from forerun.core import Prefill, SamplingParams
+from forerun.decode.control.controller import Controller
 from forerun.llm import LLM, Prompt
 from forerun_research.bench.common import same_prefix
 from forerun_research.bench.sides import Sample, SideSpec
@@ -149,8 +150,20 @@ class ForerunSide:
 
     def bound(self, survival: list[float], drafter: str | None) -> float:
         """The speedup that the measured cost curves allow where drafts survive like this."""
-        return self.llm.engine.speculator.controller.max_speedup(survival, drafter)
+        return max_speedup(self.llm.engine.speculator.controller, survival, drafter)
 
     def _first_token(self, ids: list[int]) -> Sample:
         usage = self.llm.generate(ids, SamplingParams(max_tokens=1, ignore_eos=True))[0].usage
         return {"ttft_s": usage.ttft_s, "cached_tokens": usage.cached_tokens}
+
+
+def max_speedup(controller: Controller, survival: list[float], drafter: str | None) -> float:
+    """The speedup that costs allow one sequence at the best fixed depth; `survival[j]` is the share of steps with more
+    than j drafted tokens accepted."""
+    one = controller.target.seconds(1, 1)
+    round_s = controller.drafters[drafter].seconds(1, 1) if drafter else 0.0
+    best, tokens = 1.0, 1.0
+    for k, share in enumerate(survival, 1):
+        tokens += share
+        best = max(best, tokens * one / (controller.target.seconds(1 + k, 1) + k * round_s))
+    return best

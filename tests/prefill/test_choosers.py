@@ -19,7 +19,6 @@ from forerun.prefill.choosers import (
     chooser_for,
     chooser_problem,
     select,
-    smooth,
     tail_attention,
     warm_up,
 )
@@ -27,16 +26,16 @@ from forerun.prefill.state import PrefillState
 from tests.prefill.fakes import END, IDS, SETTINGS, Fake, make_draft_context, own_pages, slots
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.sampled_from([1, 2, 3, 13]))
-def test_selection_takes_the_best_in_order(values: list[int], count: int, window: int):
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70))
+def test_selection_takes_the_best_in_order(values: list[int], count: int):
     scores = np.array(values, dtype=np.float64)
     candidates = np.arange(len(values))[len(values) // 3 :]
-    taken = select(scores, candidates, count, window)
+    taken = select(scores, candidates, count)
     assert len(taken) == min(count, len(candidates)) and (np.diff(taken) > 0).all()
     assert set(taken) <= set(candidates.tolist())
-    smoothed, left = smooth(scores, window), np.setdiff1d(candidates, taken)
+    left = np.setdiff1d(candidates, taken)
     if len(taken) and len(left):
-        assert smoothed[taken].min() >= smoothed[left].max() - 1e-9
+        assert scores[taken].min() >= scores[left].max()
 
 
 def test_of_equals_the_first_are_taken():
@@ -47,22 +46,6 @@ def test_of_equals_the_first_are_taken():
 def test_selection_is_that_of_a_stable_sort(values: list[float], count: int):
     scores, candidates = np.array(values), np.arange(len(values))
     assert select(scores, candidates, count).tolist() == sorted(np.argsort(-scores, kind="stable")[:count].tolist())
-
-
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(1, 15))
-def test_smoothing_is_a_centred_mean(values: list[float], window: int):
-    slow = [
-        np.mean([values[j] for j in range(i - (window - 1) // 2, i + window // 2 + 1) if 0 <= j < len(values)])
-        for i in range(len(values))
-    ]
-    assert smooth(np.array(values), window) == pytest.approx(slow, abs=1e-9)
-
-
-def test_smoothing_takes_passages():
-    scores = np.zeros(40)
-    scores[5], scores[20:25] = 1.2, 1.0
-    assert select(scores, np.arange(40), 3).tolist() == [5, 20, 21]
-    assert select(scores, np.arange(40), 3, window=5).tolist() == [21, 22, 23]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])

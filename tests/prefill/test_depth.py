@@ -23,7 +23,7 @@ from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.rope import inverse_frequencies
-from forerun.prefill.depth import DepthMap, RaggedDepthPass, Rows
+from forerun.prefill.depth import RaggedDepthPass, Rows, depth_runs
 from tests.tiny import FAMILIES
 
 CPU = torch.device("cpu")
@@ -130,34 +130,14 @@ def models(tiny_folder: Callable[[str], Path]) -> Callable[[str, str], Runner]:
     return get
 
 
-# -- the map -----------------------------------------------------------------------------------------------------------
+# -- depths -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 6), max_size=50), st.lists(st.integers(0, 49), max_size=8), st.integers(0, 6))
-def test_a_map_counts_and_deepens(depths: list[int], tokens: list[int], depth: int):
-    made = DepthMap(depths, 6)
-    assert [d for d, count in made.runs() for _ in range(count)] == depths
-    assert all(a[0] != b[0] for a, b in zip(made.runs(), made.runs()[1:], strict=False))
-    assert made.cost == pytest.approx(sum(depths) / 6 / len(depths) if depths else 0.0)
-    tokens = [t for t in tokens if t < len(depths)]
-    made.deepen(tokens, depth)
-    assert made.depths.tolist() == [max(d, depth) if t in tokens else d for t, d in enumerate(depths)]
-
-
-def test_a_map_refuses_what_is_no_depth():
-    assert DepthMap.exact(7, 4).runs() == [(4, 7)] and DepthMap.exact(7, 4).cost == 1.0
-    assert DepthMap.uniform(8, 1, 4).cost == 0.25
-    for bad in ([0, 5], [-1, 2], [0.5], [[1, 2]]):
-        with pytest.raises(ValueError, match="depths"):
-            DepthMap(np.array(bad), 4)
-    with pytest.raises(ValueError, match="depth is 5"):
-        DepthMap.exact(3, 4).deepen([1], 5)
-
-
-def test_a_map_keeps_its_own_numbers():
-    depths = np.array([1, 2, 3], dtype=np.int16)
-    DepthMap(depths, 4).deepen([0], 4)
-    assert depths.tolist() == [1, 2, 3]
+@given(st.lists(st.integers(0, 6), max_size=50))
+def test_runs_are_the_depths(depths: list[int]):
+    runs = depth_runs(np.array(depths, dtype=np.int16))
+    assert [d for d, count in runs for _ in range(count)] == depths
+    assert all(a[0] != b[0] for a, b in zip(runs, runs[1:], strict=False))
 
 
 # -- the pass ----------------------------------------------------------------------------------------------------------
@@ -205,7 +185,7 @@ def test_full_depth_is_the_runners_forward(family: str, weights: str, models: Ca
     for cache in (cache for layer in runner.kv for cache in layer):
         cache[SLOTS] = 7.0
     layers = runner.decoder.config.num_layers
-    full = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, DepthMap.exact(n, layers).depths, range(n)))
+    full = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers), range(n)))
     assert torch.equal(full.logits, exact)
     assert full.token_layers == n * layers
     last = RaggedDepthPass(runner).run(Rows(IDS, np.arange(n), PAGES, np.full(n, layers), (n - 1,)))

@@ -50,7 +50,7 @@ class VerifyAllDrafts(Controller):
         return list(limits)
 
     def stopping_rule(
-        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0, nodes: int = 0
+        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0
     ) -> Callable[[float, int], bool]:
         return lambda prob, depth: True
 

@@ -213,24 +213,22 @@ class Controller:
         return rounds
 
     def stopping_rule(
-        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0, nodes: int = 0
+        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0
     ) -> Callable[[float, int], bool]:
         """For `DraftRequest.keep_drafting`: (path probability, depth) -> is one more round worth it?
 
-        `sequences` are drafted together, `nodes` are verified for them in any case. Made anew for every step.
+        `sequences` are drafted together. Made anew for every step.
         """
         if stats.probing == drafter:
             return first_round_only
-        return self._stopping_rule(stats, drafter, sequences, context, nodes)
+        return self._stopping_rule(stats, drafter, sequences, context)
 
-    def _stopping_rule(
-        self, stats: RequestStats, drafter: str, sequences: int, context: int, nodes: int = 0
-    ) -> StoppingRule:
+    def _stopping_rule(self, stats: RequestStats, drafter: str, sequences: int, context: int) -> StoppingRule:
         curve = self.drafters[drafter]
         # The rules of one step differ in their sequences' records only.
-        key = (drafter, sequences, context, nodes, self.target.version, curve.version)
+        key = (drafter, sequences, context, self.target.version, curve.version)
         if self._shared is None or self._shared[0] != key:
-            self._shared = key, SharedCosts(self.target, curve, sequences, context, nodes)
+            self._shared = key, SharedCosts(self.target, curve, sequences, context)
         tokens, taken = self._recent
         factor = stats.record(drafter).factor
         return StoppingRule(self._acceptance.record(drafter), factor, self._shared[1], tokens / taken if taken else 0.0)
@@ -265,17 +263,6 @@ class Controller:
         record.accepted_tokens += 0.02 * (accepted_tokens - record.accepted_tokens)
 
     # -- statistics ----------------------------------------------------------------------------------------------------
-
-    def max_speedup(self, survival: list[float], drafter: str | None = None, context: int = 0) -> float:
-        """The speedup that costs allow one sequence at the best fixed depth; `survival[j]` is the share of steps with
-        more than j drafted tokens accepted."""
-        one = self.target.seconds(1, 1, context)
-        round_s = self.drafters[drafter].seconds(1, 1, context) if drafter else 0.0
-        best, tokens = 1.0, 1.0
-        for k, share in enumerate(survival, 1):
-            tokens += share
-            best = max(best, tokens * one / (self.target.seconds(1 + k, 1, context) + k * round_s))
-        return best
 
     def stats(self) -> dict[str, Any]:
         """Cost curves in seconds and acceptance by drafter."""

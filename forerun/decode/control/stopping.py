@@ -14,22 +14,19 @@ THRESHOLD_BISECTIONS = 7  # of a threshold on a path's probability: to within 0.
 
 
 class SharedCosts:
-    """One sequence's share of a step's costs, where `sequences` are drafted together.
+    """One sequence's share of a step's costs, where `sequences` are drafted together."""
 
-    `nodes` are verified for them in any case.
-    """
-
-    def __init__(self, target: CostCurve, rounds: CostCurve, sequences: int, context: int, nodes: int) -> None:
+    def __init__(self, target: CostCurve, rounds: CostCurve, sequences: int, context: int) -> None:
         self.round_s = rounds.seconds(sequences, sequences, context) / sequences
         self.verify_s: list[float] = []  # of the target, by depth
-        self._target, self._sequences, self._context, self._nodes = target, sequences, context, nodes
+        self._target, self._sequences, self._context = target, sequences, context
         self.extend(LOOKAHEAD_ROUNDS + 1)
 
     def extend(self, depth: int) -> None:
         """Compute `verify_s` up to this depth."""
         each = self._sequences
         for k in range(len(self.verify_s), depth + 1):
-            self.verify_s.append(self._target.seconds(each * (1 + k) + self._nodes, each, self._context) / each)
+            self.verify_s.append(self._target.seconds(each * (1 + k), each, self._context) / each)
 
 
 class StoppingRule:

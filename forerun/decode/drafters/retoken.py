@@ -131,12 +131,11 @@ def _encoded(tokenizer: Tokenizer, data: bytes) -> list[int]:
         return []
 
 
-def whole_characters(data: bytes, before: bytes = b"") -> bytes:
-    """`data` without the beginning of a character at its end; `before` is where its first character began."""
+def whole_characters(data: bytes) -> bytes:
+    """`data` without the beginning of a character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    decoder.decode(before + data)
-    missing = len(decoder.getstate()[0])
-    return data[: len(data) - missing] if missing <= len(data) else b""
+    decoder.decode(data)
+    return data[: len(data) - len(decoder.getstate()[0])]
 
 
 def split_probs(parts: Iterable[tuple[int, float]], lengths: Iterable[int]) -> list[float]:

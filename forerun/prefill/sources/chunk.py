@@ -47,11 +47,11 @@ class ChunkSource(KVSource):
     base = 1
     min_length_scale = 1 / 3
 
-    def __init__(self, ctx: DraftContext, max_pages: int | None = None) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         self._runner, self._pool = ctx.runner, ctx.pool
         self._decoder = ctx.runner.decoder
         self._ragged_pass = RaggedDepthPass(ctx.runner)
-        self.index = ChunkIndex(ctx.pool, ctx.pool.num_pages // 2 if max_pages is None else max_pages)
+        self.index = ChunkIndex(ctx.pool, ctx.pool.num_pages // 2)
 
     # -- the index of earlier prompts ---------------------------------------------------------------------------------
 

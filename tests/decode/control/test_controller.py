@@ -139,15 +139,6 @@ def _asked(c: Controller) -> bool:
     return False
 
 
-def test_the_bound_is_that_of_the_best_depth():
-    c = make()
-    survival = [0.9, 0.8, 0.1]
-    by_depth = [1.9 * 51 / (53 + 19), 2.7 * 51 / (56.5 + 38), 2.8 * 51 / (60 + 57)]
-    assert c.max_speedup(survival, "paid") == pytest.approx(max(by_depth))
-    assert c.max_speedup([0.9, 0.8], None) == pytest.approx(2.7 * 51 / 56.5)
-    assert c.max_speedup([0.01], "paid") == 1.0
-
-
 def test_the_report_is_plain_data():
     c = make()
     c.record_draft(c.new_request(), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])

@@ -11,8 +11,8 @@ from forerun.decode.control.stopping import SharedCosts, StoppingRule, first_rou
 from tests.decode.worlds import CPU, H200, Machine
 
 
-def costs(machine: Machine = CPU, sequences: int = 1, context: int = 0, nodes: int = 0) -> SharedCosts:
-    return SharedCosts(CostCurve(machine[0]), CostCurve(machine[1]), sequences, context, nodes)
+def costs(machine: Machine = CPU, sequences: int = 1, context: int = 0) -> SharedCosts:
+    return SharedCosts(CostCurve(machine[0]), CostCurve(machine[1]), sequences, context)
 
 
 def stopping_rule(factor: float = 1.0, recent: float = 0.0) -> StoppingRule:
@@ -20,11 +20,11 @@ def stopping_rule(factor: float = 1.0, recent: float = 0.0) -> StoppingRule:
 
 
 def test_costs_are_shared():
-    shared = costs(H200, sequences=4, nodes=3)
+    shared = costs(H200, sequences=4)
     target, rounds = CostCurve(H200[0]), CostCurve(H200[1])
     assert shared.round_s == pytest.approx(rounds.seconds(4, 4) / 4)
     shared.extend(9)
-    assert shared.verify_s == pytest.approx([target.seconds(4 * (1 + k) + 3, 4) / 4 for k in range(10)])
+    assert shared.verify_s == pytest.approx([target.seconds(4 * (1 + k), 4) / 4 for k in range(10)])
 
 
 def test_a_round_is_worth_it_while_the_path_is_likely():

@@ -235,7 +235,6 @@ def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     assert np.allclose(tail_attention.weights().sum(1), 1.0, atol=1e-5)
     scores = source.scores(state)
     assert scores is not None and np.allclose(scores, expected.mean(0), atol=1e-5)
-    assert np.allclose(tail_attention.reduce("max"), expected.max(0), atol=1e-5)
     source.finish(state)
     assert source.scores(state) is None
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forerun.core import SamplingParams
-from forerun_research.bench.ours import ForerunSide
+from forerun_research.bench.ours import ForerunSide, max_speedup
 from forerun_research.bench.sides import SideSpec
+from tests.decode.worlds import make
 
 IDS = list(range(20, 60))
 
@@ -55,3 +56,12 @@ def test_bounds_and_figures_come_from_the_engine(side: ForerunSide) -> None:
     assert side.bound([], None) == 1.0
     assert side.bound([1.0] * 4, None) >= side.bound([1.0] * 4, "model") >= 1.0
     assert side.speculation()["drafters"]
+
+
+def test_the_bound_is_that_of_the_best_depth():
+    c = make()
+    survival = [0.9, 0.8, 0.1]
+    by_depth = [1.9 * 51 / (53 + 19), 2.7 * 51 / (56.5 + 38), 2.8 * 51 / (60 + 57)]
+    assert max_speedup(c, survival, "paid") == pytest.approx(max(by_depth))
+    assert max_speedup(c, [0.9, 0.8], None) == pytest.approx(2.7 * 51 / 56.5)
+    assert max_speedup(c, [0.01], "paid") == 1.0
