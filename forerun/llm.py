@@ -184,7 +184,8 @@ class LLM(OldLLMNames):
                 f"{self.model} {self.decoder.weight_bytes / 1e6:,.0f} MB",
                 "a draft must be cheaper than its target: swap them, or leave draft_model out",
             )
-        return DraftModel(decoder, tokenizer, self.tokenizer.same_tokens(tokenizer), checkpoint.source)
+        same_tokens, parallel = self.tokenizer.same_tokens(tokenizer), getattr(checkpoint, "parallel", None)
+        return DraftModel(decoder, tokenizer, same_tokens, checkpoint.source, parallel)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from forerun.cache.pool import DraftKV, PagePool
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
+from forerun.models.formats.parallel import ParallelDrafting
 from forerun.text.tokenizer import Tokenizer
 
 
@@ -22,6 +23,7 @@ class DraftModel:
     tokenizer: Tokenizer | None
     same_tokens: bool  # whether its vocabulary is the target's
     source: str = "draft"
+    parallel: ParallelDrafting | None = None  # how it drafts several tokens in one forward, where it was trained to
 
 
 @dataclass

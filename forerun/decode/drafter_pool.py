@@ -51,7 +51,9 @@ class DrafterPool:
             return names if params.grammar is None or "grammar" in names else ["grammar", *names]
         free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar" or params.grammar is not None]
         draft = self.ctx.draft
-        return free if draft is None else [*free, "model" if draft.same_tokens else "cross"]
+        if draft is None:
+            return free
+        return [*free, "cross" if not draft.same_tokens else "model" if draft.parallel is None else "parallel"]
 
     def check(self, params: SamplingParams) -> None:
         """Raise where a request names a drafter that does not exist or cannot work here."""
@@ -94,6 +96,7 @@ class DrafterPool:
             drafter = registered()[name](self.ctx)
             if not drafter.free and name not in self.controller.drafters:
                 self.controller.drafters[name] = self._round_costs(drafter)
+                self.controller.drafters[name].tokens_per_round = drafter.tokens_per_round
         except ForerunError:
             raise
         except Exception as error:

@@ -44,6 +44,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.dequant import as_stored
+from forerun.models.formats.parallel import ParallelDrafting
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -130,7 +131,8 @@ def tiny_worlds() -> tuple[DraftContext, ...]:
         pool = PagePool(target.config, MAX_CONTEXT // PAGE_TOKENS, PAGE_TOKENS, torch.float32, CPU)
         mine = tiny_tokenizer()
         theirs = mine if same else tiny_tokenizer("b", "a")
-        model = DraftModel(draft, theirs, same, "a tiny draft")
+        parallel = ParallelDrafting(mask_token=2, tokens=DRAFT_DEPTH) if same else None
+        model = DraftModel(draft, theirs, same, "a tiny draft", parallel)
         worlds.append(DraftContext.build(pool, Runner(target, pool, MAX_CONTEXT), mine, MAX_CONTEXT, model))
     return tuple(worlds)
 

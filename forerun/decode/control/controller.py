@@ -160,17 +160,20 @@ class Controller:
             self.drafters[drafter].relax_to_timed(COST_RETURN_SHARE)  # no round will run that could correct its curve
             return [0] * sequences
         record = self._acceptance.record(drafter)
-        deepest = MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
+        deepest, block = MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4, plan.rounds.tokens_per_round
+        deepest = min(deepest, block) if block > 1 else deepest  # one round is all there is
         ahead = [record.acceptance_by_depth(s.record(drafter).factor, deepest) for s in stats]
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
         depths, slowdown = plan.best(ahead, reach, limits, start_s, remaining)
         if not depths:  # then a probe must not slow down the sequences that lag already
-            return self._probes.plan(stats, drafter, plan, limits, start_s, lagging or list(range(sequences)))
+            probes = self._probes.plan(stats, drafter, plan, limits, start_s, lagging or list(range(sequences)))
+            return [min(limit, block) if rounds else 0 for rounds, limit in zip(probes, limits, strict=True)]
         still_lagging = self._still_lagging(stats, lagging, drafter, depths, free.gains, slowdown)
         if still_lagging:
-            return self._probes.plan(stats, drafter, plan, limits, start_s, still_lagging)
+            probes = self._probes.plan(stats, drafter, plan, limits, start_s, still_lagging)
+            return [min(limit, block) if rounds else 0 for rounds, limit in zip(probes, limits, strict=True)]
         self._paid = True
-        return self._rounds(stats, depths, limits, start_s)
+        return self._rounds(stats, depths, limits, start_s, block)
 
     def _still_lagging(
         self,
@@ -198,12 +201,12 @@ class Controller:
         return found
 
     def _rounds(
-        self, stats: list[RequestStats], depths: dict[int, int], limits: list[int], start_s: list[float]
+        self, stats: list[RequestStats], depths: dict[int, int], limits: list[int], start_s: list[float], block: int
     ) -> list[int]:
         """The plan's rounds for each sequence of the batch."""
         # How deep it pays to go depends on the drafter's own probabilities, and `stopping_rule` reads them. In a batch
         # all share a round's cost, and one that went on alone would pay it all: there the plan is the limit.
-        alone = MAX_ROUNDS if len(stats) == 1 else 0
+        alone = MAX_ROUNDS if len(stats) == 1 and block == 1 else 0
         rounds = [min(limits[i], max(depths[i], alone)) if i in depths else 0 for i in range(len(stats))]
         for i, s in enumerate(stats):
             # In a round that is run for others one token more is nearly free, and without it nothing would be learnt.

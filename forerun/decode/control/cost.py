@@ -33,6 +33,7 @@ class CostCurve:
         if not points or any(size < 1 or not 0.0 < s < math.inf for size, s in points.items()):
             raise ValueError(f"a cost curve needs positive sizes and seconds, got {points!r:.200}")
         self.per_context, self.per_context_token = per_context, per_context_token
+        self.tokens_per_round = 1  # of a drafter's rounds: depth that one adds to a draft at most
         self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
         self._sizes = sorted(points)
         timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]

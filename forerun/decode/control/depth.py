@@ -11,6 +11,7 @@ from forerun.decode.control.cost import LOOKAHEAD_ROUNDS, MAX_ROUNDS, CostCurve
 from forerun.decode.control.selection import Selection
 
 MIN_GAIN_PER_DOUBLING = 0.01  # of the rate, for every doubling of the batch: less would be lost in variance
+UNREAD_TOKENS = 2  # of a sequence that run along in a round of several tokens, where its drafts are not known yet
 MIN_PATH_PROB = 0.02  # deeper nodes of a path below this are not planned for: they cost more than they can gain
 
 
@@ -28,7 +29,10 @@ class DepthPlan:
         return self.target.seconds(size, self.sequences, self.context)
 
     def round_s(self, active: int) -> float:
-        return self.rounds.seconds(active, active, self.context) if active else 0.0
+        """Of one round for so many sequences; one that drafts several tokens runs a row for each."""
+        block = self.rounds.tokens_per_round
+        rows = active if block == 1 else active * (block + UNREAD_TOKENS)
+        return self.rounds.seconds(rows, active, self.context) if active else 0.0
 
     def can_pay(self) -> bool:
         """Whether drafts that are always accepted would be worth it, for one sequence or for all."""
@@ -36,7 +40,7 @@ class DepthPlan:
             one = self.round_s(active)
             for k in (1, 2, 4, 8):
                 size = self.sequences + active * k  # also the tokens, where all are accepted
-                step_s = self.seconds(max(size, self.size)) + k * one
+                step_s = self.seconds(max(size, self.size)) + -(-k // self.rounds.tokens_per_round) * one
                 if max(size, self.tokens) > self.min_rate * step_s:
                     return True
         return False
@@ -68,16 +72,19 @@ class DepthPlan:
         self, rows: list[int], ahead: list[list[float]], reach: list[list[float]], limits: list[int]
     ) -> tuple[dict[int, int], float, float]:
         """Of these sequences: rounds of each that pays, the rate then, a step's time over a plain one's."""
-        nodes = self._nodes(rows, ahead, reach, limits)
+        nodes, block = self._nodes(rows, ahead, reach, limits), self.rounds.tokens_per_round
         active = [0] * (MAX_ROUNDS + 1)  # sequences in each round
         rounds = self.rounds.one_token_each(len(rows), self.context)
         seconds = self.target.seconds_range(self.size, self.size + len(nodes), self.sequences, self.context)
         tokens, spent, best, best_rate = self.tokens, 0.0, 0, self.min_rate
         for n, (_, _, depth, gain) in enumerate(nodes, 1):
             now = active[depth]
-            spent += rounds[now + 1] - rounds[now]
             active[depth] = now + 1
             tokens += gain
+            if block == 1:
+                spent += rounds[now + 1] - rounds[now]
+            else:  # one round: its masks, and the tokens that the step before accepted
+                spent = self.rounds.seconds(n + round(tokens), active[0], self.context)
             rate = tokens / (seconds[n] + spent)
             if rate > best_rate:
                 best, best_rate = n, rate

@@ -1,6 +1,6 @@
 """The drafters that come with Forerun; importing them here registers their names."""
 
-from forerun.decode.drafters import copying, cross, grammar, lookup, model, selfdraft, suffix
+from forerun.decode.drafters import copying, cross, grammar, lookup, model, parallel, selfdraft, suffix
 from forerun.decode.drafters.base import Drafter, DraftRequest, register, registered
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "grammar",
     "lookup",
     "model",
+    "parallel",
     "register",
     "registered",
     "selfdraft",

@@ -63,6 +63,7 @@ class Drafter(ABC):
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
+    tokens_per_round: int = 1  # of paid drafters: depth that one round adds to a draft at most
     rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, ctx: DraftContext) -> None:  # noqa: B027

@@ -44,6 +44,7 @@ class ModelDrafter(Drafter):
     can_sample = True
     _short_head: ShortHead | None = None
     side_branches = 2  # nodes beside the most probable one that may run in a round
+    max_unread_tokens = MAX_SCORED_CANDIDATES + 1  # of a sequence that run along in the first round
     children = 3  # most probable tokens that become children of a node
 
     def __init__(self, ctx: DraftContext) -> None:
@@ -130,7 +131,7 @@ class ModelDrafter(Drafter):
         if self._short_head is not None:
             self._short_head.add_seen(tokens if state.fresh else tokens[state.valid :])
             state.fresh = False
-        if missing > MAX_SCORED_CANDIDATES + 1:
+        if missing > self.max_unread_tokens:
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
             half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
@@ -141,7 +142,7 @@ class ModelDrafter(Drafter):
                 lo = state.valid - half.first
                 self._runner.resume(span, half.x[lo : lo + count], half.layer)
             self._advance(state, state.valid + count)
-        return len(tokens) - state.valid <= MAX_SCORED_CANDIDATES + 1
+        return len(tokens) - state.valid <= self.max_unread_tokens
 
     def _advance(self, state: _State, valid: int) -> None:
         size = self._pool.page_size

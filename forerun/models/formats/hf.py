@@ -17,6 +17,7 @@ from forerun.errors import CorruptModel, ModelNotFound
 from forerun.models.formats.checkpoint import check_shapes, checked, expected_shapes, reading
 from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.hf_config import hf_name, read_config
+from forerun.models.formats.parallel import read_parallel
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class FolderCheckpoint:
         root = read_json(folder / "config.json")
         self.generation = read_json(generation) if generation.exists() else {}  # the settings its makers recommend
         self.config = read_config(root, self.generation, self.source)
+        self.parallel = read_parallel(root, self.config.vocab_size, self.source)
         self._open: dict[Path, Any] = {}
         self.files = self._weight_files()
         self._where, shapes = self._scan(self.files)
