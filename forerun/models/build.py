@@ -5,10 +5,12 @@ The only place that knows both canonical tensor names and precisions.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,15 +19,28 @@ from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
-from forerun.models.cpu.block_linear import BlockLinear
+from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks
 from forerun.models.cpu.block_linear import problem as block_problem
+from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.dequant import EmbeddingRows
-from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, Rotation
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.linear import CPU_PRECISIONS, Int8Rows, Linear, Norm, PackedInt8, Precision, Rotation, int8_range
+from forerun.models.packed_cache import PackedFile, PackedKey, PackedWriter
+from forerun.models.packed_cache import load as load_packed
 
 log = logging.getLogger("forerun")
+
+MIN_KEPT_BYTES = 32_000_000  # of a model's files: fewer are packed in less time than a person notices
+# What decides the bits of packed weights, beside the C library: a change of any of these files makes them anew
+PACKING_CODE = (
+    "build.py",
+    "linear.py",
+    "cpu/block_linear.py",
+    *(f"formats/{n}.py" for n in ("dequant", "gguf_checkpoint", "hf")),
+)
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8", "file")
 
@@ -98,7 +113,8 @@ def build_decoder(
     if precision.linear is BlockLinear and (why := _no_blocks(checkpoint)):
         log.warning("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)
         precision = CPU_PRECISIONS["int8"]
-    builder = _Builder(checkpoint, precision, device, guesses)
+    key = packed_key(checkpoint, precision, guesses, quiet)
+    builder = _Builder(checkpoint, precision, device, guesses, key)
     config = checkpoint.config
     threads = torch.get_num_threads()
     pool = _workers(device)
@@ -107,8 +123,12 @@ def build_decoder(
         jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
         layers = [job.result() for job in track(jobs, "loading layers", quiet)]
         final_norm, head = ends.result()
+        if builder.writer is not None:
+            builder.writer.commit()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers that are no longer needed
+        if builder.writer is not None:
+            builder.writer.discard()
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
     checkpoint.release()  # before the embedding is opened, which stays mapped on a CPU
     decoder = Decoder(
@@ -123,6 +143,22 @@ def build_decoder(
         basis=builder.basis,
     )
     return decoder, precision
+
+
+def packed_key(checkpoint: Checkpoint, precision: Precision, guesses: bool, quiet: bool) -> PackedKey | None:
+    """Under which packed weights are kept; None where they are not: no file, few bytes, or no packing of ours."""
+    try:
+        if precision.name not in ("int8", "file") or sum(f.stat().st_size for f in checkpoint.files) < MIN_KEPT_BYTES:
+            return None
+        code = hashlib.blake2b(f"{torch.__version__} {int8_range()}".encode(), digest_size=16)
+        for name in PACKING_CODE:
+            code.update((Path(__file__).parent / name).read_bytes())
+    except OSError:
+        return None
+    if precision.name == "file":
+        code.update(build_key().encode())
+    use = f"{precision.name} of a draft model" if guesses else precision.name
+    return PackedKey(fingerprint(checkpoint, quiet), use, cpu_kind(), code.hexdigest())
 
 
 def _no_blocks(checkpoint: Checkpoint) -> str:
@@ -153,7 +189,18 @@ def attention_backend(
 class _Builder:
     """Reads tensors by canonical name (opening checked their shapes) and makes linears and norms of them."""
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, device: torch.device, guesses: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        device: torch.device,
+        guesses: bool,
+        key: PackedKey | None = None,
+    ) -> None:
+        self.packed: PackedFile | None = None if key is None else load_packed(key)
+        self.writer: PackedWriter | None = None
+        if key is not None and self.packed is None:
+            self.writer = PackedWriter(key, checkpoint.source, checkpoint.files)
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
         self.guesses = guesses
@@ -167,10 +214,29 @@ class _Builder:
         parts = [self.checkpoint.tensor(name) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, kind: type[Linear] | None = None) -> Linear:
-        linear = (kind or self.precision.linear)(weight.to(self._dtype(weight)), bias)
+    def linear(
+        self, name: str, weight: Callable[[], Tensor], bias: Tensor | None = None, kind: type[Linear] | None = None
+    ) -> Linear:
+        """`weight` is called where the packed form of `name` is not at hand."""
+        kind = kind or self.precision.linear
+        if issubclass(kind, PackedInt8):
+            linear: Linear = kind(self._int8_rows(name, kind, weight), bias)
+            if self.packed is not None:
+                self.packed.release()  # the kernel has a copy of its own
+        else:
+            made = weight()
+            linear = kind(made.to(self._dtype(made)), bias)
         self.checkpoint.release()
         return linear
+
+    def _int8_rows(self, name: str, kind: type[PackedInt8], weight: Callable[[], Tensor]) -> Int8Rows:
+        if self.packed is not None:
+            return Int8Rows(self.packed[f"{name} levels"], self.packed[f"{name} scales"])
+        rows = kind.quantise(weight())
+        if self.writer is not None:
+            self.writer.add(f"{name} levels", rows.levels)
+            self.writer.add(f"{name} scales", rows.scales)
+        return rows
 
     def _dtype(self, weight: Tensor) -> torch.dtype:
         # packed kinds read any float and choose for themselves; plain ones hold the weight in the compute dtype
@@ -181,27 +247,40 @@ class _Builder:
 
     def file_linear(self, *names: str, bias: Tensor | None = None, rows: int | None = None) -> Linear:
         """Matrices one above the other in the file's own blocks; of one alone the first `rows` if given."""
-        stored = [self.checkpoint.stored(name) for name in names]
-        linear = BlockLinear([(format, raw[:rows]) for format, raw in stored], bias)
+        linear = BlockLinear([self._blocks(name, rows) for name in names], bias)
         self.checkpoint.release()
         return linear
+
+    def _blocks(self, name: str, rows: int | None) -> PackedBlocks:
+        if self.packed is not None:
+            format, count, cols = self.packed.about(name)
+            return PackedBlocks.packed_before(format, count, cols, self.packed[name])
+        format, raw = self.checkpoint.stored(name)
+        blocks = PackedBlocks(format, raw[:rows])
+        if self.writer is not None:
+            self.writer.add(name, blocks.packed, [format, blocks.rows, blocks.cols])
+        return blocks
 
     def reading(self, norm: str, *names: str, bias: Tensor | None = None) -> tuple[Norm, Linear]:
         """A matrix that reads the residual stream, and the norm before it."""
         scale, eps = self.norm(norm)
         if self.precision.linear is BlockLinear:
             return (scale, eps), self.file_linear(*names, bias=bias)
-        weight = self.weights(*names)
-        if self.basis is None or scale is None:
-            return (scale, eps), self.linear(weight, bias)
-        return (None, eps), self.linear(self.basis.apply(weight, scale), bias)
+        basis = self.basis
+        if basis is None or scale is None:
+            return (scale, eps), self.linear("+".join(names), lambda: self.weights(*names), bias)
+        return (None, eps), self.linear("+".join(names), lambda: basis.apply(self.weights(*names), scale), bias)
 
     def writing(self, name: str, kind: type[Linear] | None = None) -> Linear:
         """A matrix that adds to the residual stream."""
         if self.precision.linear is BlockLinear:
             return self.file_linear(name)
-        weight = self.weights(name)
-        return self.linear(weight if self.basis is None else self.basis.apply_output(weight.float()), kind=kind)
+
+        def weight() -> Tensor:
+            made = self.weights(name)
+            return made if self.basis is None else self.basis.apply_output(made.float())
+
+        return self.linear(name, weight, kind=kind)
 
     def layer(self, i: int) -> Layer:
         c, p = self.config, f"layers.{i}."
@@ -244,11 +323,15 @@ class _Builder:
         if self.precision.linear is BlockLinear:
             head = self.file_linear(name, rows=FREQUENT_IDS if self.short else None)
             return norm, ShortHead(head, self.config.vocab_size, rows) if self.short else head
-        if not rotated and not self.short:
-            return norm, self.linear(self.weights(name))
-        size = FREQUENT_IDS if self.short else self.config.vocab_size
-        weight = torch.empty(size, self.config.hidden_size)
-        for ids in torch.arange(size).split(8192):
-            weight[ids[0] : ids[-1] + 1] = rows(ids)
-        head = self.linear(weight)
+
+        def weight() -> Tensor:
+            if not rotated and not self.short:
+                return self.weights(name)
+            size = FREQUENT_IDS if self.short else self.config.vocab_size
+            made = torch.empty(size, self.config.hidden_size)
+            for ids in torch.arange(size).split(8192):
+                made[ids[0] : ids[-1] + 1] = rows(ids)
+            return made
+
+        head = self.linear("head", weight)
         return norm, ShortHead(head, self.config.vocab_size, rows) if self.short else head

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -137,15 +137,21 @@ class PackedInt8(Linear):
 
     packs = True
 
-    def _pack(self, weight: Tensor) -> None:
-        self.range = range_for(vnni=torch.cpu._is_vnni_supported())
-        self.packed = pack_int8(weight, self.range)
-        self._numel = weight.numel()
+    def __init__(self, weight: Tensor | Int8Rows, bias: Tensor | None = None) -> None:
+        rows = self.quantise(weight) if isinstance(weight, Tensor) else weight
+        self.out_features, self.in_features = rows.levels.shape
+        self.bias, self.range = bias, int8_range()
+        self.packed = pack_int8(rows)
         self._least: Tensor | None = None  # what keeps the length of a row of zeros from being zero
+
+    @classmethod
+    def quantise(cls, weight: Tensor) -> Int8Rows:
+        """What the kernel's packed form is made of."""
+        return quantise_matrix(weight, int8_range())
 
     @property
     def nbytes(self) -> int:
-        return self._numel + 4 * self.out_features
+        return self.out_features * self.in_features + 4 * self.out_features
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
         if norm is None or norm[0] is not None:
@@ -175,15 +181,24 @@ class SpreadInt8(PackedInt8):
 
     BLOCK = 16  # larger blocks mix no better and cost more
 
-    def _pack(self, weight: Tensor) -> None:
-        self.mixing = hadamard(min(weight.shape[1] & -weight.shape[1], self.BLOCK))
-        super()._pack(self._mix(weight.float()))
+    def __init__(self, weight: Tensor | Int8Rows, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self.mixing = self._mixing(self.in_features)
 
-    def _mix(self, x: Tensor) -> Tensor:
-        return (x.view(x.shape[0], -1, self.mixing.shape[0]) @ self.mixing).view(x.shape)
+    @classmethod
+    def quantise(cls, weight: Tensor) -> Int8Rows:
+        return super().quantise(_mix(weight.float(), cls._mixing(weight.shape[1])))
+
+    @classmethod
+    def _mixing(cls, size: int) -> Tensor:
+        return hadamard(min(size & -size, cls.BLOCK))
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
-        return super()._product(self._mix(x), add)
+        return super()._product(_mix(x, self.mixing), add)
+
+
+def _mix(x: Tensor, mixing: Tensor) -> Tensor:
+    return (x.view(x.shape[0], -1, mixing.shape[0]) @ mixing).view(x.shape)
 
 
 @dataclass(frozen=True)
@@ -206,6 +221,18 @@ SATURATING = Range(levels=100, zero=100, pair=163, tops=(127, 116, 106, 97, 89, 
 
 def range_for(vnni: bool) -> Range:
     return EXACT if vnni else SATURATING
+
+
+def int8_range() -> Range:
+    """Of this CPU."""
+    return range_for(vnni=torch.cpu._is_vnni_supported())
+
+
+class Int8Rows(NamedTuple):
+    """A matrix in int8 with a scale for each row."""
+
+    levels: Tensor  # [N, K] int8
+    scales: Tensor  # [N] float32
 
 
 def quantise_rows(weight: Tensor, allowed: Range) -> tuple[Tensor, Tensor]:
@@ -242,18 +269,22 @@ def limit_pairs(levels: Tensor, limit: int) -> Tensor:
     return shrunk.view(rows, -1)[:, :cols]
 
 
-def pack_int8(weight: Tensor, allowed: Range) -> Any:
-    """FBGEMM's packed form of a float matrix [N, K], quantised some rows at a time to bound the temporaries."""
+def quantise_matrix(weight: Tensor, allowed: Range) -> Int8Rows:
+    """`quantise_rows` of a matrix [N, K], some rows at a time to bound the temporaries."""
     out, chunk = weight.shape[0], max(1, (1 << 22) // weight.shape[1])
-    levels = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(out)
+    rows = Int8Rows(torch.empty(weight.shape, dtype=torch.int8), torch.empty(out))
     for lo in range(0, out, chunk):
-        levels[lo : lo + chunk], scales[lo : lo + chunk] = quantise_rows(weight[lo : lo + chunk].float(), allowed)
+        hi = lo + chunk
+        rows.levels[lo:hi], rows.scales[lo:hi] = quantise_rows(weight[lo:hi].float(), allowed)
+    return rows
+
+
+def pack_int8(rows: Int8Rows) -> Any:
+    """FBGEMM's packed form."""
+    zeros = torch.zeros(rows.scales.numel(), dtype=torch.int64)
     with warnings.catch_warnings():  # the packed operators are current, the tensor type they take is marked deprecated
         warnings.simplefilter("ignore", UserWarning)
-        tensor = torch._make_per_channel_quantized_tensor(
-            levels, scales.double(), torch.zeros(out, dtype=torch.int64), 0
-        )
+        tensor = torch._make_per_channel_quantized_tensor(rows.levels, rows.scales.double(), zeros, 0)
     if torch.backends.quantized.engine != "fbgemm":  # oneDNN's packed form is several times slower here
         torch.backends.quantized.engine = "fbgemm"
     return torch.ops.quantized.linear_prepack(tensor, None)

@@ -22,6 +22,7 @@ from forerun.models.linear import (
     hadamard,
     limit_pairs,
     pack_int8,
+    quantise_matrix,
     quantise_rows,
     range_for,
 )
@@ -122,7 +123,7 @@ def test_the_kernel_computes_what_integers_say(vnni: bool):
     """The range that such a CPU packs for, through the real kernel, against integer arithmetic."""
     weight, allowed = random(32, 128, seed=1), range_for(vnni)
     for x in adversarial():
-        got = module._packed_int8(x, 1.0 / allowed.levels, allowed.zero, pack_int8(weight, allowed))
+        got = module._packed_int8(x, 1.0 / allowed.levels, allowed.zero, pack_int8(quantise_matrix(weight, allowed)))
         assert torch.allclose(got.double(), integer_product(x, weight, allowed, vnni), rtol=1e-5, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ are rounded to int8 for every block of 256 values (K formats) or 32. Knows no fi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class PackedBlocks:
     def __init__(self, format: str, raw: Tensor) -> None:
         kernels = library()
         assert kernels is not None
-        self.type, self.per = FORMATS[format]
+        self.format, (self.type, self.per) = format, FORMATS[format]
         self.rows, self.cols = raw.shape[0], raw.shape[1] // ROW_BYTES[format] * self.per
         self.packed = torch.empty(kernels.fr_packed_bytes(self.type, self.rows, self.cols), dtype=torch.uint8)
         raw = raw.contiguous()
@@ -51,6 +52,14 @@ class PackedBlocks:
             *(self.type, raw.data_ptr(), self.rows, self.cols, None, 0, -(-self.rows // 16)),
             self.packed.data_ptr(),
         )
+
+    @classmethod
+    def packed_before(cls, format: str, rows: int, cols: int, packed: Tensor) -> PackedBlocks:
+        """Of bytes that were interleaved by the same kernels before."""
+        made = cls.__new__(cls)
+        made.format, (made.type, made.per) = format, FORMATS[format]
+        made.rows, made.cols, made.packed = rows, cols, packed
+        return made
 
     @property
     def part(self) -> Part:
@@ -62,12 +71,12 @@ class BlockLinear(Linear):
 
     packs = True
 
-    def __init__(self, matrices: list[tuple[str, Tensor]], bias: Tensor | None = None) -> None:
-        """`matrices`: format and bytes of each, as `Checkpoint.stored` gives them."""
+    def __init__(self, matrices: Sequence[tuple[str, Tensor] | PackedBlocks], bias: Tensor | None = None) -> None:
+        """`matrices`: format and bytes of each, as `Checkpoint.stored` gives them, or packed already."""
         kernels = library()
         assert kernels is not None
         kernels.fr_set_threads(torch.get_num_threads())
-        self._matrices = [PackedBlocks(format, raw) for format, raw in matrices]
+        self._matrices = [m if isinstance(m, PackedBlocks) else PackedBlocks(*m) for m in matrices]
         self.in_features = self._matrices[0].cols
         self.out_features = sum(matrix.rows for matrix in self._matrices)
         self.bias = None if bias is None else bias.float().contiguous()

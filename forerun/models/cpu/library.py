@@ -51,7 +51,7 @@ def _built() -> Path:
     if "avx2" not in _cpu():
         raise Unavailable("this CPU has no AVX2")
     folder = home() / "kernels"
-    path = folder / f"{_key()}.so"
+    path = folder / f"{build_key()}.so"
     if path.is_file():
         return path
     try:
@@ -89,17 +89,24 @@ def _compilers() -> list[list[str]]:
 
 
 @functools.cache
-def _cpu() -> str:
-    """What this CPU can do, as the kernel lists it."""
+def _cpu(field: str = "flags") -> str:
+    """What this CPU can do, as the kernel lists it, or another field."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
-    return " ".join(sorted(flags.split()))
+    found = next((line.partition(":")[2] for line in lines if line.startswith(field)), "")
+    return " ".join(sorted(found.split()))
 
 
-def _key() -> str:
+def cpu_kind() -> str:
+    """What tells this CPU from those that need other code or another layout of weights."""
+    about = f"{platform.machine()} {_cpu('model name')} {_cpu()}"
+    return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
+
+
+def build_key() -> str:
+    """What a compiled library depends on, the layout of packed blocks with it."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (*HEADERS, *SOURCES):
         digest.update((Path(__file__).parent / "csrc" / name).read_bytes())

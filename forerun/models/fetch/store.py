@@ -213,11 +213,11 @@ def _sweep(folder: Path) -> None:
     """Remove what pulls that were killed left behind; those of running processes stay."""
     for leftover in folder.glob(".pull-*"):
         owner = re.match(r"\.pull-(\d+)-", leftover.name)
-        if owner and not _alive(int(owner[1])):
+        if owner and not process_alive(int(owner[1])):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _alive(process: int) -> bool:
+def process_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -50,7 +50,7 @@ def test_a_compiler_that_fails_or_hangs(
 
 def test_a_damaged_library_is_not_used(empty: Path, caplog: pytest.LogCaptureFixture) -> None:
     empty.mkdir(parents=True)
-    (empty / f"{module._key()}.so").write_bytes(b"not a library")
+    (empty / f"{module.build_key()}.so").write_bytes(b"not a library")
     assert library() is None and "cannot be loaded" in caplog.text
 
 
