@@ -45,7 +45,7 @@ _TRAILER = struct.Struct("<8sQI")  # magic, bytes of the table, its checksum
 _TYPES = {str(t).removeprefix("torch."): t for t in (torch.uint8, torch.int8, torch.float32)}
 
 
-class Damaged(Exception):
+class DamagedPacking(Exception):
     """What is wrong with a file of packed weights."""
 
 
@@ -96,16 +96,16 @@ class PackedFile:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < _TRAILER.size:
-                raise Damaged(f"it has {size} bytes")
+                raise DamagedPacking(f"it has {size} bytes")
             # A private writable map: torch views it without copying, nothing can reach the file
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         magic, length, checksum = _TRAILER.unpack_from(self._map, size - _TRAILER.size)
         self._end = size - _TRAILER.size - length  # of the tensors
         if magic != _MAGIC or self._end < 0:
-            raise Damaged("it has no trailer")
+            raise DamagedPacking("it has no trailer")
         text = self._map[self._end : size - _TRAILER.size]
         if zlib.crc32(text) != checksum:
-            raise Damaged("its table has another checksum")
+            raise DamagedPacking("its table has another checksum")
         self.table: dict[str, Any] = json.loads(text)
         self.bytes = size
         self._view = memoryview(self._map)
@@ -115,13 +115,13 @@ class PackedFile:
         """Compare the checksums of all blocks, or of so many: the first, the last and random ones between."""
         checksums = self.table["blocks"]
         if len(checksums) != -(-self._end // BLOCK_BYTES):
-            raise Damaged(f"it has {self._end} bytes of tensors and {len(checksums)} checksums")
+            raise DamagedPacking(f"it has {self._end} bytes of tensors and {len(checksums)} checksums")
         chosen: Sequence[int] = range(len(checksums))
         if blocks is not None and len(checksums) > blocks:
             chosen = [0, len(checksums) - 1, *random.sample(chosen[1:-1], blocks - 2)]
         for i in chosen:
             if zlib.crc32(self._view[i * BLOCK_BYTES : min((i + 1) * BLOCK_BYTES, self._end)]) != checksums[i]:
-                raise Damaged(f"block {i} of {len(checksums)} has another checksum")
+                raise DamagedPacking(f"block {i} of {len(checksums)} has another checksum")
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape, start, length = self.table["tensors"][name]
@@ -144,9 +144,9 @@ def load(key: PackedKey) -> PackedFile | None:
     try:
         found = PackedFile(path)
         if found.table["key"] != asdict(key):
-            raise Damaged("it belongs to other weights")
+            raise DamagedPacking("it belongs to other weights")
         found.check(CHECKED_BLOCKS)
-    except (Damaged, OSError, ValueError, LookupError, TypeError) as problem:
+    except (DamagedPacking, OSError, ValueError, LookupError, TypeError) as problem:
         log.warning("packed weights are computed again: %s is damaged (%s)", path, problem)
         with suppress(OSError):
             path.unlink()
@@ -269,7 +269,7 @@ def entries() -> list[PackedEntry]:
             try:
                 table = PackedFile(path).table
                 model, weights, files = table["model"], table["key"]["weights"], tuple(table["files"])
-            except (Damaged, ValueError, LookupError, TypeError):
+            except (DamagedPacking, ValueError, LookupError, TypeError):
                 model, weights, files = "", "", ()
             found.append(PackedEntry(path, model, weights, stat.st_size, stat.st_mtime, files))
     return sorted(found, key=lambda entry: -entry.used)
@@ -279,7 +279,7 @@ def verify(path: Path) -> str:
     """What is wrong with a file, all of it read; empty: nothing."""
     try:
         PackedFile(path).check()
-    except (Damaged, OSError, ValueError, LookupError, TypeError) as problem:
+    except (DamagedPacking, OSError, ValueError, LookupError, TypeError) as problem:
         return str(problem)
     return ""
 
