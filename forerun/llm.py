@@ -350,24 +350,25 @@ class LLM(OldLLMNames):
         seed: int | None = None,
     ) -> RolloutTree:
         """A tree of answers to one prompt that share their common prefixes; see `RolloutConfig` for the values."""
-        from forerun.sharing.rollout import rollout
+        from forerun.sharing.branches import run_sync
+        from forerun.sharing.rollout import arollout
+        from forerun.sharing.rollout_config import SAMPLING, RolloutConfig
 
-        return rollout(
-            self,
-            prompt,
+        config = RolloutConfig(
             width,
             depth,
             token_budget,
             branch_on,
             score,
-            params,
-            separator=separator,
-            keep=keep,
-            prune_below=prune_below,
-            min_distance=min_distance,
-            min_prob=min_prob,
-            seed=seed,
+            SAMPLING if params is None else params,
+            separator,
+            keep,
+            prune_below,
+            min_distance,
+            min_prob,
+            seed,
         )
+        return run_sync(arollout(self, prompt, config))
 
     def stats(self) -> Stats:
         """How prompt tokens were served and what answers cost so far, in total and by session."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from forerun.llm import LLM, Messages, Prompt
 from forerun.sharing.branches import run_sync
-from forerun.sharing.diversity import count_distinct, mean_pairwise_distance
+from forerun.sharing.diversity import mean_pairwise_distance
+from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
-from forerun.sharing.rounds import Rollout
 from forerun.sharing.tree import RolloutTree, Trajectory
 
 Key = Callable[[Trajectory], Hashable]
@@ -56,13 +56,13 @@ def independent(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig) -> R
     """Answers that only share the stem, as many as the budget holds."""
     many = config.token_budget  # more than there can be: the budget is what ends it
     plain = replace(config, width=many, depth=1, score=None, prune_below=None, min_distance=0.0)
-    return run_sync(Rollout(llm, llm.encode(prompt), plain).run())
+    return run_sync(arollout(llm, prompt, plain))
 
 
 def compare(llm: LLM, prompt: Prompt | Messages, config: RolloutConfig, key: Key | None = None) -> Comparison:
     """Both ways with the same budget and the same sampling. `key`: two trajectories with the same key count once;
     without one, those with equal tokens do."""
-    grown = run_sync(Rollout(llm, llm.encode(prompt), config).run())
+    grown = run_sync(arollout(llm, prompt, config))
     plain = independent(llm, prompt, config)
     shared = sampled(plain, key)
     every = shared.tokens + sum(node.cost.shared for node in plain.nodes if node is not plain.root)
@@ -73,4 +73,4 @@ def sampled(tree: RolloutTree, key: Key | None = None) -> Sampled:
     found = tree.trajectories()
     keys: list[Hashable] = [tuple(t.token_ids) if key is None else key(t) for t in found]
     distance = mean_pairwise_distance([t.token_ids for t in found[:MAX_COMPARED_ANSWERS]], DISTANCE_TOKENS)
-    return Sampled(len(found), count_distinct(keys), tree.cost.computed + tree.root.cost.shared, distance)
+    return Sampled(len(found), len(set(keys)), tree.cost.computed + tree.root.cost.shared, distance)

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from forerun.engine.engine import Engine
 from forerun.engine.leases import PageLease
 from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 
-
-class Steps(Protocol):
-    """The part of the driver that is used here."""
-
-    def exclusive(self) -> AbstractContextManager[Engine]: ...
-
-    def check_open(self) -> None: ...
+if TYPE_CHECKING:
+    from forerun.runtime.driver import Driver
 
 
 @dataclass(frozen=True)
 class EngineLease:
     """Made by `Driver.lease`; what it holds is released when that context ends."""
 
-    driver: Steps
+    driver: Driver
     pages: PageLease
 
     @contextmanager

@@ -6,11 +6,17 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.scoring import ContinuationScores, score_continuations
-from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
+from forerun.sharing.tree import (
+    RolloutNode,
+    RolloutTree,
+    Trajectory,
+    group_relative,
+    node_advantages,
+    token_advantages,
+)
 
 __all__ = [
     "ContinuationScores",

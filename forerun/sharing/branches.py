@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.engine.sequence import Event, FinishReason
 from forerun.errors import BadRequest
 from forerun.llm import LLM
+from forerun.runtime.threads import run_in_thread
 
 T = TypeVar("T")
 
@@ -83,21 +83,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target, name="forerun-sharing")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return run_in_thread(lambda: asyncio.run(work))
 
 
 def checked_score(score: Callable[[T], float], subject: T, what: str) -> float:

@@ -1,11 +1,11 @@
-"""How different answers are: edit distances between their first tokens, distinct ones, and groups of duplicates.
+"""How different answers are: edit distances between their first tokens, and groups of duplicates.
 
 Works on lists of token ids; knows no model, no text and no tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 FIRST_COMPARED_TOKENS = 16  # of every branch, for the first comparison of a group; then twice as many, and so on
@@ -35,10 +35,6 @@ def mean_pairwise_distance(sequences: Sequence[Sequence[int]], prefix: int | Non
     if not pairs:
         return 1.0
     return sum(edit_distance(a, b) / max(len(a), len(b), 1) for a, b in pairs) / len(pairs)
-
-
-def count_distinct(items: Iterable[Hashable]) -> int:
-    return len(set(items))
 
 
 class SiblingGroup:

@@ -139,10 +139,10 @@ class _Scorer:
                 job.done += len(ids)
                 room -= len(ids)
             self.computed += self.chunk - room
-            self._registry(self.engine.runner.forward(spans).logits, targets)
+            self._record_logprobs(self.engine.runner.forward(spans).logits, targets)
 
     @staticmethod
-    def _registry(logits: torch.Tensor, targets: list[tuple[_Job, int]]) -> None:
+    def _record_logprobs(logits: torch.Tensor, targets: list[tuple[_Job, int]]) -> None:
         if not targets:
             return
         tokens = torch.tensor([token for _, token in targets], device=logits.device)

@@ -21,11 +21,10 @@ from forerun.engine.stats import Account
 from forerun.errors import BadRequest
 from forerun.inputs import as_params
 from forerun.outputs import Completion, collect
-from forerun.sharing.session_files import SessionState
 
 if TYPE_CHECKING:
     from forerun.llm import Messages
-    from forerun.sharing.session_registry import SessionRegistry
+    from forerun.sharing.session_registry import SessionRegistry, SessionState
 
 
 class Session:

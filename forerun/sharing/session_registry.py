@@ -1,23 +1,148 @@
 """All sessions by name: those that are open, and those that the disk tier has kept from earlier processes.
 
-Pins their K/V in the pool for their time to live. What a turn does is in `session`.
+Pins their K/V in the pool for their time to live. A session's file is a small JSON document that is written whole or
+not at all; where the folder cannot be written, that is logged once, and sessions go on without files. What a turn does
+is in `session`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, ForerunError
 from forerun.sharing.session import Session
-from forerun.sharing.session_files import SessionFiles, SessionState
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
     from forerun.runtime.driver import Driver
 
+log = logging.getLogger("forerun")
+
 DEFAULT_TTL_S = 600.0  # after each turn
 MAX_NAME_CHARS = 200
+
+
+@dataclass
+class SessionState:
+    """`marks`: where each answered turn began, as (tokens, messages, prompt_end, answer_text) before it; `pending`: the
+    same of a turn that is not answered yet."""
+
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)  # empty: a plain text
+    marks: list[tuple[int, int, int, str]] = field(default_factory=list)
+    pending: tuple[int, int, int, str] | None = None
+    prompt_end: int = 0  # where the last answer begins in `tokens`
+    answer_text: str = ""  # of the last turn
+
+    def before_turn(self) -> tuple[int, int, int, str]:
+        """Where the current turn began."""
+        return self.pending or (len(self.tokens), len(self.messages), self.prompt_end, self.answer_text)
+
+    def end_turn(self, prompt: list[int], answer: list[int], answer_text: str) -> None:
+        self.marks.append(self.before_turn())
+        self.pending, self.prompt_end, self.answer_text = None, len(prompt), answer_text
+        self.tokens = [*prompt, *answer]
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": answer_text})
+
+    def go_back(self, turn: int) -> None:
+        """To where turn number `turn` began."""
+        start = self.marks[turn] if turn < len(self.marks) else self.before_turn()
+        tokens, messages, self.prompt_end, self.answer_text = start
+        del self.tokens[tokens:], self.messages[messages:], self.marks[turn:]
+        self.pending = None
+
+    def cut(self, length: int) -> None:
+        """Keep the first tokens of a plain text."""
+        del self.tokens[length:]
+        self.marks = [mark for mark in self.marks if mark[0] < length]
+        if self.pending is not None and self.pending[0] >= length:
+            self.pending = None
+        self.prompt_end = min(self.prompt_end, length)
+
+
+class SessionFiles:
+    def __init__(self, folder: Path, identity: str) -> None:
+        """`identity`: of the model's weights, on any device; sessions of other models are not listed."""
+        self._folder, self._identity = folder, identity
+        self._failed = False
+
+    def names(self) -> list[str]:
+        found = []
+        for path in self._folder.glob(f"{self._identity[:12]}-*.json"):
+            try:
+                found.append(str(_read(path)["name"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # reported when it is opened by name
+        return found
+
+    def load(self, name: str) -> SessionState | None:
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            state = _read(path)["state"]
+            state["answer_text"] = state.pop("said")
+            marks = [tuple(mark) for mark in state.pop("marks")]
+            pending = state.pop("pending")
+            return SessionState(**state, marks=marks, pending=None if pending is None else tuple(pending))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ForerunError(
+                f"the file of session {name!r} is damaged: {error}", f"remove {path}, or choose another name"
+            ) from error
+
+    def save(self, name: str, state: SessionState) -> None:
+        temporary = self._path(name).with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            values = asdict(state)
+            values["said"] = values.pop("answer_text")  # its name in files
+            body = {"name": name, "state": values}
+            with open(temporary, "w", encoding="utf-8", opener=_private) as file:
+                json.dump({"body": body, "digest": _digest(body)}, file)
+                file.flush()
+                os.fsync(file.fileno())  # a machine that stops now must not leave an empty file under the name
+            os.replace(temporary, self._path(name))
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not self._failed:
+                self._failed = True
+                log.warning("session %r will not survive this process: %s", name, error)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the file of session %r stays: %s", name, error)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._identity[:12]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+
+def _private(path: str, flags: int) -> int:
+    """Conversations are private: only the owner of the process may read them."""
+    return os.open(path, flags, 0o600)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["digest"] != _digest(found["body"]):
+        raise ValueError("its digest does not agree")
+    return found["body"]
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class SessionRegistry:
@@ -57,7 +182,7 @@ class SessionRegistry:
         with self._lock:
             if name in self.names():
                 raise BadRequest(f"there is a session {name!r} already", "choose another name for the fork")
-            fork = self._add(name, ttl, session._state.copy())
+            fork = self._add(name, ttl, deepcopy(session._state))
             self.save(fork)
             return fork
 

@@ -6,22 +6,18 @@ import torch
 from forerun.checks.enumeration import (
     MAX_DIFFERENCE,
     VOCAB,
-    check_pairs,
     difference,
-    drafts_of,
     outcomes,
     output_distribution,
     target_distribution,
-    tiny_drafters,
     tiny_logits,
-    tiny_targets,
-    tiny_tree,
 )
 from forerun.core import ROOT, Draft, Verdict
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.decode.verifiers.lossless import RejectionVerifier, TransportVerifier, TraversalVerifier
 from forerun.decode.verifiers.residual import Residual
 from forerun.params import SamplingParams
+from tests.checks.pairs import check_pairs, drafts_of, tiny_drafters, tiny_targets, tiny_tree
 
 PLAIN = tiny_targets()[0]
 

@@ -15,11 +15,10 @@ from forerun import LLM, SamplingParams
 from forerun.core import TokenLogprob
 from forerun.errors import BadRequest, ForerunError
 from forerun.recipes.compare import compare, sampled
-from forerun.sharing.advantages import group_relative, node_advantages, token_advantages
 from forerun.sharing.branching import entropy, step_starts
-from forerun.sharing.rollout import RolloutConfig, arollout, rollout
+from forerun.sharing.rollout import RolloutConfig, arollout
 from forerun.sharing.scoring import score_continuations
-from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory
+from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory, group_relative, node_advantages, token_advantages
 from tests.tiny import TEXT
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, speculation="off")
@@ -34,7 +33,7 @@ def llm(tiny_folder: Callable[[str], Path]) -> Iterator[LLM]:
 
 def grow(llm: LLM, **changes: Any) -> RolloutTree:
     values: dict[str, Any] = dict(width=3, depth=3, token_budget=600, branch_on="entropy", params=PARAMS, min_prob=0.0)
-    return rollout(llm, changes.pop("prompt", STEM), **(values | changes))
+    return llm.rollout(changes.pop("prompt", STEM), **(values | changes))
 
 
 def test_the_stem_is_computed_once(llm: LLM):
@@ -76,7 +75,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM):
 def test_the_seed_of_the_parameters_decides_too(llm: LLM):
     def ask(seed: int) -> list[list[int]]:
         own = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=seed)
-        return [t.token_ids for t in rollout(llm, STEM, 3, 1, 1000, params=own).trajectories()]
+        return [t.token_ids for t in llm.rollout(STEM, 3, 1, 1000, params=own).trajectories()]
 
     first = ask(5)
     assert first == ask(5) != ask(6) and len({tuple(tokens) for tokens in first}) == 3

@@ -92,7 +92,7 @@ def test_a_full_disk_stops_no_request(make: Callable[..., LLM], tmp_path: Path, 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("forerun.cache.segments.save_file", refuse)
-    monkeypatch.setattr("forerun.sharing.session_files.os.replace", refuse)
+    monkeypatch.setattr("forerun.sharing.session_registry.os.replace", refuse)
     with make(disk=tmp_path) as llm:
         session = llm.session("x")
         session.append(LONG)

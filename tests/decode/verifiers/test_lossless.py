@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from forerun.checks.enumeration import TinyTarget, check_pairs, outcomes, tiny_drafters, tiny_logits, tiny_tree
+from forerun.checks.enumeration import TinyTarget, outcomes, tiny_logits
 from forerun.core import ROOT, Draft
 from forerun.decode.sampling import DRAFT_STREAM, Context, SeededRng
 from forerun.decode.verifiers.base import MatchVerifier
 from forerun.decode.verifiers.lossless import BlockVerifier, RejectionVerifier, TransportVerifier, TraversalVerifier
 from forerun.decode.verify import Target
 from forerun.params import SamplingParams
+from tests.checks.pairs import check_pairs, tiny_drafters, tiny_tree
 
 ALL = [MatchVerifier(), RejectionVerifier(), BlockVerifier(), TraversalVerifier(), TransportVerifier()]
 WARM = [TinyTarget(f"warm {seed}", tiny_logits(seed), SamplingParams(temperature=0.8)) for seed in (0.3, 0.6, 1.1)]

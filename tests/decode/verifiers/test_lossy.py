@@ -9,16 +9,14 @@ from forerun.checks.enumeration import (
     outcomes,
     output_distribution,
     target_distribution,
-    tiny_drafters,
     tiny_logits,
-    tiny_targets,
-    tiny_tree,
 )
 from forerun.core import ROOT, Draft
 from forerun.decode.verifiers.lossless import RejectionVerifier
 from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
+from tests.checks.pairs import tiny_drafters, tiny_targets, tiny_tree
 
 WARM = TinyTarget("warm", tiny_logits(0.3), SamplingParams(temperature=0.8))
 
