@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from forerun.renamed import MODULES, OldModules, warn_renamed
 
 if TYPE_CHECKING:
     from forerun.cache.tiers import TierConfig
@@ -73,15 +75,17 @@ _MODULE_OF = {
     "UnsupportedModel": "forerun.errors",
 }
 
+sys.meta_path.append(OldModules())
+
 _PACKAGES = ("drafters", "recipes", "sharing")  # public ones, imported when first used
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"forerun.{name}")
-    if name == "plan":  # its old place, for one release
-        warnings.warn("forerun.plan is forerun.recipes.plan now", DeprecationWarning, stacklevel=2)
-        return import_module("forerun.recipes.plan")
+    if (moved := MODULES.get(f"forerun.{name}")) is not None:
+        warn_renamed(f"forerun.{name}", moved)
+        return import_module(moved)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

@@ -33,8 +33,9 @@ class BadRequest(ForerunError, ValueError):
 
 
 class OutOfPages(ForerunError):
-    """The KV pool cannot hold the request."""
+    """The KV pool or memory cannot hold what was asked. No `ValueError`: the same values work in a larger pool, and
+    often in this one as soon as other requests have ended."""
 
 
-class BadProfile(ForerunError):
+class BadProfile(ForerunError, ValueError):
     """A profile of speculative prefill is missing, damaged, or was made for other models."""

@@ -15,6 +15,7 @@ from forerun.renamed import SAMPLING_ARGUMENTS, with_new_names
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
+Asked = Sequence[Prompt] | Sequence[Messages]
 OneOrMore = SamplingParams | Sequence[SamplingParams] | None
 
 KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
@@ -112,8 +113,7 @@ def check_counts(**given: int | None) -> None:
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise BadRequest(
-                f"{name} is {value!r:.80}, it must be a whole number of at least 1",
-                f"leave {name} out to have it chosen",
+                f"{name} is {value!r:.80}, it must be a whole number of at least 1", f"leave {name} out for the default"
             )
 
 
@@ -128,5 +128,6 @@ def checked_model_len(asked: int | None, limit: int) -> int:
     if asked is None:
         return limit
     if not isinstance(asked, int) or not 2 <= asked <= limit:
-        raise BadRequest(f"max_model_len is {asked!r}, the model allows 2 to {limit}", "choose a value in that range")
+        hint = f"leave it out for {limit}, all that the model was trained for, or choose a smaller value"
+        raise BadRequest(f"max_model_len is {asked!r:.80}, the model allows 2 to {limit}", hint)
     return asked

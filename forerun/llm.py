@@ -27,6 +27,7 @@ from forerun.engine.sizing import size_kv_cache
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
 from forerun.inputs import (
+    Asked,
     Messages,
     OneOrMore,
     Prompt,
@@ -122,7 +123,8 @@ class LLM(OldLLMNames):
             raise BadRequest(
                 "tiers keep what the prefix cache holds, and enable_prefix_caching is off", "leave one of them out"
             )
-        check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=max_num_batched_tokens)
+        check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens)
+        check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
             torch.set_num_threads(threads or default_threads())
@@ -202,7 +204,7 @@ class LLM(OldLLMNames):
         `params`: for all prompts, or one for each. `options`: fields of `SamplingParams` for this call, such as
         `max_tokens=64`. `progress`: show on stderr how many answers are done.
         """
-        return self._complete([self.encode(p) for p in as_prompts(prompts)], params, progress, options)
+        return self._complete(as_prompts(prompts), params, progress, options)
 
     def chat(
         self,
@@ -213,7 +215,7 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """Answer each conversation; one `Completion` per conversation, in order. The rest is as in `generate`."""
-        return self._complete([self.encode(m) for m in as_conversations(messages)], params, progress, options)
+        return self._complete(as_conversations(messages), params, progress, options)
 
     def stream(
         self,
@@ -233,7 +235,7 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """`generate` for asyncio; calls that run at the same time share batches."""
-        return await self._acomplete([self.encode(p) for p in as_prompts(prompts)], params, progress, options)
+        return await self._acomplete(as_prompts(prompts), params, progress, options)
 
     async def achat(
         self,
@@ -244,7 +246,7 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """`chat` for asyncio; calls that run at the same time share batches."""
-        return await self._acomplete([self.encode(m) for m in as_conversations(messages)], params, progress, options)
+        return await self._acomplete(as_conversations(messages), params, progress, options)
 
     def astream(
         self,
@@ -252,17 +254,21 @@ class LLM(OldLLMNames):
         params: SamplingParams | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncIterator[Event]:
-        """`stream` for asyncio. A `Request` was checked by `request`, in a thread of its own where that takes long."""
-        if not isinstance(prompt, Request):
-            prompt = self.request(self.encode(prompt), as_params(params, options))
-        return self.driver.astream(prompt)
+        """`stream` for asyncio; the prompt is encoded and checked in a thread. A `Request` was checked by `request`."""
+        if isinstance(prompt, Request):
+            return self.driver.astream(prompt)
+        asked = as_params(params, options)
+        return self.driver.astream(lambda: self.request(self.encode(prompt), asked))
 
     def request(
         self, prompt_ids: list[int], params: SamplingParams | None = None, session: str | None = None
     ) -> Request:
         """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
         session that it is a turn of."""
-        return self.driver.request(prompt_ids, self._encoded(as_params(params)), session)
+        params = as_params(params)
+        if isinstance(params.prediction, str):
+            params = replace(params, prediction=self.tokenizer.encode(params.prediction))
+        return self.driver.request(prompt_ids, params, session)
 
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a prompt: text is encoded as plain text, messages go through the model's chat template."""
@@ -275,28 +281,20 @@ class LLM(OldLLMNames):
         return as_token_ids(prompt)
 
     def _complete(
-        self, prompts: list[list[int]], params: OneOrMore, progress: bool, options: SamplingOptions
-    ) -> list[Completion]:
-        each = [self._checked(p) for p in params_for_each(params, len(prompts), options)]
-        return complete(self.driver, list(zip(prompts, each, strict=True)), progress)
-
-    async def _acomplete(
-        self, prompts: list[list[int]], params: OneOrMore, progress: bool, options: SamplingOptions
+        self, prompts: Asked, params: OneOrMore, progress: bool, options: SamplingOptions
     ) -> list[Completion]:
         each = params_for_each(params, len(prompts), options)
-        requests = await asyncio.to_thread(lambda: [self.request(ids, p) for ids, p in zip(prompts, each, strict=True)])
-        return await acomplete(self.driver, requests, progress)
+        return complete(self.driver, self._requests(prompts, each), progress)
 
-    def _encoded(self, params: SamplingParams) -> SamplingParams:
-        """With the prediction as token ids, where it is text."""
-        if not isinstance(params.prediction, str):
-            return params
-        return replace(params, prediction=self.tokenizer.encode(params.prediction))
+    async def _acomplete(
+        self, prompts: Asked, params: OneOrMore, progress: bool, options: SamplingOptions
+    ) -> list[Completion]:
+        each = params_for_each(params, len(prompts), options)
+        return await acomplete(self.driver, await asyncio.to_thread(self._requests, prompts, each), progress)
 
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        params = self._encoded(as_params(params))
-        self.driver.prepare(params)
-        return params
+    def _requests(self, prompts: Asked, params: list[SamplingParams]) -> list[Request]:
+        encoded = [self.encode(prompt) for prompt in prompts]  # all of them first: a request's time starts when made
+        return [self.request(ids, each) for ids, each in zip(encoded, params, strict=True)]
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from forerun.core import TokenLogprob, Usage
 from forerun.core.progress import counter
 from forerun.engine.sequence import Event, FinishReason, Request
-from forerun.params import SamplingParams
 from forerun.runtime.driver import Driver
 
 
@@ -44,8 +43,8 @@ class Completion:
         return self.choices[0].finish_reason
 
 
-def collect(prompt_ids: list[int], n: int, events: Iterable[Event]) -> Completion:
-    choices = [Choice() for _ in range(n)]
+def collect(request: Request, events: Iterable[Event]) -> Completion:
+    prompt_ids, choices = request.prompt_ids, [Choice() for _ in range(request.params.n)]
     parts: dict[int, Usage] = {}
     for event in events:
         if event.provisional:  # what is confirmed of it comes again
@@ -72,19 +71,16 @@ def _merge(parts: dict[int, Usage], prompt_tokens: int) -> Usage:
     return total
 
 
-def complete(driver: Driver, jobs: list[tuple[list[int], SamplingParams]], progress: bool) -> list[Completion]:
-    """Run all jobs; one `Completion` each, in order."""
-    if progress:
-        with counter(sum(params.n for _, params in jobs), "answers") as count:
-            runs = driver.run(jobs, on_finish=count)
-    else:
-        runs = driver.run(jobs)
-    return [collect(ids, params.n, events) for (ids, params), events in zip(jobs, runs, strict=True)]
+def complete(driver: Driver, requests: list[Request], progress: bool) -> list[Completion]:
+    """Run all requests; one `Completion` each, in order."""
+    with counter(_answers(requests), "answers", quiet=not progress) as count:
+        runs = driver.run(requests, on_finish=count)
+    return [collect(request, events) for request, events in zip(requests, runs, strict=True)]
 
 
 async def acomplete(driver: Driver, requests: list[Request], progress: bool) -> list[Completion]:
     """The same for asyncio; an error in one of them cancels the others."""
-    with counter(len(requests), "answers", quiet=not progress) as count:
+    with counter(_answers(requests), "answers", quiet=not progress) as count:
         tasks = [asyncio.ensure_future(_completion(driver, request, count)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -95,6 +91,13 @@ async def acomplete(driver: Driver, requests: list[Request], progress: bool) -> 
 
 
 async def _completion(driver: Driver, request: Request, on_finish: Callable[[], None]) -> Completion:
-    events = [event async for event in driver.astream(request)]
-    on_finish()
-    return collect(request.prompt_ids, request.params.n, events)
+    events = []
+    async for event in driver.astream(request):
+        events.append(event)
+        if event.finish_reason is not None:
+            on_finish()
+    return collect(request, events)
+
+
+def _answers(requests: list[Request]) -> int:
+    return sum(request.params.n for request in requests)

@@ -19,10 +19,12 @@ from forerun.renamed import SAMPLING_ARGUMENTS, accepts_old_fields
 
 DEFAULT_TEMPERATURE = 0.0  # of the library, the command line and the server
 MAX_LOGPROBS = 20
+MAX_TOKENS = 10_000_000  # of an answer; its context ends sooner
 MAX_NODES = 512  # of a draft
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
 
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # by generation_config.json
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
 PREFILL_MODES = ("exact", "speculative", "provisional")
 PREFILL_SOURCES = ("auto", "draft", "self", "chunk")
@@ -173,13 +175,14 @@ class SamplingParams:
 
     The default is greedy (temperature 0) in the library, on the command line and over HTTP: the same prompt then gives
     the same answer, answers can be compared with plain decoding token for token, and speculation accepts most. Models
-    that recommend other settings ship them: `llm.get_default_sampling_params()`, or `--sampling model`.
+    that recommend other settings ship them: `llm.get_default_sampling_params()`, or `--sampling model`. As in vLLM,
+    `max_tokens=None` goes on until the context ends, and a `top_k` of -1 is off.
     """
 
     temperature: float = option(
         DEFAULT_TEMPERATURE, help="0: greedy; 0.7 is usual for chat that may vary.", low=0.0, high=100.0
     )
-    top_k: int = option(0, help="Keep the k likeliest tokens; 0: all.", low=0, high=1_000_000, whole=True)
+    top_k: int = option(0, help="Keep the k likeliest tokens; 0 or -1: all.", low=-1, high=1_000_000, whole=True)
     top_p: float = option(
         1.0, help="Keep the likeliest tokens up to this total probability.", low=0.0, high=1.0, open_low=True
     )
@@ -192,7 +195,9 @@ class SamplingParams:
     )
     presence_penalty: float = option(0.0, help="Against tokens already in the answer.", low=-2.0, high=2.0)
     frequency_penalty: float = option(0.0, help="The same, for each time they came.", low=-2.0, high=2.0)
-    max_tokens: int = option(256, help="Longest answer in tokens.", low=1, high=10_000_000, whole=True)
+    max_tokens: Converted[int, int | None] = option(
+        256, help="Longest answer in tokens.", low=1, high=MAX_TOKENS, whole=True
+    )
     stop: Converted[tuple[str, ...], str | Iterable[str]] = option(
         (), help="End the answer before this text, or any of these texts."
     )
@@ -234,6 +239,9 @@ class SamplingParams:
         self._tuple("stop", "text or a list of texts")
         if not isinstance(self.prediction, str):  # text is encoded by the LLM that gets it
             self._tuple("prediction", "text or a list of token ids")
+        for name, off, value in (("max_tokens", None, MAX_TOKENS), ("top_k", -1, 0)):  # as vLLM has them
+            if type(getattr(self, name)) is type(off) and getattr(self, name) == off:
+                object.__setattr__(self, name, value)
         check_fields(self)
         self._check_values()
 
@@ -279,8 +287,7 @@ class SamplingParams:
         """What a model's generation_config.json recommends; `do_sample: false` is greedy, whatever else it has."""
         if not settings.get("do_sample", False):
             return cls(repetition_penalty=settings.get("repetition_penalty") or 1.0)
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        given = {name: settings[name] for name in RECOMMENDED if settings.get(name) is not None}
         return cls(**({"temperature": 1.0} | given))
 
     @property
@@ -309,7 +316,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    max_tokens: int
+    max_tokens: int | None
     stop: str | Iterable[str]
     seed: int | None
     logprobs: int | None

@@ -88,6 +88,8 @@ def test_debug_after_a_bare_dash_dash_is_text(capsys: pytest.CaptureFixture[str]
 def test_silent_options_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "hi", "--choices", "3") == 1
     assert "at temperature 0" in capsys.readouterr().err
+    assert run("generate", "hi", "--choices", "3", "--sampling", "model", "--temperature", "0") == 1
+    assert "at temperature 0" in capsys.readouterr().err
     assert run("generate", "hi", "--logprobs", "2") == 1
     assert "--json" in capsys.readouterr().err
 

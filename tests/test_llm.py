@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest, ForerunError, OutOfPages
 from forerun.inputs import weights_mode
 from forerun.params import SamplingOptions
+from forerun.sharing import score_continuations
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 PROMPTS = ["The lamp turns", "A keeper counts the ships", "def turn(lamp):", "twelve times"]
@@ -312,8 +314,9 @@ def test_progress_counts_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch, caps
     llm.generate(PROMPTS, PARAMS, progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("answers: 1 of 4") and lines[-1].startswith("answers: 4 of 4 in")
-    asyncio.run(llm.agenerate(PROMPTS, PARAMS, progress=True))
-    assert capsys.readouterr().err.splitlines()[-1].startswith("answers: 4 of 4 in")
+    asyncio.run(llm.agenerate(PROMPTS, PARAMS, progress=True, n=2))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("answers: 1 of 8") and lines[-1].startswith("answers: 8 of 8 in")
     llm.generate(PROMPTS, PARAMS)
     assert capsys.readouterr().err == ""
 
@@ -397,3 +400,129 @@ def test_an_unknown_role_is_refused(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="the role 'wizard'") as caught:
         llm.chat([{"role": "wizard", "content": "Who counts the ships?"}], PARAMS)
     assert "system, user, assistant, tool" in caught.value.hint
+
+
+def test_requests_of_asyncio_are_encoded_and_checked_in_a_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's own thread does neither, in any of the four ways to ask."""
+    threads: list[tuple[str, threading.Thread]] = []
+
+    def watched(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            threads.append((name, threading.current_thread()))
+            return real(*args, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watched(llm.tokenizer, "encode")
+    watched(llm.engine.intake, "check")
+    watched(llm.driver, "prepare")
+
+    async def ask() -> None:
+        await llm.agenerate("fog", PARAMS)
+        await llm.achat(MESSAGES, PARAMS)
+        assert [event async for event in llm.astream("fog", PARAMS)]
+        session = llm.session("asyncio")
+        session.append(MESSAGES)
+        await session.aanswer(PARAMS)
+        session.append(MESSAGES)
+        assert [event async for event in session.astream(PARAMS)]
+
+    asyncio.run(ask())
+    assert [name for name, _ in threads].count("check") == 5 and {name for name, _ in threads} == {
+        "encode",
+        "check",
+        "prepare",
+    }
+    assert threading.main_thread() not in [thread for _, thread in threads]
+
+
+def test_a_stream_that_cannot_start_raises_where_it_is_read(llm: LLM) -> None:
+    async def read(prompt: Any) -> None:
+        async for _ in llm.astream(prompt, PARAMS):
+            pass
+
+    with pytest.raises(BadRequest, match="the prompt is empty"):
+        asyncio.run(read(""))
+    with pytest.raises(BadRequest, match="the context holds"):
+        asyncio.run(read([5] * 5000))
+    assert llm.engine.idle
+
+
+def test_what_vllm_users_pass(llm: LLM) -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    with pytest.raises(BadRequest, match="top_k is -2"):
+        SamplingParams(top_k=-2)
+    limit = llm.engine.config.max_model_len
+    whole = llm.generate([5] * (limit - 9), max_tokens=None, ignore_eos=True)[0]
+    assert (len(whole.token_ids), whole.finish_reason) == (9, "length")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Who counts "}, {"type": "text", "text": "ships?"}]}]
+    plain = [{"role": "user", "content": "Who counts ships?"}]
+    assert llm.chat(parts, PARAMS)[0] == replace(llm.chat(plain, PARAMS)[0], usage=ANY)
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5):
+        with pytest.raises(BadRequest, match="a part of a message is") as caught:
+            llm.chat([{"role": "user", "content": [part]}], PARAMS)  # type: ignore[list-item]
+        assert "text only" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0", "leave max_num_seqs out for the default"),
+        ({"max_model_len": 10_000_000}, "max_model_len is 10000000, the model allows 2 to", "leave it out for"),
+    ],
+)
+def test_limits_have_hints_that_help(options: Any, message: str, hint: str, tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        LLM(str(tiny_folder("llama")), threads=1, quiet=True, **options)
+    assert hint in caught.value.hint
+
+
+def test_warnings_about_old_names_stand_in_the_callers_file(llm: LLM) -> None:
+    async def ask() -> None:
+        await llm.agenerate("fog", PARAMS, speculate="off")  # type: ignore[call-arg]
+
+    for use in (
+        lambda: llm.generate("fog", PARAMS, speculate="off"),  # type: ignore[call-arg]
+        lambda: list(llm.stream("fog", PARAMS, speculate="off")),  # type: ignore[call-arg]
+        lambda: asyncio.run(ask()),
+        lambda: replace(PARAMS, speculate="off"),  # type: ignore[call-arg]
+        lambda: llm.memory,
+    ):
+        with pytest.warns(DeprecationWarning) as caught:
+            use()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_after_close_every_call_says_so(tiny_folder: Callable[[str], Path]) -> None:
+    closed = LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True)
+    session = closed.session("before")
+    session.append("fog and rain")
+    closed.close()
+
+    async def read(events: Any) -> None:
+        async for _ in events:
+            pass
+
+    for use in (
+        lambda: closed.generate("fog"),
+        lambda: closed.chat(MESSAGES),
+        lambda: next(closed.stream("fog")),
+        lambda: asyncio.run(closed.achat(MESSAGES)),
+        lambda: asyncio.run(read(closed.astream("fog"))),
+        lambda: closed.request([5]),
+        lambda: closed.session("after"),
+        lambda: session.append("x"),
+        lambda: session.answer(),
+        lambda: asyncio.run(session.aanswer()),
+        lambda: next(closed.workers("fog", 2)),
+        lambda: closed.rollout("fog", 2, 2, 100),
+        lambda: closed.prepare(PARAMS),
+        lambda: closed.upgrade(),
+        lambda: score_continuations(closed, [5], [[6]]),
+    ):
+        with pytest.raises(ForerunError, match="this LLM is closed"):
+            use()
+    assert closed.stats().answers == 0 and "closed" in repr(closed)  # what was measured can still be read
+    closed.close()

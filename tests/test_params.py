@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from forerun.errors import BadRequest, ForerunError, OutOfPages
+from forerun.errors import BadProfile, BadRequest, ForerunError, OutOfPages
 from forerun.params import PREFILL_CHOOSERS, PREFILL_SOURCES, VERIFIERS, Grammar, Prefill, SamplingParams, Speculation
 
 
@@ -23,6 +23,7 @@ def test_a_wrong_value_is_a_value_error_with_its_hint_in_the_traceback() -> None
     assert "hint" not in str(error)  # the command line prints it on a line of its own
     lines = traceback.format_exception_only(error)
     assert lines[-1].strip() == f"hint: {error.hint}" and "temperature is -1" in lines[-2]
+    assert isinstance(BadProfile("none"), ValueError)
     assert not isinstance(OutOfPages("full"), ValueError) and "hint" not in "".join(
         traceback.format_exception_only(OutOfPages("full"))
     )
@@ -47,6 +48,8 @@ def test_old_names_are_accepted_with_a_warning() -> None:
         assert params.prefilling.exact  # type: ignore[attr-defined]
     with pytest.raises(BadRequest, match="speculate and speculation are the same"):
         SamplingParams(speculate="off", speculation="off")  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="speculate= is now speculation="):
+        assert replace(SamplingParams(top_k=3), speculate="off") == SamplingParams(top_k=3, speculation="off")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("key", [True, -1, 1.0, "5", None])

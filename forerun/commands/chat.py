@@ -117,6 +117,8 @@ class ChatLoop:
         if name == "/reset":
             self.reset()
             self.console.print("forgotten", style="dim")
+        elif name == "/file" and not rest:
+            self.console.print("/file needs the path of a text file: /file notes.txt", style="dim", markup=False)
         elif name == "/file":
             try:
                 self.documents.append(read_text(Path(rest).expanduser()))

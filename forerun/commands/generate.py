@@ -61,14 +61,12 @@ def generate(
     forerun generate "And in winter?" --session light --disk ~/forerun-kv --stats
     """
     opened.check_session(session)
-    if n > 1 and answer.temperature == 0 and answer.sampling == "greedy":
-        raise BadRequest(
-            f"--choices {n} at temperature 0 would give the same answer {n} times", "add --temperature 0.7"
-        )
     if logprobs is not None and not as_json:
         raise BadRequest("--logprobs are part of the JSON output only", "add --json, or leave --logprobs out")
     asked = _asked(read_prompt(prompt, file), chat, system)
-    answer.params(n=n, logprobs=logprobs)  # refuses wrong values before a model is loaded
+    params = answer.params(n=n, logprobs=logprobs)  # refuses wrong values before a model is loaded
+    if answer.sampling == "greedy" or answer.temperature is not None:
+        opt.check_choices(params)
     with opened.open() as llm, _source(llm, asked, session) as source:
         params = answer.params_for(llm, n=n, logprobs=logprobs)
         if as_json or n > 1:

@@ -19,7 +19,7 @@ from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
 from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.options import field_of, limits
-from forerun.params import Grammar, Prefill, SamplingParams, Speculation
+from forerun.params import RECOMMENDED, Grammar, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -29,13 +29,17 @@ SAMPLINGS = ("greedy", "model")  # where settings that are not given come from
 CHOOSING, DRAFTING, PREFILLING = "Choosing tokens", "Speculative decoding", "Prefill of the prompt"
 
 
-def derived(kind: type, name: str, *short: str, panel: str, option: str = "") -> Any:
-    """The command-line option of a field: its help, limits and known values are those of the field."""
+def derived(kind: type, name: str, *short: str, panel: str, option: str = "", unset: bool = False) -> Any:
+    """The command-line option of a field: its help, limits and known values are those of the field. `unset`: the
+    command gets None where it is not given."""
     entry = field_of(kind, name)
     known = ", ".join(entry.metadata.get("choices", ()))
     details = "; ".join(part for part in (known, limits(entry)) if part)
     text = entry.metadata["help"] + (f" ({details})" if details else "")
-    return typer.Option(option or f"--{name.replace('_', '-')}", *short, help=text, rich_help_panel=panel)
+    default = str(entry.default) if unset else True
+    return typer.Option(
+        option or f"--{name.replace('_', '-')}", *short, help=text, rich_help_panel=panel, show_default=default
+    )
 
 
 def default_of(kind: type, name: str) -> Any:
@@ -43,6 +47,7 @@ def default_of(kind: type, name: str) -> Any:
 
 
 _sampling = functools.partial(derived, panel=CHOOSING)
+_recommended = functools.partial(derived, SamplingParams, panel=CHOOSING, unset=True)  # with `--sampling model`
 _drafting = functools.partial(derived, panel=DRAFTING)
 _prefilling = functools.partial(derived, panel=PREFILLING)
 _shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
@@ -98,11 +103,11 @@ MaxNumBatchedTokens = Annotated[
 EnablePrefixCaching = Annotated[bool, typer.Option(help="Requests read the K/V of prefixes that were computed before.")]
 
 MaxTokens = Annotated[int, _sampling(SamplingParams, "max_tokens", "-n")]
-Temperature = Annotated[float, _sampling(SamplingParams, "temperature", "-t")]
-TopK = Annotated[int, _sampling(SamplingParams, "top_k")]
-TopP = Annotated[float, _sampling(SamplingParams, "top_p")]
-MinP = Annotated[float, _sampling(SamplingParams, "min_p")]
-Repetition = Annotated[float, _sampling(SamplingParams, "repetition_penalty")]
+Temperature = Annotated[float | None, _recommended("temperature", "-t")]
+TopK = Annotated[int | None, _recommended("top_k")]
+TopP = Annotated[float | None, _recommended("top_p")]
+MinP = Annotated[float | None, _recommended("min_p")]
+Repetition = Annotated[float | None, _recommended("repetition_penalty")]
 Presence = Annotated[float, _sampling(SamplingParams, "presence_penalty")]
 Frequency = Annotated[float, _sampling(SamplingParams, "frequency_penalty")]
 Choices = Annotated[int, _sampling(SamplingParams, "n", option="--choices")]
@@ -114,7 +119,7 @@ Sampling = Annotated[
     typer.Option(
         "--sampling",
         rich_help_panel=CHOOSING,
-        help="greedy; or model: the model's own settings for what is left at its default (temperature, top-k, top-p, "
+        help="greedy; or model: the model's own settings for what is not given (temperature, top-k, top-p, min-p, "
         "repetition penalty).",
     ),
 ]
@@ -176,11 +181,11 @@ class AnswerOptions:
     """How the tokens of an answer are chosen and drafted, and its shape. Defaults are those of the library."""
 
     max_tokens: MaxTokens = default_of(SamplingParams, "max_tokens")
-    temperature: Temperature = default_of(SamplingParams, "temperature")
-    top_k: TopK = default_of(SamplingParams, "top_k")
-    top_p: TopP = default_of(SamplingParams, "top_p")
-    min_p: MinP = default_of(SamplingParams, "min_p")
-    repetition_penalty: Repetition = default_of(SamplingParams, "repetition_penalty")
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: Repetition = None
     presence_penalty: Presence = default_of(SamplingParams, "presence_penalty")
     frequency_penalty: Frequency = default_of(SamplingParams, "frequency_penalty")
     stop: Stop = None
@@ -207,7 +212,8 @@ class AnswerOptions:
         if self.sampling not in SAMPLINGS:
             raise BadRequest(f"--sampling is {self.sampling!r:.80}", f"use one of {', '.join(SAMPLINGS)}")
         names = {entry.name for entry in fields(SamplingParams)} & {entry.name for entry in fields(self)}
-        own = {name: getattr(self, name) for name in names} | {"stop": stop_strings(self.stop)}
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        own |= {"stop": stop_strings(self.stop)}
         drafting = Speculation(self.speculation, self.draft_nodes, self.draft_depth, self.verify, self.bound)
         made = {"speculation": drafting, "prefill": self.prefilling(), "grammar": self.grammar()}
         return SamplingParams(**(own | made | more))
@@ -215,12 +221,12 @@ class AnswerOptions:
     def params_for(self, llm: LLM, **more: Any) -> SamplingParams:
         """The same; with `--sampling model`, values that were not given are the model's own."""
         params = self.params(**more)
-        if self.sampling == "greedy":
-            return params
-        recommended = llm.get_default_sampling_params()
-        names = ("temperature", "top_k", "top_p", "repetition_penalty")
-        free = [name for name in names if getattr(params, name) == default_of(SamplingParams, name)]
-        return replace(params, **{name: getattr(recommended, name) for name in free})
+        if self.sampling == "model":
+            recommended = llm.get_default_sampling_params()
+            free = [name for name in RECOMMENDED if getattr(self, name) is None]
+            params = replace(params, **{name: getattr(recommended, name) for name in free})
+        check_choices(params)
+        return params
 
     def prefilling(self) -> Prefill:
         given = (self.budget, self.quality, self.prefill_source, self.chooser, self.allow_exact)
@@ -287,6 +293,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
+
+
+def check_choices(params: SamplingParams) -> None:
+    if params.n > 1 and params.greedy:
+        raise BadRequest(
+            f"--choices {params.n} at temperature 0 would give the same answer {params.n} times",
+            "add --temperature 0.7",
+        )
 
 
 def stop_strings(given: list[str] | None) -> tuple[str, ...]:

@@ -42,18 +42,15 @@ class Driver:
         self._readers = 0  # callers that leave the steps to the thread
         self._mailbox: Mailbox[Event] | None = None  # to the event loop of the latest request
 
-    def run(
-        self, jobs: list[tuple[list[int], SamplingParams]], on_finish: Callable[[], None] = lambda: None
-    ) -> list[list[Event]]:
-        """Run jobs to their ends; the events of each, in order. An error or Ctrl-C cancels all of them. `on_finish` is
-        called at the end of each answer."""
-        inboxes: list[list[Event]] = [[] for _ in jobs]
-        requests = [Request(ids, params, sink=inbox.append) for (ids, params), inbox in zip(jobs, inboxes, strict=True)]
-        for request in requests:  # all are checked before the first one starts
-            self.engine.intake.receive(request)
-        open_answers = sum(params.n for _, params in jobs)
+    def run(self, requests: list[Request], on_finish: Callable[[], None] = lambda: None) -> list[list[Event]]:
+        """Run requests to their ends; the events of each, in order. An error or Ctrl-C cancels all of them. `on_finish`
+        is called at the end of each answer."""
+        inboxes: list[list[Event]] = [[] for _ in requests]
+        for request, inbox in zip(requests, inboxes, strict=True):
+            request.sink = inbox.append
+        open_answers = sum(request.params.n for request in requests)
         done = 0
-        seen = [0] * len(jobs)
+        seen = [0] * len(requests)
         with self._stepping():
             try:
                 for request in requests:
@@ -74,7 +71,6 @@ class Driver:
     def request(self, ids: list[int], params: SamplingParams, session: str | None = None) -> Request:
         """A request that is checked and packed, with what it names prepared: `stream` and `astream` only queue it. For
         any thread but an event loop's, since a long prompt or a grammar takes long."""
-        self.check_open()
         self.prepare(params)
         request = Request(ids, params, sink=lambda event: None, session=session)
         self.engine.intake.receive(request)
@@ -98,8 +94,11 @@ class Driver:
                 if open_answers:
                     self._abandon([request])
 
-    async def astream(self, request: Request) -> AsyncIterator[Event]:
-        """The same for asyncio; a background thread does the stepping."""
+    async def astream(self, request: Request | Callable[[], Request]) -> AsyncIterator[Event]:
+        """The same for asyncio; a background thread does the stepping. A function is called in a thread for the request
+        that it makes."""
+        if not isinstance(request, Request):
+            request = await asyncio.to_thread(request)
         mailbox = self._mailbox_to(asyncio.get_running_loop())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -129,6 +128,7 @@ class Driver:
 
     def upgrade(self) -> None:
         """Block until the K/V of all answers from drafted prompts is exact, as far as there is room for it."""
+        self.check_open()
         busy = True
         with self._stepping():
             while busy and not self._closed:
@@ -165,6 +165,7 @@ class Driver:
     @contextmanager
     def lease(self) -> Iterator[EngineLease]:
         """Pages and exclusive uses for code that runs forwards of its own while requests go on."""
+        self.check_open()
         pages = self.engine.leases.open()
         with self._stepping():
             try:
@@ -201,6 +202,7 @@ class Driver:
 
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters and the prefill source that a request needs, before its time starts to count."""
+        self.check_open()
         if self.engine.prepared(params):
             if not params.prefill.exact:
                 self.engine.speculative_prefill.prepare(params.prefill)  # raises where prompts cannot be drafted so

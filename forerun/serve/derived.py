@@ -6,11 +6,11 @@ Limits are only documented here, in the OpenAPI document; the dataclass checks t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from forerun.options import field_of
+from forerun.options import Converted, field_of
 
 
 class StrictModel(BaseModel):
@@ -22,10 +22,15 @@ class StrictModel(BaseModel):
 def derived(name: str, options: type, *names: str, optional: bool = False) -> Any:
     """A model with the fields of a dataclass, or only with those named. `optional`: null is the default of each field,
     and means that it is left out."""
-    hints = get_type_hints(options)
+    hints = {field: _given(hint) for field, hint in get_type_hints(options).items()}
     given = {entry.name: entry for entry in dataclasses.fields(options)}
     fields = {field: _field(given[field], hints[field], optional) for field in names or given}
     return create_model(name, __base__=StrictModel, **fields)  # type: ignore[call-overload]
+
+
+def _given(hint: Any) -> Any:
+    """What a field takes, where it is converted on creation."""
+    return get_args(hint)[1] if get_origin(hint) is Converted else hint
 
 
 def described(options: type, name: str, **more: Any) -> Any:

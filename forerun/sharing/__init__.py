@@ -2,10 +2,7 @@
 methods of `LLM`; these names are beside it: `from forerun import sharing; sharing.token_advantages(tree)`.
 """
 
-import warnings
-from importlib import import_module
-from typing import Any
-
+from forerun.renamed import moved_names
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.scoring import ContinuationScores, score_continuations
@@ -31,18 +28,11 @@ __all__ = [
     "token_advantages",
 ]
 
-# Names that moved; their old place works for one release
-_MOVED = (
+_RECIPES = (
     *("Best", "Candidate", "Vote", "best_of_n", "sample", "self_consistency"),
     *("Comparison", "compare", "Ranking", "Wording", "equilibrium_ranking"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Scored":
-        warnings.warn("forerun.sharing.Scored is called ContinuationScores now", DeprecationWarning, stacklevel=2)
-        return ContinuationScores
-    if name not in _MOVED:
-        raise AttributeError(f"module 'forerun.sharing' has no attribute {name!r}")
-    warnings.warn(f"forerun.sharing.{name} is forerun.recipes.{name} now", DeprecationWarning, stacklevel=2)
-    return getattr(import_module("forerun.recipes"), name)
+__getattr__ = moved_names(
+    __name__,
+    {"Scored": (__name__, "ContinuationScores")} | {name: ("forerun.recipes", name) for name in _RECIPES},
+)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event, FinishReason, Request
@@ -21,6 +21,7 @@ from forerun.engine.stats import Account
 from forerun.errors import BadRequest
 from forerun.inputs import as_params
 from forerun.outputs import Completion, collect
+from forerun.params import SamplingOptions
 
 if TYPE_CHECKING:
     from forerun.llm import Messages
@@ -78,12 +79,7 @@ class Session:
             raise BadRequest(
                 f"session {self.name!r} is plain text, it cannot take messages", "open another session for them"
             )
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRequest(
-                    f"a message must have a role, got {message!r:.80}", "pass {'role': ..., 'content': ...}"
-                )
-        self._state.messages += [dict(message) for message in messages]
+        self._state.messages += self._registry.llm.tokenizer.plain_messages(messages)
 
     def _append_text(self, content: str | list[int]) -> None:
         if self._state.messages:
@@ -97,51 +93,55 @@ class Session:
         else:
             self._state.tokens += llm.encode(content)
 
-    def answer(self, params: SamplingParams | None = None) -> Completion:
-        """Run a turn to its end; the answer becomes part of the session."""
-        turn = _Turn()
-        return collect(turn.prompt, 1, list(self._stream(self._checked(params), turn)))
+    def answer(self, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> Completion:
+        """Run a turn to its end; the answer becomes part of the session. `options`: fields of `SamplingParams` for this
+        turn, such as `max_tokens=64`."""
+        turn = _Turn(self._params(params, options))
+        events = list(self._stream(turn))
+        return collect(turn.request, events)
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[Event]:
+    def stream(self, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> Iterator[Event]:
         """`answer` event by event. Leaving the loop cancels the turn: the session is then as it was before."""
-        return self._stream(self._checked(params), _Turn())
+        return self._stream(_Turn(self._params(params, options)))
 
-    async def aanswer(self, params: SamplingParams | None = None) -> Completion:
+    async def aanswer(self, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> Completion:
         """`answer` for asyncio; turns of several sessions at once share batches."""
-        turn = _Turn()
-        return collect(turn.prompt, 1, [event async for event in self._astream(self._checked(params), turn)])
+        turn = _Turn(self._params(params, options))
+        events = [event async for event in self._astream(turn)]
+        return collect(turn.request, events)
 
-    def astream(self, params: SamplingParams | Request | None = None) -> AsyncIterator[Event]:
+    def astream(
+        self, params: SamplingParams | Request | None = None, **options: Unpack[SamplingOptions]
+    ) -> AsyncIterator[Event]:
         """`stream` for asyncio. A `Request` is what `llm.request` made of `upcoming()` for this session: its prompt is
         neither encoded nor checked again."""
         if not isinstance(params, Request):
-            return self._astream(self._checked(params), _Turn())
+            return self._astream(_Turn(self._params(params, options)))
         _check_one(params.params)
-        return self._astream(params, _Turn())
+        return self._astream(_Turn(params.params, params))
 
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        params = as_params(params)
-        self._registry.llm.prepare(params)
+    def _params(self, params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
+        """Whether the engine can do as they ask is checked with the request, which may take long."""
+        params = as_params(params, options)
         _check_one(params)
         return params
 
-    def _request(self, params: SamplingParams) -> Request:
-        return self._registry.llm.request(self._prompt(), params, self.name)
+    def _request(self, turn: _Turn) -> Request:
+        if turn.made is None:
+            turn.made = self._registry.llm.request(self._prompt(), turn.params, self.name)
+        return turn.made
 
-    def _stream(self, params: SamplingParams, turn: _Turn) -> Iterator[Event]:
+    def _stream(self, turn: _Turn) -> Iterator[Event]:
         with self._exclusively("answer in"):
-            request = self._request(params)
-            turn.prompt += request.prompt_ids
-            for event in self._registry.driver.stream(request):
+            for event in self._registry.driver.stream(self._request(turn)):
                 if turn.add(event):
                     self._end(turn)
                 yield event
 
-    async def _astream(self, asked: SamplingParams | Request, turn: _Turn) -> AsyncIterator[Event]:
+    async def _astream(self, turn: _Turn) -> AsyncIterator[Event]:
         with self._exclusively("answer in"):
-            request = asked if isinstance(asked, Request) else await asyncio.to_thread(self._request, asked)
-            turn.prompt += request.prompt_ids
-            async with aclosing(self._registry.driver.astream(request)) as events:  # type: ignore[type-var]
+            stream = self._registry.driver.astream(turn.made or (lambda: self._request(turn)))
+            async with aclosing(stream) as events:  # type: ignore[type-var]
                 async for event in events:
                     if turn.add(event):
                         await completed(asyncio.to_thread(self._end, turn))  # it waits for the disk
@@ -149,7 +149,7 @@ class Session:
 
     def _end(self, turn: _Turn) -> None:
         """The answer is complete: from here on it survives this process, where there is a disk tier."""
-        self._state.end_turn(turn.prompt, self._kept(turn), turn.text)
+        self._state.end_turn(turn.request.prompt_ids, self._kept(turn), turn.text)
         self._registry.save(self)
         self._registry.driver.save(self._state.tokens)
 
@@ -263,12 +263,18 @@ class Session:
 
 @dataclass
 class _Turn:
-    """A prompt and its answer so far."""
+    """A request, once it is made, and its answer so far."""
 
-    prompt: list[int] = field(default_factory=list)
+    params: SamplingParams
+    made: Request | None = None
     answer_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+
+    @property
+    def request(self) -> Request:
+        assert self.made is not None  # nothing is emitted before
+        return self.made
 
     def add(self, event: Event) -> bool:
         """Whether the answer is complete with this event."""

@@ -21,6 +21,7 @@ from forerun.errors import BadRequest, CorruptModel
 
 _STAND_INS = range(0xF0000, 0xFFFFD)  # a private-use plane: no template or tokenizer gives these a meaning
 
+_LOOP_OVER_PARTS = re.compile(r"\bfor \w+ in [\w.\[\]'\"]*content\b")
 ROLES = ("system", "user", "assistant", "tool")
 
 Piece = tuple[str, bool]  # text, and whether control tokens in it count
@@ -49,6 +50,7 @@ class ChatTemplate:
         # A control token's beginning at the end of a string could be completed by what the template puts after it
         self._starts = {special[:n] for special in self._specials for n in range(1, len(special))}
         self._search: re.Pattern[str] | None = None
+        self._loops = any(_LOOP_OVER_PARTS.search(text) for text in self._texts.values())
 
     @property
     def tool_text(self) -> str:
@@ -61,6 +63,17 @@ class ChatTemplate:
         """The conversation as pieces of text; usually one, trusted, because no message holds control-token text."""
         if not messages:
             raise BadRequest("the conversation has no messages", "pass at least one message")
+        guard = _Guard(self._starts, self._pattern())
+        text = self._run(guard.clean(self.plain(messages)), guard.clean(list(tools)) if tools else None, prompt)
+        if not guard.hidden:
+            return [(text, True)]
+        cut = self._pattern().split(text)  # plain, control, plain, control, ...
+        return [(guard.restore(piece), i % 2 == 1) for i, piece in enumerate(cut) if piece]
+
+    def plain(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, checked, with the parts of their contents (`[{"type": "text", "text": ...}]`) joined for
+        templates that do not go through parts themselves."""
+        made = []
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise BadRequest(
@@ -68,12 +81,10 @@ class ChatTemplate:
                 )
             if message["role"] not in ROLES and not self._names(message["role"]):
                 raise BadRequest(f"a message has the role {message['role']!r:.80}", f"known are {', '.join(ROLES)}")
-        guard = _Guard(self._starts, self._pattern())
-        text = self._run(guard.clean(list(messages)), guard.clean(list(tools)) if tools else None, prompt)
-        if not guard.hidden:
-            return [(text, True)]
-        cut = self._pattern().split(text)  # plain, control, plain, control, ...
-        return [(guard.restore(piece), i % 2 == 1) for i, piece in enumerate(cut) if piece]
+            content = message.get("content")
+            text = "".join(map(_part_text, content)) if isinstance(content, (list, tuple)) else content
+            made.append(message | {"content": text} if text is not content and not self._loops else dict(message))
+        return made
 
     def _names(self, role: str) -> bool:
         """Whether the template itself compares roles with this one: some models have roles of their own."""
@@ -110,6 +121,13 @@ class ChatTemplate:
                     f"{self._source}: its chat template is damaged ({error})", "fetch it again"
                 ) from error
         return self._compiled[name]
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise BadRequest(f"a part of a message is {part!r:.80}", 'parts are {"type": "text", "text": ...}: text only')
+    return text
 
 
 class _Guard:

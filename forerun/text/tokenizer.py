@@ -137,11 +137,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Ids of a conversation in the model's own format; nothing inside a message can become a control token."""
+        pieces = self._template().render(messages, tools, add_generation_prompt)
+        return [i for text, trusted in pieces for i in self.encode(text, parse_special=trusted)]
+
+    def plain_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with text as their contents; raises where the chat template has no use for one."""
+        return self._template().plain(messages)
+
+    def _template(self) -> ChatTemplate:
         if self._chat is None:
             hint = "let it continue plain text (`forerun generate --raw`, `llm.generate`), or use an instruct model"
             raise BadRequest(f"{self.source} has no chat template: it is not a chat model", hint)
-        pieces = self._chat.render(messages, tools, add_generation_prompt)
-        return [i for text, trusted in pieces for i in self.encode(text, parse_special=trusted)]
+        return self._chat
 
 
 class Detokenizer:

@@ -239,7 +239,7 @@ def speculate(
         str, typer.Option("--drafters", help="What to measure beside plain, joined by commas: auto, lookup, ...")
     ] = "",
     batch: Annotated[str, typer.Option("--batch", help="Also throughput at these batch sizes: 1,4,16.")] = "",
-    temperature: opt.Temperature = 0.0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0: greedy.")] = 0.0,
     verify: Annotated[
         str, typer.Option("--verify", help="Also accepted lengths of these rules: match,rejection,bounded:0.1.")
     ] = "",

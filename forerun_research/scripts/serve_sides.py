@@ -155,7 +155,7 @@ def _params(ask: LoadRequest) -> Any:
 
 def _batch(llm: Any, asks: list[LoadRequest]) -> tuple[float, int, list[str]]:
     start = time.perf_counter()
-    runs = llm.driver.run([(llm.encode(ask.messages), _params(ask)) for ask in asks])  # `chat` has one set of params
+    runs = llm.driver.run([llm.request(llm.encode(ask.messages), _params(ask)) for ask in asks])
     seconds = time.perf_counter() - start
     texts = ["".join(event.text for event in events) for events in runs]
     return seconds, sum(len(event.token_ids) for events in runs for event in events), texts

@@ -122,9 +122,12 @@ def test_files_go_before_the_next_message(monkeypatch: pytest.MonkeyPatch, tmp_p
     note = tmp_path / "my note.txt"
     note.write_text("The lamp turns.")
     llm = ScriptedLLM(["twelve"], ["b"])
-    said = talk(monkeypatch, llm, f"/file {note}", "How often?", "/file none.txt", "Sure?", documents=["A keeper."])
+    said = talk(
+        monkeypatch, llm, f"/file {note}", "How often?", "/file", "/file none.txt", "Sure?", documents=["A keeper."]
+    )
     assert [m["content"] for m in llm.asked[0]] == ["A keeper.\n\nThe lamp turns.\n\nHow often?"]
     assert llm.asked[1][-1]["content"] == "Sure?"
+    assert "/file needs the path of a text file" in said
     assert "3 words, goes with the next message" in said and "error: cannot read none.txt" in said and "hint: " in said
 
 

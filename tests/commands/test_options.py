@@ -84,7 +84,9 @@ def test_options_derive_from_the_fields_of_the_library() -> None:
             assert getattr(opt.AnswerOptions(), name) == entry.default
             assert get_args(hints[name])[-1].help.startswith(entry.metadata["help"])
     for name in set(hints) & {entry.name for entry in fields(SamplingParams)} - {"stop", "speculation", "prefill"}:
-        assert getattr(opt.AnswerOptions(), name) == getattr(SamplingParams(), name)
+        given, library = getattr(opt.AnswerOptions(), name), getattr(SamplingParams(), name)
+        assert given == library or (given is None and get_args(hints[name])[-1].show_default == str(library))
+    assert opt.AnswerOptions().params() == SamplingParams()
     assert "from 0.0 to 100.0" in get_args(hints["temperature"])[-1].help
     assert "deviation" in get_args(hints["chooser"])[-1].help
 
@@ -92,12 +94,15 @@ def test_options_derive_from_the_fields_of_the_library() -> None:
 def test_the_model_s_own_settings_fill_what_was_not_given() -> None:
     class Recommending:
         def get_default_sampling_params(self) -> SamplingParams:
-            return SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
+            return SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.05)
 
     llm: Any = Recommending()
     assert opt.AnswerOptions().params_for(llm).greedy
     params = opt.AnswerOptions(sampling="model", top_p=0.5).params_for(llm, n=2)
-    assert (params.temperature, params.top_k, params.top_p, params.n) == (0.6, 20, 0.5, 2)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.n) == (0.6, 20, 0.5, 0.05, 2)
+    assert opt.AnswerOptions(sampling="model", temperature=0.0).params_for(llm).greedy  # given is given
+    with pytest.raises(BadRequest, match="--choices 3 at temperature 0"):
+        opt.AnswerOptions(sampling="model", temperature=0.0).params_for(llm, n=3)
     with pytest.raises(BadRequest, match="--sampling is 'wild'"):
         opt.AnswerOptions(sampling="wild").params()
 

@@ -18,7 +18,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("temperature", True, "must be a number"),
     ("top_p", 0.0, "above 0.0 to 1.0"),
     ("top_p", 1.5, "1.5"),
-    ("top_k", -1, "-1"),
+    ("top_k", -2, "-2"),
     ("top_k", 1.5, "whole number"),
     ("min_p", 2.0, "2.0"),
     ("repetition_penalty", 0.0, "from 0.01"),

@@ -113,12 +113,12 @@ def test_the_queue_is_bounded_and_holds_the_latest(make: Callable[..., Engine]):
 def test_the_driver_does_it_in_the_background(make: Callable[..., Engine], truth: Callable[..., list[int]]):
     engine = make()
     driver = Driver(engine)
-    driver.run([(prompt(7), DRAFTED)])  # returns at once
+    driver.run([driver.request(prompt(7), DRAFTED)])  # returns at once
     deadline = time.monotonic() + 20
     while len(engine.upgrades) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(engine.upgrades) == 0
-    events = driver.run([(prompt(7), EXACT)])[0]
+    events = driver.run([driver.request(prompt(7), EXACT)])[0]
     assert events[-1].usage is not None and events[-1].usage.cached_tokens == 144
     assert [t for e in events for t in e.token_ids] == truth(prompt(7))
     driver.close()
@@ -126,11 +126,11 @@ def test_the_driver_does_it_in_the_background(make: Callable[..., Engine], truth
 
 def test_upgrade_blocks_until_all_is_done(make: Callable[..., Engine], truth: Callable[..., list[int]]):
     driver = Driver(make())
-    driver.run([(prompt(8), DRAFTED), (prompt(9), DRAFTED)])
+    driver.run([driver.request(prompt(seed), DRAFTED) for seed in (8, 9)])
     driver.upgrade()
     assert len(driver.engine.upgrades) == 0
     for seed in (8, 9):
-        events = driver.run([(prompt(seed), EXACT)])[0]
+        events = driver.run([driver.request(prompt(seed), EXACT)])[0]
         assert events[-1].usage.cached_tokens == 144  # type: ignore[union-attr]
         assert [t for e in events for t in e.token_ids] == truth(prompt(seed))
     driver.close()
@@ -140,8 +140,8 @@ def test_upgrade_blocks_until_all_is_done(make: Callable[..., Engine], truth: Ca
 def test_requests_go_on_while_the_thread_upgrades(make: Callable[..., Engine], truth: Callable[..., list[int]]):
     driver = Driver(make())
     for seed in range(10, 16):
-        driver.run([(prompt(seed), DRAFTED)])
-        events = driver.run([(prompt(seed), EXACT)])[0]  # in the middle of upgrading the same text
+        driver.run([driver.request(prompt(seed), DRAFTED)])
+        events = driver.run([driver.request(prompt(seed), EXACT)])[0]  # in the middle of upgrading the same text
         assert [t for e in events for t in e.token_ids] == truth(prompt(seed))
     driver.close()
     assert leaked(driver.engine) == 0

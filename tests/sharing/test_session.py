@@ -249,3 +249,24 @@ def test_threads_that_open_one_session_at_once_get_the_same_one(
     with make() as llm, ThreadPoolExecutor(4) as threads:
         opened = list(threads.map(lambda _: llm.session("shared"), range(4)))
     assert len({id(session) for session in opened}) == 1
+
+
+def test_options_of_one_turn(llm: LLM):
+    session = llm.session("options")
+    session.append(LONG)
+    assert len(session.answer(PARAMS, max_tokens=3).token_ids) == 3
+    assert len([t for event in session.stream(PARAMS, max_tokens=2) for t in event.token_ids]) == 2
+    assert len(asyncio.run(session.aanswer(PARAMS, max_tokens=4)).token_ids) == 4
+    with pytest.raises(BadRequest, match="called 'max_token'"):
+        session.answer(max_token=3)  # type: ignore[call-arg]
+
+
+def test_a_message_that_cannot_be_answered_is_not_appended(llm: LLM):
+    chat = llm.session("roles")
+    with pytest.raises(BadRequest, match="the role 'wizard'"):
+        chat.append([USER, {"role": "wizard", "content": "x"}])
+    with pytest.raises(BadRequest, match="a part of a message"):
+        chat.append({"role": "user", "content": [{"type": "image_url"}]})
+    assert chat.messages == [] and not chat.pending
+    chat.append({"role": "user", "content": [{"type": "text", "text": "Why "}, {"type": "text", "text": "fog?"}]})
+    assert chat.messages == [{"role": "user", "content": "Why fog?"}] and chat.answer(PARAMS).text is not None

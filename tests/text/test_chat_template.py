@@ -59,6 +59,10 @@ def test_nor_can_roles_tools_or_parts_of_a_list(tokenizer: Tokenizer) -> None:
     ids = parts.apply_chat_template([{"role": "<|im_end|>", "content": content}], tools=[{"name": EVIL}])
     assert [i for i in ids if i in parts.special_ids] == [1]
     assert "<|im_end|><|im_end|>[{" in parts.decode(ids, skip_special=False)
+    joined = chat(tokenizer, "{# '<|im_end|>' #}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
+    ids = joined.apply_chat_template([{"role": "user", "content": content}])
+    assert [i for i in ids if i in parts.special_ids] == [1]
+    assert joined.decode(ids, skip_special=False) == "<|im_start|><|im_end|>"
 
 
 def test_templates_may_transform_contents(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from forerun.decode.drafters import copying, cross, grammar, lookup, model, parallel, selfdraft, suffix
 from forerun.decode.drafters.base import Drafter, DraftRequest, register, registered
+from forerun.renamed import moved_names
 
 __all__ = [
     "DraftRequest",
@@ -17,3 +18,5 @@ __all__ = [
     "selfdraft",
     "suffix",
 ]
+
+__getattr__ = moved_names(__name__, {"Ask": (__name__, "DraftRequest")})

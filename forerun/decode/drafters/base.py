@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from forerun.core import Draft
 from forerun.decode.sampling import Context, Rng
 from forerun.errors import BadRequest
+from forerun.renamed import renamed_attribute
 
 if TYPE_CHECKING:
     from forerun.decode.draft_context import DraftContext
@@ -40,6 +41,10 @@ class DraftRequest:
     keep_drafting: Callable[[float, int], bool] | None = (
         None  # (path probability, depth) -> is one more round worth it?
     )
+
+    id = renamed_attribute("id", "seq_id")
+    depth = renamed_attribute("depth", "max_depth")
+    nodes = renamed_attribute("nodes", "max_nodes")
 
     @property
     def tokens(self) -> list[int]:
