@@ -20,10 +20,9 @@ from forerun.cache.tiers import TierConfig, Tiers
 from forerun.cache.tree_summary import TreeSummary, summarise_tree
 from forerun.core import SamplingParams
 from forerun.decode.draft_context import DraftModel
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import EngineConfig, size_kv_cache
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
-from forerun.engine.sizing import size_kv_cache
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
 from forerun.inputs import (

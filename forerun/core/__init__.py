@@ -4,9 +4,8 @@
 Nothing here knows a model, a cache policy or a device policy.
 """
 
-from forerun.core.batch import HostBatch, TokenBatch
+from forerun.core.batch import EXTRA_KV_SLOTS, KV, HostBatch, KVShape, TokenBatch
 from forerun.core.draft import ROOT, Draft, Verdict
-from forerun.core.kv import EXTRA_KV_SLOTS, KV, KVShape
 from forerun.core.usage import PrefillReport, Tally, TokenLogprob, Usage
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 

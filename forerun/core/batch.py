@@ -3,13 +3,14 @@ arrays get from one to the other.
 
 A large copy from ordinary memory waits for all that was enqueued before it. One from pinned memory never does: torch
 keeps that memory until it has been read. On a CPU nothing is copied. Invariants are checked where an object is made,
-lengths are derived. Knows no model, no cache and no device policy.
+lengths are derived. `KV` is the cache as all parts of the engine see it. Knows no model and no device policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,22 @@ from torch import Tensor
 PINNED_FROM_BYTES = 1 << 16  # bytes from which CUDA waits; less it copies aside, which is quicker than pinning
 ALIGNED_BYTES = 16  # bytes: kernels are compiled for tensors that start at multiples of it
 WORD_BYTES = 8  # bytes of the numbers that buffers consist of
+KV = list[tuple[Tensor, Tensor]]  # per layer (K, V), each [num_slots, Hkv, D]; K is stored rotated
+
+EXTRA_KV_SLOTS = 512  # that a cache has beyond its pages, because attention reads keys in whole blocks
+
+
+class KVShape(Protocol):
+    """What a page of K/V depends on; a model's config has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def kv_size(self) -> int: ...
 
 
 @dataclass

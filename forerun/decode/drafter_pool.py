@@ -1,28 +1,73 @@
 """The drafters of one engine: made when first needed, called with their errors contained, notified when requests end.
 
 A drafter may come from a user. One that raises or returns a malformed draft is dropped for the request it failed on,
-with one warning in the log; other requests keep it. Knows drafters and what their rounds cost; not which drafts are
-verified.
+with one warning in the log; other requests keep it. `SpeculationState` is what is known of one sequence, `DraftTask`
+its part of a step. Knows drafters and what their rounds cost; not which drafts are verified.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from forerun.core import Draft, SamplingParams
-from forerun.decode.control.controller import Controller
+from forerun.core import Draft, SamplingParams, Usage
+from forerun.decode.control.controller import Controller, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
-from forerun.decode.state import DraftTask, SpeculationState
+from forerun.decode.sampling import Context
+from forerun.decode.verifiers.base import Verifier
 from forerun.errors import BadRequest, ForerunError, OutOfPages
 
 log = logging.getLogger("forerun")
 
 AUTO_FREE_DRAFTERS = ("grammar", "lookup", "copy", "suffix")  # of `auto`, in order, beside a draft model's drafter
+
+
+@dataclass(eq=False)
+class SpeculationState:
+    """A sequence's drafters, verifier and acceptance record."""
+
+    seq_id: int
+    context: Context
+    usage: Usage
+    drafter_names: list[str]  # a drafter that fails on this sequence is removed
+    verifier: Verifier
+    stats: RequestStats
+    sampled: bool  # whether drafters that can sample from their own distribution should
+    drafts: list[Draft] = field(default_factory=list)  # of this step, as proposed
+    free_run_s: dict[str, float] = field(default_factory=dict)  # by free drafter, in this step
+
+    @property
+    def fixed_depth(self) -> int:
+        """The depth that the request fixes; 0 where the controller decides."""
+        return self.context.params.speculation.depth
+
+    @property
+    def expected_remaining(self) -> int:
+        """Tokens the answer is expected to go on for: about as long as it has lasted, within what it may."""
+        so_far = len(self.context.tokens) - self.context.num_prompt
+        return min(self.context.params.max_tokens - so_far, 16 + 2 * so_far)
+
+
+@dataclass(eq=False)
+class DraftTask:
+    """One sequence that decodes in this step."""
+
+    spec_state: SpeculationState
+    pages: array[int]
+    max_nodes: int  # that can become part of the answer and have room
+    draft: Draft = field(default_factory=Draft)
+    candidates: list[Draft] = field(default_factory=list)  # with calibrated probabilities, to be merged into `draft`
+
+    def request(self, depth: int) -> DraftRequest:
+        state = self.spec_state
+        depth = min(state.fixed_depth or depth, self.max_nodes)
+        return DraftRequest(state.seq_id, state.context, depth, self.max_nodes, self.pages, sampled=state.sampled)
 
 
 class DrafterPool:

@@ -17,11 +17,10 @@ from forerun.decode import tree
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafter_pool import DrafterPool
+from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
 from forerun.decode.drafters import Drafter, DraftRequest
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.sampling import Context
-from forerun.decode.state import DraftTask, SpeculationState
 from forerun.decode.verifiers import make_verifier
 
 SUFFICIENT_TOKENS = 8.0  # expected of one free drafter's draft: from here the other free drafters only take time

@@ -1,10 +1,19 @@
-"""The limits of one engine."""
+"""The limits of one engine, and how many tokens its KV pool holds: what was asked for, or what memory suggests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.errors import BadRequest
+import psutil
+import torch
+
+from forerun.cache.pool import PagePool
+from forerun.errors import BadRequest, OutOfPages
+from forerun.models.decoder import Decoder
+
+CPU_FREE_SHARE = 0.25  # of the memory that is free: other programs run on this machine, too
+CUDA_FREE_SHARE = 0.8  # activations, recorded graphs and drafters take the rest
+DEFAULT_CONTEXTS = 4  # full contexts that a pool on a CPU has room for
 
 
 @dataclass(frozen=True)
@@ -37,3 +46,49 @@ class EngineConfig:
     def capacity(self) -> int:
         """Tokens that whole pages of the pool hold; one sequence can never have more."""
         return self.kv_cache_tokens // self.page_size * self.page_size
+
+
+def size_kv_cache(
+    decoders: list[Decoder],
+    context: int,
+    asked: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    page_size: int = 16,
+) -> int:
+    """`asked` tokens, if memory can hold them; else by memory. `gpu_memory_utilization`: share of the GPU's memory."""
+    cuda = decoders[0].device.type == "cuda"
+    page_bytes = sum(PagePool.page_bytes(d.config, page_size, d.dtype) for d in decoders)
+    if gpu_memory_utilization is not None:
+        if not cuda:
+            raise BadRequest("gpu_memory_utilization is about CUDA, and the device is cpu", "give kv_cache_tokens")
+        if asked is not None:
+            raise BadRequest("kv_cache_tokens and gpu_memory_utilization both size the KV pool", "leave one out")
+    free, total = torch.cuda.mem_get_info() if cuda else (psutil.virtual_memory().available, 0)
+    if asked is not None:
+        return _checked(asked, asked * page_bytes // page_size, free)
+    if gpu_memory_utilization is not None:
+        return _utilised(gpu_memory_utilization, free, total, page_bytes) * page_size
+    pages = int(free * (CUDA_FREE_SHARE if cuda else CPU_FREE_SHARE)) // page_bytes
+    return max(2, pages if cuda else min(DEFAULT_CONTEXTS * context // page_size, pages)) * page_size
+
+
+def _checked(asked: int, needed: int, free: int) -> int:
+    if needed > free:
+        raise OutOfPages(
+            f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
+            f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out",
+        )
+    return asked
+
+
+def _utilised(share: float, free: int, total: int, page_bytes: int) -> int:
+    """Pages within a share of the GPU's memory, of which weights and other programs have taken a part."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise BadRequest(f"gpu_memory_utilization is {share!r:.80}, it must be above 0 to 1", "use 0.9, for instance")
+    pages = (int(share * total) - (total - free)) // page_bytes
+    if pages < 2:
+        raise OutOfPages(
+            f"gpu_memory_utilization is {share}: {share * total / 1e9:.1f} GB, {(total - free) / 1e9:.1f} GB are taken",
+            "raise it, or free memory of the GPU",
+        )
+    return pages

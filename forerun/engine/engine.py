@@ -22,8 +22,8 @@ from forerun.cache.tiers import Tiers
 from forerun.core import SamplingParams, Usage
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
+from forerun.decode.drafter_pool import DraftTask
 from forerun.decode.speculator import Speculator
-from forerun.decode.state import DraftTask
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Intake

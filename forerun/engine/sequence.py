@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from forerun.core import Draft, SamplingParams, TokenLogprob, Usage
+from forerun.decode.drafter_pool import SpeculationState
 from forerun.decode.sampling import Context
-from forerun.decode.state import SpeculationState
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.engine.stats import CACHES
 from forerun.models.execution.runner import Span

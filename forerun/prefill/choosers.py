@@ -27,7 +27,7 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillState
 
 if TYPE_CHECKING:
-    from forerun.prefill.sources.base import KVSource
+    from forerun.prefill.sources import KVSource
 
 
 class TokenScorer(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from forerun.models.config import ModelConfig
 from forerun.prefill.choosers import select
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 
 

@@ -49,7 +49,7 @@ from forerun.prefill.plan import (
     why_exact,
 )
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
 COMPARED_TOKENS = 16  # last ones of the tail: two rounds are compared by their distributions

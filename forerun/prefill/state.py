@@ -25,7 +25,7 @@ from forerun.prefill.depth import depth_runs
 if TYPE_CHECKING:
     from forerun.prefill.checks import Checker
     from forerun.prefill.plan import CheckSpan, Costs
-    from forerun.prefill.sources.base import KVSource
+    from forerun.prefill.sources import KVSource
 
 
 class PrefillStage(enum.Enum):

@@ -24,7 +24,7 @@ from forerun.errors import BadProfile, BadRequest, OutOfPages
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun_research.studies.study import Setting
 

@@ -22,7 +22,7 @@ from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 
 CPU = torch.device("cpu")

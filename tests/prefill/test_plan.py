@@ -15,7 +15,7 @@ from forerun.models.config import ModelConfig
 from forerun.params import Prefill
 from forerun.prefill.plan import Costs, Policy, PrefillPlan, deepen, least_work, place, plan, too_short, why_exact
 from forerun.prefill.profile import CurvePoint
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 from tests.prefill.fakes import make_profile
 
@@ -210,7 +210,7 @@ def test_short_prompts():
     assert "least is 1" in too_short(make_state(10, first=10), Policy(shortest=0))
 
 
-@pytest.mark.parametrize("value", [{"spans": -1}, {"span": 0}, {"tail": 0}, {"failing": 1.5}, {"window": 0}])
+@pytest.mark.parametrize("value", [{"spans": -1}, {"span": 0}, {"tail": 0}, {"failing": 1.5}, {"chunk": 0}])
 def test_policies_refuse_nonsense(value: dict[str, Any]):
     with pytest.raises(ValueError, match=next(iter(value))):
         Policy(**value)

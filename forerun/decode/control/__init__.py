@@ -2,11 +2,10 @@
 
 A *free* drafter runs no model, a *paid* one does. In the order of a step:
 
-- `governor`: may a batch of this size draft at all? Timed by the clock, with and without drafts, in alternation.
-- `backoff`: does this step skip drafting, because the last steps spent time on drafting and drafted nothing?
+- `governor`: may a batch of this size draft at all, and does this step skip it because the last ones drafted nothing?
 - `Controller.should_run_free`: is a free drafter's own time worth it in this step?
-- `depth`: how many rounds may a paid drafter run for each sequence? Planned before anything is drafted.
-- `probe`: one round of a drafter that does not pay, now and then, to notice when it starts to.
+- `depth`: how many rounds may a paid drafter run for each sequence? Planned before anything is drafted; now and then
+  one round of a drafter that does not pay, to notice when it starts to.
 - `stopping`: is one more round worth it? Evaluated while a draft grows.
 - `selection`: which drafted nodes are verified?
 

@@ -17,11 +17,9 @@ from typing import Any
 from forerun.core import Draft
 from forerun.decode.control import selection
 from forerun.decode.control.acceptance import Acceptance, RequestStats
-from forerun.decode.control.backoff import EmptyDraftBackoff
 from forerun.decode.control.cost import MAX_ROUNDS, CostCurve
-from forerun.decode.control.depth import DepthPlan
-from forerun.decode.control.governor import Governor
-from forerun.decode.control.probe import Probes
+from forerun.decode.control.depth import DepthPlan, Probes
+from forerun.decode.control.governor import EmptyDraftBackoff, Governor
 from forerun.decode.control.stopping import SharedCosts, StoppingRule, first_round_only
 
 __all__ = ["Controller", "RequestStats"]

@@ -1,7 +1,8 @@
-"""Whether a batch is faster with drafts at all, by the clock: tokens per second with and without, timed in alternation.
+"""Whether a step drafts at all. Knows step times and token counts, nothing else.
 
-The controller's estimates leave out what it cannot see, such as the host's own time around a device. For one sequence
-that is little; for many it adds up, and only the clock shows it. Knows step times and token counts, nothing else.
+`Governor` times batches with and without drafts in alternation. The controller's estimates leave out what it cannot
+see, such as the host's own time around a device: for one sequence that is little, for many it adds up, and only the
+clock shows it. `EmptyDraftBackoff` pauses after attempts that gave no draft.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ TRUSTED_STEPS = 256  # drafting steps after it won, before plain ones are timed 
 MAX_STEP_OVER_MEDIAN = 2.0  # a step counts as no longer than this: one hiccup must not decide a comparison
 CLEARLY_SLOWER_RATIO = 0.8  # of the plain rate: drafting below it loses without the rest of the comparison,
 MIN_COMPARED_STEPS = 2  # after this many steps
+MAX_EMPTY_TIME_SHARE = 0.02  # of decoding time that attempts without a draft may take
+EMPTY_STEPS_BEFORE_PAUSE = 4  # in a row; one sequence alone often has a short gap between two drafts
+LARGE_BATCH_SEQS = 16  # from here one empty step is enough: that many sequences without a draft are no coincidence
+MAX_EMPTY_PAUSE_STEPS = 64  # so that text that becomes predictable is noticed
 
 
 @dataclass
@@ -102,3 +107,25 @@ class Governor:
         rate.add(tokens, seconds)
         if rate.full or (drafted and size.clearly_slower):
             size.next_phase()
+
+
+class EmptyDraftBackoff:
+    """Skips steps after drafting attempts that drafted nothing: running the drafters takes host time even then."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """After a new request: it may be more predictable than those before."""
+        self._empty_steps, self._pause_steps = 0, 0
+
+    def should_skip(self) -> bool:
+        """Whether the coming step skips drafting. Called once a step."""
+        self._pause_steps -= self._pause_steps > 0
+        return self._pause_steps > 0
+
+    def record(self, sequences: int, drafted: bool, draft_s: float, plain_s: float) -> None:
+        """What an attempt gave and took; `plain_s` is a plain step of as many sequences."""
+        self._empty_steps = 0 if drafted else self._empty_steps + 1
+        if self._empty_steps >= (EMPTY_STEPS_BEFORE_PAUSE if sequences < LARGE_BATCH_SEQS else 1):
+            self._pause_steps = min(MAX_EMPTY_PAUSE_STEPS, int(draft_s / plain_s / MAX_EMPTY_TIME_SHARE))

@@ -1,13 +1,48 @@
-"""Sources of drafted K/V by name."""
+"""Sources of drafted K/V: their interface, and those that requests can name.
+
+A source reads a prompt some tokens at a time and writes K/V for the target's layers from `base` on into the prompt's
+own pages, without running the whole target. It knows neither which tokens will be recomputed nor how good its K/V is.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
 
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.state import PrefillState
 
 SOURCES = ("draft", "self", "chunk")
+
+
+class KVSource(ABC):
+    name: str
+    base: int  # layers below it the target runs for every token; they are exact as far as their input is
+    max_tokens: int | None = None  # longest prompt that it reads
+    min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
+
+    def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
+        """Prepare for a prompt before anything runs; may advance `state.read` past what need not be read."""
+
+    @abstractmethod
+    def read(self, state: PrefillState, count: int) -> None:
+        """Read entries state.read .. state.read + count (the tail included), and write K/V for those of them before
+        state.end that are not known yet; advances state.read, and sets state.x where it runs the
+        target's layers below `base`."""
+
+    @abstractmethod
+    def cost(self, tokens: int) -> float:
+        """Work of reading so many tokens, maps included, in tokens of the target's own prefill."""
+
+    def finish(self, state: PrefillState) -> None:  # noqa: B027 (optional)
+        """The prompt is done or cancelled: release what is held for it."""
+
+    def scores(self, state: PrefillState) -> np.ndarray | None:
+        """[len(state.tokens)] how much each token matters to the tail, once everything is read; None: not measured."""
+        return None
 
 
 def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:

@@ -22,7 +22,7 @@ from forerun.prefill.choosers import TailAttention
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import KVWriter, ReadChunk, reduced_scores, tail_attention_for
 from forerun.prefill.profile import Profile, require_profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 
 

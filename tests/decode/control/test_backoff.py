@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import Draft
-from forerun.decode.control.backoff import (
+from forerun.decode.control.governor import (
     EMPTY_STEPS_BEFORE_PAUSE,
     LARGE_BATCH_SEQS,
+    MAX_EMPTY_PAUSE_STEPS,
     MAX_EMPTY_TIME_SHARE,
-    MAX_PAUSE_STEPS,
     EmptyDraftBackoff,
 )
 from tests.decode.worlds import make
@@ -46,7 +46,7 @@ def test_attempts_that_take_next_to_nothing_go_on():
 
 def test_a_pause_is_no_longer_than_the_maximum():
     found = attempts(300, draft_s=100.0)[EMPTY_STEPS_BEFORE_PAUSE - 1 :]
-    assert {b - a for a, b in zip(found, found[1:], strict=False)} == {MAX_PAUSE_STEPS}
+    assert {b - a for a, b in zip(found, found[1:], strict=False)} == {MAX_EMPTY_PAUSE_STEPS}
 
 
 def controller_pauses(named: bool = False) -> bool:

@@ -8,8 +8,7 @@ from forerun.core import ROOT, Draft
 from forerun.decode.control.acceptance import MAX_ODDS_RATIO, MIN_ODDS_RATIO, Acceptance, RequestRecord, RequestStats
 from forerun.decode.control.controller import FREE_TIME_SHARE, MAX_DRAFT_PLAIN_STEPS, STOPPING_PROBS_AGE_STEPS
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.control.depth import MIN_GAIN_PER_DOUBLING, DepthPlan
-from forerun.decode.control.probe import MAX_SAVED_PROBES, Probes
+from forerun.decode.control.depth import MAX_SAVED_PROBES, MIN_GAIN_PER_DOUBLING, DepthPlan, Probes
 from forerun.decode.control.selection import select
 from tests.decode.worlds import CPU, make
 

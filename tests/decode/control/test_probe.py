@@ -5,8 +5,7 @@ from __future__ import annotations
 from forerun.core import Draft
 from forerun.decode.control.acceptance import RequestStats
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.control.depth import DepthPlan
-from forerun.decode.control.probe import PROBE_TIME_SHARE, Probes
+from forerun.decode.control.depth import PROBE_TIME_SHARE, DepthPlan, Probes
 from forerun.decode.control.selection import select
 from tests.decode.worlds import CPU
 

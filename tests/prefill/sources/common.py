@@ -21,7 +21,7 @@ from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import Prefill
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
-from forerun.prefill.sources.base import KVSource
+from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 
 CPU = torch.device("cpu")
