@@ -178,7 +178,7 @@ class LLM(OldLLMNames):
     ) -> DraftModel:
         tokenizer = checkpoint.tokenizer()
         limit = min(context, checkpoint.config.max_context)
-        decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, guesses=True)
+        decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, is_draft=True)
         if decoder.weight_bytes > self.decoder.weight_bytes:
             raise BadRequest(
                 f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "

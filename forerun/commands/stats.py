@@ -49,7 +49,7 @@ def prefill_line(report: PrefillReport) -> str:
     """How the prompt's K/V came about, where it was not simply computed."""
     if report.fell_back:
         return f"prompt computed exactly after all: {report.fell_back}"
-    seconds = (report.read_s, report.repair_s, report.check_s)
+    seconds = (report.read_s, report.recompute_s, report.check_s)
     scores = [f"{name} {sum(values) / len(values):.3f}" for name, values in report.scores.items() if values]
     parts = [
         f"prompt drafted by {report.source}",
@@ -57,7 +57,7 @@ def prefill_line(report: PrefillReport) -> str:
         f"exact {report.exact:,} tokens",
         f"cost {report.cost:.2f} of exact prefill",
         "checks: " + ", ".join(scores) if scores else "",
-        "read {}, repair {}, check {}".format(*map(_ms, seconds)),
+        "read {}, recompute {}, check {}".format(*map(_ms, seconds)),
     ]
     return " · ".join(part for part in parts if part)
 

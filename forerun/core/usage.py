@@ -36,17 +36,17 @@ class PrefillReport:
     recomputed: int = 0  # of those, tokens that the target ran through all layers after all
     token_layers: int = 0  # that the target ran, of tokens * layers; of further answers, which share a draft, their own
     cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
-    rounds: int = 0  # of repair: more than one where checks failed
-    scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the checkpoints
-    spans: list[dict[str, Any]] = field(default_factory=list)  # per checkpoint: first entry, signals, passed
+    rounds: int = 0  # of recomputing: more than one where checks failed
+    scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the check spans
+    spans: list[dict[str, Any]] = field(default_factory=list)  # per check span: first entry, signals, passed
     depth_runs: list[tuple[int, int]] = field(default_factory=list)  # (depth, tokens) from the first entry on
     read_s: float = 0.0
-    repair_s: float = 0.0
+    recompute_s: float = 0.0
     check_s: float = 0.0
 
 
-_GUESSES = ("drafted", "accepted", "provisional", "confirmed", "with_first")
-_SUMS = ("written", "completion_tokens", "preemptions", "steps", *_GUESSES)
+_SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first")
+_SUMS = ("written", "completion_tokens", "preemptions", "steps", *_SPECULATION_COUNTS)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Usage:
     provisional_s: float = 0.0  # from submission to the first of them
 
     def add(self, part: Usage) -> None:
-        """Count another answer's tokens, steps and guesses with this one's; times are the caller's business."""
+        """Count another answer's tokens, steps and drafts with this one's; times are the caller's business."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(part, name))
         for drafter, tally in part.drafters.items():

@@ -107,7 +107,7 @@ class Engine:
         self._draft_tokens(batch)  # for the sequences that decode with speculation
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
         sampling = [s for s in batch if s.samples]
-        outputs = iter(verify(output, [VerifyInput(s.seq.context, s.draft, s.verifier) for s in sampling]))
+        outputs = iter(verify(output, [VerifyInput(s.seq.sampling_context, s.draft, s.verifier) for s in sampling]))
         for scheduled in batch:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
         return True

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 class Intake:
+    """Checks requests against one engine's limits and models, and makes their sequences."""
+
     def __init__(
         self,
         model: ModelConfig,
@@ -79,14 +81,14 @@ class Intake:
         for index in range(request.params.n):
             seq = Sequence(request, index, seed + index)
             if not request.params.speculation.off:
-                seq.spec_state = self.speculator.open(seq.id, seq.context, seq.usage)
+                seq.spec_state = self.speculator.open(seq.id, seq.sampling_context, seq.usage)
             if seq.spec_state is not None:
                 seq.verifier = seq.spec_state.verifier
             provisional = None if request.params.prefill.exact else self.speculative_prefill.open(seq)
             made += [seq] if provisional is None else [provisional, seq]
         if request.params.grammar is not None:
             for seq in made:
-                seq.grammar = seq.context.constraint = self.grammars.constraint(request.params.grammar)
+                seq.grammar = seq.sampling_context.constraint = self.grammars.constraint(request.params.grammar)
         return made
 
     @property

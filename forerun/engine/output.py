@@ -81,8 +81,7 @@ class OutputWriter:
 
 class TextStream:
     """The text of one sequence. `push` returns what can be shown now: what might be the beginning of a stop string is
-    held
-    back until it is not. `stopped`: a stop string was found."""
+    held back until it is not. `stopped`: a stop string was found."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer, self._stop = detokenizer, stop

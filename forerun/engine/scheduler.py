@@ -32,6 +32,8 @@ PROVISIONAL_CHUNK_DIVISOR = 4
 
 
 class Scheduler:
+    """The queue, the running sequences, and their pages."""
+
     def __init__(
         self,
         pool: PagePool,
@@ -92,7 +94,8 @@ class Scheduler:
                 budget -= seq.final is None or self.chunk_divisor > 1
         for seq in [s for s in active if s.remaining > 1]:
             count = min(seq.remaining, budget, self._chunk(seq))
-            ahead = count if _alone(seq) else seq.remaining  # pages for all that a provisional sequence leaves to it
+            # with a provisional sequence, pages for all that it leaves to this one
+            ahead = count if _without_provisional(seq) else seq.remaining
             if count and seq.running and self._grow(seq, ahead):
                 batch.append(ScheduledSequence(seq, count))
                 budget -= count
@@ -113,7 +116,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence) -> int:
         most = self.max_num_batched_tokens
-        return most if _alone(seq) else max(1, most // self.chunk_divisor)
+        return most if _without_provisional(seq) else max(1, most // self.chunk_divisor)
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Drafts take what is
@@ -211,8 +214,7 @@ class Scheduler:
 
     def _unpin_for(self, seq: Sequence) -> bool:
         """Whether the next in the queue can be tried again: nothing runs, so that only pins can be in its way. Idle
-        pins
-        go first; a turn that has begun is admitted first, so that its pages are free when it is over."""
+        pins go first; a turn that has begun is admitted first, so that its pages are free when it is over."""
         if self.running or self.pins.give_up(sparing=seq.request.session):
             return not self.running
         turn = next((s for s in self.waiting if s.request.session in self.pins), None)
@@ -284,7 +286,7 @@ class Scheduler:
         seq.pages, seq.computed, seq.prefill = array("i"), 0, None
 
 
-def _alone(seq: Sequence) -> bool:
+def _without_provisional(seq: Sequence) -> bool:
     """Whether no provisional sequence runs for this one."""
     return seq.provisional is None or seq.provisional.seq is None
 
@@ -296,6 +298,8 @@ class StartPoint:
 
 
 class Prefixes:
+    """What a waiting sequence can start from."""
+
     def __init__(
         self, pool: PagePool, tree: PrefixTree | None, approximate: ApproximateCache | None, tiers: Tiers | None
     ) -> None:

@@ -99,7 +99,7 @@ class Sequence:
         self.params = request.params
         self.tokens: list[int] = list(request.prompt_ids)  # only ever grows
         self._packed = array("i", request.prompt_ids if request.packed is None else request.packed)
-        self.context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
+        self.sampling_context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
         self.grammar: AnswerGrammar | None = None
         self.spec_state: SpeculationState | None = None  # None: plain decoding
         self.verifier: Verifier = MatchVerifier()

@@ -276,6 +276,6 @@ def _report(draft: SharedDraft, tokens: int, shared: int) -> PrefillReport:
         cost=(tokens - shared) / max(1, tokens - draft.first),
         depth_runs=depth_runs(depths),
         read_s=0.0,
-        repair_s=0.0,
+        recompute_s=0.0,
         check_s=0.0,
     )

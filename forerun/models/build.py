@@ -104,17 +104,17 @@ def build_decoder(
     weights: str,
     max_context: int,
     quiet: bool = False,
-    guesses: bool = False,
+    is_draft: bool = False,
     batch_invariant: bool = True,
 ) -> tuple[Decoder, Precision]:
-    """`guesses`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
+    """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention."""
     precision = choose_precision(weights, device, checkpoint.quantised)
     if precision.linear is BlockLinear and (why := _no_blocks(checkpoint)):
         log.warning("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)
         precision = CPU_PRECISIONS["int8"]
-    key = packed_key(checkpoint, precision, guesses, quiet)
-    builder = _Builder(checkpoint, precision, device, guesses, key)
+    key = packed_key(checkpoint, precision, is_draft, quiet)
+    builder = _Builder(checkpoint, precision, device, is_draft, key)
     config = checkpoint.config
     threads = torch.get_num_threads()
     pool = _workers(device)
@@ -137,7 +137,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=attention_backend(config, device, precision, max_context, same_bits=batch_invariant and not guesses),
+        attention=attention_backend(config, device, precision, max_context, same_bits=batch_invariant and not is_draft),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
@@ -145,7 +145,7 @@ def build_decoder(
     return decoder, precision
 
 
-def packed_key(checkpoint: Checkpoint, precision: Precision, guesses: bool, quiet: bool) -> PackedKey | None:
+def packed_key(checkpoint: Checkpoint, precision: Precision, is_draft: bool, quiet: bool) -> PackedKey | None:
     """Under which packed weights are kept; None where they are not: no file, few bytes, or no packing of ours."""
     try:
         if precision.name not in ("int8", "file") or sum(f.stat().st_size for f in checkpoint.files) < MIN_KEPT_BYTES:
@@ -157,7 +157,7 @@ def packed_key(checkpoint: Checkpoint, precision: Precision, guesses: bool, quie
         return None
     if precision.name == "file":
         code.update(build_key().encode())
-    use = f"{precision.name} of a draft model" if guesses else precision.name
+    use = f"{precision.name} of a draft model" if is_draft else precision.name
     return PackedKey(fingerprint(checkpoint, quiet), use, cpu_kind(), code.hexdigest())
 
 
@@ -194,7 +194,7 @@ class _Builder:
         checkpoint: Checkpoint,
         precision: Precision,
         device: torch.device,
-        guesses: bool,
+        is_draft: bool,
         key: PackedKey | None = None,
     ) -> None:
         self.packed: PackedFile | None = None if key is None else load_packed(key)
@@ -203,8 +203,8 @@ class _Builder:
             self.writer = PackedWriter(key, checkpoint.source, checkpoint.files)
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
-        self.guesses = guesses
-        self.short = guesses and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT_IDS
+        self.is_draft = is_draft
+        self.short = is_draft and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT_IDS
         # norms after a block act in the model's own basis, so models that have them cannot be rotated
         rotated = precision.rotated and not self.config.post_norms
         self.basis = Rotation(self.config.hidden_size) if rotated else None
@@ -294,7 +294,7 @@ class _Builder:
             o=self.writing(p + "o"),
             mlp_norm=mlp_norm,
             gate_up=gate_up,
-            down=self.writing(p + "down", None if self.guesses else self.precision.down),
+            down=self.writing(p + "down", None if self.is_draft else self.precision.down),
             qk_norms=(self.norm(p + "q_norm"), self.norm(p + "k_norm")) if c.qk_norm else None,
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,

@@ -1,17 +1,17 @@
-"""Checks of drafted K/V: at checkpoint spans, what lay in the pages before a round of repair against what it left.
+"""Checks of drafted K/V: at check spans, what lay in the pages before a round of recomputing against what it left.
 
 Signals, per layer and span, where something was drafted:
 - `key`, `value`: norm of the difference over the norm of what was recomputed; K as it is stored, rotated.
 - `attention`: cosine of two attention outputs of the span's own rows, mean over rows. Their keys are a sample of the
-  prompt: its first entries and all checkpoint entries up to the row; one output reads the recomputed K/V of the
-  checkpoints, the other the drafted. So it is what a row would see if all of the prompt were drafted, or nothing of it,
+  prompt: its first entries and all check spans' entries up to the row; one output reads the recomputed K/V of the
+  spans, the other the drafted. So it is what a row would see if all of the prompt were drafted, or nothing of it,
   for the price of some eighty keys a row.
 - `hidden`: cosine of the two hidden states that the layer's attention leaves, with these outputs added to the row's
   own stream.
-- `kl`: of the tail's next-token distributions, between two rounds of repair; one number for the prompt, if there were
-  two rounds.
+- `kl`: of the tail's next-token distributions, between two rounds of recomputing; one number for the prompt, if there
+  were two rounds.
 
-In a second round "drafted" is what the first one left: a span passes once more repair around it changes little. The
+In a second round "drafted" is what the first one left: a span passes once recomputing more changes little in it. The
 last layer has no `attention` and no `hidden`, as rows leave the pass there with their K/V. What was not measured is
 perfect: 0 for errors, 1 for cosines. Knows no plan, and no thresholds but those it is handed.
 """
@@ -62,8 +62,7 @@ class Scores:
 
     def verdict(self, thresholds: dict[str, list[float]], failing: float) -> np.ndarray:
         """[spans] what passed. After a first round the tail's own distributions decide, where there is a threshold for
-        how
-        much they may still move."""
+        how much they may still move."""
         if self.kl is not None and "kl" in thresholds:
             return self.finite & (self.kl <= thresholds["kl"][0])
         return self.passed(thresholds, failing)
@@ -90,7 +89,7 @@ class Scores:
 
 @dataclass
 class _Pass:
-    """Rows of checkpoints in one pass of the target, layer by layer."""
+    """Rows of check spans in one pass of the target, layer by layer."""
 
     inputs: RowPicker  # [hidden] each
     queries: RowPicker  # [Hq, D] each
@@ -102,7 +101,7 @@ class _Pass:
 
 
 class Checker:
-    """Remembers what a round of repair is going to overwrite at the checkpoints, watches it, and compares.
+    """Remembers what a round of recomputing is going to overwrite at the check spans, watches it, and compares.
 
     While rows run it only keeps their queries and inputs; all layers are compared at once in the end, because on a
     device many small steps in every layer would cost more than what they compute.
@@ -125,12 +124,12 @@ class Checker:
         return send(values, self._decoder.device)
 
     def among(self, entries: np.ndarray) -> np.ndarray:
-        """Which of these entries, in order, are checkpoints'."""
+        """Which of these entries, in order, are check spans'."""
         at = np.searchsorted(self._entries, entries).clip(max=len(self._entries) - 1)
         return np.flatnonzero(self._entries[at] == entries)
 
     def watch(self, entries: np.ndarray) -> Watch | None:
-        """For a pass over rows of these entries; None where no checkpoint is among them."""
+        """For a pass over rows of these entries; None where no check span is among them."""
         here = self.among(entries)
         if not len(here):
             return None
@@ -149,7 +148,7 @@ class Checker:
         return record
 
     def saw(self, recompute: RecomputePass) -> None:
-        """The same of a pass that picked its checkpoint rows by itself."""
+        """The same of a pass that picked its check rows by itself."""
         layers = list(range(self._base, recompute.x.shape[0]))
         if recompute.x.shape[1] and layers:
             self._passes.append(
@@ -158,7 +157,7 @@ class Checker:
 
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:
-        """Once all checkpoint rows have run."""
+        """Once all check rows have run."""
         seen = self._seen()
         inputs = (self._all_layers_kv.read(self._base, self._slots), self._drafted, self._member, *seen)
         measured = self._runner.recorded(("checks", self._base, self._sinks), self._compare, *inputs).cpu().numpy()
@@ -181,7 +180,7 @@ class Checker:
         assert watched == list(range(self._base, self._base + len(watched)))
         x = torch.cat([seen.inputs.picked() for seen in self._passes], 1)
         q = torch.cat([seen.queries.picked() for seen in self._passes], 1)
-        assert x.shape[1] == len(self._entries), "not all checkpoint rows have run"
+        assert x.shape[1] == len(self._entries), "not all check rows have run"
         return x, q, self._mask(watched)
 
     def _compare(self, now: Tensor, drafted: Tensor, member: Tensor, *seen: Tensor) -> Tensor:
@@ -213,7 +212,7 @@ class Checker:
         return cosine(out), cosine(self._streams(x, out))
 
     def _mask(self, layers: list[int]) -> Tensor:
-        """What is added to scores of the sampled keys for each checkpoint row: [1 or 2 n, 1, C, keys]."""
+        """What is added to scores of the sampled keys for each check row: [1 or 2 n, 1, C, keys]."""
         windows = [self._decoder.config.windows[i] for i in layers]
         kinds, own, masks = list(dict.fromkeys(windows)), self._entries[:, None], []
         for window in kinds:

@@ -67,8 +67,7 @@ def packaged(target: Checkpoint) -> Path | None:
 
 def chunk_only_profile() -> Profile:
     """Stands in where there is no profile: only the source `chunk`, which needs no maps, can draft. Nothing was
-    measured,
-    so there is no quality curve, and no check can fail."""
+    measured, so there is no quality curve, and no check can fail."""
     none = torch.zeros(1, 1)
     maps = Maps((0,), 1, none, none, none, none, none, none)
     return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_RECOMPUTE_SHARE)

@@ -33,7 +33,7 @@ class Policy:
     first: int = 16  # entries at the start of a prompt that are always exact
     tail: int = 64  # tokens at its end that are never drafted
     shortest: int = 1536  # fewer tokens to draft are computed exactly: little is saved, and summaries lost content
-    spans: int = 4  # checkpoints
+    spans: int = 4  # check spans
     span: int = 16  # entries of each
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
@@ -118,7 +118,7 @@ def too_short(state: PrefillState, policy: Policy, start: float = 1.0) -> str:
 
 
 def least_work(state: PrefillState, must: np.ndarray, costs: Costs, policy: Policy) -> float:
-    """What is left to do after reading when no token is chosen: required rows, checkpoints, the tail."""
+    """What is left to do after reading when no token is chosen: required rows, check spans, the tail."""
     checks = policy.spans * policy.span
     return costs.rows(_open(state, must)) + checks * costs.row + costs.checks(checks) + costs.tail
 
@@ -142,15 +142,15 @@ def plan(
     if why:
         return PrefillPlan(exact=why)
     chosen = candidates[:count] if scores is None else select(scores, candidates, count)
-    checkpoints = place(state, chosen, must, policy)
-    checked = [checkpoint.entries for checkpoint in checkpoints]
+    spans = place(state, chosen, must, policy)
+    checked = [span.entries for span in spans]
     todo = _open(state, _union(state.end, must, chosen, *checked))
     rows = costs.row * len(todo) if scores is None else costs.rows(todo)  # what a source will keep is not read yet
     work = spent + rows + costs.checks(sum(map(len, checked))) + costs.tail
     cost = work / costs.exact
     if why := _too_dear(cost):
         return PrefillPlan(cost=cost, exact=why)
-    return PrefillPlan(todo, len(chosen), checkpoints, cost)
+    return PrefillPlan(todo, len(chosen), spans, cost)
 
 
 def why_exact(
@@ -167,7 +167,7 @@ def why_exact(
         return why
     edges = np.linspace(lo, state.end, policy.spans + 1).astype(np.int64).tolist()
     lefts = [left for left, right in zip(edges, edges[1:], strict=False) if right - left >= size]
-    # the first `count` are as good as any: a checkpoint lies among them, or as far as there are any
+    # the first `count` are as good as any: a check span lies among them, or as far as there are any
     more = sum(size - min(max(lo + count - left, 0), size) for left in lefts)
     work = spent + costs.row * (len(must) + count + more) + costs.checks(size * len(lefts)) + costs.tail
     return _too_dear(work / costs.exact)
@@ -180,7 +180,7 @@ def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarra
 
 
 def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[CheckSpan]:
-    """Checkpoints spread evenly over what is drafted, each where most of its entries are chosen anyway.
+    """Check spans spread evenly over what is drafted, each where most of its entries are chosen anyway.
 
     Only entries that still hold drafted K/V can be compared; what `must` be recomputed is no sample of the rest.
     """
@@ -206,13 +206,12 @@ def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Pol
 
 
 def deepen(state: PrefillState, failed: list[CheckSpan], scores: np.ndarray, share: float) -> np.ndarray:
-    """Entries to recompute next: of each region behind a failed checkpoint this share of what is left, best scores
-    first, and the checkpoint once more, to see what difference it makes."""
+    """Entries to recompute next: of each region behind a failed check span this share of what is left, best scores
+    first, and the span once more, to see what difference it makes."""
     parts = []
-    for checkpoint in failed:
-        left = np.arange(checkpoint.lo, checkpoint.hi)
-        left = _open(state, left)
-        parts += [select(scores, left, int(np.ceil(share * len(left)))), checkpoint.entries]
+    for span in failed:
+        left = _open(state, np.arange(span.lo, span.hi))
+        parts += [select(scores, left, int(np.ceil(share * len(left)))), span.entries]
     return _union(state.end, *parts)
 
 

@@ -297,8 +297,8 @@ class Prefiller:
         tails = 3 if state.tail_logits is None else 2  # to compare the rounds, and the engine's own
         work = state.spent + state.costs.rows(whole) + checks + tails * state.costs.tail
         if work > state.costs.exact:
-            failures = f"{len(failed)} of {len(state.spans)} checkpoints failed"
-            state.fall_back(f"{failures}, repair would cost {work / state.costs.exact:.2f} of exact prefill")
+            failures = f"{len(failed)} of {len(state.spans)} check spans failed"
+            state.fall_back(f"{failures}, recomputing them would cost {work / state.costs.exact:.2f} of exact prefill")
             return
         if state.tail_logits is None:
             state.tail_logits = self._tail_logits(state)
@@ -341,7 +341,7 @@ class Recomputer:
             self._step_by_step(state, entries, int(layers[0]), checker)
         state.depths[entries] = state.layers
         state.report.token_layers += costs.token_layers(entries)
-        state.report.repair_s += time.perf_counter() - start
+        state.report.recompute_s += time.perf_counter() - start
         return len(entries)
 
     def _at_once(self, state: PrefillState, entries: np.ndarray, checker: Checker | None, last: bool) -> bool:
@@ -394,7 +394,7 @@ class Recomputer:
             pool.release(pages)
 
     def first_check(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
-        """One checkpoint at the end of what is read so far; its scores, and the entries that were recomputed for it."""
+        """One check span at the end of what is read so far; its scores, and the entries that were recomputed for it."""
         size, end = self._policy.span, min(state.read, state.end)
         span = CheckSpan(end - size, size, state.first, end)
         sinks = np.arange(state.first, min(self._policy.first, state.end))  # every token attends to these

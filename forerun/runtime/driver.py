@@ -29,6 +29,8 @@ UPGRADE_DELAY_S = 0.1  # without a request before upgrades begin: requests one a
 
 
 class Driver:
+    """The only owner of an engine's lock."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._lock = threading.Lock()  # held during a step or an exclusive use

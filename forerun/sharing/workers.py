@@ -166,7 +166,7 @@ class Workers:
         seq.usage.served = {"pool": seq.usage.cached_tokens}
         seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         if seq.params.grammar is not None:
-            seq.grammar = seq.context.constraint = self._engine.intake.grammars.constraint(seq.params.grammar)
+            seq.grammar = seq.sampling_context.constraint = self._engine.intake.grammars.constraint(seq.params.grammar)
 
     def _prefill(self, lease: EngineLease, known: int) -> list[Event]:
         """Compute the prompt; workers without a prefix draw their first token from its logits."""
@@ -193,7 +193,9 @@ class Workers:
 
     def _sample(self, running: list[Worker], output: Output) -> list[Event]:
         """One more token for each of these workers, from its row of logits."""
-        steps = verify(output, [VerifyInput(worker.seq.context, Draft(), MatchVerifier()) for worker in running])
+        steps = verify(
+            output, [VerifyInput(worker.seq.sampling_context, Draft(), MatchVerifier()) for worker in running]
+        )
         return [self._append(worker, step) for worker, step in zip(running, steps, strict=True)]
 
     def _append(self, worker: Worker, step: StepOutput) -> Event:

@@ -34,7 +34,7 @@ def _tokens(own: dict[str, Any]) -> str:
     if "cost" not in own:
         return ""
     drafted = f"{own['drafted']:.0f} drafted, {own['recomputed']:.0f} of them recomputed"
-    parts = [f"{name} {own[f'{name}_s']:.3f} s" for name in ("read", "repair", "check")]
+    parts = [f"{name} {own[f'{name}_s']:.3f} s" for name in ("read", "recompute", "check")]
     return f"cost {own['cost']['median']:.3f}; {drafted}\n{', '.join(parts)}"
 
 

@@ -38,7 +38,7 @@ class RandomLLM(LLM):
     def _open_draft(
         self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
     ) -> DraftModel:
-        decoder, _ = build_decoder(checkpoint, where, weights, context, quiet, guesses=True)
+        decoder, _ = build_decoder(checkpoint, where, weights, context, quiet, is_draft=True)
         return DraftModel(decoder, None, True, checkpoint.source)
 
 

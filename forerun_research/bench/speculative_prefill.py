@@ -1,7 +1,7 @@
 """Speculative prefill: time to the first token beside exact prefill of the same process, on the same prompts.
 
 Both take turns on one prompt after the other, each from cold caches; times count everything: the draft, its maps,
-checks and repair. With random weights only the times mean anything.
+checks and recomputing. With random weights only the times mean anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT, SPECULATIVE, PROVISIONAL = "exact", "speculative", "provisional"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
 ANSWER_TOKENS = 32  # tokens of an answer that begins provisionally
 COUNTS = ("tokens", "exact", "drafted", "accepted", "recomputed", "token_layers", "rounds")
-TIMES = ("read_s", "repair_s", "check_s")
+TIMES = ("read_s", "recompute_s", "check_s")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def drafted() -> PrefillReport:
         cost=0.41,
         scores={"key": [0.1, 0.3], "attention": [0.99, 0.97], "kl": []},
         read_s=0.5,
-        repair_s=0.25,
+        recompute_s=0.25,
         check_s=0.01,
     )
 
@@ -81,7 +81,8 @@ def test_a_drafted_prompt_has_a_line_of_its_own() -> None:
     _, second, third = usage_lines(usage, "stop").split("\n")
     assert second == (
         "prompt drafted by draft · drafted 1,120, accepted 1,000, recomputed 120, exact 80 tokens"
-        " · cost 0.41 of exact prefill · checks: key 0.200, attention 0.980 · read 500 ms, repair 250 ms, check 10 ms"
+        " · cost 0.41 of exact prefill · checks: key 0.200, attention 0.980"
+        " · read 500 ms, recompute 250 ms, check 10 ms"
     )
     assert third.startswith("drafted 30")
     usage.prefill.fell_back = "the prompt is short"

@@ -118,7 +118,7 @@ def test_the_prompt_is_cut_and_computed_as_if_there_were_no_provisional_sequence
         Answer(engine, prompt(1, 200), replace(params, speculation=PLAIN))
         finish(engine)
         alone = [spans[0] for spans in ran.spans if len(spans) == 1]
-        prompts.append([(s.first, len(s.ids)) for s in alone if s.alone or params is EXACT and len(s.ids) > 1])
+        prompts.append([(s.first, len(s.ids)) for s in alone if s.isolated or params is EXACT and len(s.ids) > 1])
     assert prompts[0] == prompts[1] == [(at, min(CHUNK, 200 - at)) for at in range(0, 200, CHUNK)]
 
 
@@ -135,7 +135,7 @@ def test_room_is_shared_with_others_that_decode(make: Make, truth: Truth, monkey
     assert [a.tokens() for a in others] == [truth(prompt(20 + i), replace(EXACT, max_tokens=90)) for i in range(2)]
     drafting = [spans for spans in ran.spans if any(span.parents for span in spans)]
     assert any(sum(map(bool, (span.parents for span in spans))) and len(spans) > 1 for spans in drafting)
-    assert all(sum(len(span.ids) for span in spans if not span.alone) <= ROWS for spans in drafting)
+    assert all(sum(len(span.ids) for span in spans if not span.isolated) <= ROWS for spans in drafting)
     assert_clean(engine)
 
 

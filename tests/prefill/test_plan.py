@@ -1,4 +1,4 @@
-"""Plans: what is always recomputed, where checkpoints lie, what it costs, and when exact prefill is taken."""
+"""Plans: what is always recomputed, where check spans lie, what it costs, and when exact prefill is taken."""
 
 from __future__ import annotations
 

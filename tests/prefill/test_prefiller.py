@@ -86,7 +86,7 @@ def test_garbage_fails_the_checks_and_ends_exact(ctx: DraftContext):
     state = drive(prefiller, start(prefiller, ctx))
     report = state.report
     assert state.stage is PrefillStage.EXACT
-    assert report.fell_back.startswith("4 of 4 checkpoints failed")
+    assert report.fell_back.startswith("4 of 4 check spans failed")
     assert report.cost > 1.0 and report.exact == len(IDS) and report.drafted == report.accepted == 0
     assert report.depth_runs == [(state.layers, len(IDS))]
 
@@ -139,7 +139,7 @@ def test_a_failing_span_deepens_its_own_region(ctx: DraftContext):
     assert apart(answer(ctx, after), true) < 0.5 * apart(answer(ctx, before), true)
     assert len(after.report.scores["kl"]) == 2
     assert before.report.cost < after.report.cost <= 1.0
-    # four checkpoints, then one and one again; the tail chooses, is asked three times, and runs in the end; each row
+    # four check spans, then one and one again; the tail chooses, is asked three times, and runs in the end; each row
     # that ran is counted
     rows = int((after.depths == after.layers).sum()) + 2 * POLICY.span + 5 * POLICY.tail
     assert after.report.token_layers == after.layers * rows + END
@@ -216,7 +216,7 @@ def test_costs_and_tokens_add_up(first: int, asked: str, chooser: str, tails: in
     assert sum(count for depth, count in report.depth_runs if depth == state.layers) == first + rows + POLICY.tail
     assert set(report.scores) == {"key", "value", "attention", "hidden"}
     assert all(len(values) == state.layers for values in report.scores.values())
-    assert report.read_s > 0 and report.repair_s > 0 and report.check_s > 0
+    assert report.read_s > 0 and report.recompute_s > 0 and report.check_s > 0
 
 
 def test_a_budget_is_kept(ctx: DraftContext):

@@ -33,7 +33,7 @@ def split_spans(spans: Sequence[Span]) -> list[list[int]]:
     """Numbers of the spans that run together, part by part; of decoding rows the last one, if there are any."""
     alone, chunks, rows = list[list[int]](), list[int](), list[int]()
     for number, span in enumerate(spans):
-        if span.alone or span.known is not None or (span.first == 0 and len(span.ids) >= MIN_LONE_PROMPT_TOKENS):
+        if span.isolated or span.known is not None or (span.first == 0 and len(span.ids) >= MIN_LONE_PROMPT_TOKENS):
             alone.append([number])
         else:
             (rows if joins_decoding(len(span.ids)) else chunks).append(number)

@@ -46,7 +46,7 @@ class Span:
     tree_first: int = 0
     parents: list[int] = field(default_factory=list)
     known: Tensor | None = None  # [1, V] logits of its only token, which has run: nothing is left to do
-    alone: bool = False  # to be computed as if nothing else ran, where that makes a difference
+    isolated: bool = False  # to be computed as if nothing else ran, where that makes a difference
 
     @property
     def entries(self) -> range:

@@ -39,8 +39,7 @@ class _Reuse:
 
 class ChunkSource(KVSource):
     """The first tokens of every span are recomputed, and those that a chooser selects. Choosers of its own: `start`
-    (more
-    of each span's beginning) and `deviation` (CacheBlend's: the target runs layer 0 over everything, and the tokens
+    (more of each span's beginning) and `deviation` (CacheBlend's: the target runs layer 0 over everything, and tokens
     whose K/V of layer 1 differs most are recomputed)."""
 
     name = "chunk"
