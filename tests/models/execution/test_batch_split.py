@@ -27,8 +27,8 @@ from forerun.models.formats.checkpoint import open_checkpoint
 CPU, SIZE = torch.device("cpu"), 8
 
 
-def span(tokens: int, first: int = 0, alone: bool = False, want: int = 1) -> Span:
-    return Span([1] * tokens, first, array("i"), range(tokens - want, tokens), alone=alone)
+def span(tokens: int, first: int = 0, isolated: bool = False, want: int = 1) -> Span:
+    return Span([1] * tokens, first, array("i"), range(tokens - want, tokens), isolated=isolated)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def span(tokens: int, first: int = 0, alone: bool = False, want: int = 1) -> Spa
             [span(1, 9), span(MIN_LONE_PROMPT_TOKENS, 64), span(MAX_DECODE_TOKENS + 1)],
             [[1, 2], [0]],
         ),  # not from the first token on
-        ([span(1, 9), span(20, 64, alone=True), span(MIN_LONE_PROMPT_TOKENS)], [[1], [2], [0]]),
-        ([span(1, 9), span(1, 64, alone=True)], [[1], [0]]),
+        ([span(1, 9), span(20, 64, isolated=True), span(MIN_LONE_PROMPT_TOKENS)], [[1], [2], [0]]),
+        ([span(1, 9), span(1, 64, isolated=True)], [[1], [0]]),
         (
             [*[span(1, 9)] * MAX_LAUNCH_ROWS, span(MAX_DECODE_TOKENS + 1)],
             [[MAX_LAUNCH_ROWS], list(range(MAX_LAUNCH_ROWS))],
@@ -69,10 +69,10 @@ def test_who_runs_together(spans: list[Span], expected: list[list[int]]):
 
 def test_every_span_runs_once_and_parts_are_not_parted_again():
     spans = [
-        span(n, first, alone)
+        span(n, first, isolated)
         for n in (1, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, MIN_LONE_PROMPT_TOKENS)
         for first in (0, 7)
-        for alone in (False, True)
+        for isolated in (False, True)
     ]
     parts = split_spans(spans)
     assert sorted(number for part in parts for number in part) == list(range(len(spans)))
