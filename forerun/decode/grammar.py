@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.decode.json_schema import parse_schema
 from forerun.errors import BadRequest, ForerunError
 from forerun.params import Grammar
 from forerun.text.tokenizer import Tokenizer
@@ -33,6 +34,16 @@ _MAX_CACHED_MASKS = 16  # of one answer: nodes of a draft are visited several ti
 _MAX_CERTAIN_BYTES = 1 << 16  # of certain text, kept from step to step
 # At the end of the grammar, where it overrides the grammar's own options and keeps the line numbers of errors
 _ALL_TOKENIZATIONS = '\n%llguidance {"no_forcing": true}\n'
+# What one grammar may cost: half of llguidance's own limits or less, as all open answers wait for a mask. Of 12
+# grammars made to be slow, those that pass took 20 ms for a mask and 0.2 s to compile at most, on one core
+_LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON", "regex": "regex", "lark": "Lark"}
 _HINTS = {
     "json_schema": "see llguidance's list of supported JSON Schema keywords, and test the schema alone",
@@ -51,7 +62,8 @@ def _llguidance() -> Any:
 
 
 class DeadEnd(ForerunError):
-    """A grammar reached a state where no token of the vocabulary may follow and the answer may not end either."""
+    """A grammar reached a state where no token of the vocabulary may follow and the answer may not end either, or that
+    costs the parser more than it may."""
 
 
 class Vocabulary:
@@ -137,6 +149,7 @@ class AnswerGrammar:
         self._path: list[int] = []
         self._bits: dict[tuple[int, ...], np.ndarray] = {}
         self._certain = b""  # known to follow `tokens`
+        self._limit = ""  # the parser's message, where one of its limits stopped it
 
     def allowed(self, path: Sequence[int]) -> Tensor:
         """[V] bool. After an end only ends are; after a path that the grammar forbids it has no meaning."""
@@ -167,6 +180,8 @@ class AnswerGrammar:
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the answer."""
         steps, _ = self._go(tokens)
+        if steps < len(tokens) and self._limit:
+            raise self._dead_end(steps, self._limit)
         if steps < len(tokens):
             raise ForerunError(
                 f"token {tokens[steps]} at position {len(self.tokens) + steps} of an answer is not in its "
@@ -223,7 +238,7 @@ class AnswerGrammar:
     def _go(self, path: Sequence[int]) -> tuple[int, bool]:
         """Move the parser along `path` as far as the grammar goes: tokens that fit, and whether they end the answer.
         Ends are not given to the parser, which takes just one."""
-        ends = self.vocabulary.end_ids
+        ends, self._limit = self.vocabulary.end_ids, ""
         if self.tokens and self.tokens[-1] in ends:
             return next((i for i, token in enumerate(path) if token not in ends), len(path)), True
         body = next((i for i, token in enumerate(path) if token in ends), len(path))
@@ -237,6 +252,7 @@ class AnswerGrammar:
         steps = self._parser.try_consume_tokens(wanted) if wanted else 0
         self._path += wanted[:steps]
         if steps < len(wanted) and self._parser.is_error():
+            self._limit = self._parser.get_error().split("\n")[0]
             self._rebuild()
         if len(self._path) < body or body == len(path) or not self._parser.is_accepting():
             return len(self._path), False
@@ -249,8 +265,13 @@ class AnswerGrammar:
         self._parser.try_consume_tokens([*self.tokens, *self._path])
 
     def _dead_end(self, ahead: int, why: str) -> DeadEnd:
-        why = "no token of the vocabulary fits" if why.startswith("NoExtension") else why
-        place = len(self.tokens) + ahead
+        if not why.startswith("NoExtension"):
+            return DeadEnd(
+                f"the {_NAMES[self.grammar.kind]} grammar is too complex at position {len(self.tokens) + ahead} of the "
+                f"answer ({why:.120})",
+                "use fewer alternatives and optional parts, or simpler patterns",
+            )
+        place, why = len(self.tokens) + ahead, "no token of the vocabulary fits"
         return DeadEnd(
             f"the {_NAMES[self.grammar.kind]} grammar allows no token at position {place} of the answer ({why:.120})",
             "let every beginning have an ending in tokens that the model has, and name no token that ends answers",
@@ -265,7 +286,9 @@ def _parse(grammar: Grammar, backend: LLTokenizer) -> LLMatcher:
         )
     if lone := re.search("[\ud800-\udfff]", grammar.source):
         raise BadRequest(f"the {name} grammar has a lone surrogate at character {lone.start()}", "pass valid Unicode")
-    parser = _llguidance().LLMatcher(backend, _lark(grammar) + _ALL_TOKENIZATIONS, log_level=0)
+    ll = _llguidance()
+    limits = ll.LLParserLimits(**_LIMITS)
+    parser = ll.LLMatcher(backend, _lark(grammar) + _ALL_TOKENIZATIONS, log_level=0, limits=limits)
     if parser.is_error():
         raise BadRequest(_parse_error(grammar, parser.get_error()), _HINTS.get(grammar.kind, ""))
     return parser
@@ -283,8 +306,7 @@ def _check_start(start: AnswerGrammar) -> None:
 def _lark(grammar: Grammar) -> str:
     """All kinds as Lark, the only form in which the parser takes options."""
     if grammar.kind == "json_schema":
-        _check_schema(grammar.source)
-        return f"start: %json {grammar.source}"
+        return f"start: %json {json.dumps(parse_schema(grammar.source))}"
     if grammar.kind == "json_object":
         if grammar.source:
             raise BadRequest(f"a json_object grammar has no source, got {grammar.source:.60}", "use json_schema")
@@ -292,16 +314,6 @@ def _lark(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return json.loads(_llguidance().LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
     return grammar.source
-
-
-def _check_schema(source: str) -> None:
-    try:
-        schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadRequest(f"the JSON schema is not JSON: {reason}", "pass the schema as JSON text") from error
-    if not isinstance(schema, (dict, bool)):
-        raise BadRequest(f"a JSON schema is an object, got {source.strip():.60}", 'pass e.g. {"type": "object"}')
 
 
 def _parse_error(grammar: Grammar, error: str) -> str:

@@ -8,6 +8,7 @@ logits or how drafts are accepted.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from forerun.decode.drafters import Drafter, DraftRequest
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers import make_verifier
+
+log = logging.getLogger("forerun")
 
 SUFFICIENT_TOKENS = 8.0  # expected of one free drafter's draft: from here the other free drafters only take time
 SUFFICIENT_NODES_SHARE = 0.7  # the same, as a share of the nodes that can be of use
@@ -190,7 +193,11 @@ class Speculator:
         """Add a draft to a task, with calibrated probabilities; a sampled draft becomes the task's draft as it is."""
         state = task.spec_state
         if state.context.constraint is not None and not draft.proposals:
-            draft = prune(draft, state.context.constraint)
+            try:
+                draft = prune(draft, state.context.constraint)
+            except Exception as error:  # of this sequence's grammar: it decodes without this draft
+                log.warning("a draft was dropped: its grammar raised %s", type(error).__name__)
+                return
         if not len(draft):
             return
         state.drafts.append(draft)

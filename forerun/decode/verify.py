@@ -108,7 +108,7 @@ def _as_forerun_error(error: Exception) -> ForerunError:
         return error
     log.error("sampling the next token of a request failed", exc_info=error)
     wrapped = ForerunError(
-        f"the next token could not be sampled: {type(error).__name__}: {error}",
+        f"the next token could not be sampled: {type(error).__name__}",  # its message may contain a prompt
         "check the request's sampling parameters, logit_bias and grammar; the log has the traceback",
     )
     wrapped.__cause__ = error

@@ -219,9 +219,14 @@ class Engine:
         if seq.phase is not Phase.FINISHED:  # else what came after this raised
             seq.finish_usage(finished=reason in ("stop", "length"))
             self.scheduler.finish(seq)
-        self.output.finish(seq, reason, event)
-        if seq.spec_state is not None:
-            self.speculator.finish(seq.spec_state)
+        try:
+            self.output.finish(seq, reason, event)
+            if seq.spec_state is not None:
+                self.speculator.finish(seq.spec_state)
+        except Exception as error:  # its last event goes out all the same, or its client would wait
+            log.error("the end of a request failed", exc_info=error)
+            self.output.drop(seq)
+            event.error, event.finish_reason, event.usage = event.error or error, "error", seq.usage
         self._send(seq.request, event)
 
     def _release(self, seq: Sequence) -> None:

@@ -19,11 +19,12 @@ from forerun.llm import LLM
 from forerun.serve.access import AccessMiddleware
 from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
-from forerun.serve.context import ServerContext
+from forerun.serve.context import ServerContext, context_size
 from forerun.serve.encoders import ChatEncoder, CompletionEncoder
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
 from forerun.serve.metrics import Metrics, MetricsMiddleware
 from forerun.serve.page_api import add_page_api, add_page_files
+from forerun.serve.preparation import PreparationPool, PromptLimit
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
@@ -38,7 +39,8 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     """The server's application; `app.state.admission` counts open answers, and admits none once it drains."""
     admission = AdmissionControl(llm.engine.config.max_num_seqs, config.max_queue)
     sessions = ServerSessions(llm, config.max_sessions, config.max_session_ttl)
-    ctx = ServerContext(llm, config, admission, Metrics(llm, admission), sessions)
+    limit = PromptLimit(llm.tokenizer, context_size(llm, config))
+    ctx = ServerContext(llm, config, admission, Metrics(llm, admission), sessions, PreparationPool(), limit)
     ctx.warm_up()
     app = FastAPI(title="Forerun", version=forerun.__version__, docs_url=None, redoc_url=None)
     app.state.admission, app.state.context = admission, ctx
@@ -81,6 +83,7 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         encoder = ChatEncoder(f"chatcmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, bool(body.logprobs))
         encoder.tools = body.tool_use(dialect)
         session, key = body.forerun.session_options, request.state.key
+        ctx.limit.check_size([message.text for message in body.messages])
         prompt: Any = body.chat_prompt(dialect, whole=session is None)
         if session is not None:
             prompt = SessionTurn(ctx.sessions, session, key, body.messages, body.session_encoder(dialect))

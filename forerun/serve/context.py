@@ -15,6 +15,7 @@ from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
 from forerun.serve.metrics import Metrics
+from forerun.serve.preparation import PIECE_CHARS, PreparationPool, PromptLimit
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.tools import ChatPrompt, ToolUse
@@ -27,24 +28,43 @@ class ServerContext:
     admission: AdmissionControl
     metrics: Metrics
     sessions: ServerSessions
+    pool: PreparationPool
+    limit: PromptLimit
 
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt and its completion."""
-        engine = self.llm.engine.config
-        return min(self.config.max_model_len or engine.max_model_len, engine.max_model_len, engine.capacity)
+        return self.limit.max_tokens
 
-    def prepare(self, prompt: Any, body: ChatRequest | CompletionRequest, tools: ToolUse | None) -> Request:
-        """Encode a prompt, check the request and pack it, each once; raises where something is wrong. May take long: it
-        runs in a worker thread, and the event loop only queues what it returns."""
-        turn = isinstance(prompt, SessionTurn)
-        ids = prompt.encode(self.llm.tokenizer) if turn or isinstance(prompt, ChatPrompt) else self.llm.encode(prompt)
+    async def prepare(self, prompt: Any, body: ChatRequest | CompletionRequest, tools: ToolUse | None) -> Request:
+        """Encode a prompt, check the request and pack it, each once; raises where something is wrong. All of it runs in
+        worker threads, and the event loop only queues what it returns."""
+        if not body.constrained and tools is None:
+            return await self.pool.encode(lambda _: self._request(self._encode(prompt), body, tools, prompt))
+        ids = await self.pool.encode(lambda _: self._encode(prompt))
+        return await self.pool.compile(lambda: self._request(ids, body, tools, prompt))
+
+    async def check_lengths(self, texts: list[str]) -> None:
+        """Refuse what cannot fit the context before all of it is tokenised."""
+        self.limit.check_size(texts)
+        if sum(map(len, texts)) > PIECE_CHARS:
+            await self.pool.encode(lambda check: self.limit.check_tokens(texts, check))
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, (SessionTurn, ChatPrompt)):
+            ids = prompt.encode(self.llm.tokenizer)
+        else:
+            ids = self.llm.encode(prompt)
         if len(ids) >= self.max_context:
-            message = f"the prompt has {len(ids)} tokens, the context holds {self.max_context} with the answer"
-            raise ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
+            raise self.limit.too_long(f"the prompt has {len(ids)} tokens")
+        return ids
+
+    def _request(
+        self, ids: list[int], body: ChatRequest | CompletionRequest, tools: ToolUse | None, prompt: Any
+    ) -> Request:
         params = body.params(self.max_context - len(ids), tools, self.llm.tokenizer.encode)
         self._check_drafters(params)
-        return self.llm.request(ids, params, prompt.session_name if turn else None)
+        return self.llm.request(ids, params, prompt.session_name if isinstance(prompt, SessionTurn) else None)
 
     def _check_drafters(self, params: SamplingParams) -> None:
         """Free drafters are made at once; others are timed or searched for, which would block all open requests."""
@@ -72,3 +92,19 @@ class ServerContext:
         except ForerunError as error:
             return error
         return None
+
+
+def context_size(llm: LLM, config: ServeConfig) -> int:
+    """Most tokens of a prompt and its completion."""
+    engine = llm.engine.config
+    return min(config.max_model_len or engine.max_model_len, engine.max_model_len, engine.capacity)
+
+
+def prompt_texts(prompt: Any) -> list[str]:
+    """What a prompt has to be tokenised: messages, or a text; token ids are counted without that."""
+    if isinstance(prompt, SessionTurn):
+        given = prompt.content
+        return [message.text for message in given] if prompt.encode_all is not None else prompt_texts(given)
+    if isinstance(prompt, ChatPrompt):
+        return [message["content"] for message in prompt.messages]
+    return [prompt] if isinstance(prompt, str) else []

@@ -161,10 +161,11 @@ class ChatEncoder(ResponseEncoder):
         reason = choice.finish_reason
         if self.tools is not None:
             parser = self.tools.parser()
-            deltas = parser.push(choice.text) + parser.finish()
+            deltas = parser.push(choice.text) + parser.finish(reason == "length")
+            message["content"] = "".join(delta.content for delta in deltas)
             if parser.calls:
-                content = "".join(delta.content for delta in deltas)
-                message |= {"content": content or None, "tool_calls": [_call(call) for call in parser.calls]}
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [_call(call) for call in parser.calls]
                 reason = _tool_finish_reason(reason)
         logprobs = self._entries(self._visible(choice.logprobs))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -185,7 +186,9 @@ class ChatEncoder(ResponseEncoder):
     def _tool_delta(self, event: Event, tools: ToolUse, choice: ChoiceState) -> dict[str, Any]:
         """What an event adds where it may add to calls."""
         parser = choice.parser = choice.parser or tools.parser()
-        parsed = parser.push(event.text) + (parser.finish() if event.finish_reason is not None else [])
+        parsed = parser.push(event.text) + (
+            parser.finish(event.finish_reason == "length") if event.finish_reason is not None else []
+        )
         content, calls = "".join(part.content for part in parsed), dict[int, dict[str, Any]]()
         for part in parsed:
             if part.begun is not None:

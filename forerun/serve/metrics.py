@@ -63,6 +63,9 @@ class Metrics:
         )
         self.provisional = Counter("forerun_provisional_tokens", "Tokens shown provisionally", registry=made)
         self.confirmed = Counter("forerun_confirmed_tokens", "Provisional tokens that were confirmed", registry=made)
+        self.unsaved_turns = Counter(
+            "forerun_unsaved_turns", "Turns of sessions that could not be written to disk", registry=made
+        )
         self.preemptions = Counter("forerun_preemptions", "Answers that were preempted", registry=made)
         about = {"version": forerun.__version__, "weights": llm.precision.name, "device": llm.decoder.device.type}
         Info("forerun_build", "Version, weights and device", registry=made).info(about)

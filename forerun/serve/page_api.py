@@ -37,6 +37,7 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",  # cached, but revalidated: a new version is shown at once
 }
+MAX_COUNTED_CHARS = 1 << 20  # of a conversation whose tokens are only counted: some seconds of tokenising
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
 )
@@ -52,6 +53,10 @@ class ConversationBody(StrictModel):
     """The messages of a chat request."""
 
     messages: list[_ChatMessage] = Field(min_length=1)
+
+    @property
+    def texts(self) -> list[str]:
+        return [message.content for message in self.messages]
 
     @property
     def dicts(self) -> list[dict[str, str]]:
@@ -78,12 +83,14 @@ def add_page_api(app: FastAPI, ctx: ServerContext) -> None:
     @app.post("/forerun/tree", responses=_ERRORS)
     async def conversation_tree(body: ConversationBody) -> dict[str, Any]:
         """The same, with the path of one conversation through it."""
-        return await asyncio.to_thread(_tree, ctx, body.dicts)
+        ctx.limit.check_size(body.texts, MAX_COUNTED_CHARS)
+        return await ctx.pool.encode(lambda _: _tree(ctx, body.dicts))
 
     @app.post("/forerun/tokens", responses=_ERRORS)
     async def tokens(body: ConversationBody) -> dict[str, Any]:
         """A conversation's prompt, token by token; of one that exceeds the context, only their number."""
-        return await asyncio.to_thread(_tokens, ctx, body.dicts)
+        ctx.limit.check_size(body.texts, MAX_COUNTED_CHARS)
+        return await ctx.pool.encode(lambda _: _tokens(ctx, body.dicts))
 
 
 def _about(ctx: ServerContext) -> dict[str, Any]:

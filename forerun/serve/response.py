@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from forerun.core import SamplingParams, Usage
 from forerun.engine.sequence import Event, Request
 from forerun.serve.config import ApiKey
-from forerun.serve.context import ServerContext
+from forerun.serve.context import ServerContext, prompt_texts
 from forerun.serve.encoders import ChoiceState, ResponseEncoder
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, CompletionRequest
@@ -101,9 +101,12 @@ class CompletionResponse(Response):
     async def _run(self) -> None:
         """Run all prompts, and send events as they come where a stream was requested."""
         body = self.request_body
+        for prompt in self.prompts:
+            await self.ctx.check_lengths(prompt_texts(prompt))
         async with self.turn or nullcontext():
             await self._run_prompts()
             self.session = None if self.turn is None else self.turn.record(self.usage)
+            self.ctx.metrics.unsaved_turns.inc(int((self.session or {}).get("saved") is False))
         if body.stream:
             statistics = bool(body.forerun.statistics)
             await self._send_chunk(self.encoder.last_chunk(self.usage, body.include_usage, statistics, self.session))
@@ -111,7 +114,7 @@ class CompletionResponse(Response):
 
     async def _run_prompts(self) -> None:
         prepare = self.ctx.prepare
-        requests = [await asyncio.to_thread(prepare, prompt, self.request_body, self.tools) for prompt in self.prompts]
+        requests = [await prepare(prompt, self.request_body, self.tools) for prompt in self.prompts]
         self.params = requests[0].params
         self.submitted = max(request.arrived for request in requests)
         if self.request_body.stream:

@@ -54,6 +54,9 @@ class SessionOptions(StrictModel):
     name: SessionName
     ttl: float | None = Field(default=None, description="Seconds that its K/V stays in the pool after a turn.")
     create: bool = Field(default=True, description="False: an unknown name is an error.")
+    allow_unsaved: bool = Field(
+        default=False, description="Go on after a turn that could not be written to disk; else that is an error."
+    )
 
 
 class ForerunOptions(_ForerunFields):
@@ -245,6 +248,11 @@ class ChatRequest(_CompletionBody):
 
         return encode
 
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar has to be compiled, tools aside."""
+        return self.response_format is not None and self.response_format.type != "text"
+
     def chat_prompt(self, dialect: ToolDialect, whole: bool = True) -> ChatPrompt:
         """`whole`: every result must follow its call; messages that continue a session may belong to earlier calls."""
         called: set[str] = set()
@@ -271,6 +279,10 @@ class CompletionRequest(_CompletionBody):
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         return self._params(16 if self.max_tokens is None else self.max_tokens, room, logprobs=self.logprobs)
+
+    @property
+    def constrained(self) -> bool:
+        return False
 
     def prompts(self) -> list[Any]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):

@@ -83,6 +83,13 @@ class ServerSessions:
             session = self._open(name, ttl, options.create)
         if session.pending:  # a turn of a process that was killed
             session.rewind(turns=1)
+        if not session.saved and not options.allow_unsaved:
+            self.llm.sessions.save(session)  # there may be room again
+            if not session.saved:
+                message = f"the last turn of session {options.name!r} could not be written to disk"
+                hint = "free space on the server, or send allow_unsaved to go on without"
+                never = {"x-should-retry": "false"}
+                raise ApiError(507, message, hint, code="session_not_saved", headers=never)
         return session
 
     def discard(self, name: str, session: Session) -> None:
@@ -197,7 +204,7 @@ class SessionTurn:
             "ttl": self.session.ttl,
             "prompt_tokens": usage.prompt_tokens,
             "served": dict(usage.served),
-        }
+        } | ({} if self.session.saved else {"saved": False})
 
 
 def new_messages(stored: Sequence[dict[str, Any]], sent: Sequence[Message]) -> list[dict[str, Any]]:

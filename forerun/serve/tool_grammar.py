@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from forerun.decode.json_schema import parse_schema, prepared_schema
 from forerun.errors import BadRequest
 from forerun.params import Grammar
 from forerun.serve.tool_parser import CALL_BEGIN, CALL_END, PYTHON_TAG
@@ -42,12 +43,13 @@ def calls_or_json(tools: Sequence[Tool], content: Grammar, llama: bool, parallel
     """Calls, or content of a JSON grammar."""
     schema = content.source if content.kind == "json_schema" else '{"type": "object"}'
     if llama:  # both begin as objects: unambiguous only as schemas with the same spacing, and with one call
-        given = json.loads(schema)
+        given = parse_schema(schema)
         spaced = json.dumps(given | _SPACED if isinstance(given, dict) else given)
         rules = [f"start: content | {_any(tools)}", f"content: %json {spaced}", *_objects(tools)]
         return Grammar("lark", "\n".join(rules))
     more = f"({_text(_between(llama))} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
-    return Grammar("lark", f"start: content | call {more}\ncontent: %json {schema}\n{_call(tools, llama, marked=True)}")
+    head = f"start: content | call {more}\ncontent: %json {json.dumps(parse_schema(schema))}\n"
+    return Grammar("lark", head + _call(tools, llama, marked=True))
 
 
 def _objects(tools: Sequence[Tool]) -> list[str]:
@@ -57,7 +59,7 @@ def _objects(tools: Sequence[Tool]) -> list[str]:
         if "$ref" in json.dumps(schema):
             hint = "write the schema without $ref, or leave response_format or the tool out"
             raise BadRequest(f"response_format beside {tool.function.name}, whose parameters have a $ref", hint)
-        properties = {"name": {"const": tool.function.name}, "parameters": schema}
+        properties = {"name": {"const": tool.function.name}, "parameters": prepared_schema(schema)}
         required = {
             "type": "object",
             "properties": properties,
@@ -81,7 +83,7 @@ def _call(tools: Sequence[Tool], llama: bool, marked: bool, before: str = "", af
     for i, tool in enumerate(tools):
         head = f'{{"name": "{tool.function.name}", "{key}": '
         rules.append(f"fn_{i}: {_text(head)} args_{i} {_text('}')}")
-        rules.append(f"args_{i}: %json {json.dumps(tool.function.schema_ | _SPACED)}")
+        rules.append(f"args_{i}: %json {json.dumps(prepared_schema(tool.function.schema_) | _SPACED)}")
     return "\n".join(rules) + "\n"
 
 

@@ -19,6 +19,7 @@ PYTHON_TAG = "<|python_tag|>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n\s*(?=\{)")
 _FENCE_BEGUN = re.compile(r"`{1,3}(?:j(?:s(?:on?)?)?)?[ \t]*(?:\n\s*)?")
+_CUT_CALL = re.compile(r'$|\{$|\{"')  # the beginning of an object, without white space
 _OPENING, _KEYS = '{"name":"', (',"arguments":{', ',"parameters":{')
 
 
@@ -62,12 +63,15 @@ class ToolCallParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def finish(self) -> list[ToolCallDelta]:
-        """The rest that was held back. White space after calls is dropped."""
+    def finish(self, cut_off: bool = False) -> list[ToolCallDelta]:
+        """The rest that was held back. White space after calls is dropped. `cut_off`: the output ended at its length
+        limit; then a call without its whole name is no content either, and is dropped."""
         deltas = self.push("")
         rest, self._buffer = self._buffer, ""
         if self._state == self._head:
-            self._whole(rest, marked=self._marked, end="")
+            self._whole(rest, self._marked, end="", drop=cut_off and bool(_CUT_CALL.match(re.sub(r"\s+", "", rest))))
+        elif cut_off and self._state == self._text and rest.strip() and CALL_BEGIN.startswith(rest.strip()):
+            pass  # a part of the mark
         elif self._state in (self._start, self._text):
             self._emit_content(rest if not self.calls or rest.strip() else "")
         return deltas + self._deltas
@@ -185,7 +189,7 @@ class ToolCallParser:
             return written.startswith(_OPENING) and any(known.startswith(name) for known in self._names)
         return name in self._names and any(key.startswith(after) or after.startswith(key) for key in _KEYS)
 
-    def _whole(self, body: str, marked: bool, end: str = CALL_END) -> None:
+    def _whole(self, body: str, marked: bool, end: str = CALL_END, drop: bool = False) -> None:
         """A call whose keys are in another order, or text that is not a call."""
         try:
             found = json.loads(body)
@@ -196,7 +200,7 @@ class ToolCallParser:
         if fits:
             self._emit_call(name)
             self._emit_arguments(values if isinstance(values, str) else json.dumps(values, ensure_ascii=False))
-        else:
+        elif not drop:
             self._emit_content(f"{CALL_BEGIN}{body}{end}" if marked else self._fence + body)
 
     def _emit_content(self, text: str) -> None:

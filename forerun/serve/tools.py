@@ -128,19 +128,25 @@ def _native(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The same without tools: calls as the model would write them, results as user messages."""
     entries: list[dict[str, Any]] = []
-    results = False
+    results: list[str] = []  # of the turn: one message for all, as templates require alternating roles
     for message in messages:
         role, text = message.template_role, message.text
         if message.tool_calls:
             text = "\n".join([*([text] if text else []), *map(_written, message.tool_calls)])
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if results:  # one message for all results of a turn: templates require alternating roles
-                entries[-1]["content"] += f"\n{text}"
-                continue
-        entries.append({"role": "user" if role == "tool" else role, "content": text})
-        results = role == "tool"
+            results.append(text)
+            continue
+        _flush(results, entries)
+        entries.append({"role": role, "content": text})
+    _flush(results, entries)
     return entries
+
+
+def _flush(results: list[str], entries: list[dict[str, Any]]) -> None:
+    if results:
+        entries.append({"role": "user", "content": "\n".join(results)})
+        results.clear()
 
 
 def _written(call: Any) -> str:

@@ -41,6 +41,7 @@ class Session:
         self._registry, self.name, self.ttl, self._state = registry, name, ttl, state
         self._busy = threading.Lock()
         self.closed = False
+        self.saved = True  # False: the disk tier could not write its latest state, which is lost with the process
         self.encoder: Callable[[Messages], list[int]] | None = None  # of messages; None: the chat template
 
     @property

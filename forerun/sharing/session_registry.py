@@ -100,7 +100,8 @@ class SessionFiles:
                 f"the file of session {name!r} is damaged: {error}", f"remove {path}, or choose another name"
             ) from error
 
-    def save(self, name: str, state: SessionState) -> None:
+    def save(self, name: str, state: SessionState) -> bool:
+        """Whether it is on disk now."""
         temporary = self._path(name).with_suffix(f".{os.getpid()}.tmp")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +113,14 @@ class SessionFiles:
                 file.flush()
                 os.fsync(file.fileno())  # a machine that stops now must not leave an empty file under the name
             os.replace(temporary, self._path(name))
+            return True
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             if not self._failed:
                 self._failed = True
                 log.warning("session %r will not survive this process: %s", name, error)
+            return False
 
     def remove(self, name: str) -> None:
         try:
@@ -200,8 +203,9 @@ class SessionRegistry:
                 pins.hold(session.name, engine.tree.match(session._state.tokens))
 
     def save(self, session: Session) -> None:
+        """Write it where there is a disk tier; `saved` is false afterwards where that failed."""
         if self._files is not None:
-            self._files.save(session.name, session._state)
+            session.saved = self._files.save(session.name, session._state)
 
     def close(self, session: Session, forget: bool) -> None:
         with self._lock:

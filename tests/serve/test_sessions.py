@@ -124,7 +124,7 @@ def delete(made: Running, name: str, **options: Any) -> int:
 
 def test_a_failed_turn_is_rolled_back(llm: LLM):
     patch, _ = slowed(llm)
-    with running(llm, max_request_s=0.3) as made:
+    with running(llm, max_request_s=1.0) as made:
         endless = ENDLESS | {"forerun": ENDLESS["forerun"] | {"session": "late"}}
         assert "longer than this server allows" in made.post(CHAT, endless).text
         wait_for(lambda: made.app.state.admission.num_open == 0)
@@ -251,3 +251,26 @@ def test_without_a_disk_nothing_is_closed_before_its_time(tiny_folder: Callable[
         assert told(made, ASKED | {"messages": [USER]} | own("a"))["forerun"]["session"]["turn"] == 2
         wait_for(lambda: made.post(CHAT, ASKED | own("b")).status_code == 200)
         assert names(made) == ["b"]
+
+
+def test_a_turn_that_could_not_be_written_is_reported_and_not_continued(
+    kept: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with kept() as llm, running(llm) as made:
+        assert "saved" not in told(made, ASKED | own("full"))["forerun"]["session"]
+        monkeypatch.setattr("forerun.sharing.session_registry.os.fsync", full)
+        lost = told(made, ASKED | {"messages": [USER]} | own("full"))
+        assert lost["forerun"]["session"]["saved"] is False and lost["forerun"]["session"]["turn"] == 2
+        assert "forerun_unsaved_turns_total 1.0" in made.get("/metrics").text
+        refused = made.post(CHAT, ASKED | {"messages": [USER]} | own("full"))
+        assert error(refused, 507)["code"] == "session_not_saved" and refused.headers["x-should-retry"] == "false"
+        asked = ASKED | {"messages": [USER]} | own({"name": "full", "allow_unsaved": True})
+        assert told(made, asked)["forerun"]["session"]["turn"] == 3
+        monkeypatch.undo()  # there is room again: what is in memory is written, and the session goes on
+        again = told(made, ASKED | {"messages": [USER]} | own("full"))["forerun"]["session"]
+        assert again["turn"] == 4 and "saved" not in again
+    with kept() as llm, running(llm) as made:
+        assert told(made, ASKED | {"messages": [USER]} | own("full"))["forerun"]["session"]["turn"] == 5

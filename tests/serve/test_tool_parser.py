@@ -165,3 +165,25 @@ def test_the_mark_of_llama_models_may_stand_before_a_call(tmp_path: Path):
     good, wrong = (tokenizer.encode(text) for text in (LLAMA, "hello"))
     assert answer.accepts((), [mark, *good]) == len(good) + 1 and answer.accepts((), good) == len(good)
     assert answer.accepts((), [mark, *wrong]) == 1
+
+
+@pytest.mark.parametrize(
+    "cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "get_we', "<tool_ca", '{"name": "get']
+)
+def test_a_call_cut_off_in_its_name_is_no_content(cut: str):
+    for before in ("", "It rains.\n"):
+        if before and cut.startswith("{"):
+            continue  # a bare object is a call only at the beginning
+        parser = ToolCallParser({"get_weather"})
+        deltas = parser.push(before + cut) + parser.finish(cut_off=True)
+        assert "".join(delta.content for delta in deltas) == before.rstrip() and not parser.calls
+        whole = ToolCallParser({"get_weather"})  # the same text where the model itself ended there
+        deltas = whole.push(before + cut) + whole.finish()
+        assert cut.strip() in "".join(delta.content for delta in deltas)
+
+
+def test_text_that_is_no_call_stays_where_it_is_cut_off():
+    for text in ("a < b", "<tool_call> is a tag", "`json`", '{"names": "x'):
+        parser = ToolCallParser({"get_weather"})
+        deltas = parser.push(text) + parser.finish(cut_off=True)
+        assert "".join(delta.content for delta in deltas) == text

@@ -1,0 +1,106 @@
+"""JSON schemas before they are compiled: what is refused by its size, and integers that get a bound.
+
+Compiling takes time quadratic in the optional properties of an object, and a parser has room for so many alternatives:
+both are refused here, with the number and the limit. An integer without bounds may have digits without end, and models
+that repeat themselves write them: it is bounded to what every JSON reader takes exactly. Knows no parser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from forerun.errors import BadRequest
+
+MAX_INTEGER = 2**53 - 1  # the largest that readers with double precision take exactly; 16 digits
+MAX_OPTIONAL_PROPERTIES = 450  # of one object: llguidance has 2000 items in a row, and each takes four of them
+MAX_OPTIONAL_PAIRS = 500_000  # sum of squares over all objects; 500 properties compile in 0.1 to 0.3 s on one core
+MAX_SUBSCHEMAS = 20_000
+
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_FIXED = ("enum", "const", "multipleOf", "$ref", "allOf")  # the value is not free, or decided elsewhere
+
+
+def parse_schema(source: str) -> Any:
+    """The schema in a text, checked, and with integers bounded."""
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadRequest(f"the JSON schema is not JSON: {reason}", "pass the schema as JSON text") from error
+    if not isinstance(schema, (dict, bool)):
+        raise BadRequest(f"a JSON schema is an object, got {source.strip():.60}", 'pass e.g. {"type": "object"}')
+    return prepared_schema(schema)
+
+
+def prepared_schema(schema: Any) -> Any:
+    """A copy of a schema, checked, and with integers bounded unless a bound of the schema is beyond that."""
+    _check_size(schema)
+    far = any(
+        isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
+        for node in subschemas(schema)
+        for value in map(node.get, _BOUNDS)
+    )
+    copied = json.loads(json.dumps(schema))
+    for node in () if far else subschemas(copied):
+        _bound(node)
+    return copied
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """All schemas in a schema, itself included; what is only data (`enum`, `const`, `default`) is not among them."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, dict):
+            continue
+        yield node
+        for name in _LISTS:
+            found = node.get(name)
+            pending += found if isinstance(found, list) else []
+        for name in _MAPS:
+            found = node.get(name)
+            pending += found.values() if isinstance(found, dict) else []
+        for name in _SINGLE:
+            found = node.get(name)
+            pending += found if isinstance(found, list) else [found]
+
+
+def _check_size(schema: Any) -> None:
+    pairs = 0
+    for number, node in enumerate(subschemas(schema), 1):
+        if number > MAX_SUBSCHEMAS:
+            raise BadRequest(f"the JSON schema has more than {MAX_SUBSCHEMAS} schemas in it", "use a smaller one")
+        properties, required = node.get("properties"), node.get("required")
+        if not isinstance(properties, dict):
+            continue
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        optional = sum(name not in needed for name in properties)
+        if optional > MAX_OPTIONAL_PROPERTIES:
+            raise BadRequest(
+                f"an object of the JSON schema has {optional} optional properties, the limit is "
+                f"{MAX_OPTIONAL_PROPERTIES}",
+                "list more of them in `required`, or split the object",
+            )
+        pairs += optional * optional
+    if pairs > MAX_OPTIONAL_PAIRS:
+        raise BadRequest(
+            f"the objects of the JSON schema have too many optional properties: the sum of their squares is {pairs}, "
+            f"the limit is {MAX_OPTIONAL_PAIRS}",
+            "list more of them in `required`",
+        )
+
+
+def _bound(node: dict[str, Any]) -> None:
+    kinds = node.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or any(name in node for name in _FIXED):
+        return
+    if "minimum" not in node and "exclusiveMinimum" not in node:
+        node["minimum"] = -MAX_INTEGER
+    if "maximum" not in node and "exclusiveMaximum" not in node:
+        node["maximum"] = MAX_INTEGER

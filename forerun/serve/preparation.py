@@ -1,0 +1,106 @@
+"""Where requests are encoded, checked and compiled: in few threads, within limits, and not for clients that are gone.
+
+A prompt that cannot fit the context is refused by its size, or after its first pieces were tokenised. Grammars have
+threads of their own with a limit of time, so that prompts are not delayed by them. Knows no HTTP beyond errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from forerun.serve.errors import ApiError
+from forerun.text.tokenizer import Tokenizer
+
+MAX_ENCODING_THREADS = 4  # a tokenizer encodes one text at a time: more threads would only hold more prompts
+MAX_GRAMMAR_THREADS = 2
+MAX_GRAMMAR_S = 10.0  # to compile one, from when its thread begins
+PIECE_CHARS = 1 << 16  # tokenised at once while it is unknown whether a prompt fits: some 20 to 60 ms
+# Tokens of pieces are those of the whole text but for the words at their edges
+PIECE_SLACK_TOKENS = 64
+
+T = TypeVar("T")
+
+
+class Cancelled(Exception):
+    """The client is gone: the rest of the work is for nothing."""
+
+
+class PreparationPool:
+    """Two groups of threads: for prompts, and for grammars."""
+
+    def __init__(self) -> None:
+        self._encoding = ThreadPoolExecutor(MAX_ENCODING_THREADS, "forerun-encode")
+        self._compiling = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, "forerun-grammar")
+
+    async def encode(self, work: Callable[[Callable[[], None]], T]) -> T:
+        """Run `work` in a thread. It gets a function that raises once the waiting task was cancelled."""
+        gone = threading.Event()
+
+        def check() -> None:
+            if gone.is_set():
+                raise Cancelled
+
+        future = asyncio.get_running_loop().run_in_executor(self._encoding, work, check)
+        try:
+            return await future
+        finally:
+            gone.set()  # work that has not begun is cancelled with the future
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        """Run work that compiles a grammar; 400 where that takes too long. Its thread then goes on to its end, which
+        the limits of the grammar's size bound."""
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def run() -> T:
+            loop.call_soon_threadsafe(begun.set)
+            return work()
+
+        future = loop.run_in_executor(self._compiling, run)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # after the client is gone, too
+        await begun.wait()
+        done, _ = await asyncio.wait({future}, timeout=MAX_GRAMMAR_S)
+        if not done:
+            message = f"the grammar was not compiled within {MAX_GRAMMAR_S:g} s"
+            raise ApiError(400, message, "use a smaller schema or simpler patterns", code="grammar_timeout")
+        return future.result()
+
+
+class PromptLimit:
+    """Whether texts can fit a context of `max_tokens`, with as little tokenising as that takes."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer, self.max_tokens = tokenizer, max_tokens
+        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+        self.max_chars = max_tokens * longest  # a character has one byte or more: more of them never fit
+
+    def check_size(self, texts: Sequence[str], countable_chars: int = 0) -> None:
+        """Raise 400 where no tokenising is needed to know that they cannot fit; takes no time. `countable_chars`: so
+        many are accepted all the same, to be counted."""
+        if len(texts) > self.max_tokens:  # each message takes a token or more
+            raise self.too_long(f"the prompt has {len(texts)} messages")
+        chars = sum(map(len, texts))
+        if chars > max(self.max_chars, countable_chars):
+            raise self.too_long(f"the prompt has {chars} characters")
+
+    def check_tokens(self, texts: Sequence[str], check_cancelled: Callable[[], None] = lambda: None) -> None:
+        """Raise 400 as soon as it is known that they cannot fit. Short texts are not tokenised here at all."""
+        if sum(map(len, texts)) <= PIECE_CHARS:
+            return
+        tokens = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE_CHARS):
+                check_cancelled()
+                piece = text[start : start + PIECE_CHARS].encode("utf-8", "replace").decode()
+                tokens += max(0, len(self._tokenizer.encode(piece)) - PIECE_SLACK_TOKENS)
+                if tokens >= self.max_tokens:
+                    raise self.too_long(f"the prompt has more than {tokens} tokens")
+        check_cancelled()
+
+    def too_long(self, what: str) -> ApiError:
+        message = f"{what}, the context holds {self.max_tokens} tokens with the answer"
+        return ApiError(400, message, "shorten the prompt", code="context_length_exceeded")
