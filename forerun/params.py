@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_TOKENS = 10_000_000  # of an answer; its context ends sooner
 MAX_NODES = 512  # of a draft
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 100.0
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # by generation_config.json
@@ -201,6 +202,9 @@ class SamplingParams:
     stop: Converted[tuple[str, ...], str | Iterable[str]] = option(
         (), help="End the answer before this text, or any of these texts."
     )
+    stop_token_ids: Converted[tuple[int, ...], Iterable[int]] = option(
+        (), help="End the answer before any of these tokens."
+    )
     seed: int | None = option(
         None,
         help="Same seed, same answer; default: drawn once per request.",
@@ -237,6 +241,7 @@ class SamplingParams:
         self._convert("speculation", Speculation, "use auto or off")
         self._convert("prefill", Prefill, "use exact or speculative")
         self._tuple("stop", "text or a list of texts")
+        self._tuple("stop_token_ids", "a list of token ids")
         if not isinstance(self.prediction, str):  # text is encoded by the LLM that gets it
             self._tuple("prediction", "text or a list of token ids")
         for name, off, value in (("max_tokens", None, MAX_TOKENS), ("top_k", -1, 0)):  # as vLLM has them
@@ -272,6 +277,12 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             hint = "keep the few that matter"
             raise BadRequest(f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}", hint)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            hint = "keep the few that matter"
+            raise BadRequest(f"stop_token_ids has {len(self.stop_token_ids)}, the limit is {MAX_STOP_TOKEN_IDS}", hint)
+        for token in self.stop_token_ids:
+            if type(token) is not int or token < 0:
+                raise BadRequest(f"stop_token_ids has {token!r:.80}", "give token ids: ints of at least 0")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise BadRequest(f"stop strings must be non-empty text, got {text!r:.80}", "remove it from `stop`")
@@ -318,6 +329,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     max_tokens: int | None
     stop: str | Iterable[str]
+    stop_token_ids: Iterable[int]
     seed: int | None
     logprobs: int | None
     n: int

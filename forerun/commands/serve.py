@@ -43,6 +43,7 @@ MaxSessions = Annotated[
 SessionTtl = Annotated[
     float, _limiting("--session-ttl", help="Longest time that sessions may hold K/V in the pool, in seconds.")
 ]
+Strict = Annotated[bool, _limiting("--strict", help="Refuse unknown fields of requests; else they are ignored.")]
 Drafters = Annotated[
     list[str] | None, _limiting("--drafter", help="A drafter that requests may name; may be repeated.")
 ]
@@ -80,6 +81,7 @@ class ServerOptions:
     max_sessions: MaxSessions = 256
     session_ttl: SessionTtl = 3600.0
     drafter: Drafters = None
+    strict: Strict = False
     api_keys: ApiKeysFile = None
     cors: Cors = None
     allowed_host: AllowedHost = None
@@ -102,6 +104,7 @@ class ServerOptions:
             keys=_keys(self.api_keys),
             cors_origins=tuple(self.cors or ()),
             allowed_hosts=self._hosts(),
+            strict=self.strict,
             log_prompts=self.log_prompts,
             show_prompts=self.show_prompts,
         )

@@ -34,7 +34,8 @@ class OutputWriter:
         for token in step.tokens:
             seq.tokens.append(token)
             event.token_ids.append(token)
-            event.text += self._push(seq, token)
+            if token not in seq.params.stop_token_ids:
+                event.text += self._push(seq, token)
             reason = self._finish_reason(seq)
             if reason is not None:
                 break
@@ -71,9 +72,12 @@ class OutputWriter:
             self._streams[seq] = TextStream(self._tokenizer.stream(), seq.params.stop)
         return self._streams[seq].push(token)
 
+    def _stop_token(self, seq: Sequence) -> bool:
+        return bool(seq.params.stop_token_ids) and seq.tokens[-1] in seq.params.stop_token_ids
+
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         stream = self._streams.get(seq)
-        if (stream is not None and stream.stopped) or self.ends_with_eos(seq):
+        if (stream is not None and stream.stopped) or self.ends_with_eos(seq) or self._stop_token(seq):
             return "stop"
         full = len(seq.tokens) >= self._max_length
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None

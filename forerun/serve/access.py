@@ -41,9 +41,10 @@ class AccessMiddleware:
         scope.setdefault("state", {})["key"] = None
         if self.config.keys is not None and path not in PATHS_WITHOUT_KEY and not is_page(path):
             given = headers.get("authorization", "")
-            key = self.config.keys.find(given[7:].strip()) if given[:7].lower() == "bearer " else None
+            text = given[7:].strip() if given[:7].lower() == "bearer " else headers.get("x-api-key", "").strip()
+            key = self.config.keys.find(text) if text else None
             if key is None:
-                hint = "send `Authorization: Bearer <key>` with a key of this server"
+                hint = "send `Authorization: Bearer <key>` or `X-Api-Key: <key>` with a key of this server"
                 scheme = {"WWW-Authenticate": "Bearer"}
                 raise ApiError(401, "the API key is missing or wrong", hint, code="invalid_api_key", headers=scheme)
             scope["state"]["key"] = key

@@ -19,7 +19,8 @@ from forerun.llm import LLM
 from forerun.serve.access import AccessMiddleware
 from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
-from forerun.serve.context import ServerContext, context_size
+from forerun.serve.context import IGNORED_HEADER, ServerContext, context_size
+from forerun.serve.derived import unknown_fields
 from forerun.serve.encoders import ChatEncoder, CompletionEncoder
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
 from forerun.serve.metrics import Metrics, MetricsMiddleware
@@ -28,6 +29,7 @@ from forerun.serve.preparation import PreparationPool, PromptLimit
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
+from forerun.serve.text_api import add_text_api
 from forerun.serve.tools import ToolDialect
 
 _ERROR = {"description": "An error in OpenAI's form"}
@@ -49,6 +51,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     for kind in (ApiError, ForerunError, Exception):
         app.add_exception_handler(kind, on_api_error)
     _add_completions(app, ctx)
+    add_text_api(app, ctx, ToolDialect.of(llm.tokenizer))
     _add_sessions(app, sessions)
     _add_models(app, config, created=int(time.time()))
     _add_health(app, ctx)
@@ -62,7 +65,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients in browsers send many of their own
-            expose_headers=["Retry-After", "x-request-id"],
+            expose_headers=["Retry-After", "x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(MetricsMiddleware, metrics=ctx.metrics)  # counts refused requests, too
     return app
@@ -72,14 +75,16 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
     name, tokenizer = ctx.config.model_name, ctx.llm.tokenizer
     dialect = ToolDialect.of(tokenizer)
 
-    def check_model(model: str) -> None:
-        if model != name:
-            raise ApiError(404, f"there is no model {model!r:.80}", f"ask for {name}", code="model_not_found")
+    def check(body: ChatRequest | CompletionRequest) -> dict[str, str]:
+        """Refuse another model; headers that name unknown fields."""
+        if body.model != name:
+            raise ApiError(404, f"there is no model {body.model!r:.80}", f"ask for {name}", code="model_not_found")
+        return ctx.ignored(unknown_fields(body))
 
     @app.post("/v1/chat/completions", responses=_ERRORS, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        check_model(body.model)
+        warnings = check(body)
         encoder = ChatEncoder(f"chatcmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, bool(body.logprobs))
         encoder.tools = body.tool_use(dialect)
         session, key = body.forerun.session_options, request.state.key
@@ -87,20 +92,23 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         prompt: Any = body.chat_prompt(dialect, whole=session is None)
         if session is not None:
             prompt = SessionTurn(ctx.sessions, session, key, body.messages, body.session_encoder(dialect))
-        return CompletionResponse(ctx, body, [prompt], encoder, key, encoder.tools)
+        return CompletionResponse(ctx, body, [prompt], encoder, key, encoder.tools, warnings)
 
     @app.post("/v1/completions", responses=_ERRORS, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
-        check_model(body.model)
+        warnings = check(body)
         logprobs = body.logprobs is not None
         encoder = CompletionEncoder(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, logprobs)
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()
+        if body.echo:
+            texts = (p if isinstance(p, str) else tokenizer.decode(p, skip_special=False) for p in prompts)
+            encoder.echoed, encoder.per_prompt = tuple(texts), body.choices
         if session is not None:
             if len(prompts) > 1:
                 raise ApiError(400, f"a session continues one text, got {len(prompts)} prompts", "send one")
             prompts = [SessionTurn(ctx.sessions, session, key, prompts[0])]
-        return CompletionResponse(ctx, body, prompts, encoder, key)
+        return CompletionResponse(ctx, body, prompts, encoder, key, warnings=warnings)
 
     @app.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:

@@ -91,6 +91,7 @@ class ServeConfig:
     keys: ApiKeys | None = None  # None: requests need no key
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = LOCAL_HOSTS  # `Host` headers that are accepted; "*": any
+    strict: bool = False  # fields of requests that are not known are errors
     log_prompts: bool = False
     show_prompts: bool = False  # the page shows how cached texts begin, those of other clients too
 

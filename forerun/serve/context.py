@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from forerun.serve.preparation import PIECE_CHARS, PreparationPool, PromptLimit
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.tools import ChatPrompt, ToolUse
+
+IGNORED_HEADER = "x-forerun-ignored"  # of responses: fields of the request that had no effect
+MAX_NAMED_FIELDS = 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,17 @@ class ServerContext:
             return await self.pool.encode(lambda _: self._request(self._encode(prompt), body, tools, prompt))
         ids = await self.pool.encode(lambda _: self._encode(prompt))
         return await self.pool.compile(lambda: self._request(ids, body, tools, prompt))
+
+    def ignored(self, fields: list[str]) -> dict[str, str]:
+        """A header that names fields without effect; an error where the server is strict."""
+        if not fields:
+            return {}
+        if self.config.strict:
+            message = f"{fields[0]!r:.120} is not supported here"
+            raise ApiError(400, message, "leave it out, or have the server started without --strict", param=fields[0])
+        self.metrics.ignored_fields.inc(len(fields))
+        shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", field)[:80] for field in fields[:MAX_NAMED_FIELDS]]
+        return {IGNORED_HEADER: ", ".join(shown)}
 
     async def check_lengths(self, texts: list[str]) -> None:
         """Refuse what cannot fit the context before all of it is tokenised."""
@@ -106,5 +121,5 @@ def prompt_texts(prompt: Any) -> list[str]:
         given = prompt.content
         return [message.text for message in given] if prompt.encode_all is not None else prompt_texts(given)
     if isinstance(prompt, ChatPrompt):
-        return [message["content"] for message in prompt.messages]
+        return [*(message["content"] for message in prompt.messages), prompt.continued]
     return [prompt] if isinstance(prompt, str) else []

@@ -19,13 +19,33 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-def derived(name: str, options: type, *names: str, optional: bool = False) -> Any:
+class LenientModel(BaseModel):
+    """No coercion, and unknown fields are kept aside: `unknown_fields` lists them, for a warning or an error."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+def unknown_fields(body: Any, path: str = "") -> list[str]:
+    """Paths of the fields that no model in this body knows."""
+    if isinstance(body, list):
+        return [found for i, item in enumerate(body) for found in unknown_fields(item, f"{path}{i}.")]
+    if not isinstance(body, BaseModel):
+        return []
+    found = [f"{path}{name}" for name in body.model_extra or ()]
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, (BaseModel, list)):
+            found += unknown_fields(value, f"{path}{field.alias or name}.")
+    return found
+
+
+def derived(name: str, options: type, *names: str, optional: bool = False, base: type[BaseModel] = StrictModel) -> Any:
     """A model with the fields of a dataclass, or only with those named. `optional`: null is the default of each field,
     and means that it is left out."""
     hints = {field: _given(hint) for field, hint in get_type_hints(options).items()}
     given = {entry.name: entry for entry in dataclasses.fields(options)}
     fields = {field: _field(given[field], hints[field], optional) for field in names or given}
-    return create_model(name, __base__=StrictModel, **fields)  # type: ignore[call-overload]
+    return create_model(name, __base__=base, **fields)  # type: ignore[call-overload]
 
 
 def _given(hint: Any) -> Any:

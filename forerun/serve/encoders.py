@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import forerun
 from forerun.core import TokenLogprob, Usage
 from forerun.engine.sequence import Event
 from forerun.serve.tool_parser import ParsedCall, ToolCallParser
@@ -71,6 +72,7 @@ class ResponseEncoder(ABC):
     def __init__(self, response_id: str, model: str, created: int, tokenizer: Tokenizer, logprobs: bool) -> None:
         self.id, self.model, self.created = response_id, model, created
         self.tokenizer, self.logprobs = tokenizer, logprobs
+        self.fingerprint = f"forerun-{forerun.__version__}"
 
     def response(
         self, choices: list[ChoiceState], usage: Usage, statistics: bool, session: dict[str, Any] | None = None
@@ -127,7 +129,8 @@ class ResponseEncoder(ABC):
         return self._envelope(self.chunk_name, []) | {"forerun": event}
 
     def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": self.fingerprint, "choices": choices}
 
     def _visible(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
         """Of tokens that are part of the text: an end-of-sequence token is not."""
@@ -215,10 +218,21 @@ class ChatEncoder(ResponseEncoder):
 
 class CompletionEncoder(ResponseEncoder):
     object_name = chunk_name = "text_completion"
+    echoed: tuple[str, ...] = ()  # the texts of the prompts, where they come before the answers
+    per_prompt = 1  # answers
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        text = self._echo(index)
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return self._envelope(self.chunk_name, [choice]) if text else None
+
+    def _echo(self, index: int) -> str:
+        return self.echoed[index // self.per_prompt] if self.echoed else ""
 
     def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         logprobs = self._columns(self._visible(choice.logprobs), 0)
-        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        text = self._echo(index) + choice.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _delta(self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState) -> dict[str, Any]:
         columns = self._columns(logprobs, choice.offset) if logprobs else None

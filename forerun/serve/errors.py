@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from forerun.decode.grammar import DeadEnd
 from forerun.errors import BadProfile, BadRequest, ForerunError, OutOfPages
+from forerun.serve.schema import forerun_names
 
 _TYPES = {
     401: "authentication_error",
@@ -98,9 +100,15 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     parts, errors = _first_mistake(error)
     path = ".".join(map(str, parts))
     if errors[0]["type"] == "extra_forbidden":
-        return ApiError(400, f"{path} is not supported here", "leave it out", param=path).response
+        return ApiError(400, f"{path} is not supported here", _suggestion(str(parts[-1])), param=path).response
     what = f"{path or 'the body'}: {_expected(errors)}"
     return ApiError(400, what, "send application/json" if not path else "", param=path or None).response
+
+
+def _suggestion(name: str) -> str:
+    """Only the `forerun` object refuses names by itself."""
+    close = get_close_matches(name, forerun_names(), 1)
+    return f"did you mean {close[0]}?" if close else f"it has {', '.join(forerun_names())}"
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:

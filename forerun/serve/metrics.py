@@ -33,6 +33,11 @@ LABELLED_PATHS = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/models",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
     "/metrics",
     "/health",
     "/ready",
@@ -63,6 +68,9 @@ class Metrics:
         )
         self.provisional = Counter("forerun_provisional_tokens", "Tokens shown provisionally", registry=made)
         self.confirmed = Counter("forerun_confirmed_tokens", "Provisional tokens that were confirmed", registry=made)
+        self.ignored_fields = Counter(
+            "forerun_ignored_fields", "Fields of requests that are not known and had no effect", registry=made
+        )
         self.unsaved_turns = Counter(
             "forerun_unsaved_turns", "Turns of sessions that could not be written to disk", registry=made
         )

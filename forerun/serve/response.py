@@ -49,10 +49,11 @@ class CompletionResponse(Response):
         encoder: ResponseEncoder,
         key: ApiKey | None,
         tools: ToolUse | None = None,
+        warnings: dict[str, str] | None = None,
     ) -> None:
         self.ctx, self.request_body, self.prompts, self.encoder, self.key = ctx, body, prompts, encoder, key
         self.status_code, self.background = 200, None
-        self.tools = tools
+        self.tools, self.warnings = tools, warnings or {}  # headers about what the request has in vain
         self.turn = prompts[0] if isinstance(prompts[0], SessionTurn) else None
         self.params: SamplingParams | None = None  # of the first prompt, once it was checked
         self.choices: list[ChoiceState] = []  # filled once the request is admitted
@@ -76,7 +77,8 @@ class CompletionResponse(Response):
             if not self._streaming:
                 statistics = bool(self.request_body.forerun.statistics)
                 whole = self.encoder.response(self.choices, self.usage, statistics, self.session)
-                await JSONResponse(whole, headers={"x-request-id": self.encoder.id})(scope, receive, send)
+                headers = {"x-request-id": self.encoder.id} | self.warnings
+                await JSONResponse(whole, headers=headers)(scope, receive, send)
         except ClientDisconnected:
             self.status_code = CLIENT_CLOSED_STATUS
         except Exception as error:
@@ -175,7 +177,8 @@ class CompletionResponse(Response):
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     async def _begin_stream(self) -> None:
-        headers = [*_HEADERS, (b"x-request-id", self.encoder.id.encode())]
+        named = {"x-request-id": self.encoder.id} | self.warnings
+        headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in named.items())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._streaming = True
         for index in range(len(self.choices)):

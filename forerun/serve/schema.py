@@ -1,13 +1,14 @@
 """Request bodies as OpenAI's reference has them, with Forerun's own options under `forerun`.
 
-Sampling, prefill and speculation options are derived from the dataclasses in `forerun.params`. Unknown fields are
-refused. Knows no engine and no tokenizer.
+Sampling, prefill and speculation options are derived from the dataclasses in `forerun.params`. Unknown fields are kept
+aside (`unknown_fields`), those of the `forerun` object are refused. Knows no engine and no tokenizer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,7 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 from forerun.errors import BadRequest
 from forerun.options import check_number, field_of
 from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
-from forerun.serve.derived import StrictModel, derived, described
+from forerun.serve.derived import LenientModel, StrictModel, derived, described
+from forerun.serve.guided import GuidedFields
 from forerun.serve.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, chosen
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
@@ -45,7 +47,11 @@ _ForerunFields: Any = derived(
 )
 # OpenAI's names for fields of `SamplingParams`; left out, they are as the library has them
 _SAMPLING = ("n", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
-_SamplingFields: Any = derived("_SamplingFields", SamplingParams, *_SAMPLING, optional=True)
+# Names that vLLM and llama.cpp have for more of them
+_OWN_SAMPLING = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
+_SamplingFields: Any = derived(
+    "_SamplingFields", SamplingParams, *_SAMPLING, *_OWN_SAMPLING, optional=True, base=LenientModel
+)
 
 
 class SessionOptions(StrictModel):
@@ -92,19 +98,19 @@ class ForerunOptions(_ForerunFields):
         }
 
 
-class StreamOptions(StrictModel):
-    include_usage: bool = False
-    include_obfuscation: bool = False  # padding that hides lengths from network observers: never sent
+class StreamOptions(LenientModel):
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False  # padding that hides lengths from network observers: never sent
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(LenientModel):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None  # outputs always fit the schema
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(LenientModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -116,22 +122,30 @@ class ResponseFormat(StrictModel):
         return Grammar("json_object") if self.type == "json_object" else None
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
+class TextPart(LenientModel):
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: Any = None  # of Anthropic's clients behind gateways: every prefix is cached
+    annotations: Any = None
 
 
-class Message(StrictModel):
+class Message(LenientModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None  # not part of any chat template
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # Fields of responses, which clients send back unchanged
+    # Fields of responses, of this server and of others, which clients send back unchanged; none is part of a prompt
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Any = None
     audio: None = None
     function_call: None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    thinking_blocks: Any = None
+    provider_specific_fields: Any = None
+    cache_control: Any = None
+    images: None = None
 
     @property
     def text(self) -> str:
@@ -145,7 +159,7 @@ class Message(StrictModel):
 
     def check(self) -> None:
         """What types alone cannot express."""
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise BadRequest(f"a message of role {self.role} has no content", "give it text")
         if self.tool_calls and self.role != "assistant":
             raise BadRequest(f"a message of role {self.role} has tool_calls", "only those of role assistant call tools")
@@ -153,7 +167,7 @@ class Message(StrictModel):
             raise BadRequest(f"a message of role {self.role} and its tool_call_id", "only results have one, and all do")
 
 
-class _CompletionBody(_SamplingFields):
+class _CompletionBody(GuidedFields, _SamplingFields):
     """What both kinds of request have."""
 
     model: str
@@ -162,13 +176,18 @@ class _CompletionBody(_SamplingFields):
     stop: str | list[str] | None = described(SamplingParams, "stop")
     logit_bias: dict[str, float] | None = described(SamplingParams, "logit_bias")
     forerun: ForerunOptions = Field(default_factory=ForerunOptions)
-    # Accepted because many clients send them; about accounts and storage, which this server does not have
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    stop_token_ids: list[int] | None = described(SamplingParams, "stop_token_ids")
+    # Accepted because many clients send them; about accounts, storage and models that this server does not have
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    modalities: Any = None
 
     @property
     def choices(self) -> int:
@@ -179,19 +198,24 @@ class _CompletionBody(_SamplingFields):
         """Null means left out. `room`: tokens that the context has left for the output."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is about streams, and stream is not true", "leave it out")
-        given = {name: getattr(self, name) for name in _SAMPLING}
+        given = {name: getattr(self, name) for name in (*_SAMPLING, *_OWN_SAMPLING)}
         values = {name: value for name, value in given.items() if value is not None}
+        if twice := [name for name in _OWN_SAMPLING if name in values and name in self.forerun.model_fields_set]:
+            raise BadRequest(f"{twice[0]} is in the request and in its forerun object", "leave one of them out")
         values["max_tokens"] = max_tokens if max_tokens > MAX_TOKENS else min(max_tokens, room)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         bias = {_token(name): value for name, value in (self.logit_bias or {}).items()}
-        return SamplingParams(stop=tuple(stop), logit_bias=bias, **values, **self.forerun.params(), **more)
+        ends = tuple(self.stop_token_ids or ())
+        return SamplingParams(
+            stop=tuple(stop), stop_token_ids=ends, logit_bias=bias, **(self.forerun.params() | values | more)
+        )
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class Prediction(StrictModel):
+class Prediction(LenientModel):
     type: Literal["content"]
     content: str | list[TextPart]
 
@@ -206,7 +230,7 @@ class ChatRequest(_CompletionBody):
     logprobs: bool | None = None
     top_logprobs: int | None = described(SamplingParams, "logprobs")
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = Field(
@@ -224,7 +248,9 @@ class ChatRequest(_CompletionBody):
             raise BadRequest("top_logprobs needs logprobs to be true", "set logprobs, or leave top_logprobs out")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         longest = room if asked is None else asked
-        grammar = self.response_format.grammar() if self.response_format else None
+        grammar = self.guided(self.response_format.grammar() if self.response_format else None)
+        if tools is not None and grammar is not None and grammar.kind in ("regex", "lark"):
+            raise BadRequest(f"tools beside a {grammar.kind} grammar", "use a JSON schema, or leave the tools out")
         return self._params(
             longest,
             room,
@@ -235,7 +261,7 @@ class ChatRequest(_CompletionBody):
 
     def tool_use(self, dialect: ToolDialect) -> ToolUse | None:
         """None: the output is text only."""
-        tools, must = chosen(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools, must = chosen(self.tools, self.tool_choice)
         return ToolUse(dialect, tuple(tools), must, self.parallel_tool_calls is not False) if tools else None
 
     def session_encoder(self, dialect: ToolDialect) -> Callable[[list[dict[str, Any]]], list[int]]:
@@ -251,7 +277,7 @@ class ChatRequest(_CompletionBody):
     @property
     def constrained(self) -> bool:
         """Whether a grammar has to be compiled, tools aside."""
-        return self.response_format is not None and self.response_format.type != "text"
+        return self.is_guided or (self.response_format is not None and self.response_format.type != "text")
 
     def chat_prompt(self, dialect: ToolDialect, whole: bool = True) -> ChatPrompt:
         """`whole`: every result must follow its call; messages that continue a session may belong to earlier calls."""
@@ -262,7 +288,10 @@ class ChatRequest(_CompletionBody):
             if whole and message.tool_call_id is not None and message.tool_call_id not in called:
                 hint = "send the assistant's message with the call before its result"
                 raise BadRequest(f"no call before it has the tool_call_id {message.tool_call_id!r:.80}", hint)
-        use = self.tool_use(dialect)
+        use, last = self.tool_use(dialect), self.messages[-1]
+        if whole and last.role == "assistant" and not last.tool_calls and len(self.messages) > 1:  # to be continued
+            prompt = chat_prompt(dialect, self.messages[:-1], use.tools if use else ())
+            return replace(prompt, continued=last.text)
         return chat_prompt(dialect, self.messages, use.tools if use else ())
 
 
@@ -274,15 +303,19 @@ class CompletionRequest(_CompletionBody):
         | Annotated[list[str] | list[list[int]], Field(min_length=1, max_length=1024)]
     )
     logprobs: int | None = described(SamplingParams, "logprobs")
-    echo: Literal[False] | None = None
+    echo: bool | None = Field(default=None, description="The answer's text begins with the prompt's.")
     best_of: Literal[1] | None = None
+    suffix: None = None  # needs a model that was trained to fill in the middle
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
-        return self._params(16 if self.max_tokens is None else self.max_tokens, room, logprobs=self.logprobs)
+        if self.echo and self.logprobs is not None:
+            raise BadRequest("echo with logprobs: this server has no logprobs of prompts", "leave one of them out")
+        longest = 16 if self.max_tokens is None else self.max_tokens
+        return self._params(longest, room, logprobs=self.logprobs, grammar=self.guided(None))
 
     @property
     def constrained(self) -> bool:
-        return False
+        return self.is_guided
 
     def prompts(self) -> list[Any]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -294,3 +327,9 @@ def _token(name: str) -> int:
     if not (name.isascii() and name.isdecimal() and len(name) < 10):
         raise BadRequest(f"logit_bias maps token ids to numbers, {name!r:.40} is no token id", "use whole numbers")
     return int(name)
+
+
+def forerun_names() -> list[str]:
+    """All names of the `forerun` object and the objects in it."""
+    models = (ForerunOptions, SessionOptions, PrefillOptions, SpeculateOptions)
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))

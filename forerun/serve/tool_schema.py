@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from forerun.errors import BadRequest
-from forerun.serve.derived import StrictModel
+from forerun.serve.derived import LenientModel
 
 MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -16,7 +16,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
-class Function(StrictModel):
+class Function(LenientModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -33,16 +33,16 @@ class Function(StrictModel):
         return {"type": "object"} | self.parameters
 
 
-class Tool(StrictModel):
+class Tool(LenientModel):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(StrictModel):
+class NamedFunction(LenientModel):
     name: str
 
 
-class NamedTool(StrictModel):
+class NamedTool(LenientModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -50,7 +50,7 @@ class NamedTool(StrictModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(LenientModel):
     name: str
     arguments: str
 
@@ -63,20 +63,18 @@ class CalledFunction(StrictModel):
             return self.arguments
 
 
-class ToolCall(StrictModel):
+class ToolCall(LenientModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # sent by clients that assembled it from a stream
 
 
-def chosen(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> tuple[list[Tool], bool]:
+def chosen(tools: list[Tool] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:
     """The tools that the model may call, and whether it must."""
     if not tools:
         if isinstance(choice, NamedTool) or choice == "required":
             raise BadRequest("tool_choice asks for a call, and there are no tools", "give tools, or leave it out")
-        if parallel is not None:
-            raise BadRequest("parallel_tool_calls is about tools, and there are none", "leave it out")
         return [], False
     names = [tool.function.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -84,9 +84,11 @@ class ChatPrompt:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    continued: str = ""  # how the answer begins, which the model continues
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        return tokenizer.apply_chat_template(self.messages, self.tools)
+        prompt = tokenizer.apply_chat_template(self.messages, self.tools)
+        return prompt + tokenizer.encode(self.continued) if self.continued else prompt
 
 
 def chat_prompt(dialect: ToolDialect, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:

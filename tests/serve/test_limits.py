@@ -31,7 +31,6 @@ from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, err
         ({"max_tokens": "8"}, "max_tokens"),
         ({"temperature": True}, "temperature"),
         ({"stream": "yes"}, "stream"),
-        ({"tools": []}, "tools"),
         ({"forerun": {"prefil": "exact"}}, "forerun.prefil"),
         ({"model": None}, "model"),
     ],
@@ -107,7 +106,6 @@ def test_bodies_that_are_no_request(served: Running, body: bytes):
         ({"forerun": {"session": ""}}, "forerun.session", "at least 1 character"),
         ({"forerun": {"session": ".."}}, "forerun.session", "cannot be called .."),
         ({"forerun": None}, "forerun", "an object"),
-        ({"body": 1}, "body", "not supported"),
     ],
 )
 def test_errors_name_the_place_in_the_request(served: Running, change: Any, param: str, words: str):

@@ -232,7 +232,6 @@ def test_calls_beside_a_response_format(made: Running):
         ({"tools": TOOLS, "tool_choice": named("sink")}, "tool_choice names 'sink'"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"parallel_tool_calls": True}, "there are none"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, None),
         (
             {

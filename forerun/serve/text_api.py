@@ -1,0 +1,85 @@
+"""Endpoints about text and the server itself that clients of other servers use: `/tokenize`, `/detokenize`, `/version`.
+
+Knows tokenizer and chat template, no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import Field
+
+import forerun
+from forerun.errors import BadRequest
+from forerun.serve.context import ServerContext
+from forerun.serve.derived import LenientModel
+from forerun.serve.schema import Message
+from forerun.serve.tool_schema import MAX_TOOLS, Tool
+from forerun.serve.tools import ToolDialect, chat_prompt
+
+MAX_COUNTED_CHARS = 1 << 20  # of a text that is only tokenised: some seconds
+MAX_DETOKENIZED = 1_000_000
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
+)
+_ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
+
+
+class TokenizeBody(LenientModel):
+    """vLLM's names; `content` and `with_pieces` are llama.cpp's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(LenientModel):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_DETOKENIZED)]
+
+
+def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None:
+    tokenizer = ctx.llm.tokenizer
+
+    def encoded(body: TokenizeBody) -> list[int]:
+        if body.messages is not None:
+            for message in body.messages:
+                message.check()
+            prompt = chat_prompt(dialect, body.messages, body.tools or ())
+            return tokenizer.apply_chat_template(prompt.messages, prompt.tools, body.add_generation_prompt)
+        text = body.prompt if body.prompt is not None else body.content
+        return tokenizer.encode(text or "", add_special=body.add_special_tokens)
+
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Token ids of a text, or of a conversation as the model gets it."""
+        given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise BadRequest(f"the body has {' and '.join(given) or 'no text'}", "give prompt, content or messages")
+        texts = [message.text for message in body.messages or ()] or [body.prompt or body.content or ""]
+        ctx.limit.check_size(texts, MAX_COUNTED_CHARS)
+        ids = await ctx.pool.encode(lambda _: encoded(body))
+        tokens: list[Any] = list(ids)
+        if body.with_pieces:
+            tokens = [{"id": i, "piece": tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
+        return {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """The text of token ids, control tokens included."""
+        wrong = next((token for token in body.tokens if not 0 <= token < ctx.llm.config.vocab_size), None)
+        if wrong is not None:
+            raise BadRequest(f"token id {wrong} is not in the vocabulary", f"ids are below {ctx.llm.config.vocab_size}")
+        text = await ctx.pool.encode(lambda _: tokenizer.decode(body.tokens, skip_special=False))
+        return {"prompt": text, "content": text}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of this server."""
+        return {"version": forerun.__version__}

@@ -1,0 +1,222 @@
+"""Requests as clients and gateways send them: unknown fields, messages sent back, names of other servers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun import LLM, SamplingParams
+from forerun.serve.api_keys import ApiKeys
+from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
+
+QUESTION = ASKED["messages"][0]
+SHIP: Any = {"type": "function", "function": {"name": "count_ships", "parameters": {"type": "object"}}}
+
+
+def content(made: Running, body: dict[str, Any]) -> str:
+    response = made.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def test_unknown_fields_are_named_and_counted(served: Running):
+    part = {"type": "text", "text": QUESTION["content"], "colour": 1}
+    odd = ASKED | {"max_token": 3, "né\n": 1, "messages": [{"role": "user", "content": [part], "mood": "calm"}]}
+    plain = served.post(CHAT, ASKED)
+    before = served.app.state.context.metrics.ignored_fields._value.get()
+    for stream in (False, True):
+        answer = served.post(CHAT, odd | {"stream": stream})
+        assert answer.headers["x-forerun-ignored"] == "max_token, n??, messages.0.mood, messages.0.content.0.colour"
+    assert "x-forerun-ignored" not in plain.headers
+    assert content(served, odd) == plain.json()["choices"][0]["message"]["content"]
+    assert served.app.state.context.metrics.ignored_fields._value.get() == before + 12
+    assert "forerun_ignored_fields_total" in served.get("/metrics").text
+    many = served.post(CHAT, ASKED | {f"x{i}": 1 for i in range(500)})
+    assert many.headers["x-forerun-ignored"].count(",") == 19
+
+
+def test_a_strict_server_refuses_them(llm: LLM):
+    with running(llm, strict=True) as made:
+        assert made.post(CHAT, ASKED).status_code == 200
+        assert error(made.post(CHAT, ASKED | {"max_token": 3}), 400)["param"] == "max_token"
+        tool = {"type": "function", "function": {"name": "a", "colour": 1}}
+        assert error(made.post(CHAT, ASKED | {"tools": [tool]}), 400)["param"] == "tools.0.function.colour"
+        prompt = {"model": NAME, "prompt": "The lamp", "best": 1}
+        assert error(made.post("/v1/completions", prompt), 400)["param"] == "best"
+
+
+@pytest.mark.parametrize(
+    ("own", "hint"),
+    [
+        ({"prefil": "exact"}, "did you mean prefill?"),
+        ({"sesion": "a"}, "did you mean session?"),
+        ({"session": {"name": "a", "tll": 5}}, "did you mean ttl?"),
+        ({"zzzzzz": 1}, "it has "),
+    ],
+)
+def test_typos_in_the_forerun_object_are_refused(served: Running, own: dict[str, Any], hint: str):
+    assert error(served.post(CHAT, ASKED | {"forerun": own}), 400)["hint"].startswith(hint)
+
+
+def test_messages_as_clients_send_them_back(served: Running):
+    call = {"id": "call_1", "type": "function", "function": {"name": "count_ships", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "nine"}
+    tools = {"tools": [SHIP], "max_tokens": 12}
+    plain = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    calls = {"role": "assistant", "content": None, "tool_calls": [call | {"index": 0}]}
+    more = {
+        "refusal": None,
+        "reasoning_content": "first the piers",
+        "provider_specific_fields": {"a": 1},
+        "cache_control": {"type": "ephemeral"},
+        "function_call": None,
+        "annotations": [],
+    }
+    assert content(served, ASKED | tools | {"messages": plain}) == content(
+        served, ASKED | tools | {"messages": [QUESTION, calls | more, result]}
+    )
+    spoken = {"role": "assistant", "content": "Nine.", "tool_calls": []}
+    short = [QUESTION, {"role": "assistant", "content": "Nine."}, QUESTION]
+    assert content(served, ASKED | {"messages": short}) == content(
+        served, ASKED | {"messages": [QUESTION, spoken | more, QUESTION]}
+    )
+    cached = [{"type": "text", "text": QUESTION["content"], "cache_control": {"type": "ephemeral"}}]
+    answer = served.post(CHAT, ASKED | {"messages": [{"role": "user", "content": cached}]})
+    assert "x-forerun-ignored" not in answer.headers and answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": []},
+        {"parallel_tool_calls": True},
+        {"user": "ann", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"},
+        {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"]},
+        {"stream_options": None, "tool_choice": None, "response_format": None},
+    ],
+)
+def test_fields_without_effect(served: Running, more: dict[str, Any]):
+    answer = served.post(CHAT, ASKED | more)
+    assert answer.status_code == 200 and "x-forerun-ignored" not in answer.headers
+    assert answer.json()["choices"] == served.post(CHAT, ASKED).json()["choices"]
+
+
+def test_sampling_under_other_servers_names(served: Running):
+    asked = ASKED | {"temperature": 1.5, "seed": 3, "max_tokens": 24}
+    own = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "ignore_eos": True}
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=24, **own)
+    expected = served.llm.chat([QUESTION], params)[0].text
+    assert content(served, asked | own) == content(served, asked | {"forerun": own}) == expected
+    assert expected != served.llm.chat([QUESTION], SamplingParams(temperature=1.5, seed=3, max_tokens=24))[0].text
+    twice = asked | {"top_k": 3, "forerun": {"top_k": 4}}
+    assert "top_k" in error(served.post(CHAT, twice), 400)["message"]
+    error(served.post(CHAT, asked | {"top_k": -1}), 400)
+
+
+def test_stop_token_ids(served: Running):
+    asked = ASKED | {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=5)
+    ids = served.llm.chat([QUESTION], params)[0].choices[0].token_ids
+    last = next(i for i in range(4, 40) if ids[i] not in ids[:i])
+    choice = served.post(CHAT, asked | {"stop_token_ids": [ids[last]]}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == served.llm.tokenizer.decode(ids[:last])
+    error(served.post(CHAT, ASKED | {"stop_token_ids": [-1]}), 400)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_guided_answers(served: Running, path: str):
+    head = ASKED if path == CHAT else {"model": NAME, "prompt": "The lamp", "max_tokens": 40}
+
+    def text(**more: Any) -> str:
+        response = served.post(path, head | {"max_tokens": 60} | more)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return choice["message"]["content"] if path == CHAT else choice["text"]
+
+    shape = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    shape |= {"x-guidance": {"whitespace_flexible": False}}
+    assert json.loads(text(guided_json=shape))["a"] in ("x", "y")
+    assert json.loads(text(guided_json=json.dumps(shape)))["a"] in ("x", "y")
+    assert text(guided_regex="[0-9]{3}-[ab]").strip()[3] == "-"
+    choices = ["a+b (c)", "né/€", "x|y"]
+    assert text(guided_choice=choices) in choices
+    assert text(guided_grammar='start: "left" | "right"') in ("left", "right")
+    assert text(guided_grammar='root ::= "left" | "right"') in ("left", "right")
+    both = head | {"guided_regex": "a", "guided_choice": ["a"]}
+    assert "guided_regex and guided_choice" in error(served.post(path, both), 400)["message"]
+    error(served.post(path, head | {"guided_regex": "("}), 400)
+
+
+def test_tools_beside_a_raw_grammar_are_refused(served: Running):
+    error(served.post(CHAT, ASKED | {"tools": [SHIP], "guided_regex": "a+"}), 400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_assistants_last_message_is_continued(served: Running, stream: bool):
+    llm, start = served.llm, "The keeper <|im_end|> counts"
+    body = ASKED | {"messages": [QUESTION, {"role": "assistant", "content": start}], "stream": stream}
+    ids = llm.tokenizer.apply_chat_template([QUESTION]) + llm.tokenizer.encode(start)
+    expected = llm.generate([ids], SamplingParams(max_tokens=8))[0].text
+    if not stream:
+        assert content(served, body) == expected
+        return
+    lines = [json.loads(line[6:]) for line in served.post(CHAT, body).text.splitlines() if line.startswith("data: {")]
+    assert "".join(c["delta"].get("content") or "" for line in lines for c in line["choices"]) == expected
+
+
+def test_echo(served: Running):
+    body = {"model": NAME, "prompt": ["The lamp turns", "The lamp stands"], "max_tokens": 4, "n": 2}
+    plain = served.post("/v1/completions", body).json()["choices"]
+    echoed = served.post("/v1/completions", body | {"echo": True}).json()["choices"]
+    prompts = ["The lamp turns", "The lamp turns", "The lamp stands", "The lamp stands"]
+    assert [c["text"] for c in echoed] == [a + b["text"] for a, b in zip(prompts, plain, strict=True)]
+    stream = served.post("/v1/completions", body | {"echo": True, "stream": True}).text
+    texts = ["", "", "", ""]
+    for line in stream.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            texts[choice["index"]] += choice["text"]
+    assert texts == [c["text"] for c in echoed]
+    ids = {"model": NAME, "prompt": served.llm.encode("The lamp turns"), "max_tokens": 4, "echo": True}
+    assert served.post("/v1/completions", ids).json()["choices"][0]["text"] == echoed[0]["text"]
+    assert "logprobs" in error(served.post("/v1/completions", body | {"echo": True, "logprobs": 1}), 400)["message"]
+
+
+def test_tokenize_and_back(served: Running):
+    llm = served.llm
+    told = served.post("/tokenize", {"prompt": "The lamp <|im_end|>"}).json()
+    assert told["tokens"] == llm.encode("The lamp <|im_end|>") and told["count"] == len(told["tokens"])
+    assert told["max_model_len"] == 2048
+    assert served.post("/detokenize", {"tokens": told["tokens"]}).json()["prompt"] == "The lamp <|im_end|>"
+    pieces = served.post("/tokenize", {"content": "The lamp", "with_pieces": True}).json()["tokens"]
+    assert "".join(piece["piece"] for piece in pieces) == "The lamp"
+    chat = served.post("/tokenize", {"messages": [QUESTION]}).json()
+    assert chat["tokens"] == llm.tokenizer.apply_chat_template([QUESTION])
+    assert chat["count"] == served.post(CHAT, ASKED).json()["usage"]["prompt_tokens"]
+    for wrong in ({}, {"prompt": "a", "content": "b"}, {"prompt": "x" * 3_000_000}, {"messages": []}):
+        error(served.post("/tokenize", wrong), 400)
+    error(served.post("/detokenize", {"tokens": [10**6]}), 400)
+
+
+def test_version_and_fingerprint(served: Running):
+    assert served.get("/version").json() == {"version": forerun.__version__}
+    assert served.post(CHAT, ASKED).json()["system_fingerprint"] == f"forerun-{forerun.__version__}"
+    assert served.get(f"/v1/models/{NAME}").json()["id"] == NAME
+
+
+def test_keys_in_either_header(llm: LLM):
+    digest = hashlib.sha256(b"secret").hexdigest()
+    with running(llm, keys=ApiKeys.parse(f"ann {digest}", "here")) as made:
+        for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
+            assert made.post(CHAT, ASKED, headers=headers).status_code == 200
+        for headers in ({"x-api-key": "wrong"}, {"x-api-key": ""}, {"authorization": "Basic secret"}, {}):
+            assert error(made.post(CHAT, ASKED, headers=headers), 401)["code"] == "invalid_api_key"
