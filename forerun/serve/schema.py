@@ -331,5 +331,5 @@ def _token(name: str) -> int:
 
 def forerun_names() -> list[str]:
     """All names of the `forerun` object and the objects in it."""
-    models = (ForerunOptions, SessionOptions, PrefillOptions, SpeculateOptions)
+    models = (ForerunOptions, SessionOptions, PrefillOptions, SpeculationOptions)
     return list(dict.fromkeys(name for model in models for name in model.model_fields))

@@ -10,7 +10,7 @@ import pytest
 
 import forerun
 from forerun import LLM, SamplingParams
-from forerun.serve.api_keys import ApiKeys
+from forerun.serve.config import ApiKeys
 from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
 
 QUESTION = ASKED["messages"][0]
@@ -114,7 +114,7 @@ def test_sampling_under_other_servers_names(served: Running):
     assert expected != served.llm.chat([QUESTION], SamplingParams(temperature=1.5, seed=3, max_tokens=24))[0].text
     twice = asked | {"top_k": 3, "forerun": {"top_k": 4}}
     assert "top_k" in error(served.post(CHAT, twice), 400)["message"]
-    error(served.post(CHAT, asked | {"top_k": -1}), 400)
+    error(served.post(CHAT, asked | {"top_k": -2}), 400)
 
 
 def test_stop_token_ids(served: Running):
