@@ -325,9 +325,9 @@ class LLM(OldLLMNames):
         `Event.index` is the worker's number, from 0. `params`: for all workers, or one for each. `prefixes`: what each
         worker's answer starts with; None: its number. Closing the iterator ends all workers.
         """
-        from forerun.sharing.workers import workers
+        from forerun.sharing.workers import Workers
 
-        return workers(self, prompt, n, params, prefixes)
+        return Workers(self, prompt, n, params, prefixes).run()
 
     def rollout(
         self,

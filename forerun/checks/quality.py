@@ -35,13 +35,6 @@ class Quality:
     reference_perplexity: float
 
 
-def measure(
-    model: str, weights: str, text: str, *, tokens: int = 512, device: str = "auto", threads: int | None = None
-) -> Quality:
-    """Compare one weights mode with float32 on the first `tokens` tokens of a text."""
-    return measure_modes(model, [weights], {"text": text}, tokens=tokens, device=device, threads=threads)[0]
-
-
 def measure_modes(
     model: str,
     modes: Sequence[str] = (),

@@ -44,13 +44,6 @@ def read_prompts(path: Path | None = None) -> list[ShippedPrompt]:
     return [ShippedPrompt(path.stem, "document", content)]
 
 
-def long_text(path: Path | None = None) -> str:
-    """Text to cut prompts of any length from: the shipped documents, or all prompts of a file, one after the other."""
-    if path is not None:
-        return "\n\n".join(prompt.text for prompt in read_prompts(path))
-    return "\n\n".join(text(f"documents/{name}") for name in ("handbook.txt", "depot.py"))
-
-
 def _parse_lines(content: str, source: str) -> list[ShippedPrompt]:
     prompts = []
     for number, line in enumerate(content.splitlines(), 1):

@@ -78,7 +78,7 @@ def choose_precision(weights: str, device: torch.device, quantised: bool) -> Pre
 def cuda_precision(dtype: torch.dtype) -> Precision:
     if dtype != torch.bfloat16:
         return Precision(str(dtype).removeprefix("torch."), Linear, dtype)
-    from forerun.models.cuda.linear import SkinnyLinear
+    from forerun.models.cuda.fused import SkinnyLinear
 
     return Precision("bf16", SkinnyLinear, dtype)
 

@@ -88,7 +88,7 @@ def features_of(hidden: list[Tensor]) -> Tensor:
 
 def _fused_features(dtype: torch.dtype, widths: list[int], device: torch.device) -> Callable[[list[Tensor]], Tensor]:
     """`features_of` in one launch in place of one for each part, if the kernel takes their shapes."""
-    from forerun.models.cuda.features import fits, unit_features
+    from forerun.models.cuda.float8 import fits, unit_features
 
     empty = [torch.empty(0, width, dtype=dtype, device=device) for width in widths]
     if not fits(empty):

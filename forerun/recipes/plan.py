@@ -1,10 +1,8 @@
 """The public names of planning before tools: `from forerun import recipes; recipes.plan.solve(llm, task, tools)`."""
 
 from forerun.recipes.planning.calls import CallResult, run_plan
-from forerun.recipes.planning.chat import Limits, PlanUsage
-from forerun.recipes.planning.examples import Example
-from forerun.recipes.planning.interleaved import LoopResult, interleaved
-from forerun.recipes.planning.solve import PlanResult, solve
+from forerun.recipes.planning.chat import Example, Limits, PlanUsage
+from forerun.recipes.planning.solve import LoopResult, PlanResult, interleaved, solve
 from forerun.recipes.planning.template import Plan, PlanError, Step, parse
 from forerun.renamed import moved_names
 

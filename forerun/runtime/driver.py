@@ -22,7 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
 from forerun.runtime.lease import EngineLease
-from forerun.runtime.mailbox import Mailbox
+from forerun.runtime.threads import Mailbox
 
 LEASE_POLL_S = 0.001  # between two checks whether leased pages have been released
 UPGRADE_DELAY_S = 0.1  # without a request before upgrades begin: requests one after the other are not delayed

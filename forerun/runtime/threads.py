@@ -1,4 +1,7 @@
-"""How many threads compute, and work in a thread that ends with it.
+"""Between threads: events from the thread that steps the engine to an event loop; work in a thread that ends with it.
+
+Waking a loop costs a system call, and the stepping thread would pay it for every stream of its batch: a `Mailbox` wakes
+it once for all events of a step.
 
 OpenMP keeps a team of threads for every thread that has ever used it. Once there are more of them than cores, threads
 no longer spin at the end of a parallel loop; they sleep and are woken, thousands of times in a forward. Measured on two
@@ -8,10 +11,12 @@ ends with its thread.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -22,6 +27,33 @@ def default_threads() -> int:
     """What OMP_NUM_THREADS asks for, else one for each core."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdecimal() and int(asked) else psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+class Mailbox(Generic[T]):
+    """Undelivered items for the readers of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[asyncio.Queue[T], T]] = deque()
+        self._announced = False
+
+    def put(self, inbox: asyncio.Queue[T], item: T) -> None:
+        """From any thread; raises where the loop is closed."""
+        self._waiting.append((inbox, item))
+        if self._announced:  # the loop has not started to deliver: it will find this item, too
+            return
+        self._announced = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._announced = False
+            raise
+
+    def _deliver(self) -> None:
+        self._announced = False  # before the queue is read: later items announce themselves again
+        while self._waiting:
+            inbox, item = self._waiting.popleft()
+            inbox.put_nowait(item)
 
 
 def run_in_thread(work: Callable[[], T]) -> T:

@@ -75,10 +75,6 @@ class RolloutNode:
         for child in self.children:
             yield from child.leaves()
 
-    def length_below(self) -> int:
-        """Tokens of the longest path from here to a leaf, its own included."""
-        return len(self.token_ids) + max((child.length_below() for child in self.children), default=0)
-
     def first_tokens(self, count: int) -> list[int]:
         """The first tokens from here on, along the oldest path to a leaf."""
         tokens, node = list(self.token_ids[:count]), self

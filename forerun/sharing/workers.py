@@ -1,6 +1,6 @@
 """Workers: several answers to one prompt that grow at once, each seeing the others' tokens as they are generated.
 
-`workers(llm, prompt, n)` runs under a lease, between the engine's steps: other requests go on and are not changed. What
+`Workers` runs under a lease, between the engine's steps: other requests go on and are not changed. What
 a worker sees is defined in `blocks`; here are requests, sampling and pages. A worker is a sequence of the engine that
 the scheduler does not know; its tokens become events where all others do. All pages are allocated before the first
 token, so that a group that has begun can finish; they are released when it finishes, fails or is closed.
@@ -37,22 +37,6 @@ NUM_SEEDS = 1 << 64  # seeds are taken modulo this
 DEFAULT_PREFIX = "\n\nWorker {number}:"
 
 
-def workers(
-    llm: LLM,
-    prompt: Prompt | Messages,
-    n: int,
-    params: SamplingParams | Seq[SamplingParams] | None = None,
-    prefixes: Seq[Prompt] | None = None,
-) -> Iterator[Event]:
-    """Events of n workers as they come; `event.index` is the worker's number, from 0. Closing the iterator ends all.
-
-    `params`: for all workers, or one for each; a seed given once counts up from worker to worker. `prefixes`: what each
-    worker's block starts with, as text or token ids; None: its number, or nothing for one alone. What cannot run is
-    refused here, before anything is touched.
-    """
-    return Workers(llm, prompt, n, params, prefixes).run()
-
-
 class Worker:
     """One of the group: its sequence (prompt, prefix, answer), and the tokens of its block that have not run yet."""
 
@@ -69,7 +53,11 @@ class Worker:
 
 
 class Workers:
-    """A group of workers on one prompt; checked when made, run once."""
+    """A group of workers on one prompt; checked when made, before anything is touched, and run once.
+
+    `params`: for all workers, or one for each; a seed given once counts up from worker to worker. `prefixes`: what each
+    worker's block starts with, as text or token ids; None: its number, or nothing for one alone.
+    """
 
     def __init__(
         self,
@@ -122,6 +110,7 @@ class Workers:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[Event]:
+        """Events as they come; `event.index` is the worker's number, from 0. Closing the iterator ends all."""
         self._driver.check_open()
         return self._events()
 

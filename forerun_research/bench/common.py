@@ -65,6 +65,13 @@ class Setup:
         return SideSpec(engine, self.model, self.weights, self.device, threads, context, batch, self.shape)
 
 
+def long_text(path: Path | None = None) -> str:
+    """Text to cut prompts of any length from: the shipped documents, or all prompts of a file, one after the other."""
+    if path is not None:
+        return "\n\n".join(prompt.text for prompt in data.read_prompts(path))
+    return "\n\n".join(data.text(f"documents/{name}") for name in ("handbook.txt", "depot.py"))
+
+
 class Prompts:
     """Token ids to measure with, cut from the shipped documents (or `--data`) with the model's own tokenizer."""
 
@@ -78,7 +85,7 @@ class Prompts:
 
         checkpoint = open_checkpoint(resolve(setup.model))
         self.limit, self.tokenizer = checkpoint.config.max_context, checkpoint.tokenizer()
-        self._text = self.tokenizer.encode(data.long_text(setup.data))
+        self._text = self.tokenizer.encode(long_text(setup.data))
 
     def cut(self, length: int, skip: int = 0) -> list[int]:
         """`length` tokens of running text from token `skip` on, starting over where the documents end."""

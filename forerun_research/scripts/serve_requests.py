@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun import data
+from forerun_research.bench.common import long_text
 
 PATH = "/v1/chat/completions"
 ANSWER_TOKENS = (16, 32, 48, 64, 96)  # tokens of answers
@@ -57,7 +58,7 @@ def mixed(count: int, seed: int, leaving: float = 0.0, sampled: float = 0.4) -> 
     """Requests of all kinds; `leaving` and `sampled`: shares of those. The same seed, the same list."""
     rng = random.Random(seed)
     questions = [prompt.text for prompt in data.read_prompts() if len(prompt.text) < 600]
-    words = data.long_text().split(" ")
+    words = long_text().split(" ")
     asks = []
     for number in range(count):
         content = f"({seed}-{number}) {rng.choice(questions)}"

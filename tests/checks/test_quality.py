@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.checks.quality import COMPARED_ROWS, compare, measure
+from forerun.checks.quality import COMPARED_ROWS, compare, measure_modes
 from forerun.errors import BadRequest
 
 
@@ -36,13 +36,12 @@ def test_figures_of_two_known_distributions() -> None:
 
 
 def test_measure_runs_both_modes_of_a_model(tiny_folder: Callable[[str], Path]) -> None:
-    found = measure(
-        str(tiny_folder("qwen2")), "int8", "The lamp turns twelve times a minute. " * 4, tokens=40, threads=1
-    )
+    text = {"lamp": "The lamp turns twelve times a minute. " * 4}
+    found = measure_modes(str(tiny_folder("qwen2")), ["int8"], text, tokens=40, threads=1)[0]
     assert found.weights == "int8" and found.tokens == 40
     assert 0 < found.kl < 1 and 0 < found.top1 <= 1
 
 
 def test_a_text_too_short_to_measure_is_refused(tiny_folder: Callable[[str], Path]) -> None:
     with pytest.raises(BadRequest, match="at least 2"):
-        measure(str(tiny_folder("llama")), "int8", "a", tokens=1)
+        measure_modes(str(tiny_folder("llama")), ["int8"], {"a": "a"}, tokens=1)

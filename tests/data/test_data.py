@@ -27,7 +27,6 @@ def test_documents_are_long_and_their_own() -> None:
     ast.parse(data.text("quality_code.txt"))
     sentences = [s for s in handbook.replace("\n", " ").split(". ") if len(s) > 40]
     assert len(set(sentences)) == len(sentences)  # no filler
-    assert data.long_text() == f"{handbook}\n\n{depot}"
 
 
 def test_own_prompts_are_read(tmp_path: Path) -> None:
@@ -37,7 +36,6 @@ def test_own_prompts_are_read(tmp_path: Path) -> None:
     plain = tmp_path / "mine.txt"
     plain.write_text("a long text")
     assert [p.text for p in data.read_prompts(plain)] == ["a long text"]
-    assert data.long_text(lines) == "one\n\ntwo"
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"text": "x"}', '{"prompt": ""}', '{"prompt": 3}'])

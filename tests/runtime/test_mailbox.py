@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from forerun.runtime.mailbox import Mailbox
+from forerun.runtime.threads import Mailbox
 
 
 async def test_everything_arrives_in_order_from_several_threads() -> None:

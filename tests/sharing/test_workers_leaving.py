@@ -13,7 +13,6 @@ import pytest
 from forerun import LLM
 from forerun.engine.sequence import Event
 from forerun.errors import BadRequest, ForerunError, OutOfPages
-from forerun.sharing.workers import workers
 from tests.sharing.common import assert_no_page_is_held, open_llm, params
 from tests.sharing.reference import PROMPT, tokens_of
 
@@ -28,7 +27,7 @@ def llm(llms: Callable[[str], LLM]) -> LLM:
 
 def test_closing_the_iterator_frees_all_pages(llm: LLM):
     llm.clear_cache()
-    running = workers(llm, PROMPT, 4, params(50))
+    running = llm.workers(PROMPT, 4, params(50))
     assert llm.engine.pool.used == 0  # nothing is taken before the first event is asked for
     next(running)
     assert llm.engine.pool.used >= 4 * llm.engine.pool.pages_for(50)
@@ -37,7 +36,7 @@ def test_closing_the_iterator_frees_all_pages(llm: LLM):
 
 
 def test_a_failing_forward_frees_all_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    running = workers(llm, PROMPT, 2, params(50))
+    running = llm.workers(PROMPT, 2, params(50))
     next(running)
 
     def fail(*args: object) -> None:
@@ -51,14 +50,14 @@ def test_a_failing_forward_frees_all_pages(llm: LLM, monkeypatch: pytest.MonkeyP
 
 def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
     llm = open_llm(tiny_folder("llama"))
-    running = workers(llm, PROMPT, 2, params(50))
+    running = llm.workers(PROMPT, 2, params(50))
     next(running)
     llm.close()
     with pytest.raises(ForerunError, match="closed"):
         list(running)
     assert_no_page_is_held(llm)
     with pytest.raises(ForerunError, match="closed"):
-        workers(llm, PROMPT, 2, params(50))
+        llm.workers(PROMPT, 2, params(50))
 
 
 @pytest.mark.parametrize(
@@ -81,18 +80,18 @@ def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
 )
 def test_what_cannot_run_is_refused_at_once(llm: LLM, n: int, options: dict, message: str):
     with pytest.raises(BadRequest, match=re.escape(message)) as caught:
-        workers(llm, PROMPT, n, **options)
+        llm.workers(PROMPT, n, **options)
     assert caught.value.hint
 
 
 def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
     with open_llm(tiny_folder("llama"), kv_cache_tokens=512) as llm:
         with pytest.raises(OutOfPages, match="need 39 pages of 16 tokens, the KV pool has 32"):
-            workers(llm, [5] * 40, 4, params(140), [[5]] * 4)
-        running = workers(llm, [5] * 40, 2, params(140), [[5]] * 2)
+            llm.workers([5] * 40, 4, params(140), [[5]] * 4)
+        running = llm.workers([5] * 40, 2, params(140), [[5]] * 2)
         next(running)
         with pytest.raises(OutOfPages, match="need 19 more pages of 16 tokens, 11 of 32 are free"):
-            next(workers(llm, [5] * 40, 2, params(140), [[5]] * 2))
+            next(llm.workers([5] * 40, 2, params(140), [[5]] * 2))
         assert len(tokens_of(list(running), 2)[1]) == 140  # the first group goes on as if nothing had happened
         assert_no_page_is_held(llm)
 
@@ -102,7 +101,7 @@ def test_too_few_pages_are_named(tiny_folder: Callable[[str], Path]):
 
 def paused(llm: LLM) -> Iterator[Event]:
     """Workers that hold 29 of 32 pages, after their first event."""
-    running = workers(llm, [5] * 40, 2, params(200), [[5]] * 2)
+    running = llm.workers([5] * 40, 2, params(200), [[5]] * 2)
     next(running)
     return running
 
@@ -149,7 +148,7 @@ def test_pages_of_an_abandoned_iterator_are_taken_back(
 
 def test_an_iterator_may_end_while_its_thread_has_the_engine(llm: LLM):
     """As when a garbage collector ends it in the middle of a step."""
-    running = workers(llm, PROMPT, 2, params(50))
+    running = llm.workers(PROMPT, 2, params(50))
     next(running)
     with llm.driver.exclusive():
         running.close()  # type: ignore[attr-defined]

@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.core import KV
-from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
 from forerun.models.decoder import Decoder
 from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
 
@@ -42,9 +41,7 @@ def _write(
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS heads, token by token, of one layer's K and V. `addresses`: [3, total] of K, V, angles."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     layer = tl.program_id(1)
     dtype = like.dtype.element_ty
     at = addresses + base + layer
@@ -80,9 +77,7 @@ def _gather(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS of the rows [count], of one tensor of one kind. `addresses`: [kinds, total]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     which, kind = tl.program_id(1), tl.program_id(2)
     dtype = out.dtype.element_ty
     source = tl.load(addresses + kind * total + base + which).to(tl.pointer_type(dtype))

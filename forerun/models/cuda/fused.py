@@ -1,21 +1,26 @@
-"""Elementwise and per-row kernels between the matrix products: norms, rotary and KV write, gated activation.
+"""Elementwise and per-row kernels between the matrix products: norms, rotary and KV write, gated activation; and the
+linear that chooses between them and `skinny`.
 
-For few rows the norms and the activation live inside `skinny`; these serve large batches, where cuBLAS multiplies.
-All arithmetic is float32, rounded once when stored. Knows no model; the cache's layout is [num_slots, Hkv, D].
+For few rows the norms and the activation live inside `skinny`, which reads weights at memory speed; these serve large
+batches, where cuBLAS multiplies. All arithmetic is float32, rounded once when stored. Knows no model; the cache's
+layout is [num_slots, Hkv, D].
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
 
-from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
-from forerun.models.cuda.skinny import activate
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
+from forerun.models.cuda.skinny import activate, skinny_linear
+from forerun.models.linear import Linear, Norm
 
 HEADS_AT_ONCE = 8
 ACT_BLOCK = 1024
+MAX_SKINNY_ROWS = 24  # from 32 rows on cuBLAS is faster (docs/log.md: whole steps of both shapes on one H200)
 
 
 @triton.jit
@@ -24,9 +29,7 @@ def _rms_norm(
     N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row: out = norm(x) * weight + residual, which may be None."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     ok = col < N
@@ -39,18 +42,16 @@ def _rms_norm(
 
 
 def rms_norm(
-    x: torch.Tensor,  # [T, N]
-    weight: torch.Tensor,  # [N]
+    x: Tensor,  # [T, N]
+    weight: Tensor,  # [N]
     eps: float,
-    residual: torch.Tensor | None = None,  # [T, N]
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Tensor | None = None,  # [T, N]
+) -> Tensor:
     """norm(x) * weight, plus the residual where given (a norm after attention or mlp). The weight's dtype, or the
     residual's."""
-    if out is None:
-        out = torch.empty(x.shape, dtype=weight.dtype if residual is None else residual.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=weight.dtype if residual is None else residual.dtype, device=x.device)
     rows, n = x.shape
-    if x.stride(1) != 1 or any(t is not None and not t.is_contiguous() for t in (residual, out)):
+    if x.stride(1) != 1 or (residual is not None and not residual.is_contiguous()):
         raise ValueError("norms take rows that are contiguous")
     if rows:
         block = next_power_of_2(n)
@@ -64,9 +65,7 @@ def rms_norm(
 
 @triton.jit
 def _act_mul(gate_up, out, stride, N: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * stride + col, mask=col < N, other=0.0).to(tl.float32)
@@ -74,7 +73,7 @@ def _act_mul(gate_up, out, stride, N: tl.constexpr, ACT: tl.constexpr, BLOCK: tl
     tl.store(out + row * N + col, (activate(gate, ACT) * up).to(out.dtype.element_ty), mask=col < N)
 
 
-def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:  # [T, 2 * I] -> [T, I]
+def act_mul(gate_up: Tensor, activation: str) -> Tensor:  # [T, 2 * I] -> [T, I]
     """act(gate) * up, gate in the first half of a row."""
     if activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {activation!r}, known are silu and gelu_tanh")
@@ -95,9 +94,7 @@ def _rope_and_store(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: AT_ONCE heads of one token, whichever of q, k and v they are."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     half = tl.arange(0, HALF)
@@ -143,17 +140,17 @@ def _rope_and_store(
 
 
 def rope_and_store(
-    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
-    cos_sin: torch.Tensor,  # [max_positions, D] float32: cosines, then sines
-    positions: torch.Tensor,  # [T]
-    slot_mapping: torch.Tensor,  # [T]; negative: the token's K/V is not kept
-    k_cache: torch.Tensor,  # [num_slots, Hkv, D]
-    v_cache: torch.Tensor,  # [num_slots, Hkv, D]
-    q_out: torch.Tensor,  # [T, Hq, D]
-    q_norm: torch.Tensor | None = None,  # [D], with k_norm: RMS norm of each head before the rotation
-    k_norm: torch.Tensor | None = None,  # [D]
+    qkv: Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    cos_sin: Tensor,  # [max_positions, D] float32: cosines, then sines
+    positions: Tensor,  # [T]
+    slot_mapping: Tensor,  # [T]; negative: the token's K/V is not kept
+    k_cache: Tensor,  # [num_slots, Hkv, D]
+    v_cache: Tensor,  # [num_slots, Hkv, D]
+    q_out: Tensor,  # [T, Hq, D]
+    q_norm: Tensor | None = None,  # [D], with k_norm: RMS norm of each head before the rotation
+    k_norm: Tensor | None = None,  # [D]
     eps: float = 1e-6,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotate q into `q_out` and k into its cache slot, copy v into its slot. Returns `q_out`."""
     tokens, q_heads, dim = q_out.shape
     kv_heads = k_cache.shape[1]
@@ -170,3 +167,31 @@ def rope_and_store(
             **options(2),
         )  # fmt: skip
     return q_out
+
+
+def _pieces(norm: Norm) -> tuple[Tensor, float]:
+    weight, eps = norm
+    assert weight is not None, "bf16 weights on CUDA keep their norms apart"
+    return weight, eps
+
+
+class SkinnyLinear(Linear):
+    """bf16 weights; up to MAX_SKINNY_ROWS rows in one launch with the norm before and the sum after."""
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
+        if x.shape[0] > MAX_SKINNY_ROWS:
+            return self._product(x if norm is None else rms_norm(x, *_pieces(norm)), add)
+        weight, eps = (None, 0.0) if norm is None else _pieces(norm)
+        return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, residual=add)
+
+    def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
+        if add is None or self.bias is not None:
+            return super()._product(x, add)
+        return torch.addmm(add, x, self.weight.t())  # the sum in the product's own epilogue: no pass over it after
+
+    def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
+        if x.shape[0] > MAX_SKINNY_ROWS:
+            normed = x if norm is None else rms_norm(x, *_pieces(norm))
+            return act_mul(F.linear(normed, self.weight, self.bias), activation)
+        weight, eps = (None, 0.0) if norm is None else _pieces(norm)
+        return skinny_linear(x, self.weight, self.bias, norm_weight=weight, eps=eps, activation=activation)

@@ -19,9 +19,8 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
 from forerun.models.cuda.shared import BLOCK_KEYS, TILE_PAIRS
 
 
@@ -75,9 +74,7 @@ def _join_few(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query token and head: sum of the lanes' partial softmaxes."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     s = tl.program_id(0) // few
     index = tl.program_id(0) % few
     head = tl.program_id(1)
@@ -107,9 +104,7 @@ def _join_many(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """PAIRS pairs of the only sequence, whose heads and tokens lie side by side in cells and output alike."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     start = tl.load(cu_q)
     count = tl.load(cu_q + 1) - start
     if (count < least) | (tl.program_id(0) * PAIRS >= count * HEADS):

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 KNOWN_VERSIONS = ("3.6.", "3.7.")  # same specialization, and `CompiledKernel.run` takes the same arguments
@@ -147,6 +149,14 @@ def options(num_warps: int, num_stages: int = 1) -> dict[str, Any]:
     if Pdl.active():
         return {"num_warps": num_warps, "num_stages": num_stages, "PDL": True, "launch_pdl": True}
     return {"num_warps": num_warps, "num_stages": num_stages, "PDL": False}
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """How a kernel begins that fetches nothing before the one before it has ended."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def cdiv(x: int, y: int) -> int:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.models.cuda.lanes import DECODE_SHAPE, Shape, choose_shape, join_few, join_many, lanes_for
-from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options
+from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
 from forerun.models.cuda.shared import SharedPlan, absorb, attend_shared
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 
@@ -63,9 +62,7 @@ def _attend(
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     MOST: tl.constexpr, TILES_AT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     cut: tl.constexpr = LANES > 1
     tile = tl.num_programs(TILES_AT) - 1 - tl.program_id(TILES_AT)  # the last tile sees most: start it first
     kv_head = tl.program_id(1 - TILES_AT) // lanes

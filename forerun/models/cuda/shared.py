@@ -18,11 +18,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forerun.core import HostBatch
 from forerun.models.config import ModelConfig
-from forerun.models.cuda.launch import launch, next_power_of_2, options
+from forerun.models.cuda.launch import launch, next_power_of_2, options, wait_for_previous
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 from forerun.models.execution.shared_prefix import MIN_SHARED_KEYS, find_groups
 
@@ -168,9 +167,7 @@ def _attend_shared(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     tile = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1) // lanes
     lane = tl.program_id(1) % lanes

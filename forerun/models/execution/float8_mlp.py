@@ -18,7 +18,7 @@ from forerun.models.decoder import MIN_FLOAT8_ROWS, Decoder, Layer
 from forerun.models.linear import Linear
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.features import Float8Projection
+    from forerun.models.cuda.float8 import Float8Projection
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0  # that it has
@@ -103,6 +103,6 @@ def _float8_mlp(decoder: Decoder, layer: Layer) -> Callable[[Tensor], Tensor]:
 
 
 def _float8_projection(linear: Linear, eps: float) -> Float8Projection:
-    from forerun.models.cuda.features import Float8Projection
+    from forerun.models.cuda.float8 import Float8Projection
 
     return Float8Projection(to_float8(linear.weight), linear.bias, eps)

@@ -124,38 +124,14 @@ def _bits(packed: torch.Tensor, width: int, to: int) -> torch.Tensor:
     return fields.bitwise_and_((1 << width) - 1).bitwise_left_shift_(to)
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _centred(_nibbles(blocks[:, None, 2:]), 8)
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, None, 4:])
-
-
 def _five(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Four low bits each in `packed` [n, 16], the fifths one after the other in `high` [n, 4]."""
     fifths = _bits(high.unsqueeze(-1), 1, 4)  # [n, 4, 8, 1]
     return _nibbles(packed.unsqueeze(1)).view(-1, 32).bitwise_or_(fifths.view(-1, 32))
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _centred(_five(blocks[:, 6:], blocks[:, 2:6]), 16)
-
-
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _five(blocks[:, 8:], blocks[:, 4:8])
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).unsqueeze(1)
-
-
 def _q2_k_scales(blocks: torch.Tensor) -> Scales:
     return (blocks[:, :16] & 15) * _half(blocks, 80), (blocks[:, :16] >> 4) * -_half(blocks, 82)
-
-
-def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _bits(blocks[:, 16:80].view(-1, 2, 32), 2, 0)
 
 
 def _q3_k_scales(blocks: torch.Tensor) -> Scales:
@@ -179,10 +155,6 @@ def _six_bit_scales(blocks: torch.Tensor) -> Scales:
     return scales * _half(blocks, 0), minima * -_half(blocks, 2)  # [n, 8] each
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 16:].view(-1, 4, 32))
-
-
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
     return low.bitwise_or_(_bits(blocks[:, None, 16:48], 1, 4).view(-1, 8, 32))
@@ -200,14 +172,14 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 _SHIFTS = {width: torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1) for width in (1, 2)}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FORMATS = {
-    "Q4_0": BlockFormat(32, 18, 1, _factor, _q4_0),
-    "Q4_1": BlockFormat(32, 20, 1, _factor_and_shift, _q4_1),
-    "Q5_0": BlockFormat(32, 22, 1, _factor, _q5_0),
-    "Q5_1": BlockFormat(32, 24, 1, _factor_and_shift, _q5_1),
-    "Q8_0": BlockFormat(32, 34, 1, _factor, _q8_0),
-    "Q2_K": BlockFormat(256, 84, 16, _q2_k_scales, _q2_k),
+    "Q4_0": BlockFormat(32, 18, 1, _factor, lambda b: _centred(_nibbles(b[:, None, 2:]), 8)),
+    "Q4_1": BlockFormat(32, 20, 1, _factor_and_shift, lambda b: _nibbles(b[:, None, 4:])),
+    "Q5_0": BlockFormat(32, 22, 1, _factor, lambda b: _centred(_five(b[:, 6:], b[:, 2:6]), 16)),
+    "Q5_1": BlockFormat(32, 24, 1, _factor_and_shift, lambda b: _five(b[:, 8:], b[:, 4:8])),
+    "Q8_0": BlockFormat(32, 34, 1, _factor, lambda b: b[:, 2:].view(torch.int8).unsqueeze(1)),
+    "Q2_K": BlockFormat(256, 84, 16, _q2_k_scales, lambda b: _bits(b[:, 16:80].view(-1, 2, 32), 2, 0)),
     "Q3_K": BlockFormat(256, 110, 16, _q3_k_scales, _q3_k),
-    "Q4_K": BlockFormat(256, 144, 8, _six_bit_scales, _q4_k),
+    "Q4_K": BlockFormat(256, 144, 8, _six_bit_scales, lambda b: _nibbles(b[:, 16:].view(-1, 4, 32))),
     "Q5_K": BlockFormat(256, 176, 8, _six_bit_scales, _q5_k),
     "Q6_K": BlockFormat(256, 210, 16, _q6_k_scales, _q6_k),
 }

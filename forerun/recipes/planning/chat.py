@@ -1,4 +1,5 @@
-"""What both ways of using tools share: limits, usage, and chat requests within a budget.
+"""What both ways of using tools share: limits, usage, chat requests within a budget, and examples: tasks solved before,
+shown to the model as a plan with all results at once, or turn by turn. Small models need one or two.
 
 Knows an `LLM` only as something that encodes and answers conversations.
 """
@@ -7,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.errors import BadRequest
 from forerun.params import Grammar, SamplingParams
-from forerun.recipes.planning.calls import Tool
-from forerun.recipes.planning.template import MAX_STEPS, PlanError
+from forerun.recipes.planning.calls import Tool, check_tools
+from forerun.recipes.planning.template import MAX_STEPS, Plan, PlanError, fill, parse
 
 if TYPE_CHECKING:
     from forerun.llm import Completion
@@ -116,21 +117,21 @@ class BudgetedChat:
         return self.usage
 
 
-def checked_params(params: SamplingParams | None) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
+def open_chat(
+    llm: ChatModel, task: str, tools: Mapping[str, Tool], params: SamplingParams | None, limits: Limits | None
+) -> BudgetedChat:
+    """The chat of one task; what cannot be asked so is refused here."""
+    if not isinstance(task, str) or not task.strip():
+        raise BadRequest(f"a task is text, got {task!r:.80}", "describe what the tools are to find out")
+    check_tools(tools)
+    params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(temperature=...)")
     if params.grammar is not None or params.n != 1:
         raise BadRequest(
             "plans bring their own grammar and take one answer", "leave grammar and n out of the parameters"
         )
-    return params
-
-
-def check_task(task: str) -> None:
-    if not isinstance(task, str) or not task.strip():
-        raise BadRequest(f"a task is text, got {task!r:.80}", "describe what the tools are to find out")
+    return BudgetedChat(llm, params, limits or Limits())
 
 
 def describe_tools(tools: Mapping[str, Tool]) -> str:
@@ -140,3 +141,55 @@ def describe_tools(tools: Mapping[str, Tool]) -> str:
         about = (inspect.getdoc(tool) or "").partition("\n")[0]
         lines.append(f"{name}[input]: {about}" if about else f"{name}[input]")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A task, its plan as text, what its calls gave, and its answer."""
+
+    task: str
+    plan: str
+    results: Mapping[str, str] = field(default_factory=dict)  # by step: {"#E1": "..."}
+    answer: str = ""
+
+    def parsed(self) -> Plan:
+        plan = parse(self.plan)
+        missing = [step.name for step in plan.steps if step.name not in self.results]
+        if not plan.steps or missing:
+            raise BadRequest(
+                f"the example {self.task!r:.60} has no result for {', '.join(missing) or 'any step'}",
+                "give every step of its plan a result",
+            )
+        return plan
+
+
+def results_text(results: Mapping[str, str]) -> str:
+    """All results of a plan as the model reads them."""
+    lines = "\n".join(f"{name} = {result}" for name, result in results.items())
+    return f"The results:\n{lines}\nNow answer the task in one short sentence."
+
+
+def as_plans(examples: Sequence[Example]) -> Messages:
+    messages: Messages = []
+    for example in examples:
+        plan = example.parsed()
+        messages += [_message("user", example.task), _message("assistant", plan.text)]
+        if example.answer:
+            messages += [_message("user", results_text(example.results)), _message("assistant", example.answer)]
+    return messages
+
+
+def as_turns(examples: Sequence[Example]) -> Messages:
+    """The same tasks, one call and one result at a time."""
+    messages: Messages = []
+    for example in examples:
+        messages.append(_message("user", example.task))
+        for step in example.parsed().steps:
+            messages.append(_message("assistant", f"Call: {step.tool}[{fill(step.argument, example.results)}]"))
+            messages.append(_message("user", f"Result: {example.results[step.name]}"))
+        messages.append(_message("assistant", f"Answer: {example.answer}"))
+    return messages
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}

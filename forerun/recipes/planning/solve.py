@@ -1,31 +1,35 @@
 """Plan first, then tools: the plan is written once with placeholders for results, calls run side by side, and the
 prompt grows once, by all results together (ReWOO; with `answer="template"` Chain-of-Abstraction).
 
-The second request begins with the first one's prompt and plan, so it reads both from the prefix tree.
+The second request begins with the first one's prompt and plan, so it reads both from the prefix tree. `interleaved` is
+the baseline (ReAct): one tool call per request, whose prompt has all earlier results.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
-from forerun.recipes.planning.calls import CallResult, Tool, check_tools, run_plan
+from forerun.recipes.planning.calls import CallResult, Tool, run_plan, run_step
 from forerun.recipes.planning.chat import (
     BudgetedChat,
     ChatModel,
+    Example,
     Limits,
     Messages,
     PlanUsage,
-    check_task,
-    checked_params,
+    as_plans,
+    as_turns,
     describe_tools,
+    open_chat,
+    results_text,
 )
-from forerun.recipes.planning.examples import Example, as_plans, results_text
-from forerun.recipes.planning.template import Plan, PlanError, fill, parse, plan_grammar
+from forerun.recipes.planning.template import Plan, PlanError, Step, fill, parse, plan_grammar, turn_grammar
 
 _SYSTEM = """You plan before you act. Write which tools to call, one call a line, before any result is known:
 #E1 = <tool>[<input>]
@@ -33,6 +37,14 @@ _SYSTEM = """You plan before you act. Write which tools to call, one call a line
 Use as few calls as the task needs. The tools:
 {tools}"""
 _TEMPLATE = "\nThe last line is the answer, with #E1, #E2, ... where results belong:\nAnswer: <text with #E1>"
+_LOOP_SYSTEM = """You solve a task with tools, one call at a time. Each time, write one line: a call, or the answer.
+Call: <tool>[<input>]
+Answer: <one short sentence>
+After a call you are told its result. Use as few calls as the task needs.
+The tools:
+{tools}"""
+_CALL = re.compile(r"^\s*Call:\s*([A-Za-z_]\w*)\s*\[(.*)\]\s*$", re.MULTILINE)
+_ANSWER = re.compile(r"^\s*Answer:\s*(.+)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass
@@ -73,13 +85,10 @@ def solve(
     and asks nothing more. `constrain`: a grammar lets the model write nothing but plans that can be carried out;
     without it, a plan that cannot be is sent back with the reason, up to `limits.tries` times.
     """
-    check_task(task)
-    check_tools(tools)
     if answer not in ("generate", "template"):
         raise BadRequest(f"answer is {answer!r}", "use generate or template")
-    limits = limits or Limits()
-    chat = BudgetedChat(llm, checked_params(params), limits)
-    fills = answer == "template"
+    chat = open_chat(llm, task, tools, params, limits)
+    limits, fills = chat.limits, answer == "template"
     messages: Messages = [
         {"role": "system", "content": _SYSTEM.format(tools=describe_tools(tools)) + (_TEMPLATE if fills else "")},
         *as_plans(examples),
@@ -138,3 +147,63 @@ def _check(plan: Plan, tools: Mapping[str, Tool], fills: bool, limits: Limits) -
     plan.check(tools, limits.max_calls)
     if fills and not plan.answer:
         raise PlanError("the plan has no answer line", "end it with a line such as Answer: text with #E1")
+
+
+@dataclass
+class LoopResult:
+    """A task's answer and the calls on the way to it."""
+
+    calls: list[CallResult]
+    answer: str
+    usage: PlanUsage
+
+    @property
+    def latency_s(self) -> float:
+        return self.usage.total_s
+
+
+def interleaved(
+    llm: ChatModel,
+    task: str,
+    tools: Mapping[str, Tool],
+    *,
+    examples: Sequence[Example] = (),
+    constrain: bool = True,
+    params: SamplingParams | None = None,
+    limits: Limits | None = None,
+) -> LoopResult:
+    """Answer a task with tools, one call after the other; parameters as for `solve`."""
+    chat = open_chat(llm, task, tools, params, limits)
+    limits = chat.limits
+    messages: Messages = [
+        {"role": "system", "content": _LOOP_SYSTEM.format(tools=describe_tools(tools))},
+        *as_turns(examples),
+        {"role": "user", "content": task},
+    ]
+    calls: list[CallResult] = []
+    wrong = 0
+    while True:
+        may_call = len(calls) < limits.max_calls
+        grammar = turn_grammar(tools, may_call) if constrain else None
+        text = chat.ask(messages, limits.plan_tokens if may_call else limits.answer_tokens, grammar)
+        messages.append({"role": "assistant", "content": text})
+        made, problem = _CALL.search(text), ""
+        if made is None and (answer := _ANSWER.search(text)):
+            return LoopResult(calls, answer[1].strip(), chat.close())
+        if made is None:
+            problem = f"{text!r:.80} is neither a call nor an answer"
+        elif made[1] not in tools:
+            problem = f"{made[1]!r} is no tool; the tools are {', '.join(tools)}"
+        elif not may_call:
+            problem = f"all {limits.max_calls} calls are used: answer now"
+        if problem or made is None:
+            wrong += 1
+            if wrong >= limits.tries:
+                raise PlanError(f"no usable turn in {wrong} tries: {problem}", "raise max_calls", chat.close())
+            messages.append({"role": "user", "content": f"That is not possible: {problem}."})
+            continue
+        step = Step(f"#E{len(calls) + 1}", made[1], made[2].strip())
+        found = run_step(step, tools[step.tool], limits.timeout_s, limits.result_chars)
+        calls.append(replace(found, started_s=chat.usage.tools_s))
+        chat.usage.tools_s += found.seconds
+        messages.append({"role": "user", "content": f"Result: {found.result}"})

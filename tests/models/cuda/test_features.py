@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.models.cuda import features
-from forerun.models.cuda.features import Float8Projection, fits, unit_features
+from forerun.models.cuda import float8 as features
+from forerun.models.cuda.float8 import Float8Projection, fits, unit_features
 from forerun.models.decoder import MIN_FLOAT8_ROWS
 from forerun.models.execution.float8_mlp import FLOAT8, to_float8
 from forerun.prefill import maps
@@ -120,9 +120,9 @@ def test_maps_choose_by_what_they_are_given(monkeypatch):
 @pytest.fixture
 def rounding(monkeypatch):
     if DEVICE == "cpu":
-        product = Float8Projection._product
+        product = features._product
         monkeypatch.setattr(features, "FLOAT8", torch.float32)
-        monkeypatch.setattr(Float8Projection, "_product", lambda self, rows: product(self, rows.to(FLOAT8)))
+        monkeypatch.setattr(features, "_product", lambda rows, *rest: product(rows.to(FLOAT8), *rest))
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -16,9 +16,9 @@ STEP = 2**-4  # between two neighbours of float8, as a share of them, there is a
 @pytest.fixture(autouse=True)
 def rounding(monkeypatch):
     if DEVICE == "cpu":
-        product = Float8Mlp._product
+        product = float8._product
         monkeypatch.setattr(float8, "FLOAT8", torch.float32)
-        monkeypatch.setattr(Float8Mlp, "_product", staticmethod(lambda rows, *rest: product(rows.to(FLOAT8), *rest)))
+        monkeypatch.setattr(float8, "_product", lambda rows, *rest: product(rows.to(FLOAT8), *rest))
 
 
 def draw(*shape):

@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from forerun import data
 from forerun.errors import BadRequest
-from forerun_research.bench.common import Prompts, Setup, ratio, same_prefix, spread, summarise
+from forerun_research.bench.common import Prompts, Setup, long_text, ratio, same_prefix, spread, summarise
 
 
 def test_spread_is_median_and_range() -> None:
     assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "min": 1.0, "max": 10.0}
     found = summarise([{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 6.0}], ["a"])
     assert found == {"a": {"median": 2.0, "min": 1.0, "max": 3.0}}
+
+
+def test_long_text_is_all_documents_or_all_prompts_of_a_file(tmp_path: Path) -> None:
+    handbook, depot = data.text("documents/handbook.txt"), data.text("documents/depot.py")
+    assert long_text() == f"{handbook}\n\n{depot}"
+    lines = tmp_path / "mine.jsonl"
+    lines.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    assert long_text(lines) == "one\n\ntwo"
 
 
 def test_ratio_above_one_means_forerun_is_better() -> None:
