@@ -19,7 +19,6 @@ import torch
 from forerun.cache.tiers import TierConfig, Tiers
 from forerun.cache.tree_summary import TreeSummary, summarise_tree
 from forerun.core import SamplingParams
-from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import EngineConfig, size_kv_cache
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
@@ -40,9 +39,10 @@ from forerun.inputs import (
     params_for_each,
     weights_mode,
 )
-from forerun.models.build import build_decoder, choose_device
-from forerun.models.fetch.store import DEFAULT_MODEL, resolve
-from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
+from forerun.loading import ModelLoader, opened
+from forerun.models.build import choose_device
+from forerun.models.fetch.store import DEFAULT_MODEL
+from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.outputs import Choice, Completion, acomplete, complete
 from forerun.params import SamplingOptions
@@ -127,10 +127,13 @@ class LLM(OldLLMNames):
         check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
             torch.set_num_threads(threads or default_threads())
-        checkpoint, drafting = _opened(model), None if draft_model is None else _opened(draft_model)
+        loader = ModelLoader(where, weights, quiet, batch_invariant)
+        checkpoint, drafting = opened(model), None if draft_model is None else opened(draft_model)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
-        self._open_target(checkpoint, where, weights, context, quiet, batch_invariant)
-        draft = None if drafting is None else self._open_draft(drafting, where, weights, context, quiet)
+        self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
+        self.config, self.model = self.decoder.config, checkpoint.source
+        self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
+        draft = None if drafting is None else loader.draft(drafting, self.decoder, self.tokenizer, context)
         self.draft_name = None if drafting is None else drafting.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
@@ -147,46 +150,22 @@ class LLM(OldLLMNames):
         loose = self.precision.name in ("int8", "file") and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         prefiller = prefiller_factory(self.prefill_profile)
-        self.engine = Engine(self.decoder, self.tokenizer, config, draft, prefiller=prefiller, tiers=keep)
+        models = [checkpoint] if drafting is None else [checkpoint, drafting]
+        self._costs = loader.costs(models, self.precision, config.capacity)
+        known = None if self._costs is None else self._costs.load()
+        with loader.stage("costs"):
+            self.engine = Engine(self.decoder, self.tokenizer, config, draft, known, prefiller, keep)
+        if self._costs is not None and known is None:
+            self._costs.store(self.engine.speculator.controller)
+        self.load_report = loader.finish(costs_read=known is not None)
         self.driver = Driver(self.engine)
         self._sessions: SessionRegistry | None = None
         self._sessions_lock = threading.Lock()
-
-    def _open_target(
-        self,
-        checkpoint: Checkpoint,
-        where: torch.device,
-        weights: str,
-        context: int,
-        quiet: bool,
-        batch_invariant: bool,
-    ) -> None:
-        self.tokenizer = checkpoint.tokenizer()
-        self.decoder, self.precision = build_decoder(
-            checkpoint, where, weights, context, quiet, batch_invariant=batch_invariant
-        )
-        self.config, self.model = self.decoder.config, checkpoint.source
-        self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
         """`loose`: bits depend on the batch they came from; an engine that promises others must not read them."""
         identity = f"{self.fingerprint} {self.precision.name}" + (" loose" if loose else "")
         return lambda pool: Tiers(pool, config, identity)
-
-    def _open_draft(
-        self, checkpoint: Checkpoint, where: torch.device, weights: str, context: int, quiet: bool
-    ) -> DraftModel:
-        tokenizer = checkpoint.tokenizer()
-        limit = min(context, checkpoint.config.max_context)
-        decoder, _ = build_decoder(checkpoint, where, weights, limit, quiet, is_draft=True)
-        if decoder.weight_bytes > self.decoder.weight_bytes:
-            raise BadRequest(
-                f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, the target "
-                f"{self.model} {self.decoder.weight_bytes / 1e6:,.0f} MB",
-                "a draft must be cheaper than its target: swap them, or leave draft_model out",
-            )
-        same_tokens, parallel = self.tokenizer.same_tokens(tokenizer), getattr(checkpoint, "parallel", None)
-        return DraftModel(decoder, tokenizer, same_tokens, checkpoint.source, parallel)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -420,7 +399,10 @@ class LLM(OldLLMNames):
 
     def close(self) -> None:
         """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
+        first = not self.driver.closed
         self.driver.close()
+        if first and self._costs is not None:
+            self._costs.close(self.engine.speculator.controller)
 
     def __repr__(self) -> str:
         about: dict[str, Any] = {"dtype": self.precision.name, "device": self.decoder.device.type}
@@ -437,13 +419,3 @@ class LLM(OldLLMNames):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _opened(model: str | Path | Checkpoint) -> Checkpoint:
-    if isinstance(model, (str, Path)):
-        return open_checkpoint(resolve(str(model)))
-    if not hasattr(model, "tokenizer"):
-        raise BadRequest(
-            f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
-        )
-    return model

@@ -30,7 +30,7 @@ LAYERS = (
     ("forerun.prefill",),
     ("forerun.engine",),
     ("forerun.runtime",),
-    ("forerun.inputs", "forerun.outputs"),
+    ("forerun.inputs", "forerun.loading", "forerun.outputs"),
     ("forerun.llm",),
     ("forerun.sharing",),
     ("forerun.drafters", "forerun"),  # the public names

@@ -13,7 +13,7 @@ from rich.console import Console
 from forerun.commands import options as opt
 from forerun.commands.generate import read_text
 from forerun.commands.screen import Screen
-from forerun.commands.stats import usage_lines
+from forerun.commands.stats import load_line, usage_lines
 from forerun.commands.terminal_input import enable_editing, read_message
 from forerun.commands.tier_options import SessionName
 from forerun.errors import ForerunError
@@ -70,6 +70,8 @@ def chat(
         llm.prepare(params)
         console = Console(stderr=True, highlight=False)
         console.print(f"{opened.model}. {HELP}", style="dim", markup=False)
+        if stats:
+            console.print(load_line(llm.load_report), style="dim", markup=False)
         kept = None if session is None else llm.session(session)
         if kept is not None and kept.messages:
             console.print(f"session {session!r} goes on after {kept.turns} answers", style="dim", markup=False)

@@ -14,7 +14,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
-from forerun.commands.stats import usage_lines, usage_record
+from forerun.commands.stats import load_line, usage_lines, usage_record
 from forerun.commands.tier_options import SessionName
 from forerun.errors import BadRequest
 
@@ -68,6 +68,8 @@ def generate(
     if answer.sampling == "greedy" or answer.temperature is not None:
         opt.check_choices(params)
     with opened.open() as llm, _source(llm, asked, session) as source:
+        if stats:
+            print(load_line(llm.load_report), file=sys.stderr)
         params = answer.params_for(llm, n=n, logprobs=logprobs)
         if as_json or n > 1:
             _whole(source, params, stats, as_json, session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,14 +54,65 @@ def pull(name: Name = opt.DEFAULT_MODEL) -> None:
 
 @app.command()
 def rm(name: Name) -> None:
-    """Remove a fetched model from the cache folder.
+    """Remove a fetched model from the cache folder, with what was computed from it.
 
     Example: forerun models rm qwen2.5-coder-0.5b-instruct
     """
+    from forerun.decode.control.cost_cache import remove_orphans
+    from forerun.models import packed_cache
     from forerun.models.fetch.store import remove
 
     remove(name)
-    print(f"removed {name}")
+    freed = packed_cache.remove(packed_cache.orphans())
+    remove_orphans()
+    print(f"removed {name}" + (f" and {gigabytes(freed)} of packed weights" if freed else ""))
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; the next start computes it again.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything and compare all checksums; damaged files are removed.")
+    ] = False,
+) -> None:
+    """What starts keep on disk: packed weights, times of forwards, compiled kernels.
+
+    Packed weights are bounded by the environment variable FORERUN_CACHE_GB (8; 0 keeps none).
+
+    [bold]Examples[/bold]
+
+    forerun models cache
+
+    forerun models cache --verify
+    """
+    from forerun.models import packed_cache
+    from forerun.models.fetch.store import home
+
+    entries = packed_cache.entries()
+    if verify:
+        damaged = {entry: problem for entry in entries if (problem := packed_cache.verify(entry.path))}
+        packed_cache.remove(list(damaged))
+        for entry, problem in damaged.items():
+            print(f"removed {entry.path.name} ({entry.model or 'unknown'}): {problem}")
+        print(f"{len(entries) - len(damaged)} of {len(entries)} files are whole")
+        return
+    small = [path for name in ("costs", "kernels") for path in (home() / name).glob("*") if path.is_file()]
+    if clear:
+        freed = packed_cache.remove(entries)
+        for path in small:
+            freed += path.stat().st_size
+            path.unlink(missing_ok=True)
+        print(f"removed {gigabytes(freed)} from {home()}")
+        return
+    table = Table("model", "weights", "size", "last used", box=None, pad_edge=False)
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        table.add_row(entry.model or "damaged", entry.weights, gigabytes(entry.bytes), used)
+    if entries:
+        Console(highlight=False).print(table)
+    total, limit = sum(entry.bytes for entry in entries), packed_cache.limit_bytes()
+    print(f"{gigabytes(total)} of packed weights in {packed_cache.folder()}, at most {gigabytes(limit)}")
+    print(f"{gigabytes(sum(path.stat().st_size for path in small))} of kernels and times of forwards in {home()}")
 
 
 @app.command()

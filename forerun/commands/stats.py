@@ -1,4 +1,4 @@
-"""What an answer cost, in words (`--stats`) and as JSON (`--json`). Knows only `Usage`."""
+"""What an answer cost, in words (`--stats`) and as JSON (`--json`). Knows only reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.core import PrefillReport, Usage
+    from forerun.core.usage import LoadReport
 
 
 def usage_lines(usage: Usage, finish_reason: str | None) -> str:
@@ -27,6 +28,21 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
             f"{usage.confirmed:,} of {usage.provisional:,} provisional tokens confirmed"
         )
     return "\n".join([*lines, speculation_line(usage)])
+
+
+def load_line(report: LoadReport) -> str:
+    """What opening the model took, by stage, and what of it came from the cache folder."""
+    weights = report.stages.get("weights", 0.0)
+    packed = f"{report.packed_bytes / 1e6:,.0f} MB {'from' if report.packed_read else 'written to'} the cache"
+    costs = "from the cache" if report.costs_read else "timed"
+    parts = [
+        f"imports {report.imports_s:.2f} s",
+        f"tokenizer {report.stages.get('tokenizer', 0.0):.2f} s",
+        f"weights {weights:.2f} s" + (f" ({packed})" if report.packed_bytes else ""),
+        f"costs {report.stages.get('costs', 0.0):.2f} s ({costs})",
+        f"other {max(0.0, report.total_s - sum(report.stages.values())):.2f} s",
+    ]
+    return f"loaded in {report.imports_s + report.total_s:.2f} s: " + " · ".join(parts)
 
 
 _SERVED = {

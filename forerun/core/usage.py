@@ -22,6 +22,18 @@ class Tally:
 
 
 @dataclass
+class LoadReport:
+    """What opening a model took."""
+
+    imports_s: float = 0.0  # from the start of the process, where a command opened the model
+    total_s: float = 0.0  # without them
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of tokenizer, weights, costs
+    packed_bytes: int = 0  # of packed weights, read from the cache folder or written there
+    packed_read: bool = False
+    costs_read: bool = False
+
+
+@dataclass
 class PrefillReport:
     """What drafting a prompt cost and how good it looked; part of `Usage`."""
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
-import os
 import random
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,11 +26,9 @@ from forerun.data import read_prompts
 from forerun.models.attention import AttentionBackend
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.models.fetch.store import home
+from forerun.models.fetch.store import home, write_whole
 from forerun.models.linear import Linear, Norm
 from forerun.text.tokenizer import Tokenizer
-
-log = logging.getLogger("forerun")
 
 VERSION = 1  # of the search: results of an older one are not used
 NUM_PROMPTS, MAX_PROMPT_TOKENS, ANSWER_TOKENS = 8, 64, 24
@@ -273,11 +268,4 @@ def _read(path: Path, count: int) -> BlockSelection | None:
 
 
 def _write(path: Path, found: BlockSelection) -> None:
-    """Renamed at the end, so that no reader finds half a file. If writing fails, the next start searches again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-            json.dump({"blocks": found.blocks, "agreement": found.agreement}, part)
-        os.replace(part.name, path)
-    except OSError as error:
-        log.info("cannot store the layers that were found: %s", error)
+    write_whole(path, json.dumps({"blocks": found.blocks, "agreement": found.agreement}))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.progress import track
+from forerun.core.usage import LoadReport
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
@@ -106,6 +107,7 @@ def build_decoder(
     quiet: bool = False,
     is_draft: bool = False,
     batch_invariant: bool = True,
+    report: LoadReport | None = None,
 ) -> tuple[Decoder, Precision]:
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention."""
@@ -121,7 +123,8 @@ def build_decoder(
     try:
         ends = pool.submit(builder.head)  # the longest job goes first
         jobs = [pool.submit(builder.layer, i) for i in range(config.num_layers)]
-        layers = [job.result() for job in track(jobs, "loading layers", quiet)]
+        label = "loading layers" if builder.writer is None else "packing layers, kept for the next start"
+        layers = [job.result() for job in track(jobs, label, quiet)]
         final_norm, head = ends.result()
         if builder.writer is not None:
             builder.writer.commit()
@@ -129,6 +132,10 @@ def build_decoder(
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for layers that are no longer needed
         if builder.writer is not None:
             builder.writer.discard()
+    if report is not None:
+        kept = builder.packed or builder.writer
+        report.packed_read = builder.packed is not None
+        report.packed_bytes += 0 if kept is None else kept.bytes
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
     checkpoint.release()  # before the embedding is opened, which stays mapped on a CPU
     decoder = Decoder(

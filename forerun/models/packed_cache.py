@@ -174,6 +174,7 @@ class PackedWriter:
         self._part = ""  # its name
         self._at, self._checksum = 0, 0
         self._failed = self._limit == 0
+        self.bytes = 0  # of the file, once it has its name
 
     def add(self, name: str, tensor: Tensor, about: Any = None) -> None:
         """`about`: anything JSON can hold."""
@@ -242,7 +243,7 @@ class PackedWriter:
             except OSError as error:
                 self._give_up(f"cannot write to {folder()}: {error.strerror or error}")
                 return
-            self._failed = True  # nothing more is added
+            self._failed, self.bytes = True, self._at  # nothing more is added
         evict(self._limit, self._key.path)
 
     def discard(self) -> None:

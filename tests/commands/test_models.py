@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from forerun.cli import main
 from forerun.commands.models import parameters
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.cost_cache import CostCache
 from forerun.models.fetch import store
 from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.models.packed_cache import PackedKey, PackedWriter
 
 
 def run(*args: str) -> int:
@@ -71,3 +76,46 @@ def test_parameters_are_counted_from_the_shape(tiny_folder: Callable[[str], Path
     layers = range(checkpoint.config.num_layers)
     names = [f"layers.{i}.{part}" for i in layers for part in ("q", "k", "v", "o", "gate", "up", "down")]
     assert parameters(checkpoint.config) == sum(checkpoint.tensor(name).numel() for name in [*names, "embed", "head"])
+
+
+def keep(home: Path, name: str, files: tuple[Path, ...]) -> PackedKey:
+    key = PackedKey(name, "int8", "cpu", "code")
+    writer = PackedWriter(key, name, files)
+    writer.add("levels", torch.zeros(3_000_000, dtype=torch.int8))
+    writer.commit()
+    CostCache([name], files).store(Controller(CostCurve({1: 1.0}), {}))
+    return key
+
+
+def test_rm_removes_what_was_computed_from_the_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, other = home / "models" / f"{store.DEFAULT_MODEL}.gguf", home / "other.gguf"
+    model.parent.mkdir()
+    for path in (model, other):
+        path.write_bytes(b"GGUF")
+    gone, stays = keep(home, "gone", (model,)), keep(home, "stays", (other,))
+    assert len(list((home / "costs").iterdir())) == 2
+    assert run("rm", store.DEFAULT_MODEL) == 0
+    assert "3 MB of packed weights" in capsys.readouterr().out
+    assert not model.exists() and not gone.path.exists() and stays.path.exists()
+    assert len(list((home / "costs").iterdir())) == 1
+
+
+def test_cache_lists_verifies_and_clears(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cache") == 0 and "0 MB of packed weights" in capsys.readouterr().out
+    keys = [keep(home, name, ()) for name in ("one", "two")]
+    (home / "kernels").mkdir()
+    (home / "kernels" / "a.so").write_bytes(b"x" * 2_000_000)
+    assert run("cache") == 0
+    out = capsys.readouterr().out
+    assert "one" in out and "two" in out and "6 MB of packed weights" in out and "at most 8.00 GB" in out
+    assert "2 MB of kernels" in out
+    data = bytearray(keys[0].path.read_bytes())
+    data[1_500_000] ^= 1
+    keys[0].path.write_bytes(data)
+    assert run("cache", "--verify") == 0
+    out = capsys.readouterr().out
+    assert "removed" in out and "(one)" in out and "1 of 2 files are whole" in out
+    assert not keys[0].path.exists() and keys[1].path.exists()
+    assert run("cache", "--clear") == 0
+    assert "removed 5 MB" in capsys.readouterr().out
+    assert not keys[1].path.exists() and not any((home / "costs").iterdir()) and not any((home / "kernels").iterdir())

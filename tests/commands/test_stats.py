@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from forerun.commands.stats import usage_lines, usage_record
+from forerun.commands.stats import load_line, usage_lines, usage_record
 from forerun.core import PrefillReport, Tally, Usage
+from forerun.core.usage import LoadReport
 
 
 def spoken() -> Usage:
@@ -112,3 +113,15 @@ def test_tokens_from_slower_tiers_are_named() -> None:
     said = "150 from the pool, 50 from host memory, 700 from disk, 100 approximate, 200 computed, 16 written"
     assert f"prompt 1,200 tokens ({said}) · first" in usage_lines(usage, "stop")
     assert usage_record(usage)["served"]["disk"] == 700
+
+
+def test_the_line_about_loading() -> None:
+    stages = {"tokenizer": 0.1, "weights": 0.25, "costs": 0.05}
+    report = LoadReport(1.25, 0.5, stages, packed_bytes=135_000_000, packed_read=True, costs_read=True)
+    assert load_line(report) == (
+        "loaded in 1.75 s: imports 1.25 s · tokenizer 0.10 s · weights 0.25 s (135 MB from the cache)"
+        " · costs 0.05 s (from the cache) · other 0.10 s"
+    )
+    report.packed_read = report.costs_read = False
+    assert "135 MB written to the cache" in load_line(report) and "(timed)" in load_line(report)
+    assert "weights 0.00 s ·" in load_line(LoadReport())

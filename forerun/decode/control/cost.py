@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 STEP_NOISE_SHARE = 0.05  # by which steps vary on a quiet machine
 MAX_LOG_ERROR = 0.3  # of one observation, in log seconds: more is caused by the operating system
@@ -134,6 +135,31 @@ class CostCurve:
     def points(self) -> dict[int, float]:
         """Seconds at every size that was timed or observed, without context."""
         return {size: self.seconds(size) for size in self._sizes}
+
+    @property
+    def observations(self) -> int:
+        return sum(self._visits.values()) - 2 * len(self._timed)
+
+    @property
+    def drift(self) -> float:
+        """Log of the factor between observed seconds and those first timed."""
+        return self._common
+
+    def record(self) -> dict[str, Any]:
+        """All there is to know, as JSON can hold it."""
+        return {
+            "points": {str(size): seconds for size, seconds in self.points().items()},
+            "per_context": self.per_context,
+            "per_context_token": self.per_context_token,
+            "per_branch": self.per_branch,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> CostCurve:
+        points = {int(size): float(seconds) for size, seconds in record["points"].items()}
+        curve = cls(points, float(record["per_context"]), float(record["per_context_token"]))
+        curve.per_branch = float(record["per_branch"])
+        return curve
 
     def _log_at(self, tokens: int) -> float:
         """Log seconds, before the common factor: straight lines in seconds between sizes."""

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +87,18 @@ def home() -> Path:
         return Path(os.environ["FORERUN_HOME"]).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "forerun"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A small file of the cache, whole or not at all; a folder that cannot be written costs computing it again."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def resolve(name: str, *, download: bool = True) -> Path:

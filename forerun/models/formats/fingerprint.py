@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
-from forerun.models.fetch.store import home
+from forerun.models.fetch.store import home, write_whole
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 
 SAMPLED_DIGITS = 32  # hex digits of a sampled fingerprint; a full one has 64
@@ -37,7 +35,7 @@ def fingerprint(checkpoint: Checkpoint, quiet: bool = False) -> str:
     if weights is None:
         weights = _hash_tensors(checkpoint, quiet)
         if before and _file_state(checkpoint.files) == before:  # not rewritten meanwhile
-            _write_cached(before, weights)
+            write_whole(_cache_file(before), json.dumps({"files": before, "weights": weights}))
     return hashlib.sha256(f"{_canonical(checkpoint.config)} {weights}".encode()).hexdigest()
 
 
@@ -126,16 +124,3 @@ def _read_cached(state: list[list[Any]]) -> str | None:
         return weights if known else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _write_cached(state: list[list[Any]], weights: str) -> None:
-    """Whole or not at all; a folder that cannot be written costs the next process another reading."""
-    path = _cache_file(state)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(json.dumps({"files": state, "weights": weights}), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)

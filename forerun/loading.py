@@ -1,0 +1,97 @@
+"""Opens models for `LLM`: checkpoint, tokenizer, decoder, draft model and the costs of forwards; times each stage.
+
+Knows what is kept on disk between starts, not what an engine does with any of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from forerun.core.usage import LoadReport
+from forerun.decode.control.cost_cache import CostCache
+from forerun.decode.draft_context import DraftModel
+from forerun.errors import BadRequest
+from forerun.models.build import MIN_KEPT_BYTES, build_decoder
+from forerun.models.cpu.library import build_key, cpu_kind
+from forerun.models.decoder import Decoder
+from forerun.models.fetch.store import resolve
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
+from forerun.models.formats.fingerprint import sampled_fingerprint
+from forerun.models.linear import Precision
+from forerun.text.tokenizer import Tokenizer
+
+
+def opened(model: str | Path | Checkpoint) -> Checkpoint:
+    if isinstance(model, (str, Path)):
+        return open_checkpoint(resolve(str(model)))
+    if not hasattr(model, "tokenizer"):
+        raise BadRequest(
+            f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
+        )
+    return model
+
+
+class ModelLoader:
+    """One start: what is opened, with the same settings, and what that took."""
+
+    def __init__(self, device: torch.device, weights: str, quiet: bool, batch_invariant: bool) -> None:
+        self.device, self.weights, self.quiet, self.batch_invariant = device, weights, quiet, batch_invariant
+        self.report = LoadReport()
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.report.stages[name] = self.report.stages.get(name, 0.0) + time.perf_counter() - start
+
+    def finish(self, costs_read: bool) -> LoadReport:
+        self.report.total_s, self.report.costs_read = time.perf_counter() - self._start, costs_read
+        return self.report
+
+    def target(self, checkpoint: Checkpoint, context: int) -> tuple[Tokenizer, Decoder, Precision]:
+        with self.stage("tokenizer"):
+            tokenizer = checkpoint.tokenizer()
+        return tokenizer, *self._decoder(checkpoint, context)
+
+    def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
+        """A draft model for that target."""
+        with self.stage("tokenizer"):
+            own = checkpoint.tokenizer()
+        decoder, _ = self._decoder(checkpoint, min(context, checkpoint.config.max_context), is_draft=True)
+        if decoder.weight_bytes > target.weight_bytes:
+            raise BadRequest(
+                f"the draft {checkpoint.source} has {decoder.weight_bytes / 1e6:,.0f} MB of weights, its target "
+                f"{target.weight_bytes / 1e6:,.0f} MB",
+                "a draft must be cheaper than its target: swap them, or leave draft_model out",
+            )
+        parallel = getattr(checkpoint, "parallel", None)
+        return DraftModel(decoder, own, tokenizer.same_tokens(own), checkpoint.source, parallel)
+
+    def _decoder(self, checkpoint: Checkpoint, context: int, is_draft: bool = False) -> tuple[Decoder, Precision]:
+        with self.stage("weights"):
+            return build_decoder(
+                checkpoint,
+                self.device,
+                self.weights,
+                context,
+                self.quiet,
+                is_draft,
+                self.batch_invariant,
+                report=self.report,
+            )
+
+    def costs(self, models: list[Checkpoint], precision: Precision, context: int) -> CostCache | None:
+        """Where the costs of these models' forwards are kept; None where timing them takes no time to speak of."""
+        files = [file for checkpoint in models for file in checkpoint.files]
+        if self.device.type != "cpu" or sum(file.stat().st_size for file in files) < MIN_KEPT_BYTES:
+            return None
+        settings = (precision.name, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
+        with self.stage("costs"):
+            weights = [sampled_fingerprint(checkpoint) for checkpoint in models]
+        return CostCache([*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()], files)

@@ -1,0 +1,156 @@
+"""Cost curves on disk: timed once, corrected by what steps observe, and never trusted for long."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams, loading
+from forerun.decode.control import cost_cache
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.cost_cache import MIN_OBSERVATIONS, CostCache
+from forerun.models import build
+from forerun.models.execution.runner import Runner
+
+POINTS = {1: 0.010, 4: 0.012, 16: 0.020, 64: 0.050}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
+    return tmp_path
+
+
+def controller() -> Controller:
+    target = CostCurve(POINTS, 1e-6, 1e-8, base_context=32)
+    target.per_branch = 1e-4
+    return Controller(target, {"model": CostCurve({1: 0.002}), "of a user": CostCurve({1: 1.0})})
+
+
+def cache(*depends_on: str) -> CostCache:
+    return CostCache(["a model", *depends_on], [Path(__file__)])
+
+
+def observe(found: Controller, factor: float, steps: int = MIN_OBSERVATIONS) -> None:
+    for _ in range(steps):
+        found.target.observe(4, 1, 0, factor * 0.012)
+
+
+def test_curves_come_back_as_they_were() -> None:
+    assert cache().load() is None
+    written = controller()
+    cache().store(written)
+    found = cache().load()
+    assert found is not None
+    for tokens, context in [(1, 0), (3, 100), (64, 0), (500, 2000)]:
+        assert found.target.seconds(tokens, 1, context) == pytest.approx(written.target.seconds(tokens, 1, context))
+    assert found.target.per_branch == written.target.per_branch
+    assert set(found.drafters) == {"model"}  # a user's own may have changed: it is timed again
+
+
+def test_other_models_and_machines_have_other_curves() -> None:
+    cache("2 threads").store(controller())
+    assert cache("1 threads").load() is None and cache("2 threads").load() is not None
+
+
+def test_old_curves_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache().store(controller())
+    now = cost_cache.time.time()
+    monkeypatch.setattr(cost_cache.time, "time", lambda: now + cost_cache.MAX_AGE_S + 1)
+    assert cache().load() is None
+    monkeypatch.setattr(cost_cache.time, "time", lambda: now - 3600)  # a clock that was set back
+    assert cache().load() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"costs": {}, "checksum": 0}', "null"])
+def test_what_was_not_written_so_is_not_read(text: str) -> None:
+    cache().store(controller())
+    cache().path.write_text(text)
+    assert cache().load() is None
+
+
+def test_a_changed_number_is_noticed() -> None:
+    cache().store(controller())
+    body = json.loads(cache().path.read_text())
+    body["costs"]["target"]["points"]["1"] *= 2
+    cache().path.write_text(json.dumps(body))
+    assert cache().load() is None
+
+
+def test_what_steps_taught_is_kept_and_the_age_with_it() -> None:
+    kept = cache()
+    kept.store(controller())
+    timed_at = json.loads(kept.path.read_text())["costs"]["timed_at"]
+    kept = cache()
+    found = kept.load()
+    assert found is not None
+    observe(found, 1.2)
+    kept.close(found)
+    again = cache().load()
+    assert again is not None
+    assert again.target.seconds(4) == pytest.approx(0.012 * 1.2, rel=0.05)
+    assert json.loads(kept.path.read_text())["costs"]["timed_at"] == timed_at
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_curves_from_a_busy_moment_do_not_stay(factor: float) -> None:
+    kept = cache()
+    kept.store(controller())
+    found = kept.load()
+    assert found is not None
+    observe(found, factor, 3)
+    kept.close(found)
+    assert kept.load() is not None  # too few steps to tell
+    observe(found, factor)
+    kept.close(found)
+    assert kept.load() is None
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(home: Path) -> None:
+    (home / "costs").write_text("a file where the folder should be")
+    cache().store(controller())
+    assert cache().load() is None
+
+
+def test_curves_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"x")
+    gone = CostCache(["gone"], [model])
+    gone.store(controller())
+    cache().store(controller())
+    os.unlink(model)
+    cost_cache.remove_orphans()
+    assert gone.load() is None and cache().load() is not None
+
+
+# -- with a model ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_times_nothing(tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "MIN_KEPT_BYTES", 0)
+    monkeypatch.setattr(loading, "MIN_KEPT_BYTES", 0)
+    path, params = tiny_gguf("llama", "Q8_0"), SamplingParams(max_tokens=12, ignore_eos=True)
+    timed: list[int] = []
+    time_forward = Runner.time_forward
+
+    def counted(self: Runner, tokens: int, *rest: int, **named: int) -> float:
+        timed.append(tokens)
+        return time_forward(self, tokens, *rest, **named)
+
+    monkeypatch.setattr(Runner, "time_forward", counted)
+    with LLM(path, draft_model=path, quantization="int8", quiet=True) as llm:
+        first = llm.generate([5, 6, 7], params)[0].token_ids
+        assert timed and not llm.load_report.costs_read and not llm.load_report.packed_read
+    timed.clear()
+    with LLM(path, draft_model=path, quantization="int8", quiet=True) as llm:
+        assert llm.generate([5, 6, 7], params)[0].token_ids == first
+        assert llm.load_report.costs_read and llm.load_report.packed_read and llm.load_report.packed_bytes > 0
+        assert set(llm.engine.speculator.controller.drafters) == {"model"}
+    assert timed == []
+    with LLM(path, draft_model=path, quantization="int8", quiet=True, threads=3) as llm:
+        assert not llm.load_report.costs_read and timed  # other threads, other costs
