@@ -7,6 +7,7 @@ Knows nothing of models: each subcommand lives in `forerun.commands` and imports
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -22,6 +23,7 @@ from forerun.commands.extras import install_hint, research
 from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
 
+GC_ALLOCATIONS = 50_000  # between two searches for unreachable cycles: importing torch makes objects by the million
 RESEARCH = {
     "bench": "Measure Forerun, alone or beside transformers or llama.cpp.",
     "lab": "Run studies written as YAML files.",
@@ -118,6 +120,8 @@ def forerun(
 def main(argv: list[str] | None = None) -> None:
     """Entry point; always leaves by SystemExit: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C."""
     args, debug = _take_debug(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
     _make_streams_usable()
     try:
         app(args=args, prog_name="forerun")

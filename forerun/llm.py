@@ -154,7 +154,7 @@ class LLM(OldLLMNames):
         self._costs = loader.costs(models, self.precision, config.capacity)
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
-            self.engine = Engine(self.decoder, self.tokenizer, config, draft, known, prefiller, keep)
+            self.engine = Engine(self.decoder, self.tokenizer, config, draft, known, prefiller, keep, quiet)
         if self._costs is not None and known is None:
             self._costs.store(self.engine.speculator.controller)
         self.load_report = loader.finish(costs_read=known is not None)

@@ -21,7 +21,7 @@ from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
-from forerun.models.formats.fingerprint import sampled_fingerprint
+from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.linear import Precision
 from forerun.text.tokenizer import Tokenizer
 
@@ -93,5 +93,6 @@ class ModelLoader:
             return None
         settings = (precision.name, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
         with self.stage("costs"):
-            weights = [sampled_fingerprint(checkpoint) for checkpoint in models]
+            whole = precision.name in ("int8", "file")  # then it is known: packed weights have its name
+            weights = [fingerprint(c, self.quiet) if whole else sampled_fingerprint(c) for c in models]
         return CostCache([*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()], files)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich.console import Console
 
 from forerun.commands import options as opt
 from forerun.commands.generate import read_text
@@ -19,6 +18,8 @@ from forerun.commands.tier_options import SessionName
 from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from forerun import LLM, SamplingParams
     from forerun.engine.sequence import Event
     from forerun.sharing.session import Session
@@ -65,6 +66,8 @@ def chat(
     answer.params()  # refuses wrong values before a model is loaded
     documents = [read_text(path) for path in file or ()]
     enable_editing()
+    from rich.console import Console
+
     with opened.open() as llm:
         params = answer.params_for(llm)
         llm.prepare(params)

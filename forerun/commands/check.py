@@ -7,8 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from forerun.commands import options as opt
 
@@ -39,6 +37,9 @@ def model(
 
     Example: forerun check model --model smollm2-135m-instruct --dtype float32
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from forerun.checks.consistency import check_model
     from forerun.models.fetch.store import resolve
 
@@ -82,6 +83,8 @@ def lossless(
 
     Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
     """
+    from rich.console import Console
+
     from forerun.checks.lossless.run import check_lossless
     from forerun.models.fetch.store import resolve
 
@@ -117,6 +120,9 @@ def lossless(
 
 
 def _show_lossless(findings: list[Finding], model: str, draft: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False)
     title = f"check {model}" + (f", drafted for by {draft}" if draft else "")
     table = Table("part", "drafter and rule", "", "", title=title, title_justify="left")

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from forerun.commands import options as opt
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from forerun.checks.quality import Quality
     from forerun.models.config import ModelConfig
 
@@ -32,6 +32,9 @@ def list_() -> None:
 
     Example: forerun models list
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from forerun.models.fetch.store import list_models
 
     table = Table("name", "size", "from", "what it is", box=None, pad_edge=False)
@@ -85,6 +88,9 @@ def cache(
 
     forerun models cache --verify
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from forerun.models import packed_cache
     from forerun.models.fetch.store import home
 
@@ -133,6 +139,9 @@ def info(
 
     forerun models info ./model.gguf --quality
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from forerun.models.fetch.store import resolve
     from forerun.models.formats.checkpoint import open_checkpoint
 
@@ -185,6 +194,8 @@ def _measure(name: str, tokens: int, threads: int | None) -> list[Quality]:
 
 
 def quality_table(rows: list[Quality]) -> Table:
+    from rich.table import Table
+
     table = Table("weights", "text", "KL to float32", "top-1 agreement", "perplexity", "(float32)", box=None)
     for row in rows:
         table.add_row(

@@ -7,8 +7,6 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, TextIO
 
-from rich.cells import cell_len
-
 if TYPE_CHECKING:
     from forerun.engine.sequence import Event
 
@@ -54,4 +52,6 @@ class Screen:
 def rows(text: str, columns: int) -> int:
     """Lines that a text takes on a screen, from the left edge on."""
     lines = text.expandtabs(TAB_COLUMNS).split("\n")
+    from rich.cells import cell_len
+
     return sum(max(1, -(-cell_len(line) // max(1, columns))) for line in lines)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
@@ -141,6 +140,8 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 
 
 def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
+    from rich.console import Console
+
     from forerun.serve.app import create_app
     from forerun.serve.server import Server, listen
     from forerun.serve.tracing import TracingMiddleware, open_traces

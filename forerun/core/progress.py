@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TextIO, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 T = TypeVar("T")
 
 SHOW_AFTER_S = 2.0  # a job that ends sooner shows nothing
@@ -50,6 +47,9 @@ def counter(total: int, label: str, quiet: bool = False) -> Iterator[Callable[[]
 
 
 def _with_bar(items: Sequence[T], label: str, stream: TextIO, clock: Callable[[], float]) -> Iterator[T]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(file=stream), transient=True)
     start, shown = clock(), False

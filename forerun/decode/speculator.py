@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
+from forerun.core.progress import counter
 from forerun.decode import tree
 from forerun.decode.control.controller import Controller
-from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
 from forerun.decode.drafters import Drafter, DraftRequest
@@ -43,12 +44,17 @@ class Speculator:
         self.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
-        time_forward, limit = self.ctx.runner.time_forward, self.drafter_pool.max_timed_tokens
-        curve = CostCurve.within(lambda tokens, context: time_forward(tokens, context, repeats=2), limit)
-        nodes, context = 8, min(256, limit - 9)
-        if context > 0:
-            chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
-            curve.per_branch = max(0.0, star - chain) / (nodes - 1)
+        limit, nodes = self.drafter_pool.max_timed_tokens, 8
+        with counter(len(TIMED_TOKENS) + 4, "timing forwards", self.ctx.quiet) as advance:
+
+            def time_forward(tokens: int, context: int, repeats: int = 2, branches: int = 0) -> float:
+                advance()
+                return self.ctx.runner.time_forward(tokens, context, repeats, branches)
+
+            curve, context = CostCurve.within(time_forward, limit), min(256, limit - 1 - nodes)
+            if context > 0:
+                chain, star = (time_forward(1 + nodes, context, 3, branches) for branches in (0, nodes))
+                curve.per_branch = max(0.0, star - chain) / (nodes - 1)
         return curve
 
     # -- requests ------------------------------------------------------------------------------------------------------

