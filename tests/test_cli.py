@@ -312,6 +312,27 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_an_answer_imports_nothing_it_does_not_need(tiny_folder: Callable[[str], Path]) -> None:
+    """A start is mostly imports: what only other commands, other devices or a terminal need comes when it is needed."""
+    code = "import sys; from forerun.cli import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "2", "--stats"]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, timeout=60, text=True)
+    assert done.returncode == 0 and "loaded in" in done.stderr, done.stderr
+    imported = set(done.stdout.split())
+    unwanted = {
+        "fastapi",
+        "huggingface_hub",
+        "llguidance",
+        "matplotlib",
+        "rich",
+        "sympy",
+        "torch._dynamo",
+        "transformers",
+    }
+    unwanted |= {"torch._inductor", "triton", "forerun_research", "forerun.serve", "forerun.checks", "forerun.recipes"}
+    assert "torch" in imported and imported & unwanted == set()
+
+
 @pytest.mark.parametrize("prompt", ["", " \n"])
 def test_an_empty_prompt_is_an_error(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", prompt) == 1

@@ -93,7 +93,7 @@ def _byte_level(
 ) -> tokenizers.Tokenizer:
     split = _split(metadata, config.family, source)
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
-    merges = [_pair(merge) for merge in metadata.get(_KEY + "merges", [])]
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in metadata.get(_KEY + "merges", []))]
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=split in _WHOLE_WORDS))
     if split == _QWEN2:
         backend.normalizer = normalizers.NFC()
@@ -105,11 +105,6 @@ def _byte_level(
         backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _sentencepiece(
