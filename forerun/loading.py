@@ -41,7 +41,7 @@ class ModelLoader:
 
     def __init__(self, device: torch.device, weights: str, quiet: bool, batch_invariant: bool) -> None:
         self.device, self.weights, self.quiet, self.batch_invariant = device, weights, quiet, batch_invariant
-        self.report = LoadReport()
+        self.report = LoadReport(time.time())
         self._start = time.perf_counter()
 
     @contextmanager

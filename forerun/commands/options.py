@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -170,16 +169,11 @@ class ModelOptions(TierOptions):
     batch_invariant: BatchInvariant = True
 
     def open(self, **more: Any) -> LLM:
-        import psutil
-
         from forerun import LLM
 
         tiers = {entry.name for entry in fields(TierOptions)}
         own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in tiers}
-        imports_s = max(0.0, time.time() - psutil.Process().create_time())
-        llm = LLM(**(own | self.tiers() | more))
-        llm.load_report.imports_s = imports_s
-        return llm
+        return LLM(**(own | self.tiers() | more))
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,24 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     return "\n".join([*lines, speculation_line(usage)])
 
 
-def load_line(report: LoadReport) -> str:
-    """What opening the model took, by stage, and what of it came from the cache folder."""
+def load_line(report: LoadReport, process_started: float | None = None) -> str:
+    """What opening the model took, by stage, and what of it came from the cache folder. Before it a process imports."""
+    if process_started is None:
+        import psutil
+
+        process_started = psutil.Process().create_time()
+    imports_s = max(0.0, report.started - process_started)
     weights = report.stages.get("weights", 0.0)
     packed = f"{report.packed_bytes / 1e6:,.0f} MB {'from' if report.packed_read else 'written to'} the cache"
     costs = "from the cache" if report.costs_read else "timed"
     parts = [
-        f"imports {report.imports_s:.2f} s",
+        f"imports {imports_s:.2f} s",
         f"tokenizer {report.stages.get('tokenizer', 0.0):.2f} s",
         f"weights {weights:.2f} s" + (f" ({packed})" if report.packed_bytes else ""),
         f"costs {report.stages.get('costs', 0.0):.2f} s ({costs})",
         f"other {max(0.0, report.total_s - sum(report.stages.values())):.2f} s",
     ]
-    return f"loaded in {report.imports_s + report.total_s:.2f} s: " + " · ".join(parts)
+    return f"loaded in {imports_s + report.total_s:.2f} s: " + " · ".join(parts)
 
 
 _SERVED = {

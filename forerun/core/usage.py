@@ -25,8 +25,8 @@ class Tally:
 class LoadReport:
     """What opening a model took."""
 
-    imports_s: float = 0.0  # from the start of the process, where a command opened the model
-    total_s: float = 0.0  # without them
+    started: float = 0.0  # seconds since 1970
+    total_s: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)  # seconds of tokenizer, weights, costs
     packed_bytes: int = 0  # of packed weights, read from the cache folder or written there
     packed_read: bool = False

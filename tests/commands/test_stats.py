@@ -117,8 +117,8 @@ def test_tokens_from_slower_tiers_are_named() -> None:
 
 def test_the_line_about_loading() -> None:
     stages = {"tokenizer": 0.1, "weights": 0.25, "costs": 0.05}
-    report = LoadReport(1.25, 0.5, stages, packed_bytes=135_000_000, packed_read=True, costs_read=True)
-    assert load_line(report) == (
+    report = LoadReport(101.25, 0.5, stages, packed_bytes=135_000_000, packed_read=True, costs_read=True)
+    assert load_line(report, process_started=100.0) == (
         "loaded in 1.75 s: imports 1.25 s · tokenizer 0.10 s · weights 0.25 s (135 MB from the cache)"
         " · costs 0.05 s (from the cache) · other 0.10 s"
     )
