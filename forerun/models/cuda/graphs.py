@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
-from forerun.models.cuda.capture import Recorder, record
+from forerun.models.cuda.launch import Recorder, record
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_STEPS, Bucket, lay_pages, masks_of

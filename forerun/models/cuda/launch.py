@@ -8,21 +8,27 @@ not seen once it was launched.
 
 With programmatic dependent launch a kernel starts while the one before it still runs, fetches what does not depend on
 it (weights), and waits for it at `gdc_wait`. Every kernel here lets its dependents start at once, and every program
-waits before it touches an activation, so that a kernel's end implies the end of all before it. Knows no kernel.
+waits before it touches an activation, so that a kernel's end implies the end of all before it.
+
+`record` and `Recorder`: launches that are recorded once and replayed by the device alone, because each costs the host
+more than most cost the device. What is recorded reads and writes tensors whose addresses stay. Knows no kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
+
+T = TypeVar("T")
 
 KNOWN_VERSIONS = ("3.6.", "3.7.")  # same specialization, and `CompiledKernel.run` takes the same arguments
 NOTHING = (None, None, None)  # launch metadata and the hooks that would get it
@@ -176,3 +182,50 @@ def scratch(name: str, size: int, dtype: torch.dtype, device: torch.device) -> t
     One per name and size: kernels of one stream use it in turn, and leave counters at zero.
     """
     return torch.zeros(size, dtype=dtype, device=device)
+
+
+@torch.inference_mode()
+def record(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """The recorded launches of `run`, and what it returned: memory of the graphs' `pool`, filled by each replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compile and allocate before recording
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph, result
+
+
+class Recorded:
+    """A function of tensors of fixed shapes. What a call returns is overwritten by the next one."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], pool: Any) -> None:
+        self._inputs = [t.clone() for t in inputs]
+        self._graph, self._result = record(lambda: function(*self._inputs), pool)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+
+class Recorder:
+    """Functions by name and by the shapes they were called with, recorded at the first call as long as it is `open`.
+    Afterwards other shapes run as they are: recording one takes longer than many calls of it, and a request waits."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool, self.open = pool, True
+        self._recorded: dict[tuple[Any, ...], Recorded] = {}
+
+    def __call__(self, key: tuple[Any, ...], function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """`function` must do the same for the same key: replayed, it is not called."""
+        key = (*key, *((t.shape, t.dtype) for t in inputs))
+        if key not in self._recorded:
+            if not self.open:
+                return function(*inputs)
+            self._recorded[key] = Recorded(function, inputs, self._pool)
+        return self._recorded[key](inputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.cuda.attention import PagedAttention
-from forerun.models.cuda.capture import record
+from forerun.models.cuda.launch import record
 from forerun.models.cuda.packing import lay_pages
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.decoder import Decoder

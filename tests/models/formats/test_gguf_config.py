@@ -10,7 +10,7 @@ import torch
 from forerun.errors import CorruptModel, UnsupportedModel
 from forerun.models.config import RopeConfig
 from forerun.models.formats.checkpoint import open_checkpoint
-from forerun.models.formats.gguf_config import gguf_name, llama3_factors, read_config
+from forerun.models.formats.gguf_checkpoint import gguf_name, llama3_factors, read_config
 from tests import tiny
 
 SHAPES: dict[str, tuple[int, ...]] = {"token_embd.weight": (1000, 256)}
