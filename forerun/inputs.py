@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from forerun.errors import BadRequest
-from forerun.params import SamplingParams
+from forerun.params import Prefill, SamplingParams
 from forerun.renamed import SAMPLING_ARGUMENTS, with_new_names
 
 Prompt = str | list[int]
@@ -18,7 +18,17 @@ Messages = list[dict[str, Any]]
 Asked = Sequence[Prompt] | Sequence[Messages]
 OneOrMore = SamplingParams | Sequence[SamplingParams] | None
 
-KINDS = "a prompt is text or a list of token ids; a conversation is a list of {'role': ..., 'content': ...}"
+KINDS = "a prompt is text or a list of token ids; a conversation, for chat, is a list of {'role': ..., 'content': ...}"
+ELSEWHERE = {  # what is no field of `SamplingParams` here: where it is instead
+    "sampling_params": "pass it as params",
+    "use_tqdm": "call it progress",
+    "stream": "call llm.stream or llm.astream",
+    "min_tokens": "use ignore_eos with max_tokens, or logit_bias against the end token",
+    "guided_decoding": "use grammar: Grammar.json(schema), Grammar.regex(pattern)",
+    "structured_outputs": "use grammar: Grammar.json(schema), Grammar.regex(pattern)",
+    "response_format": "use grammar: Grammar.json(schema)",
+    "max_completion_tokens": "call it max_tokens",
+} | {entry.name: f"pass prefill=Prefill('speculative', {entry.name}=...)" for entry in fields(Prefill)}
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -63,7 +73,7 @@ def as_params(params: SamplingParams | None, options: Mapping[str, Any] | None =
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise BadRequest(f"no sampling parameter is called {name!r}", hint)
+            raise BadRequest(f"no sampling parameter is called {name!r}", ELSEWHERE.get(name, hint))
     return replace(params, **options)
 
 

@@ -91,6 +91,7 @@ class LLM(OldLLMNames):
     `batch_invariant`: with int8 weights on a CPU a token is the same bits alone, in any batch and as a draft; False
     lets sequences that share a long prefix attend over it in one call: branches of one prompt are much faster, and
     equal to rounding. With other weights, and on CUDA, it changes nothing. `quiet`: no progress bar while loading.
+    Of what is open, `llm.tokenizer` encodes and decodes, and `llm.config` describes the model.
     """
 
     @accepts_old_arguments(LLM_ARGUMENTS)

@@ -73,6 +73,9 @@ class Grammar:
         return cls("lark", grammar)
 
 
+_GRAMMARS = "pass Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
+
+
 def _schema_text(schema: Any) -> str:
     """A JSON schema as text: of a pydantic model (class or instance) its own, of a dict the dict."""
     if callable(made := getattr(schema, "model_json_schema", None)):
@@ -268,7 +271,7 @@ class SamplingParams:
 
     def _check_values(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", "pass Grammar.json(schema)")
+            raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", _GRAMMARS)
         if not isinstance(self.prediction, str) and any(type(token) is not int for token in self.prediction):
             raise BadRequest(f"prediction must be text or token ids, got {self.prediction!r:.80}", "leave it out")
         if not self.cache and self.prefill.source == "chunk":

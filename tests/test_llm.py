@@ -288,6 +288,10 @@ def test_options_of_one_call(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="called 'max_token'") as caught:
         llm.generate("fog", max_token=3)  # type: ignore[call-arg]
     assert caught.value.hint == "did you mean max_tokens?"
+    for name, hint in (("sampling_params", "as params"), ("best_of", "known are"), ("budget", "prefill=Prefill(")):
+        with pytest.raises(BadRequest, match=f"called {name!r}") as caught:
+            llm.generate("fog", **{name: PARAMS})  # type: ignore[arg-type]
+        assert hint in caught.value.hint
     with pytest.raises(BadRequest, match="temperature is -1"):
         llm.generate("fog", temperature=-1)
     with pytest.warns(DeprecationWarning, match="speculate= is now speculation="):

@@ -51,9 +51,10 @@ class Intake:
         if not prompt_ids:
             raise BadRequest("the prompt is empty", "give at least one token of text")
         if len(prompt_ids) >= limit:
+            larger = ", or load the model with a larger max_model_len" if limit < self.model.max_context else ""
             raise BadRequest(
                 f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
-                "shorten the prompt, or load the model with a larger max_model_len",
+                f"shorten the prompt{larger}",
             )
         if len(prompt_ids) >= self.config.capacity:
             raise OutOfPages(

@@ -38,9 +38,14 @@ class ContinuationScores:
         return [sum(tokens) / len(tokens) for tokens in self.logprobs]
 
 
-def score_continuations(llm: LLM, prefix: Sequence[int], continuations: Sequence[Sequence[int]]) -> ContinuationScores:
-    """Log-probability of every token of every continuation after one prefix, under the model itself."""
-    return score_each(llm, [(prefix, continuations)])[0]
+def score_continuations(
+    llm: LLM, prefix: str | Sequence[int], continuations: Sequence[str | Sequence[int]]
+) -> ContinuationScores:
+    """Log-probability of every token of every continuation after one prefix, under the model itself. Both are text or
+    token ids; text is encoded piece by piece."""
+    encode = llm.tokenizer.encode
+    ids = encode(prefix, add_special=True) if isinstance(prefix, str) else prefix
+    return score_each(llm, [(ids, [encode(c) if isinstance(c, str) else c for c in continuations])])[0]
 
 
 def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> list[ContinuationScores]:

@@ -101,7 +101,8 @@ class ChatTemplate:
             return template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
         except jinja2.TemplateError as error:
             raise BadRequest(
-                f"the chat template of {self._source} refuses these messages: {error}", "change them"
+                f"the chat template of {self._source} refuses these messages: {error}",
+                "give each message a role and text content, in an order that this model was trained for",
             ) from error
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             detail = f"{type(error).__name__}: {error}"

@@ -73,6 +73,15 @@ def test_bad_continuations_are_refused(llm: LLM):
     assert score_continuations(llm, [5], []).logprobs == []
 
 
+def test_text_is_encoded(llm: LLM):
+    encode = llm.tokenizer.encode
+    ids = encode("The lamp", add_special=True)
+    by_text = score_continuations(llm, "The lamp", [" turns", [5, 6]])
+    assert by_text.logprobs == score_continuations(llm, ids, [encode(" turns"), [5, 6]]).logprobs
+    with pytest.raises(BadRequest, match="continuation 0 is empty"):
+        score_continuations(llm, "The lamp", [""])
+
+
 def test_a_small_pool_takes_turns_and_says_when_nothing_fits(tiny_folder: Callable[[str], Path]):
     with LLM(str(tiny_folder("llama")), dtype="float32", threads=1, quiet=True, kv_cache_tokens=128) as small:
         ids = small.tokenizer.encode(TEXT)
