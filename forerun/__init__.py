@@ -52,28 +52,21 @@ __all__ = [
 __version__ = "0.2.0"
 
 # Imported when first used: torch alone takes more than a second, and `forerun --help` needs none of it
-_MODULE_OF = {
-    "LLM": "forerun.llm",
-    "Choice": "forerun.outputs",
-    "Completion": "forerun.outputs",
-    "Event": "forerun.engine.sequence",
-    "Grammar": "forerun.params",
-    "Prefill": "forerun.params",
-    "PrefillReport": "forerun.core",
-    "SamplingParams": "forerun.params",
-    "Session": "forerun.sharing.session",
-    "Speculation": "forerun.params",
-    "Stats": "forerun.engine.stats",
-    "TierConfig": "forerun.cache.tiers",
-    "Usage": "forerun.core",
-    "BadProfile": "forerun.errors",
-    "BadRequest": "forerun.errors",
-    "CorruptModel": "forerun.errors",
-    "ForerunError": "forerun.errors",
-    "ModelNotFound": "forerun.errors",
-    "OutOfPages": "forerun.errors",
-    "UnsupportedModel": "forerun.errors",
+_NAMES = {
+    "forerun.cache.tiers": ("TierConfig",),
+    "forerun.core": ("PrefillReport", "Usage"),
+    "forerun.engine.sequence": ("Event",),
+    "forerun.engine.stats": ("Stats",),
+    "forerun.errors": (
+        *("BadProfile", "BadRequest", "CorruptModel", "ForerunError", "ModelNotFound", "OutOfPages"),
+        "UnsupportedModel",
+    ),
+    "forerun.llm": ("LLM",),
+    "forerun.outputs": ("Choice", "Completion"),
+    "forerun.params": ("Grammar", "Prefill", "SamplingParams", "Speculation"),
+    "forerun.sharing.session": ("Session",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 sys.meta_path.append(OldModules())
 

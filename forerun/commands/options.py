@@ -42,14 +42,10 @@ def derived(kind: type, name: str, *short: str, panel: str, option: str = "", un
     )
 
 
-def default_of(kind: type, name: str) -> Any:
-    return field_of(kind, name).default
-
-
-_sampling = functools.partial(derived, panel=CHOOSING)
+_sampling = functools.partial(derived, SamplingParams, panel=CHOOSING)
 _recommended = functools.partial(derived, SamplingParams, panel=CHOOSING, unset=True)  # with `--sampling model`
-_drafting = functools.partial(derived, panel=DRAFTING)
-_prefilling = functools.partial(derived, panel=PREFILLING)
+_drafting = functools.partial(derived, Speculation, panel=DRAFTING)
+_prefilling = functools.partial(derived, Prefill, panel=PREFILLING)
 _shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
 
 Model = Annotated[
@@ -96,24 +92,13 @@ BatchInvariant = Annotated[
     bool,
     typer.Option(help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."),
 ]
-MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")]
 MaxNumBatchedTokens = Annotated[
     int | None, typer.Option("--max-num-batched-tokens", min=1, help="Most tokens of one step; default: by device.")
 ]
-EnablePrefixCaching = Annotated[bool, typer.Option(help="Requests read the K/V of prefixes that were computed before.")]
 
-MaxTokens = Annotated[int, _sampling(SamplingParams, "max_tokens", "-n")]
-Temperature = Annotated[float | None, _recommended("temperature", "-t")]
-TopK = Annotated[int | None, _recommended("top_k")]
-TopP = Annotated[float | None, _recommended("top_p")]
-MinP = Annotated[float | None, _recommended("min_p")]
-Repetition = Annotated[float | None, _recommended("repetition_penalty")]
-Presence = Annotated[float, _sampling(SamplingParams, "presence_penalty")]
-Frequency = Annotated[float, _sampling(SamplingParams, "frequency_penalty")]
-Choices = Annotated[int, _sampling(SamplingParams, "n", option="--choices")]
-Logprobs = Annotated[int | None, _sampling(SamplingParams, "logprobs")]
-Stop = Annotated[list[str] | None, _sampling(SamplingParams, "stop")]
-Seed = Annotated[int | None, _sampling(SamplingParams, "seed")]
+MaxTokens = Annotated[int, _sampling("max_tokens", "-n")]
+Choices = Annotated[int, _sampling("n", option="--choices")]
+Logprobs = Annotated[int | None, _sampling("logprobs")]
 Sampling = Annotated[
     str,
     typer.Option(
@@ -123,26 +108,11 @@ Sampling = Annotated[
         "repetition penalty).",
     ),
 ]
-
-Drafter = Annotated[str, _drafting(Speculation, "drafter", option="--speculation")]
-Nodes = Annotated[int, _drafting(Speculation, "nodes", option="--draft-nodes")]
-Depth = Annotated[int, _drafting(Speculation, "depth", option="--draft-depth")]
-Verify = Annotated[str, _drafting(Speculation, "verify")]
-Bound = Annotated[float, _drafting(Speculation, "bound")]
-
-PrefillMode = Annotated[str, _prefilling(Prefill, "mode", option="--prefill")]
-Budget = Annotated[float | None, _prefilling(Prefill, "budget")]
-Quality = Annotated[float | None, _prefilling(Prefill, "quality")]
-PrefillSource = Annotated[str, _prefilling(Prefill, "source", option="--prefill-source")]
-Chooser = Annotated[str, _prefilling(Prefill, "chooser")]
-AllowExact = Annotated[bool, _prefilling(Prefill, "allow_exact")]
+Drafter = Annotated[str, _drafting("drafter", option="--speculation")]
 
 JsonSchema = Annotated[
     str | None, _shaping("--json-schema", help="Answer with JSON that fits this schema: a file, or the schema itself.")
 ]
-JsonObject = Annotated[bool, _shaping("--json-object", help="Answer with a JSON object.")]
-Regex = Annotated[str | None, _shaping("--regex", help="Answer with text that this pattern matches as a whole.")]
-Lark = Annotated[str | None, _shaping("--lark", help="Answer in this Lark grammar: a file, or the grammar itself.")]
 
 System = Annotated[str | None, typer.Option("--system", help="A system message to start the conversation with.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Print what the answer cost on stderr.")]
@@ -162,9 +132,13 @@ class ModelOptions(TierOptions):
     threads: Threads = None
     kv_cache_tokens: KvCacheTokens = None
     gpu_memory_utilization: GpuMemoryUtilization = None
-    max_model_len: MaxModelLen = None
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")
+    ] = None
     max_num_batched_tokens: MaxNumBatchedTokens = None
-    enable_prefix_caching: EnablePrefixCaching = True
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Requests read the K/V of prefixes that were computed before.")
+    ] = True
     prefill_profile: Profile = None
     batch_invariant: BatchInvariant = True
 
@@ -180,32 +154,36 @@ class ModelOptions(TierOptions):
 class AnswerOptions:
     """How the tokens of an answer are chosen and drafted, and its shape. Defaults are those of the library."""
 
-    max_tokens: MaxTokens = default_of(SamplingParams, "max_tokens")
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    repetition_penalty: Repetition = None
-    presence_penalty: Presence = default_of(SamplingParams, "presence_penalty")
-    frequency_penalty: Frequency = default_of(SamplingParams, "frequency_penalty")
-    stop: Stop = None
-    seed: Seed = default_of(SamplingParams, "seed")
+    max_tokens: MaxTokens = SamplingParams.max_tokens
+    temperature: Annotated[float | None, _recommended("temperature", "-t")] = None
+    top_k: Annotated[int | None, _recommended("top_k")] = None
+    top_p: Annotated[float | None, _recommended("top_p")] = None
+    min_p: Annotated[float | None, _recommended("min_p")] = None
+    repetition_penalty: Annotated[float | None, _recommended("repetition_penalty")] = None
+    presence_penalty: Annotated[float, _sampling("presence_penalty")] = SamplingParams.presence_penalty
+    frequency_penalty: Annotated[float, _sampling("frequency_penalty")] = SamplingParams.frequency_penalty
+    stop: Annotated[list[str] | None, _sampling("stop")] = None
+    seed: Annotated[int | None, _sampling("seed")] = SamplingParams.seed
     sampling: Sampling = "greedy"
-    speculation: Drafter = default_of(Speculation, "drafter")
-    draft_nodes: Nodes = default_of(Speculation, "nodes")
-    draft_depth: Depth = default_of(Speculation, "depth")
-    verify: Verify = default_of(Speculation, "verify")
-    bound: Bound = default_of(Speculation, "bound")
-    prefill: PrefillMode = default_of(Prefill, "mode")
-    budget: Budget = default_of(Prefill, "budget")
-    quality: Quality = default_of(Prefill, "quality")
-    prefill_source: PrefillSource = default_of(Prefill, "source")
-    chooser: Chooser = default_of(Prefill, "chooser")
-    allow_exact: AllowExact = default_of(Prefill, "allow_exact")
+    speculation: Drafter = Speculation.drafter
+    draft_nodes: Annotated[int, _drafting("nodes", option="--draft-nodes")] = Speculation.nodes
+    draft_depth: Annotated[int, _drafting("depth", option="--draft-depth")] = Speculation.depth
+    verify: Annotated[str, _drafting("verify")] = Speculation.verify
+    bound: Annotated[float, _drafting("bound")] = Speculation.bound
+    prefill: Annotated[str, _prefilling("mode", option="--prefill")] = Prefill.mode
+    budget: Annotated[float | None, _prefilling("budget")] = Prefill.budget
+    quality: Annotated[float | None, _prefilling("quality")] = Prefill.quality
+    prefill_source: Annotated[str, _prefilling("source", option="--prefill-source")] = Prefill.source
+    chooser: Annotated[str, _prefilling("chooser")] = Prefill.chooser
+    allow_exact: Annotated[bool, _prefilling("allow_exact")] = Prefill.allow_exact
     json_schema: JsonSchema = None
-    json_object: JsonObject = False
-    regex: Regex = None
-    lark: Lark = None
+    json_object: Annotated[bool, _shaping("--json-object", help="Answer with a JSON object.")] = False
+    regex: Annotated[str | None, _shaping("--regex", help="Answer with text that this pattern matches as a whole.")] = (
+        None
+    )
+    lark: Annotated[
+        str | None, _shaping("--lark", help="Answer in this Lark grammar: a file, or the grammar itself.")
+    ] = None
 
     def params(self, **more: Any) -> SamplingParams:
         """`more`: values that only some commands have."""
