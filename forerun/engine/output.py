@@ -52,6 +52,7 @@ class OutputWriter:
         """Complete an answer's last event: the rest of its text, the reason, and its usage, which is counted."""
         if (stream := self._streams.pop(seq, None)) is not None:
             event.text += stream.flush()
+            event.stop = stream.found
         seq.usage.completion_tokens = seq.num_generated
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
         event.finish_reason, event.usage = reason, seq.usage
@@ -91,6 +92,7 @@ class TextStream:
         self._detokenizer, self._stop = detokenizer, stop
         self._held = ""
         self.stopped = False
+        self.found: str | None = None  # the stop string
 
     def push(self, token_id: int) -> str:
         return self._release(self._detokenizer.push(token_id))
@@ -107,10 +109,11 @@ class TextStream:
         if not self._stop or self.stopped:
             return "" if self.stopped else new
         text = self._held + new
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        found = [(at, stop) for at, stop in ((text.find(s), s) for s in self._stop) if at >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.found = min(found)
+            return text[:at]
         keep = max(_overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -47,6 +47,7 @@ class Event:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: Exception | None = None
+    stop: str | None = None  # the stop string that ended the answer
     provisional: bool = False  # may be taken back: not part of the answer
     confirmed: int = 0  # provisional tokens that stand: this event's first ones
     retracted: int = 0  # provisional tokens that are taken back

@@ -31,7 +31,7 @@ class AccessMiddleware:
         try:
             self._check(scope)
         except ApiError as error:
-            await error.response(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, _LimitedBody(receive, self.config).receive, send)
 

@@ -21,7 +21,8 @@ from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.context import IGNORED_HEADER, ServerContext, context_size
 from forerun.serve.derived import unknown_fields
-from forerun.serve.encoders import ChatEncoder, CompletionEncoder
+from forerun.serve.dialects.routes import add_chat, add_responses
+from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
 from forerun.serve.metrics import Metrics, MetricsMiddleware
 from forerun.serve.page_api import add_page_api, add_page_files
@@ -50,6 +51,8 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     app.add_exception_handler(RequestValidationError, on_invalid)
     for kind in (ApiError, ForerunError, Exception):
         app.add_exception_handler(kind, on_api_error)
+    add_chat(app, ctx, _ERRORS)
+    add_responses(app, ctx, _ERRORS)
     _add_completions(app, ctx)
     add_text_api(app, ctx, ToolDialect.of(llm.tokenizer))
     _add_sessions(app, sessions)
@@ -73,31 +76,12 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
 
 def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
     name, tokenizer = ctx.config.model_name, ctx.llm.tokenizer
-    dialect = ToolDialect.of(tokenizer)
-
-    def check(body: ChatRequest | CompletionRequest) -> dict[str, str]:
-        """Refuse another model; headers that name unknown fields."""
-        if body.model != name:
-            raise ApiError(404, f"there is no model {body.model!r:.80}", f"ask for {name}", code="model_not_found")
-        return ctx.ignored(unknown_fields(body))
-
-    @app.post("/v1/chat/completions", responses=_ERRORS, response_class=Response)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        warnings = check(body)
-        encoder = ChatEncoder(f"chatcmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, bool(body.logprobs))
-        encoder.tools = body.tool_use(dialect)
-        session, key = body.forerun.session_options, request.state.key
-        ctx.limit.check_size([message.text for message in body.messages])
-        prompt: Any = body.chat_prompt(dialect, whole=session is None)
-        if session is not None:
-            prompt = SessionTurn(ctx.sessions, session, key, body.messages, body.session_encoder(dialect))
-        return CompletionResponse(ctx, body, [prompt], encoder, key, encoder.tools, warnings)
 
     @app.post("/v1/completions", responses=_ERRORS, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several texts."""
-        warnings = check(body)
+        ctx.check_model(body.model)
+        warnings = ctx.ignored(unknown_fields(body))
         logprobs = body.logprobs is not None
         encoder = CompletionEncoder(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, logprobs)
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()

@@ -48,6 +48,7 @@ class ChoiceState:
     confirmed: int = 0  # provisional tokens that were confirmed
     offset: int = 0  # characters of the tokens whose log-probabilities were sent
     parser: ToolCallParser | None = None  # of a stream that may call tools
+    stop: str | None = None  # the stop string that ended it
 
     def add_provisional(self, event: Event) -> None:
         self.provisional += event.text
@@ -61,7 +62,7 @@ class ChoiceState:
         self.text += event.text
         self.tokens += len(event.token_ids)
         self.logprobs += event.logprobs
-        self.finish_reason = event.finish_reason
+        self.finish_reason, self.stop = event.finish_reason, event.stop
 
 
 class ResponseEncoder(ABC):
@@ -171,7 +172,8 @@ class ChatEncoder(ResponseEncoder):
                 message["tool_calls"] = [_call(call) for call in parser.calls]
                 reason = _tool_finish_reason(reason)
         logprobs = self._entries(self._visible(choice.logprobs))
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        head = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return head | {"stop_reason": choice.stop} if choice.stop is not None else head  # vLLM's name
 
     def _delta(
         self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState
@@ -184,7 +186,8 @@ class ChatEncoder(ResponseEncoder):
         entries = self._entries(logprobs) if logprobs else None
         if not delta and entries is None and reason is None:
             return None  # held back: it may become a call
-        return {"index": index, "delta": delta, "logprobs": entries, "finish_reason": reason}
+        head = {"index": index, "delta": delta, "logprobs": entries, "finish_reason": reason}
+        return head | {"stop_reason": event.stop} if event.stop is not None else head
 
     def _tool_delta(self, event: Event, tools: ToolUse, choice: ChoiceState) -> dict[str, Any]:
         """What an event adds where it may add to calls."""

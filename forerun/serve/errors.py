@@ -24,6 +24,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 408: "timeout_error", 503: "overloaded_error"}
 _SHOULD = "Input should be "  # pydantic's message where a value has the wrong type
 _CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
 
@@ -53,8 +54,15 @@ class ApiError(Exception):
         return {"error": {name: _encodable(value) for name, value in error.items()}}
 
     @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same in Anthropic's form: its names of kinds, and a type of its own outside."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": self.body["error"] | {"type": kind}}
+
+    def response(self, path: str) -> JSONResponse:
+        """As clients of that path expect it."""
+        anthropic = path.startswith("/v1/messages")
+        return JSONResponse(self.anthropic_body if anthropic else self.body, self.status, self.headers)
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
@@ -77,7 +85,7 @@ def timeout() -> ApiError:
 
 
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:
-    return ApiError.of(error).response
+    return ApiError.of(error).response(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -88,21 +96,25 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is nothing at {request.url.path}"
     elif error.status_code == 400:
         message = "the body cannot be read as JSON in UTF-8"
-    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     """A body that is JSON but not a request, or no JSON: its first mistake."""
     assert isinstance(error, RequestValidationError)
+    return _invalid(error).response(request.url.path)
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}").response
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     parts, errors = _first_mistake(error)
     path = ".".join(map(str, parts))
     if errors[0]["type"] == "extra_forbidden":
-        return ApiError(400, f"{path} is not supported here", _suggestion(str(parts[-1])), param=path).response
+        return ApiError(400, f"{path} is not supported here", _suggestion(str(parts[-1])), param=path)
     what = f"{path or 'the body'}: {_expected(errors)}"
-    return ApiError(400, what, "send application/json" if not path else "", param=path or None).response
+    return ApiError(400, what, "send application/json" if not path else "", param=path or None)
 
 
 def _suggestion(name: str) -> str:

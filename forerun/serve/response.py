@@ -7,7 +7,6 @@ disconnects, or that takes too long, is cancelled, which frees its pages in the 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Coroutine
@@ -21,6 +20,7 @@ from forerun.core import SamplingParams, Usage
 from forerun.engine.sequence import Event, Request
 from forerun.serve.config import ApiKey
 from forerun.serve.context import ServerContext, prompt_texts
+from forerun.serve.dialects.base import WireFormat
 from forerun.serve.encoders import ChoiceState, ResponseEncoder
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, CompletionRequest
@@ -50,10 +50,12 @@ class CompletionResponse(Response):
         key: ApiKey | None,
         tools: ToolUse | None = None,
         warnings: dict[str, str] | None = None,
+        wire: WireFormat | None = None,
     ) -> None:
         self.ctx, self.request_body, self.prompts, self.encoder, self.key = ctx, body, prompts, encoder, key
         self.status_code, self.background = 200, None
         self.tools, self.warnings = tools, warnings or {}  # headers about what the request has in vain
+        self.wire = wire or WireFormat()
         self.turn = prompts[0] if isinstance(prompts[0], SessionTurn) else None
         self.params: SamplingParams | None = None  # of the first prompt, once it was checked
         self.choices: list[ChoiceState] = []  # filled once the request is admitted
@@ -76,7 +78,8 @@ class CompletionResponse(Response):
                     await unless_disconnected(receive, self._run())
             if not self._streaming:
                 statistics = bool(self.request_body.forerun.statistics)
-                whole = self.encoder.response(self.choices, self.usage, statistics, self.session)
+                chat = self.encoder.response(self.choices, self.usage, statistics, self.session)
+                whole = self.wire.response(chat)
                 headers = {"x-request-id": self.encoder.id} | self.warnings
                 await JSONResponse(whole, headers=headers)(scope, receive, send)
         except ClientDisconnected:
@@ -97,8 +100,8 @@ class CompletionResponse(Response):
             raise failure from error
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_ERROR_TIMEOUT_S):
-                await self._send_chunk(failure.body)
-                await self._end_stream()
+                await self._send_events([self.wire.error_event(failure)])
+                await self._end_stream(b"")
 
     async def _run(self) -> None:
         """Run all prompts, and send events as they come where a stream was requested."""
@@ -112,7 +115,7 @@ class CompletionResponse(Response):
         if body.stream:
             statistics = bool(body.forerun.statistics)
             await self._send_chunk(self.encoder.last_chunk(self.usage, body.include_usage, statistics, self.session))
-            await self._end_stream("[DONE]")
+            await self._end_stream(self.wire.last_frame)
 
     async def _run_prompts(self) -> None:
         prepare = self.ctx.prepare
@@ -120,7 +123,7 @@ class CompletionResponse(Response):
         self.params = requests[0].params
         self.submitted = max(request.arrived for request in requests)
         if self.request_body.stream:
-            await self._begin_stream()
+            await self._begin_stream(sum(len(request.prompt_ids) for request in requests))
         try:
             async with asyncio.TaskGroup() as group:
                 for number, request in enumerate(requests):
@@ -176,21 +179,26 @@ class CompletionResponse(Response):
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    async def _begin_stream(self) -> None:
+    async def _begin_stream(self, prompt_tokens: int) -> None:
         named = {"x-request-id": self.encoder.id} | self.warnings
         headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in named.items())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._streaming = True
+        await self._send_events(self.wire.begin(prompt_tokens))
         for index in range(len(self.choices)):
             await self._send_chunk(self.encoder.first_chunk(index))
 
     async def _send_chunk(self, chunk: dict[str, Any] | None) -> None:
         if chunk is not None and self._streaming:
-            text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-            await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+            await self._send_events(self.wire.events(chunk))
 
-    async def _end_stream(self, data: str = "") -> None:
-        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode() if data else b""})
+    async def _send_events(self, events: list[dict[str, Any]]) -> None:
+        if events:
+            data = b"".join(map(self.wire.frame, events))
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _end_stream(self, last: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": last})
 
     def _log(self, path: str) -> None:
         seconds, usage = time.perf_counter() - self._arrived, self.usage

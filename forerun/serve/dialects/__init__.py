@@ -1,0 +1,1 @@
+"""Other vendors' forms of chat: each converts its request to a chat request, and chat responses back."""

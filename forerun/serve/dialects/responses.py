@@ -1,0 +1,130 @@
+"""OpenAI's responses: requests to chat requests, and what `previous_response_id` continues. Knows no engine.
+
+Reasoning items are passed over. How answers look is in `response_events`, what is stored in `response_store`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from forerun.errors import BadRequest
+from forerun.serve.derived import LenientModel
+from forerun.serve.dialects.base import chat_request, joined_text
+from forerun.serve.schema import ChatRequest, ForerunOptions
+
+_TEXT_KINDS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+class TextOptions(LenientModel):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(LenientModel):
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    forerun: ForerunOptions | None = None
+    # Refused with a value: without effect they would mislead
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    # Accepted without effect
+    include: Any = None
+    metadata: dict[str, Any] | None = None
+    reasoning: Any = None
+    truncation: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    max_tool_calls: Any = None
+    stream_options: Any = None
+    top_logprobs: Literal[0] | None = None
+
+    def to_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
+        """`messages`: the conversation with this request's input, without its instructions."""
+        head = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        values: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*head, *messages],
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": bool(self.stream),
+            "stream_options": {"include_usage": True} if self.stream else None,
+            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
+            "tool_choice": _tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _response_format(self.text.format if self.text else None),
+            "forerun": self.forerun,
+        }
+        return chat_request(values)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as chat messages."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        found: list[dict[str, Any]] = []
+        for number, item in enumerate(self.input):
+            _add_item(found, item, f"input.{number}")
+        return found
+
+
+def _add_item(found: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        if item.get("role") not in _ROLES:
+            raise BadRequest(f"{place} has the role {item.get('role')!r:.60}", f"known are {', '.join(_ROLES)}")
+        text = joined_text(item.get("content"), f"{place}.content", _TEXT_KINDS, skipped=("refusal",))
+        found.append({"role": item["role"], "content": text})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not found or found[-1]["role"] != "assistant":  # calls belong to the message before them
+            found.append({"role": "assistant", "content": ""})
+        found[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        text = joined_text(item.get("output"), f"{place}.output", _TEXT_KINDS)
+        found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind != "reasoning":
+        hint = "send messages, function calls and their outputs"
+        raise BadRequest(f"{place} is of type {kind!r:.60}", hint)
+
+
+def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        hint = "describe it as a function, and run it yourself"
+        raise BadRequest(f"tools.{number} is {tool.get('type')!r:.60}, a tool that OpenAI's servers have", hint)
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if isinstance(choice, dict):
+        if choice.get("type") != "function":
+            raise BadRequest(f"tool_choice is of type {choice.get('type')!r:.60}", "name a function, or use auto")
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or given.get("type") in ("text", "json_object"):
+        return given
+    if given.get("type") != "json_schema":
+        raise BadRequest(f"text.format is of type {given.get('type')!r:.60}", "use text, json_object or json_schema")
+    names = ("name", "schema", "strict", "description")
+    schema = {name: given[name] for name in names if given.get(name) is not None}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,104 @@
+"""The paths for chat: OpenAI's chat completions and what is converted to them. One way to the engine for all."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from forerun.serve.context import ServerContext, prompt_texts
+from forerun.serve.derived import unknown_fields
+from forerun.serve.dialects.base import WireFormat
+from forerun.serve.dialects.messages import CountRequest, MessagesFormat, MessagesRequest
+from forerun.serve.dialects.response_events import ResponsesFormat
+from forerun.serve.dialects.response_store import ResponseStore
+from forerun.serve.dialects.responses import ResponsesRequest
+from forerun.serve.encoders import ChatEncoder
+from forerun.serve.response import CompletionResponse
+from forerun.serve.schema import ChatRequest
+from forerun.serve.sessions import SessionTurn
+from forerun.serve.tools import ToolDialect
+
+
+class ChatEndpoint:
+    """Makes the response to a chat request, in the wire format of the path it came from."""
+
+    def __init__(self, ctx: ServerContext) -> None:
+        self.ctx, self.dialect = ctx, ToolDialect.of(ctx.llm.tokenizer)
+
+    def respond(
+        self, body: ChatRequest, request: Request, warnings: dict[str, str], wire: WireFormat | None = None
+    ) -> Response:
+        ctx, name, tokenizer = self.ctx, self.ctx.config.model_name, self.ctx.llm.tokenizer
+        encoder = ChatEncoder(f"chatcmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, bool(body.logprobs))
+        encoder.tools = body.tool_use(self.dialect)
+        session, key = body.forerun.session_options, request.state.key
+        ctx.limit.check_size([message.text for message in body.messages])
+        prompt: Any = body.chat_prompt(self.dialect, whole=session is None)
+        if session is not None:
+            prompt = SessionTurn(ctx.sessions, session, key, body.messages, body.session_encoder(self.dialect))
+        return CompletionResponse(ctx, body, [prompt], encoder, key, encoder.tools, warnings, wire)
+
+    async def count(self, body: ChatRequest) -> int:
+        """Tokens of a request's prompt; within the limits of requests for answers."""
+        self.ctx.limit.check_size([message.text for message in body.messages])
+        prompt = body.chat_prompt(self.dialect)
+        await self.ctx.check_lengths(prompt_texts(prompt))
+        return len(await self.ctx.pool.encode(lambda _: prompt.encode(self.ctx.llm.tokenizer)))
+
+
+def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
+    endpoint = ChatEndpoint(ctx)
+
+    @app.post("/v1/chat/completions", responses=errors, response_class=Response)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        ctx.check_model(body.model)
+        return endpoint.respond(body, request, ctx.ignored(unknown_fields(body)))
+
+    @app.post("/v1/messages", responses=errors, response_class=Response)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        ctx.check_model(body.model)
+        wire = MessagesFormat(ctx.config.model_name, body.marks_cache)
+        return endpoint.respond(body.to_chat(), request, ctx.ignored(unknown_fields(body)), wire)
+
+    @app.post("/v1/messages/count_tokens", responses=errors)
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """How many tokens a conversation has in Anthropic's form."""
+        ctx.check_model(body.model)
+        return {"input_tokens": await endpoint.count(body.chat())}
+
+
+def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
+    endpoint, store = ChatEndpoint(ctx), ResponseStore()
+
+    @app.post("/v1/responses", responses=errors, response_class=Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's responses."""
+        ctx.check_model(body.model)
+        key, before = request.state.key, list[dict[str, Any]]()
+        if body.previous_response_id is not None:
+            before = store.get(key, body.previous_response_id).messages
+        messages = [*before, *body.messages()]
+
+        def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
+            if body.store is not False:
+                store.add(key, response, [*messages, answer])
+
+        wire = ResponsesFormat(ctx.config.model_name, body, keep)
+        return endpoint.respond(body.to_chat(messages), request, ctx.ignored(unknown_fields(body)), wire)
+
+    @app.get("/v1/responses/{response_id}", responses=errors)
+    async def retrieve(response_id: str, request: Request) -> dict[str, Any]:
+        """A response that was stored."""
+        return store.get(request.state.key, response_id).response
+
+    @app.delete("/v1/responses/{response_id}", responses=errors)
+    async def delete(response_id: str, request: Request) -> dict[str, Any]:
+        """Delete a stored response."""
+        store.delete(request.state.key, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}

@@ -1,0 +1,221 @@
+"""OpenAI's responses with its own client: each answer is the one that a chat completion of the same request has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from forerun import LLM
+from forerun.serve.config import ApiKeys
+from forerun.serve.dialects import response_store
+from forerun.serve.dialects.response_store import ResponseStore
+from forerun.serve.errors import ApiError
+from tests.serve.common import CHAT, NAME, Running, error, running, slowed
+
+PATH = "/v1/responses"
+QUESTION: Any = {"role": "user", "content": "Who counts the ships?"}
+SIZE = {
+    "type": "object",
+    "properties": {"size": {"enum": ["s", "m"]}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+SHIPS: Any = {
+    "type": "function",
+    "name": "count_ships",
+    "description": "Counts ships",
+    "parameters": SIZE,
+    "strict": True,
+}
+FUNCTION = {"name": "count_ships", "description": "Counts ships", "parameters": SIZE, "strict": True}
+ASK: Any = {"model": NAME, "max_output_tokens": 24}
+
+
+def chat(made: Running, messages: list[Any], **more: Any) -> dict[str, Any]:
+    response = made.post(CHAT, {"model": NAME, "messages": messages, "max_tokens": 24} | more)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def content(made: Running, messages: list[Any], **more: Any) -> str:
+    return chat(made, messages, **more)["choices"][0]["message"]["content"] or ""
+
+
+def test_an_answer(served: Running):
+    made = served.client().responses.create(**ASK, input="Who counts the ships?", instructions="Be brief.")
+    plain = chat(served, [{"role": "system", "content": "Be brief."}, QUESTION])
+    assert made.output_text == plain["choices"][0]["message"]["content"]
+    assert made.object == "response" and made.id.startswith("resp_") and made.instructions == "Be brief."
+    cut = plain["choices"][0]["finish_reason"] == "length"
+    assert made.status == ("incomplete" if cut else "completed") and made.error is None
+    assert cut == (made.incomplete_details is not None and made.incomplete_details.reason == "max_output_tokens")
+    assert made.usage.input_tokens == plain["usage"]["prompt_tokens"]
+    assert made.usage.output_tokens == plain["usage"]["completion_tokens"]
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+
+
+def test_input_items(served: Running):
+    items: Any = [
+        {"type": "message", "role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Who counts the ships?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I ask.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "count_ships", "arguments": '{"size": "s"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "nine"},
+    ]
+    made = served.client().responses.create(**ASK, input=items)
+    call = {"id": "c1", "type": "function", "function": {"name": "count_ships", "arguments": '{"size": "s"}'}}
+    same = [{"role": "system", "content": "Be brief."}, QUESTION]
+    same += [{"role": "assistant", "content": "I ask.", "tool_calls": [call]}]
+    same += [{"role": "tool", "tool_call_id": "c1", "content": "nine"}]
+    assert made.output_text == content(served, same)
+
+
+def test_a_stream_has_its_events_in_order(served: Running):
+    kinds, numbers, shown = [], [], ""
+    with served.client().responses.stream(**ASK, input="Who counts the ships?") as stream:
+        for event in stream:
+            kinds.append(event.type)
+            numbers.append(event.sequence_number)
+            shown += event.delta if event.type == "response.output_text.delta" else ""
+        final = event.response  # the client's own `get_final_response` needs a complete one
+    assert numbers == list(range(len(numbers)))
+    assert [kind for kind in kinds if kind != "response.output_text.delta"] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        f"response.{final.status}",
+    ]
+    assert shown == final.output_text == content(served, [QUESTION])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "count_ships"}])
+def test_a_tool_is_called_and_its_result_sent_back(served: Running, choice: Any):
+    asked: Any = {"model": NAME, "max_output_tokens": 200, "tools": [SHIPS], "parallel_tool_calls": False}
+    first = served.client().responses.create(**asked, input="Who counts?", tool_choice=choice)
+    (call,) = first.output
+    assert call.type == "function_call" and json.loads(call.arguments)["size"] in ("s", "m")
+    kinds = []
+    with served.client().responses.stream(**asked, input="Who counts?", tool_choice=choice) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert final.output[0].arguments == call.arguments and final.status == "completed"
+    assert kinds[2] == "response.output_item.added" and kinds[3] == "response.function_call_arguments.delta"
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "nine"}
+    second = served.client().responses.create(**asked, input=[result], previous_response_id=first.id)
+    calls = [{"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}]
+    same = [{"role": "user", "content": "Who counts?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    same += [{"role": "tool", "tool_call_id": call.call_id, "content": "nine"}]
+    more = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": False, "max_tokens": 200}
+    expected = chat(served, same, **more)["choices"][0]["message"]
+    assert second.output_text == (expected["content"] or "")
+
+
+def test_structured_output(served: Running):
+    plain = {"type": "json_schema", "name": "size", "schema": SIZE | {"x-guidance": {"whitespace_flexible": False}}}
+    made = served.client().responses.create(
+        model=NAME, input="How large?", text={"format": plain}, max_output_tokens=60
+    )  # type: ignore[arg-type]
+    assert json.loads(made.output_text)["size"] in ("s", "m") and made.text.format.type == "json_schema"
+
+
+def test_a_conversation_is_continued_by_id(served: Running):
+    client = served.client()
+    first = client.responses.create(**ASK, input="Who counts the ships?", instructions="Be brief.")
+    second = client.responses.create(**ASK, input="And the lamps?", previous_response_id=first.id)
+    asked = [
+        QUESTION,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And the lamps?"},
+    ]
+    assert second.output_text == content(served, asked)  # without the instructions of the first, as at OpenAI
+    assert second.previous_response_id == first.id and second.usage.input_tokens_details.cached_tokens >= 0
+    with client.responses.stream(**ASK, input="Why?", previous_response_id=second.id) as stream:
+        third = list(stream)[-1].response
+    asked += [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "Why?"}]
+    assert third.output_text == content(served, asked)
+    assert client.responses.retrieve(third.id).output_text == third.output_text
+    client.responses.delete(third.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(third.id)
+    gone = client.responses.create(**ASK, input="Who?", store=False)
+    with pytest.raises(openai.NotFoundError, match="store=false"):
+        client.responses.create(**ASK, input="And?", previous_response_id=gone.id)
+
+
+def test_keys_do_not_share_responses(llm: LLM):
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("one", "two")]
+    with running(llm, keys=ApiKeys.parse(f"ann {digests[0]}\nbob {digests[1]}", "here")) as made:
+        first = made.client("one").responses.create(**ASK, input="Who counts the ships?")
+        for call in (
+            lambda: made.client("two").responses.retrieve(first.id),
+            lambda: made.client("two").responses.delete(first.id),
+            lambda: made.client("two").responses.create(**ASK, input="And?", previous_response_id=first.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert made.client("one").responses.retrieve(first.id).id == first.id
+
+
+def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+    store = ResponseStore()
+    for number in range(4):
+        store.add(None, {"id": f"r{number}"}, [])
+    store.get(None, "r1")  # used: the last to go
+    store.add(None, {"id": "r4"}, [])
+    for lost in ("r0", "r2"):
+        with pytest.raises(ApiError):
+            store.get(None, lost)
+    monkeypatch.setattr(response_store, "MAX_CHARS", 1000)
+    store.add(None, {"id": "large"}, [{"content": "x" * 5000}])
+    assert store.get(None, "large")  # the latest stays, whatever its size
+    with pytest.raises(ApiError):
+        store.get(None, "r1")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input": 5}, "input"),
+        ({"input": []}, "messages"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "wizard"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"text": {"format": {"type": "xml"}}}, "xml"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_tokens is 0"),
+        ({"forerun": {"prefil": 1}}, "did you mean prefill?"),
+    ],
+)
+def test_mistakes(served: Running, change: dict[str, Any], words: str):
+    assert words in error(served.post(PATH, {"model": NAME, "input": "Who?"} | change), 400)["message"]
+
+
+def test_a_stream_that_fails_ends_with_an_error(llm: LLM):
+    patch, _ = slowed(llm)
+    try:
+        with running(llm, max_request_s=1.0) as made:
+            own = {"forerun": {"ignore_eos": True, "speculation": "off"}}
+            body = {"model": NAME, "input": "Who?", "stream": True, "max_output_tokens": 900} | own
+            lines = made.post(PATH, body).text.strip().split("\n\n")
+            kind, data = lines[-1].split("\n")
+            assert kind == "event: error" and json.loads(data[6:])["code"] == "timeout"
+    finally:
+        patch.undo()
