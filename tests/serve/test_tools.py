@@ -250,7 +250,6 @@ def test_calls_beside_a_response_format(made: Running):
         ({"messages": [{"role": "user"}]}, "no content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "tool_call_id"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "tool_calls"),
     ],
 )
 def test_what_is_refused(qwen: Running, change: dict[str, Any], words: str | None):
