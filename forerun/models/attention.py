@@ -11,18 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core import TokenBatch
+from forerun.core import KV, TokenBatch
 from forerun.core.batch import additive_mask
 from forerun.models.config import ModelConfig
 from forerun.models.execution.kv_rows import KeyRuns, KVCopies, link_copies
 from forerun.models.execution.shared_prefix import PrefixGroup, plan_groups, prefix_order
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate
+
+if TYPE_CHECKING:
+    from forerun.models.decoder import Layer
 
 
 class AttentionBackend(ABC):
@@ -44,6 +48,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D]."""
+
+    def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
+        """The planned batch x [T, hidden] through layers `which` at once; None where a backend cannot."""
+        return None
 
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Drop copies of K/V, after what is not a number has been in the cache."""

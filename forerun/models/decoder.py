@@ -113,6 +113,10 @@ class Decoder:
         watch: Watch | None = None,
     ) -> Tensor:
         """The hidden states [T, hidden] after these layers; the backend must have planned this batch."""
+        if taps is None and watch is None:
+            fused = self.attention.run_layers(x, self.layers, kv, layers)
+            if fused is not None:
+                return fused
         for i in layers:
             if taps and output and i in taps.hidden:
                 output.hidden[i] = self.hidden(x)

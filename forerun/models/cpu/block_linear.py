@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.models.cpu.library import Part, library
+from forerun.models.cpu.library import Matrix, Part, library
 from forerun.models.formats.gguf import TYPES
 from forerun.models.linear import Linear, Norm
 
@@ -27,6 +27,7 @@ FORMATS = {
     "Q5_K": (13, 256),
     "Q6_K": (14, 256),
 }
+GATES = {"silu": 1, "gelu_tanh": 2}  # of layers.c
 ROW_BYTES = {name: size for name, _, size in TYPES.values()}  # of a block
 
 
@@ -80,11 +81,11 @@ class BlockLinear(Linear):
         self.in_features = self._matrices[0].cols
         self.out_features = sum(matrix.rows for matrix in self._matrices)
         self.bias = None if bias is None else bias.float().contiguous()
-        self._linear = kernels.fr_linear
+        self._kernels = kernels
         self._parts = (Part * len(matrices))(*(matrix.part for matrix in self._matrices))
-        self._at = ctypes.addressof(self._parts)
+        self.matrix = Matrix(ctypes.addressof(self._parts), len(matrices), self.out_features, address(self.bias))
         pers = {matrix.per for matrix in self._matrices}
-        self._row_bytes = [kernels.fr_row_bytes(self.in_features, per) if per in pers else 0 for per in (32, 256)]
+        self._row_bytes = sum(kernels.fr_row_bytes(self.in_features, per) for per in pers)
 
     @property
     def nbytes(self) -> int:
@@ -94,22 +95,24 @@ class BlockLinear(Linear):
         rows = x.shape[0]
         x = x.contiguous()
         y = torch.empty(rows, self.out_features)
-        scratch = torch.empty(rows * sum(self._row_bytes) + 64, dtype=torch.uint8)
-        at = -(-scratch.data_ptr() // 64) * 64
-        plain = at if self._row_bytes[0] else None
-        grouped = at + rows * self._row_bytes[0] if self._row_bytes[1] else None
+        scratch = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
         weight, eps = (None, -1.0) if norm is None else norm
-        if add is not None:
-            add = add.contiguous()
-        self._linear(
-            *(self._at, len(self._parts), x.data_ptr(), self.in_features, _address(weight), eps, rows),
-            *(plain, grouped, _address(self.bias), _address(add), y.data_ptr()),
+        add = None if add is None else add.contiguous()
+        self._kernels.fr_linear(
+            *(ctypes.addressof(self.matrix), x.data_ptr(), address(weight), eps, rows),
+            *(scratch.data_ptr(), address(add), y.data_ptr()),
         )
         return y
+
+    def gated(self, x: Tensor, activation: str, *, norm: Norm | None = None) -> Tensor:
+        y = self(x, norm=norm)
+        out = torch.empty(x.shape[0], self.out_features // 2)
+        self._kernels.fr_gate(y.data_ptr(), x.shape[0], out.shape[1], GATES[activation], out.data_ptr())
+        return out
 
     def _product(self, x: Tensor, add: Tensor | None) -> Tensor:
         return self(x, add=add)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -18,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from forerun.models.fetch.store import home
 
 log = logging.getLogger("forerun")
 
-SOURCES = ("blocks.c", "pool.c", "linear.c")
-HEADERS = ("pool.h",)
-ABI = 1  # of the functions below
+SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
+HEADERS = ("vec.h", "blocks.h", "attention.h", "pool.h")
+ABI = 2  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 
@@ -114,17 +115,60 @@ def build_key() -> str:
     return digest.hexdigest()
 
 
+pointer, number, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
 class Part(ctypes.Structure):
-    """`Part` of linear.c."""
+    """The structures of layers.c and attention.h, field by field."""
 
     _fields_ = [
-        ("type", ctypes.c_int32),
-        ("per", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("bytes", ctypes.c_int64),
+        *(("type", whole), ("per", whole), ("rows", number), ("cols", number), ("packed", pointer), ("bytes", number)),
     ]
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [("parts", pointer), ("num_parts", number), ("rows", number), ("bias", pointer)]
+
+
+class Cache(ctypes.Structure):
+    _fields_ = [("k", pointer), ("v", pointer), ("slot_stride", number), ("head_stride", number)]
+
+
+class Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, number) for name in ("tokens", "heads", "kv_heads", "dim", "page_size", "table_stride")),
+        *((name, pointer) for name in ("positions", "slots", "kv_lens", "rows", "tables", "path_starts", "paths")),
+    ]
+
+
+class LayerWeights(ctypes.Structure):
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, pointer) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "rope")),
+        *(("kv", Cache), ("window", number)),
+    ]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole)]
+
+
+# Arguments of each function, and what it returns
+FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "fr_packed_bytes": ([whole, number, number], number),
+    "fr_row_bytes": ([number, whole], number),
+    "fr_pack": ([whole, pointer, number, number, pointer, number, number, pointer], None),
+    "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer, pointer], None),
+    "fr_gate": ([pointer, number, number, whole, pointer], None),
+    "fr_store": ([pointer, pointer, pointer, Cache, pointer, pointer, pointer, real], None),
+    "fr_attend_scratch": ([pointer], number),
+    "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
+    "fr_layers_scratch": ([pointer, pointer, pointer], number),
+    "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
+    "fr_set_threads": ([whole], None),
+    "fr_pool_stats": ([pointer], None),
+    "fr_isa": ([], ctypes.c_char_p),
+}
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -132,18 +176,7 @@ def _load(path: Path) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"{path.name} cannot be loaded: {error}") from None
-    pointer, number, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.fr_packed_bytes.restype = loaded.fr_row_bytes.restype = number
-    loaded.fr_packed_bytes.argtypes = [whole, number, number]
-    loaded.fr_row_bytes.argtypes = [number, whole]
-    loaded.fr_pack.argtypes = [whole, pointer, number, number, pointer, number, number, pointer]
-    loaded.fr_linear.argtypes = [
-        *(pointer, number, pointer, number, pointer, ctypes.c_float, number),
-        *(pointer, pointer, pointer, pointer, pointer),
-    ]
-    loaded.fr_set_threads.argtypes = [whole]
-    loaded.fr_pool_stats.argtypes = [pointer]
-    loaded.fr_isa.restype = ctypes.c_char_p
-    for name in ("fr_pack", "fr_linear", "fr_set_threads", "fr_pool_stats"):
-        getattr(loaded, name).restype = None
+    for name, (arguments, result) in FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
     return loaded

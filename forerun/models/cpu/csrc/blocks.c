@@ -5,12 +5,12 @@
  * is computed in one order whatever rows run beside it, so its bits do not depend on the batch.
  * Knows no model: a matrix, rows of activations, a pool of threads.
  */
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "blocks.h"
 
-#define ROWS 16   /* weight rows that are interleaved */
+#include "vec.h"
+
+#include <math.h>
+
 #define SUPER 256 /* values of a superblock */
 #define GROUP 32  /* values of a plain block */
 
@@ -154,37 +154,37 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
 /* ---- activations ------------------------------------------------------------------------------------------------ */
 
 /* One row as int8: `per` values share a scale; sums of 32 (per == 32) or of 16 values (per == 256, as Q6_K has them).
- * With `weight` or eps >= 0 the row is RMS-normalised first. */
-static void quantise_row(const float *x, const float *weight, float eps, int64_t n, int per, int8_t *q, float *scales,
+ * With eps >= 0 the row is RMS-normalised first; `norm` may be null. */
+static void quantise_row(const float *x, const float *norm, float eps, int64_t n, int per, int8_t *q, float *scales,
                          int16_t *sums) {
-    float factor = 1.0f;
+    Vec factor = v_set(1.0f);
     if (eps >= 0) {
-        double total = 0;
-        for (int64_t i = 0; i < n; i += 8) {
-            float part = 0;
-            for (int j = 0; j < 8; j++) part += x[i + j] * x[i + j];
-            total += part;
-        }
-        factor = (float)(1.0 / sqrt(total / n + eps));
+        Vec total = v_set(0);
+        for (int64_t i = 0; i < n; i += LANES) total = v_fma(v_load(x + i), v_load(x + i), total);
+        factor = v_set((float)(1.0 / sqrt((double)v_sum(total) / n + eps)));
     }
+    const int span = per == SUPER ? 16 : 32;
     for (int64_t b = 0; b < n / per; b++) {
-        float v[SUPER], peak = 0;
-        for (int i = 0; i < per; i++) {
-            float f = x[b * per + i] * factor;
-            if (weight) f *= weight[b * per + i];
-            v[i] = f;
-            float a = fabsf(f);
-            peak = a > peak ? a : peak;
+        Vec v[SUPER / LANES], peak = v_set(0);
+        for (int i = 0; i < per / LANES; i++) {
+            v[i] = v_mul(v_load(x + b * per + i * LANES), factor);
+            if (norm) v[i] = v_mul(v[i], v_load(norm + b * per + i * LANES));
+            peak = v_max(peak, v_abs(v[i]));
         }
-        float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-        scales[b] = peak / 127.0f;
+        float top = v_peak(peak);
+        Vec inverse = v_set(top > 0 ? 127.0f / top : 0.0f);
+        scales[b] = top / 127.0f;
         int8_t *o = q + b * per;
-        for (int i = 0; i < per; i++) o[i] = (int8_t)(int)rintf(v[i] * inverse);
-        int span = per == SUPER ? 16 : 32;
+        for (int i = 0; i < per / LANES; i++) v_store_int8(o + i * LANES, v_mul(v[i], inverse));
+        const __m128i ones = _mm_set1_epi8(1), pairs = _mm_set1_epi16(1);
         for (int g = 0; g < per / span; g++) {
-            int sum = 0;
-            for (int i = 0; i < span; i++) sum += o[g * span + i];
-            sums[b * (per / span) + g] = (int16_t)sum;
+            __m128i sum = _mm_setzero_si128();
+            for (int i = 0; i < span; i += 16)
+                sum = _mm_add_epi16(sum, _mm_maddubs_epi16(ones, _mm_loadu_si128((const __m128i *)(o + g * span + i))));
+            sum = _mm_madd_epi16(sum, pairs);
+            sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+            sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
+            sums[b * (per / span) + g] = (int16_t)_mm_cvtsi128_si32(sum);
         }
     }
 }
@@ -200,22 +200,18 @@ static void row_parts(const uint8_t *row, int64_t cols, int per, const int8_t **
     *scales = (const float *)(row + align64(cols));
     *sums = (const int16_t *)(row + align64(cols) + align64(cols / per * 4));
 }
-void fr_prepare(const float *x, int64_t stride, const float *weight, float eps, int64_t cols, int per, int64_t rows,
-                uint8_t *out) {
-    for (int64_t t = 0; t < rows; t++) {
-        const int8_t *q; const float *s; const int16_t *m;
-        row_parts(out + t * fr_row_bytes(cols, per), cols, per, &q, &s, &m);
-        quantise_row(x + t * stride, weight, eps, cols, per, (int8_t *)q, (float *)s, (int16_t *)m);
-    }
+void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int per, uint8_t *out) {
+    const int8_t *q; const float *scales; const int16_t *sums;
+    row_parts(out, cols, per, &q, &scales, &sums);
+    quantise_row(x, norm, eps, cols, per, (int8_t *)q, (float *)scales, (int16_t *)sums);
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
 typedef struct { const int8_t *q; const float *scales; const int16_t *sums; } Row;
-#define INLINE static inline __attribute__((always_inline))
 INLINE int32_t word(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if LANES == 16
 #define TILE 8
 #define ISA "avx512_vnni"
 INLINE __m512 half16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -332,7 +328,7 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
-#elif defined(__AVX2__)
+#else
 #define TILE 4
 #define ISA "avx2"
 INLINE __m256 half8(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
@@ -491,8 +487,6 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row 
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
     }
 }
-#else
-#error "blocks.c needs AVX2"
 #endif
 
 const char *fr_isa(void) { return ISA; }

@@ -1,0 +1,142 @@
+"""Attention through the C kernels: float32 K/V read from their pages, no copies, no masks.
+
+A token's result is the same bits in any batch, chunk or draft tree: each query is summed over its own keys in their
+order. Tokens that see the same pages (branches of one prompt, rows of a draft) read them together. Knows `TokenBatch`
+and nothing of requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.core import KV, TokenBatch
+from forerun.models.attention import AttentionBackend
+from forerun.models.config import ModelConfig
+from forerun.models.cpu.block_linear import GATES, BlockLinear, address
+from forerun.models.cpu.library import Batch, Cache, LayerWeights, Shape, library
+from forerun.models.decoder import Layer
+from forerun.models.linear import Norm
+
+MAX_HEAD_DIM, MAX_GROUP, HEAD_DIM_MULTIPLE = 256, 32, 16  # what attention.c is compiled for
+
+
+class BlockAttention(AttentionBackend):
+    """The contract of attention, and all layers of a forward in one call where nothing has to be seen in between."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
+        super().__init__(config, device, max_context)
+        kernels = library()
+        assert kernels is not None and self.problem(config) == ""
+        self._kernels = kernels
+        self._fused: FusedLayers | None = None
+
+    @staticmethod
+    def problem(config: ModelConfig) -> str:
+        """Why this shape cannot be computed; empty where it can."""
+        group = config.num_heads // config.num_kv_heads
+        if config.head_dim > MAX_HEAD_DIM or config.head_dim % HEAD_DIM_MULTIPLE or group > MAX_GROUP:
+            return f"heads of {config.head_dim} in groups of {group}"
+        return ""
+
+    def plan(self, batch: TokenBatch) -> None:
+        tokens = batch.num_tokens
+        paths: list[int] = []
+        path_starts = np.zeros(tokens + 1, dtype=np.int32)
+        if batch.tree is not None and batch.tree_start is not None:
+            tree = batch.tree.numpy()
+            for s, start in enumerate(batch.tree_start):
+                for t in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1]):
+                    paths += (np.flatnonzero(tree[t]) + start).tolist()
+                    path_starts[t + 1] = len(paths)
+        rows = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), np.diff(batch.cu_seqlens))
+        tables = batch.block_tables.contiguous()
+        entries = np.array(paths, dtype=np.int32)
+        c = self.config
+        self._held = (batch, rows, tables, path_starts, entries)  # the kernels read their memory
+        self._batch = Batch(
+            *(tokens, c.num_heads, c.num_kv_heads, c.head_dim, batch.page_size, tables.shape[1]),
+            *(batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.kv_lens.data_ptr()),
+            *(rows.ctypes.data, tables.data_ptr(), path_starts.ctypes.data, entries.ctypes.data),
+        )
+        self._scratch = torch.empty(self._kernels.fr_attend_scratch(ctypes.addressof(self._batch)))
+
+    def store(self, qkv: Tensor, layer: int, kv: tuple[Tensor, Tensor], norms: tuple[Norm, Norm] | None) -> Tensor:
+        c = self.config
+        qkv = qkv.contiguous()
+        q = torch.empty(qkv.shape[0], c.num_heads, c.head_dim)
+        (q_norm, eps), (k_norm, _) = norms or ((None, 0.0), (None, 0.0))
+        self._kernels.fr_store(
+            *(ctypes.addressof(self._batch), qkv.data_ptr(), q.data_ptr(), _cache(kv)),
+            *(self._rope(layer).data_ptr(), address(q_norm), address(k_norm), eps),
+        )
+        return q
+
+    def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
+        q = q.contiguous()
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
+        self._kernels.fr_attend(
+            *(ctypes.addressof(self._batch), q.data_ptr(), _cache(kv), self.config.windows[layer] or 0),
+            *(self.config.scale, self._scratch.data_ptr(), out.data_ptr()),
+        )
+        return out
+
+    def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
+        """The planned batch through these layers in one call; None where the layers are not of packed blocks alone."""
+        if self._fused is None or not self._fused.serves(layers, kv):
+            if not FusedLayers.possible(layers, kv):
+                return None
+            self._fused = FusedLayers(self.config, layers, kv, [self._rope(i) for i in range(len(layers))])
+        return self._fused(x, self._batch, which)
+
+    def _rope(self, layer: int) -> Tensor:
+        return self.ropes[self.config.layer_ropes[layer]].table
+
+
+def _cache(kv: tuple[Tensor, Tensor]) -> Cache:
+    return Cache(kv[0].data_ptr(), kv[1].data_ptr(), kv[0].stride(0), kv[0].stride(1))
+
+
+class FusedLayers:
+    """A decoder's layers as the kernels read them: addresses of weights, norms, tables and caches."""
+
+    def __init__(self, config: ModelConfig, layers: list[Layer], kv: KV, ropes: list[Tensor]) -> None:
+        kernels = library()
+        assert kernels is not None
+        self._kernels, self._layers, self._first = kernels, layers, kv[0][0].data_ptr()
+        self._held = (ropes, kv)
+        eps = layers[0].attn_norm[1]
+        self._shape = Shape(config.hidden_size, eps, config.scale, GATES[config.activation])
+        self._weights = (LayerWeights * len(layers))()
+        for i, (w, layer) in enumerate(zip(self._weights, layers, strict=True)):
+            for name in ("qkv", "o", "gate_up", "down"):
+                linear = getattr(layer, name)
+                setattr(w, name, linear.matrix)
+            w.attn_norm, w.mlp_norm = address(layer.attn_norm[0]), address(layer.mlp_norm[0])
+            if layer.qk_norms is not None:
+                w.q_norm, w.k_norm = (address(norm[0]) for norm in layer.qk_norms)
+            w.rope, w.kv, w.window = ropes[i].data_ptr(), _cache(kv[i]), config.windows[i] or 0
+
+    @staticmethod
+    def possible(layers: list[Layer], kv: KV) -> bool:
+        blocks = (
+            isinstance(linear, BlockLinear) for w in layers for linear in (w.qkv, w.o, w.gate_up, w.down)
+        )
+        return kv[0][0].dtype == torch.float32 and layers[0].post_attn_norm is None and all(blocks)
+
+    def serves(self, layers: list[Layer], kv: KV) -> bool:
+        return layers is self._layers and kv[0][0].data_ptr() == self._first
+
+    def __call__(self, x: Tensor, batch: Batch, which: range) -> Tensor:
+        at = ctypes.addressof(batch)
+        size = self._kernels.fr_layers_scratch(ctypes.addressof(self._shape), ctypes.addressof(self._weights), at)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        x = x.clone()
+        self._kernels.fr_layers(
+            *(ctypes.addressof(self._shape), ctypes.addressof(self._weights), which.start, which.stop, at),
+            *(x.data_ptr(), scratch.data_ptr()),
+        )
+        return x

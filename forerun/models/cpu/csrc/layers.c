@@ -1,0 +1,152 @@
+/* Linear layers on packed blocks, and whole decoder layers of them: one call for all layers of a forward.
+ *
+ * Knows matrices, norms and caches by their addresses; no file, no request.
+ */
+#include "attention.h"
+#include "blocks.h"
+#include "pool.h"
+#include "vec.h"
+
+#include <math.h>
+
+#define CHUNK_BYTES (48 << 10) /* of weights that a thread takes at a time: a few microseconds of reading */
+#define PROMPT_ROWS 32         /* more rows: compute counts, not reading; a chunk is PROMPT_GROUPS of weight rows */
+#define PROMPT_GROUPS 4
+
+typedef struct { int32_t type, per; int64_t rows, cols; const uint8_t *packed; int64_t bytes; } Part;
+typedef struct { const Part *parts; int64_t num_parts, rows; const float *bias; } Matrix; /* parts one above the other */
+
+/* What the rows of a product come from: x, rms_norm(x), or act(gate) * up for x = [gate, up]. */
+typedef struct { const float *x; int64_t stride; const float *norm; float eps; int gate; } Input;
+enum { NONE = 0, SILU = 1, GELU = 2 };
+
+typedef struct {
+    const Matrix *m; Input in; int64_t count;
+    uint8_t *prepared[2]; /* rows by 32 and by 256 */
+    const float *add; float *y;
+    int64_t first[8], groups[8]; /* chunk at which a part begins, row groups of its chunks */
+} Call;
+
+/* act(gate) * up for gate, up = the halves of a row of 2 n */
+static void gate_row(const float *x, int64_t n, int gate, float *out) {
+    const Vec one = v_set(1.0f);
+    for (int64_t i = 0; i < n; i += LANES) {
+        Vec g = v_load(x + i), z = g;
+        if (gate == GELU) /* 0.5 g (1 + tanh(u)) is g / (1 + e**(-2 u)) */
+            z = v_mul(v_set(1.5957691216f), v_fma(v_mul(v_mul(g, g), g), v_set(0.044715f), g));
+        Vec act = v_div(g, v_add(one, v_exp(v_sub(v_set(0), z))));
+        v_store(out + i, v_mul(act, v_load(x + n + i)));
+    }
+}
+
+static void prepare_chunk(void *arg, int64_t t) {
+    Call *c = arg;
+    int64_t cols = c->m->parts->cols;
+    const float *x = c->in.x + t * c->in.stride;
+    float gated[c->in.gate ? cols : 1] __attribute__((aligned(64)));
+    if (c->in.gate) gate_row(x, cols, c->in.gate, gated), x = gated;
+    for (int i = 0; i < 2; i++)
+        if (c->prepared[i]) {
+            int per = i ? 256 : 32;
+            fr_prepare(x, c->in.norm, c->in.eps, cols, per, c->prepared[i] + t * fr_row_bytes(cols, per));
+        }
+}
+
+static void product_chunk(void *arg, int64_t chunk) {
+    Call *c = arg;
+    const Matrix *m = c->m;
+    int64_t p = 0, column = 0, ldy = m->rows;
+    while (p + 1 < m->num_parts && chunk >= c->first[p + 1]) column += m->parts[p++].rows;
+    const Part *part = m->parts + p;
+    int64_t all = (part->rows + ROWS - 1) / ROWS, from = (chunk - c->first[p]) * c->groups[p];
+    int64_t to = from + c->groups[p] < all ? from + c->groups[p] : all;
+    float *y = c->y + column;
+    fr_product(part->type, part->packed, part->rows, part->cols, from, to, c->prepared[part->per == 256], c->count, y, ldy);
+    int64_t lo = from * ROWS, hi = to * ROWS < part->rows ? to * ROWS : part->rows;
+    for (int64_t t = 0; t < c->count; t++) {
+        float *row = y + t * ldy;
+        if (m->bias)
+            for (int64_t i = lo; i < hi; i++) row[i] += m->bias[column + i];
+        if (c->add)
+            for (int64_t i = lo; i < hi; i++) row[i] += c->add[t * ldy + column + i];
+    }
+}
+
+static void product(const Matrix *m, Input in, int64_t count, uint8_t *scratch, const float *add, float *y) {
+    Call c = {m, in, count, {0, 0}, add, y, {0}, {0}};
+    int64_t chunks = 0;
+    for (int64_t p = 0; p < m->num_parts; p++) {
+        const Part *part = m->parts + p;
+        int64_t all = (part->rows + ROWS - 1) / ROWS, bytes = part->bytes / all;
+        int64_t groups = count > PROMPT_ROWS ? PROMPT_GROUPS : CHUNK_BYTES / bytes;
+        c.first[p] = chunks, c.groups[p] = groups < 1 ? 1 : groups;
+        chunks += (all + c.groups[p] - 1) / c.groups[p];
+        uint8_t **prepared = c.prepared + (part->per == 256);
+        if (!*prepared) *prepared = scratch, scratch += count * fr_row_bytes(part->cols, part->per);
+    }
+    if (count < 4)
+        for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t);
+    else
+        pool_run(prepare_chunk, &c, count);
+    pool_run(product_chunk, &c, chunks);
+}
+
+/* y [count, rows of m] = rms_norm(x) @ m.T + bias + add; eps < 0: no norm. */
+void fr_linear(const Matrix *m, const float *x, const float *norm, float eps, int64_t count, uint8_t *scratch,
+               const float *add, float *y) {
+    Input in = {x, m->parts->cols, norm, eps, NONE};
+    product(m, in, count, scratch, add, y);
+}
+
+typedef struct { const float *x; int64_t size; int gate; float *out; } Gate;
+static void gate_chunk(void *arg, int64_t t) {
+    Gate *c = arg;
+    gate_row(c->x + 2 * t * c->size, c->size, c->gate, c->out + t * c->size);
+}
+/* out [count, size] for rows [gate, up] of x [count, 2 size] */
+void fr_gate(const float *x, int64_t count, int64_t size, int gate, float *out) {
+    Gate c = {x, size, gate, out};
+    pool_run(gate_chunk, &c, count);
+}
+
+typedef struct {
+    Matrix qkv, o, gate_up, down;
+    const float *attn_norm, *mlp_norm, *q_norm, *k_norm; /* q_norm and k_norm may be null */
+    const float *rope;
+    Cache kv;
+    int64_t window; /* 0: none */
+} Layer;
+typedef struct { int64_t hidden; float eps, scale; int32_t gate; } Shape;
+
+static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
+static int64_t prepared_bytes(const Matrix *m, int64_t count) {
+    int64_t cols = m->parts->cols;
+    return count * (fr_row_bytes(cols, 32) + (cols % 256 ? 0 : fr_row_bytes(cols, 256)));
+}
+
+/* Bytes of scratch that `fr_layers` needs. */
+int64_t fr_layers_scratch(const Shape *shape, const Layer *layer, const Batch *b) {
+    int64_t n = b->tokens, prepared = prepared_bytes(&layer->qkv, n), down = prepared_bytes(&layer->down, n);
+    return align64(n * layer->qkv.rows * 4) + 2 * align64(n * b->heads * b->dim * 4) + align64(n * layer->gate_up.rows * 4) +
+           align64(n * shape->hidden * 4) + align64(fr_attend_scratch(b) * 4) + align64(down > prepared ? down : prepared) +
+           align64(prepared_bytes(&layer->o, n)) + 64;
+}
+
+/* x [tokens, hidden] through layers from..to, in place; leaves their K/V. */
+void fr_layers(const Shape *shape, const Layer *layers, int64_t from, int64_t to, const Batch *b, float *x, uint8_t *scratch) {
+    int64_t n = b->tokens;
+    const Layer *l = layers + from;
+    scratch = (uint8_t *)align64((int64_t)scratch);
+    float *qkv = (float *)scratch, *q = (float *)(scratch += align64(n * l->qkv.rows * 4));
+    float *a = (float *)(scratch += align64(n * b->heads * b->dim * 4)), *h = (float *)(scratch += align64(n * b->heads * b->dim * 4));
+    float *y = (float *)(scratch += align64(n * l->gate_up.rows * 4)), *parts = (float *)(scratch += align64(n * shape->hidden * 4));
+    scratch += align64(fr_attend_scratch(b) * 4);
+    for (; from < to; from++, l++) {
+        product(&l->qkv, (Input){x, shape->hidden, l->attn_norm, shape->eps, NONE}, n, scratch, 0, qkv);
+        fr_store(b, qkv, q, l->kv, l->rope, l->q_norm, l->k_norm, shape->eps);
+        fr_attend(b, q, l->kv, l->window, shape->scale, parts, a);
+        product(&l->o, (Input){a, b->heads * b->dim, 0, -1, NONE}, n, scratch, x, y);
+        product(&l->gate_up, (Input){y, shape->hidden, l->mlp_norm, shape->eps, NONE}, n, scratch, 0, h);
+        product(&l->down, (Input){h, l->gate_up.rows, 0, -1, shape->gate}, n, scratch, y, x);
+    }
+}
