@@ -21,7 +21,7 @@ from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import BlockAttention
-from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks
+from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks, set_threads
 from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder, Layer
@@ -138,6 +138,8 @@ def build_decoder(
         report.packed_read = builder.packed is not None
         report.packed_bytes += 0 if kept is None else kept.bytes
     torch.set_num_threads(threads)  # the workers' setting would otherwise be what later threads start with
+    if precision.linear is BlockLinear:
+        set_threads(threads)
     checkpoint.release()  # before the embedding is opened, which stays mapped on a CPU
     decoder = Decoder(
         config=config,

@@ -39,6 +39,13 @@ def problem(formats: set[str]) -> str:
     return "" if library() is not None else "the C kernels cannot be had"
 
 
+def set_threads(threads: int) -> None:
+    """Threads that products and attention of all models in this process run on, the caller's included."""
+    kernels = library()
+    if kernels is not None:
+        kernels.fr_set_threads(threads)
+
+
 class PackedBlocks:
     """One matrix [rows, bytes of a row] in a file's format, its rows interleaved for the kernels."""
 
@@ -62,6 +69,10 @@ class PackedBlocks:
         made.rows, made.cols, made.packed = rows, cols, packed
         return made
 
+    def __del__(self) -> None:
+        if (kernels := library()) is not None:
+            kernels.fr_quiesce()  # a thread that has lost its core may still read the weights
+
     @property
     def part(self) -> Part:
         return Part(self.type, self.per, self.rows, self.cols, self.packed.data_ptr(), self.packed.numel())
@@ -76,7 +87,6 @@ class BlockLinear(Linear):
         """`matrices`: format and bytes of each, as `Checkpoint.stored` gives them, or packed already."""
         kernels = library()
         assert kernels is not None
-        kernels.fr_set_threads(torch.get_num_threads())
         self._matrices = [m if isinstance(m, PackedBlocks) else PackedBlocks(*m) for m in matrices]
         self.in_features = self._matrices[0].cols
         self.out_features = sum(matrix.rows for matrix in self._matrices)
@@ -84,8 +94,6 @@ class BlockLinear(Linear):
         self._kernels = kernels
         self._parts = (Part * len(matrices))(*(matrix.part for matrix in self._matrices))
         self.matrix = Matrix(ctypes.addressof(self._parts), len(matrices), self.out_features, address(self.bias))
-        pers = {matrix.per for matrix in self._matrices}
-        self._row_bytes = sum(kernels.fr_row_bytes(self.in_features, per) for per in pers)
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +103,11 @@ class BlockLinear(Linear):
         rows = x.shape[0]
         x = x.contiguous()
         y = torch.empty(rows, self.out_features)
-        scratch = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
         weight, eps = (None, -1.0) if norm is None else norm
         add = None if add is None else add.contiguous()
         self._kernels.fr_linear(
             *(ctypes.addressof(self.matrix), x.data_ptr(), address(weight), eps, rows),
-            *(scratch.data_ptr(), address(add), y.data_ptr()),
+            *(address(add), y.data_ptr()),
         )
         return y
 

@@ -26,7 +26,7 @@ log = logging.getLogger("forerun")
 
 SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
 HEADERS = ("vec.h", "blocks.h", "attention.h", "pool.h")
-ABI = 2  # of the functions below
+ABI = 3  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 
@@ -158,13 +158,14 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_packed_bytes": ([whole, number, number], number),
     "fr_row_bytes": ([number, whole], number),
     "fr_pack": ([whole, pointer, number, number, pointer, number, number, pointer], None),
-    "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer, pointer], None),
+    "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer], None),
     "fr_gate": ([pointer, number, number, whole, pointer], None),
     "fr_store": ([pointer, pointer, pointer, Cache, pointer, pointer, pointer, real], None),
     "fr_attend_scratch": ([pointer], number),
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_layers_scratch": ([pointer, pointer, pointer], number),
     "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
+    "fr_quiesce": ([], None),
     "fr_set_threads": ([whole], None),
     "fr_pool_stats": ([pointer], None),
     "fr_isa": ([], ctypes.c_char_p),

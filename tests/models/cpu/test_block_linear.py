@@ -9,7 +9,7 @@ import torch
 from gguf import quants
 
 from forerun import LLM, SamplingParams
-from forerun.models.cpu.block_linear import FORMATS, BlockLinear, problem
+from forerun.models.cpu.block_linear import FORMATS, BlockLinear, problem, set_threads
 from forerun.models.linear import rms_norm
 
 ROWS, COLS = 70, 768  # the last group of 16 rows is not full
@@ -82,12 +82,11 @@ def test_threads_change_no_bit() -> None:
     raw, x = stored("Q4_K", 512)[0], inputs(3)
     results = []
     for threads in (1, 2, 8):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
+        set_threads(threads)
         try:
             results.append(BlockLinear([("Q4_K", raw)])(x))
         finally:
-            torch.set_num_threads(before)
+            set_threads(torch.get_num_threads())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

@@ -43,8 +43,9 @@ static void rotate(const float *x, const float *norm, float eps, const float *ro
     }
 }
 
-static void store_token(void *arg, int64_t t) {
-    Store *c = arg;
+static void store_token(const void *arg, int64_t t, void *none) {
+    const Store *c = arg;
+    (void)none;
     const Batch *b = c->b;
     const float *row = c->qkv + t * (b->heads + 2 * b->kv_heads) * b->dim, *rope = c->rope + b->positions[t] * b->dim;
     for (int64_t h = 0; h < b->heads; h++)
@@ -60,9 +61,9 @@ void fr_store(const Batch *b, const float *qkv, float *q, Cache kv, const float 
               const float *k_norm, float eps) {
     Store c = {b, qkv, q, kv, rope, q_norm, k_norm, eps};
     if (b->tokens < 8)
-        for (int64_t t = 0; t < b->tokens; t++) store_token(&c, t);
+        for (int64_t t = 0; t < b->tokens; t++) store_token(&c, t, 0);
     else
-        pool_run(store_token, &c, b->tokens);
+        pool_run(&(Job){store_token, 0, &c, sizeof c, 0, b->tokens});
 }
 
 /* ---- attend ----------------------------------------------------------------------------------------------------- */
@@ -253,8 +254,9 @@ static void finish(const Attend *c, int64_t h, int64_t t, int64_t g, const State
 }
 
 /* One segment of one tile into `partial`. */
-static void segment_chunk(void *arg, int64_t chunk) {
-    Attend *c = arg;
+static void segment_chunk(const void *arg, int64_t chunk, void *none) {
+    const Attend *c = arg;
+    (void)none;
     const Batch *b = c->b;
     int64_t tile = chunk % c->tiles, segment = chunk / c->tiles % c->segments, h = chunk / c->tiles / c->segments;
     int64_t group = b->heads / b->kv_heads, dim = b->dim, end = (tile + 1) * c->tile < b->tokens ? (tile + 1) * c->tile : b->tokens;
@@ -269,8 +271,9 @@ static void segment_chunk(void *arg, int64_t chunk) {
         }
     }
 }
-static void fold_chunk(void *arg, int64_t t) {
-    Attend *c = arg;
+static void fold_chunk(const void *arg, int64_t t, void *none) {
+    const Attend *c = arg;
+    (void)none;
     const Batch *b = c->b;
     int64_t group = b->heads / b->kv_heads, dim = b->dim;
     float total[MAX_DIM] __attribute__((aligned(64)));
@@ -289,8 +292,9 @@ static void fold_chunk(void *arg, int64_t t) {
 }
 
 /* All segments of one tile of a long prompt. */
-static void tile_chunk(void *arg, int64_t chunk) {
-    Attend *c = arg;
+static void tile_chunk(const void *arg, int64_t chunk, void *none) {
+    const Attend *c = arg;
+    (void)none;
     const Batch *b = c->b;
     int64_t h = chunk % b->kv_heads, s = chunk / b->kv_heads * c->tile, group = b->heads / b->kv_heads, dim = b->dim;
     int64_t end = s + c->tile < b->tokens ? s + c->tile : b->tokens, longest = 0;
@@ -323,13 +327,13 @@ void fr_attend(const Batch *b, const float *q, Cache kv, int64_t window, float s
     Attend c = {b, q, kv, window, scale, out, tile, (b->tokens + tile - 1) / tile, 0, scratch};
     int64_t need = fr_attend_scratch(b);
     if (!need) {
-        pool_run(tile_chunk, &c, c.tiles * b->kv_heads);
+        pool_run(&(Job){tile_chunk, 0, &c, sizeof c, 0, c.tiles * b->kv_heads});
         return;
     }
     c.segments = need / (b->tokens * b->heads * (2 + b->dim));
-    pool_run(segment_chunk, &c, b->kv_heads * c.segments * c.tiles);
+    pool_run(&(Job){segment_chunk, 0, &c, sizeof c, 0, b->kv_heads * c.segments * c.tiles});
     if (b->tokens < 8)
-        for (int64_t t = 0; t < b->tokens; t++) fold_chunk(&c, t);
+        for (int64_t t = 0; t < b->tokens; t++) fold_chunk(&c, t, 0);
     else
-        pool_run(fold_chunk, &c, b->tokens);
+        pool_run(&(Job){fold_chunk, 0, &c, sizeof c, 0, b->tokens});
 }

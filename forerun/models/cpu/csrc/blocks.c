@@ -512,21 +512,16 @@ static void (*const TILES[])(const Kind *, const uint8_t *, int64_t, const Row *
 static void (*const TILES[])(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t) = {0, tile1, tile2, tile3, tile4};
 #endif
 
-/* Row groups from..to of a packed matrix times `count` prepared rows; y is [count, ldy], the matrix's rows from column 0. */
-void fr_product(int type, const uint8_t *w, int64_t rows, int64_t cols, int64_t from, int64_t to, const uint8_t *x,
-                int64_t count, float *y, int64_t ldy) {
+/* Row groups from..to of a packed matrix times `count` prepared rows: y [count, (to - from) ROWS]. */
+void fr_product(int type, const uint8_t *w, int64_t cols, int64_t from, int64_t to, const uint8_t *x, int64_t count, float *y) {
     const Kind *k = kind_of(type);
-    int64_t blocks = cols / k->per, bytes = fr_row_bytes(cols, k->per);
+    int64_t blocks = cols / k->per, bytes = fr_row_bytes(cols, k->per), ldy = (to - from) * ROWS;
     for (int64_t g = from; g < to; g++)
         for (int64_t t = 0; t < count; t += TILE) {
             Row row[TILE];
             int n = count - t < TILE ? (int)(count - t) : TILE;
             for (int i = 0; i < n; i++)
                 row_parts(x + (t + i) * bytes, cols, k->per, &row[i].q, &row[i].scales, &row[i].sums);
-            float last[TILE * ROWS], *out = y + t * ldy + g * ROWS;
-            int whole = (g + 1) * ROWS <= rows;
-            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, whole ? out : last, whole ? ldy : ROWS);
-            if (!whole)
-                for (int i = 0; i < n; i++) memcpy(out + i * ldy, last + i * ROWS, (rows - g * ROWS) * sizeof(float));
+            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, y + t * ldy + (g - from) * ROWS, ldy);
         }
 }

@@ -20,11 +20,12 @@ typedef struct { const Part *parts; int64_t num_parts, rows; const float *bias; 
 typedef struct { const float *x; int64_t stride; const float *norm; float eps; int gate; } Input;
 enum { NONE = 0, SILU = 1, GELU = 2 };
 
+#define MAX_PARTS 8
 typedef struct {
-    const Matrix *m; Input in; int64_t count;
+    const Part *parts; int64_t num_parts, ldy; Input in; int64_t count;
     uint8_t *prepared[2]; /* rows by 32 and by 256 */
-    const float *add; float *y;
-    int64_t first[8], groups[8]; /* chunk at which a part begins, row groups of its chunks */
+    const float *bias, *add; float *y;
+    int64_t first[MAX_PARTS], groups[MAX_PARTS]; /* chunk at which a part begins, row groups of its chunks */
 } Call;
 
 /* act(gate) * up for gate, up = the halves of a row of 2 n */
@@ -39,9 +40,10 @@ static void gate_row(const float *x, int64_t n, int gate, float *out) {
     }
 }
 
-static void prepare_chunk(void *arg, int64_t t) {
-    Call *c = arg;
-    int64_t cols = c->m->parts->cols;
+static void prepare_chunk(const void *arg, int64_t t, void *none) {
+    const Call *c = arg;
+    (void)none;
+    int64_t cols = c->parts->cols;
     const float *x = c->in.x + t * c->in.stride;
     float gated[c->in.gate ? cols : 1] __attribute__((aligned(64)));
     if (c->in.gate) gate_row(x, cols, c->in.gate, gated), x = gated;
@@ -52,61 +54,79 @@ static void prepare_chunk(void *arg, int64_t t) {
         }
 }
 
-static void product_chunk(void *arg, int64_t chunk) {
-    Call *c = arg;
-    const Matrix *m = c->m;
-    int64_t p = 0, column = 0, ldy = m->rows;
-    while (p + 1 < m->num_parts && chunk >= c->first[p + 1]) column += m->parts[p++].rows;
-    const Part *part = m->parts + p;
+typedef struct { const Part *part; int64_t column, from, to, lo, hi; } Place; /* row groups from..to, rows lo..hi */
+static Place place_of(const Call *c, int64_t chunk) {
+    int64_t p = 0, column = 0;
+    while (p + 1 < c->num_parts && chunk >= c->first[p + 1]) column += c->parts[p++].rows;
+    const Part *part = c->parts + p;
     int64_t all = (part->rows + ROWS - 1) / ROWS, from = (chunk - c->first[p]) * c->groups[p];
     int64_t to = from + c->groups[p] < all ? from + c->groups[p] : all;
-    float *y = c->y + column;
-    fr_product(part->type, part->packed, part->rows, part->cols, from, to, c->prepared[part->per == 256], c->count, y, ldy);
-    int64_t lo = from * ROWS, hi = to * ROWS < part->rows ? to * ROWS : part->rows;
+    return (Place){part, column, from, to, from * ROWS, to * ROWS < part->rows ? to * ROWS : part->rows};
+}
+
+/* A chunk of the product, [count, (to - from) ROWS]. Reads weights and prepared rows alone. */
+static void product_chunk(const void *arg, int64_t chunk, void *buffer) {
+    const Call *c = arg;
+    Place at = place_of(c, chunk);
+    fr_product(at.part->type, at.part->packed, at.part->cols, at.from, at.to, c->prepared[at.part->per == 256], c->count, buffer);
+}
+
+static void commit_chunk(const void *arg, int64_t chunk, const void *buffer) {
+    const Call *c = arg;
+    Place at = place_of(c, chunk);
+    int64_t ldy = c->ldy, width = (at.to - at.from) * ROWS, size = at.hi - at.lo, column = at.column + at.lo;
     for (int64_t t = 0; t < c->count; t++) {
-        float *row = y + t * ldy;
-        if (m->bias)
-            for (int64_t i = lo; i < hi; i++) row[i] += m->bias[column + i];
-        if (c->add)
-            for (int64_t i = lo; i < hi; i++) row[i] += c->add[t * ldy + column + i];
+        const float *row = (const float *)buffer + t * width, *add = c->add ? c->add + t * ldy + column : 0;
+        const float *bias = c->bias ? c->bias + column : 0;
+        float *y = c->y + t * ldy + column;
+        if (bias && add)
+            for (int64_t i = 0; i < size; i++) y[i] = row[i] + bias[i] + add[i];
+        else if (bias || add)
+            for (int64_t i = 0; i < size; i++) y[i] = row[i] + (bias ? bias : add)[i];
+        else
+            memcpy(y, row, size * sizeof(float));
     }
 }
 
-static void product(const Matrix *m, Input in, int64_t count, uint8_t *scratch, const float *add, float *y) {
-    Call c = {m, in, count, {0, 0}, add, y, {0}, {0}};
-    int64_t chunks = 0;
+static void product(const Matrix *m, Input in, int64_t count, const float *add, float *y) {
+    Call c = {m->parts, m->num_parts, m->rows, in, count, {0, 0}, m->bias, add, y, {0}, {0}};
+    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[2] = {0, 0};
     for (int64_t p = 0; p < m->num_parts; p++) {
         const Part *part = m->parts + p;
         int64_t all = (part->rows + ROWS - 1) / ROWS, bytes = part->bytes / all;
         int64_t groups = count > PROMPT_ROWS ? PROMPT_GROUPS : CHUNK_BYTES / bytes;
         c.first[p] = chunks, c.groups[p] = groups < 1 ? 1 : groups;
         chunks += (all + c.groups[p] - 1) / c.groups[p];
-        uint8_t **prepared = c.prepared + (part->per == 256);
-        if (!*prepared) *prepared = scratch, scratch += count * fr_row_bytes(part->cols, part->per);
+        widest = c.groups[p] > widest ? c.groups[p] : widest;
+        row_bytes[part->per == 256] = fr_row_bytes(cols, part->per);
     }
+    Arena *arena;
+    uint8_t *prepared = arena_take(count * (row_bytes[0] + row_bytes[1]), &arena);
+    if (row_bytes[0]) c.prepared[0] = prepared;
+    if (row_bytes[1]) c.prepared[1] = prepared + count * row_bytes[0];
     if (count < 4)
-        for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t);
+        for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t, 0);
     else
-        pool_run(prepare_chunk, &c, count);
-    pool_run(product_chunk, &c, chunks);
+        pool_run(&(Job){prepare_chunk, 0, &c, sizeof c, 0, count});
+    pool_run(&(Job){product_chunk, commit_chunk, &c, sizeof c, count * widest * ROWS * sizeof(float), chunks});
+    arena_give(arena);
 }
 
 /* y [count, rows of m] = rms_norm(x) @ m.T + bias + add; eps < 0: no norm. */
-void fr_linear(const Matrix *m, const float *x, const float *norm, float eps, int64_t count, uint8_t *scratch,
-               const float *add, float *y) {
-    Input in = {x, m->parts->cols, norm, eps, NONE};
-    product(m, in, count, scratch, add, y);
+void fr_linear(const Matrix *m, const float *x, const float *norm, float eps, int64_t count, const float *add, float *y) {
+    product(m, (Input){x, m->parts->cols, norm, eps, NONE}, count, add, y);
 }
 
 typedef struct { const float *x; int64_t size; int gate; float *out; } Gate;
-static void gate_chunk(void *arg, int64_t t) {
-    Gate *c = arg;
+static void gate_chunk(const void *arg, int64_t t, void *none) {
+    const Gate *c = arg;
+    (void)none;
     gate_row(c->x + 2 * t * c->size, c->size, c->gate, c->out + t * c->size);
 }
 /* out [count, size] for rows [gate, up] of x [count, 2 size] */
 void fr_gate(const float *x, int64_t count, int64_t size, int gate, float *out) {
     Gate c = {x, size, gate, out};
-    pool_run(gate_chunk, &c, count);
+    pool_run(&(Job){gate_chunk, 0, &c, sizeof c, 0, count});
 }
 
 typedef struct {
@@ -119,17 +139,11 @@ typedef struct {
 typedef struct { int64_t hidden; float eps, scale; int32_t gate; } Shape;
 
 static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
-static int64_t prepared_bytes(const Matrix *m, int64_t count) {
-    int64_t cols = m->parts->cols;
-    return count * (fr_row_bytes(cols, 32) + (cols % 256 ? 0 : fr_row_bytes(cols, 256)));
-}
-
 /* Bytes of scratch that `fr_layers` needs. */
 int64_t fr_layers_scratch(const Shape *shape, const Layer *layer, const Batch *b) {
-    int64_t n = b->tokens, prepared = prepared_bytes(&layer->qkv, n), down = prepared_bytes(&layer->down, n);
+    int64_t n = b->tokens;
     return align64(n * layer->qkv.rows * 4) + 2 * align64(n * b->heads * b->dim * 4) + align64(n * layer->gate_up.rows * 4) +
-           align64(n * shape->hidden * 4) + align64(fr_attend_scratch(b) * 4) + align64(down > prepared ? down : prepared) +
-           align64(prepared_bytes(&layer->o, n)) + 64;
+           align64(n * shape->hidden * 4) + fr_attend_scratch(b) * 4 + 64;
 }
 
 /* x [tokens, hidden] through layers from..to, in place; leaves their K/V. */
@@ -140,13 +154,12 @@ void fr_layers(const Shape *shape, const Layer *layers, int64_t from, int64_t to
     float *qkv = (float *)scratch, *q = (float *)(scratch += align64(n * l->qkv.rows * 4));
     float *a = (float *)(scratch += align64(n * b->heads * b->dim * 4)), *h = (float *)(scratch += align64(n * b->heads * b->dim * 4));
     float *y = (float *)(scratch += align64(n * l->gate_up.rows * 4)), *parts = (float *)(scratch += align64(n * shape->hidden * 4));
-    scratch += align64(fr_attend_scratch(b) * 4);
     for (; from < to; from++, l++) {
-        product(&l->qkv, (Input){x, shape->hidden, l->attn_norm, shape->eps, NONE}, n, scratch, 0, qkv);
+        product(&l->qkv, (Input){x, shape->hidden, l->attn_norm, shape->eps, NONE}, n, 0, qkv);
         fr_store(b, qkv, q, l->kv, l->rope, l->q_norm, l->k_norm, shape->eps);
         fr_attend(b, q, l->kv, l->window, shape->scale, parts, a);
-        product(&l->o, (Input){a, b->heads * b->dim, 0, -1, NONE}, n, scratch, x, y);
-        product(&l->gate_up, (Input){y, shape->hidden, l->mlp_norm, shape->eps, NONE}, n, scratch, 0, h);
-        product(&l->down, (Input){h, l->gate_up.rows, 0, -1, shape->gate}, n, scratch, y, x);
+        product(&l->o, (Input){a, b->heads * b->dim, 0, -1, NONE}, n, x, y);
+        product(&l->gate_up, (Input){y, shape->hidden, l->mlp_norm, shape->eps, NONE}, n, 0, h);
+        product(&l->down, (Input){h, l->gate_up.rows, 0, -1, shape->gate}, n, y, x);
     }
 }
