@@ -108,6 +108,7 @@ class FusedLayers:
         assert kernels is not None
         self._kernels, self._layers, self._first = kernels, layers, kv[0][0].data_ptr()
         self._held = (ropes, kv)
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # kept: fresh pages would cost as much as a layer
         eps = layers[0].attn_norm[1]
         self._shape = Shape(config.hidden_size, eps, config.scale, GATES[config.activation])
         self._weights = (LayerWeights * len(layers))()
@@ -133,10 +134,11 @@ class FusedLayers:
     def __call__(self, x: Tensor, batch: Batch, which: range) -> Tensor:
         at = ctypes.addressof(batch)
         size = self._kernels.fr_layers_scratch(ctypes.addressof(self._shape), ctypes.addressof(self._weights), at)
-        scratch = torch.empty(size, dtype=torch.uint8)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
         x = x.clone()
         self._kernels.fr_layers(
             *(ctypes.addressof(self._shape), ctypes.addressof(self._weights), which.start, which.stop, at),
-            *(x.data_ptr(), scratch.data_ptr()),
+            *(x.data_ptr(), self._scratch.data_ptr()),
         )
         return x
