@@ -123,9 +123,7 @@ class FusedLayers:
 
     @staticmethod
     def possible(layers: list[Layer], kv: KV) -> bool:
-        blocks = (
-            isinstance(linear, BlockLinear) for w in layers for linear in (w.qkv, w.o, w.gate_up, w.down)
-        )
+        blocks = (isinstance(linear, BlockLinear) for w in layers for linear in (w.qkv, w.o, w.gate_up, w.down))
         return kv[0][0].dtype == torch.float32 and layers[0].post_attn_norm is None and all(blocks)
 
     def serves(self, layers: list[Layer], kv: KV) -> bool:
