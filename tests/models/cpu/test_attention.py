@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forerun.models.formats.load import open_checkpoint
 
 from forerun.cache.pool import PagePool
 from forerun.core import ROOT, Draft, TokenBatch
@@ -17,6 +16,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import BlockAttention
 from forerun.models.decoder import Taps
 from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats.checkpoint import open_checkpoint
 from tests.models.test_attention import CUTS, IDS, TREE, cut
 
 CPU, SIZE, PAGES = torch.device("cpu"), 16, 160
