@@ -108,10 +108,12 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     mode = DTYPES[name]
     if quantization is None:
         return mode
-    if quantization not in ("int8", "file"):
+    if quantization == "auto":
+        return mode
+    if quantization not in ("int8", "file", "fp16", "float32"):
         raise BadRequest(
             f"quantization is {quantization!r:.80}",
-            "use int8, or file for a GGUF file's own blocks, or None: quantised files are computed in int8",
+            "use file (a GGUF file's own blocks), int8, fp16 or float32, or None: the fastest that keeps a file's quality",
         )
     if mode not in ("auto", quantization):
         raise BadRequest(f"dtype is {name!r} and quantization {quantization!r}", "leave one of them out")

@@ -75,9 +75,9 @@ class LLM(OldLLMNames):
     that drafts tokens; its K/V is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
     models, for requests whose prompts are drafted; the default model has one.
 
-    `dtype`: auto, float32, float16, bfloat16 or int8; auto means int8 for quantised files on a CPU. `quantization`:
-    int8 is the same as `dtype="int8"`; file multiplies a GGUF file's own blocks, 4 bits as 4 bits, by C kernels that
-    are compiled at first use (int8 where there is no compiler). `device`: auto, cpu or cuda. `threads`: of the CPU;
+    `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
+    as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
+    On a CPU auto means file for quantised files, and int8 where there is no compiler or int8 is faster. `device`: auto, cpu or cuda. `threads`: of the CPU;
     None: OMP_NUM_THREADS, else one for each core.
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run

@@ -49,17 +49,21 @@ def measure_modes(
     options = {"device": device, "threads": threads}
     reference = _score(model, REFERENCE, texts, tokens, options)
     results = []
-    for weights in modes or default_modes(device):
+    for weights in modes or default_modes(model, device):
         scored = _score(model, weights, texts, tokens, options)
         results += [compare(weights, name, ids, reference[name][1], logits) for name, (ids, logits) in scored.items()]
     return results
 
 
-def default_modes(device: str) -> tuple[str, ...]:
-    """The modes worth asking about: those that are not float32."""
-    from forerun.models.build import choose_device
+def default_modes(model: str, device: str) -> tuple[str, ...]:
+    """The modes worth asking about: those that are not float32, and a file's own blocks where it has some."""
+    from forerun.models.build import block_problem_of, choose_device
+    from forerun.models.fetch.resolve import resolve
+    from forerun.models.formats.checkpoint import open_checkpoint
 
-    return ("bf16",) if choose_device(device).type == "cuda" else ("fp16", "int8")
+    if choose_device(device).type == "cuda":
+        return ("bf16",)
+    return ("fp16", "int8") if block_problem_of(open_checkpoint(resolve(model))) else ("fp16", "int8", "file")
 
 
 def _score(
@@ -68,7 +72,8 @@ def _score(
     """Token ids and logits of each text; the model is closed again before the next one is opened."""
     from forerun import LLM
 
-    with LLM(model, dtype=weights, max_model_len=max(tokens + 1, 2), quiet=True, **options) as llm:
+    mode = {"quantization": weights} if weights == "file" else {"dtype": weights}
+    with LLM(model, **mode, max_model_len=max(tokens + 1, 2), quiet=True, **options) as llm:
         scored = {}
         for name, text in texts.items():
             ids = llm.tokenizer.encode(text, add_special=True)[:tokens]

@@ -61,11 +61,12 @@ Draft = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", "-w", help="auto, float32, float16, bfloat16 or int8. auto: int8 for quantised files on CPU."
+        "--dtype", "-w", help="auto, float32, float16, bfloat16 or int8. auto: a quantised file's own blocks on CPU."
     ),
 ]
 Quantization = Annotated[
-    str | None, typer.Option("--quantization", "-q", help="int8: as --dtype int8; file: a GGUF file's own blocks.")
+    str | None,
+    typer.Option("--quantization", "-q", help="auto, file (a GGUF file's own blocks), int8, fp16 or float32."),
 ]
 Profile = Annotated[
     str | None,

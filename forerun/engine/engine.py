@@ -20,6 +20,7 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.core import SamplingParams, Usage
+from forerun.core.threads import torch_threads
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
@@ -98,6 +99,10 @@ class Engine:
 
     def step(self) -> bool:
         """Run one batch and send its events; False when there was nothing to do but upgrades."""
+        with torch_threads(self.runner.host_threads):
+            return self._step()
+
+    def _step(self) -> bool:
         self.process_inbox()
         spent = self._draft_prompts()  # a piece of each prompt whose K/V is drafted, not computed
         batch = self.scheduler.schedule(spent)

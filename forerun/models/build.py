@@ -23,6 +23,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import BlockAttention
 from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks, set_threads
 from forerun.models.cpu.block_linear import problem as block_problem
+from forerun.models.cpu.choice import blocks_are_worth_it
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
@@ -60,7 +61,8 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_precision(weights: str, device: torch.device, quantised: bool) -> Precision:
-    """`auto`: bf16 on CUDA; on CPU int8 for files that are quantised already, else float32 (bf16 if it is fast)."""
+    """`auto`: bf16 on CUDA; on CPU a quantised file's own blocks (`build_decoder` falls back to int8), else float32
+    (bf16 if it is fast)."""
     if weights not in WEIGHTS:
         raise BadRequest(f"weights is {weights!r}", f"use one of {', '.join(WEIGHTS)}")
     if device.type == "cuda":
@@ -69,7 +71,7 @@ def choose_precision(weights: str, device: torch.device, quantised: bool) -> Pre
             raise BadRequest(f"weights {weights!r} need a CPU", "use bf16, fp16 or float32 on CUDA")
         return cuda_precision(dtypes[weights])
     if weights == "auto":
-        weights = "int8" if quantised else "bf16" if fast_bf16() else "float32"
+        weights = "file" if quantised else "bf16" if fast_bf16() else "float32"
     if weights == "bf16":
         return Precision("bf16", Linear, torch.bfloat16)
     if weights == "file":
@@ -113,8 +115,11 @@ def build_decoder(
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention."""
     precision = choose_precision(weights, device, checkpoint.quantised)
-    if precision.linear is BlockLinear and (why := _no_blocks(checkpoint)):
-        log.warning("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)
+    if precision.linear is BlockLinear and (why := _no_blocks(checkpoint, asked=weights == "file")):
+        log.log(
+            logging.WARNING if weights == "file" else logging.INFO,
+            *("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why),
+        )
         precision = CPU_PRECISIONS["int8"]
     key = packed_key(checkpoint, precision, is_draft, quiet)
     builder = _Builder(checkpoint, precision, device, is_draft, key)
@@ -171,8 +176,13 @@ def packed_key(checkpoint: Checkpoint, precision: Precision, is_draft: bool, qui
     return PackedKey(fingerprint(checkpoint, quiet), use, cpu_kind(), code.hexdigest())
 
 
-def _no_blocks(checkpoint: Checkpoint) -> str:
-    """Why a model's matrices cannot be multiplied in the format of its file; empty where they can."""
+def _no_blocks(checkpoint: Checkpoint, asked: bool) -> str:
+    """Why a model's matrices are not multiplied in the format of its file; empty where they are."""
+    return block_problem_of(checkpoint) or ("" if asked or blocks_are_worth_it() else "int8 is faster on this CPU")
+
+
+def block_problem_of(checkpoint: Checkpoint) -> str:
+    """Why they cannot be."""
     looked_up = set() if checkpoint.config.tie_embeddings else {"embed"}
     shapes = expected_shapes(checkpoint.config)
     return block_problem({checkpoint.stored(n)[0] for n, s in shapes.items() if len(s) == 2 and n not in looked_up})

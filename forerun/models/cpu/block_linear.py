@@ -121,5 +121,20 @@ class BlockLinear(Linear):
         return self(x, add=add)
 
 
+class Q8Linear(BlockLinear):
+    """A float matrix as blocks of 32 eight-bit values with a scale each, Q8_0 of GGUF files."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__([("Q8_0", q8_0(weight))], bias)
+
+
+def q8_0(weight: Tensor) -> Tensor:
+    """A matrix [rows, cols] as a file would store it: [rows, bytes]."""
+    blocks = weight.float().reshape(weight.shape[0], -1, 32)  # [rows, blocks, 32]
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+    levels = torch.where(scales > 0, blocks / scales.float(), 0).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat((scales.view(torch.uint8), levels.view(torch.uint8)), -1).reshape(weight.shape[0], -1)
+
+
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

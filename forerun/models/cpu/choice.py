@@ -1,0 +1,66 @@
+"""Whether a quantised file is computed in its own blocks or as int8 on this CPU: measured once, kept with the library.
+
+Blocks lose nothing of the file, int8 rounds its weights again, so blocks are taken unless int8 is clearly faster both
+for one row and for several. Knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+
+import torch
+
+from forerun.models.cpu.block_linear import Q8Linear, set_threads
+from forerun.models.cpu.library import build_key, library
+from forerun.models.fetch.store import home
+from forerun.models.linear import PackedInt8
+
+SIZE = 1536  # rows and columns of the matrix that is timed: of a small model, and too large for a core's own cache
+ROWS = (1, 8)
+MAX_RATIO = 1.25  # of int8's time, above which int8 is taken; below it blocks' quality decides
+REPEATS = 7
+
+
+def blocks_are_worth_it() -> bool:
+    """Of the two ways to hold 8-bit weights: what is said of 4-bit blocks, which are half as long, holds all the more."""
+    return library() is not None and min(_ratios(torch.get_num_threads())) <= MAX_RATIO
+
+
+@cache
+def _ratios(threads: int) -> tuple[float, ...]:
+    """Time of blocks against int8 for each of ROWS, from the cache folder or measured now."""
+    path = home() / "kernels" / f"{build_key()}-{threads}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        known = tuple(float(ratio) for ratio in json.loads(path.read_text(encoding="utf-8"))["blocks_to_int8"])
+        if len(known) == len(ROWS) and all(0 < ratio < 1e6 for ratio in known):
+            return known
+    found = _measure(threads)
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump({"blocks_to_int8": found}, file)
+        file.close()
+        os.replace(file.name, path)
+    return found
+
+
+def _measure(threads: int) -> tuple[float, ...]:
+    weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    set_threads(threads)
+    blocks, int8 = Q8Linear(weight), PackedInt8(weight)
+    ratios = []
+    for rows in ROWS:
+        x = torch.randn(rows, SIZE)
+        times = [(_seconds(lambda x=x: blocks(x)), _seconds(lambda x=x: int8(x))) for _ in range(REPEATS)]  # type: ignore[misc]
+        ratios.append(min(a for a, _ in times) / min(b for _, b in times))
+    return tuple(ratios)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
