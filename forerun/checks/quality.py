@@ -58,7 +58,7 @@ def measure_modes(
 def default_modes(model: str, device: str) -> tuple[str, ...]:
     """The modes worth asking about: those that are not float32, and a file's own blocks where it has some."""
     from forerun.models.build import block_problem_of, choose_device
-    from forerun.models.fetch.resolve import resolve
+    from forerun.models.fetch.store import resolve
     from forerun.models.formats.checkpoint import open_checkpoint
 
     if choose_device(device).type == "cuda":
