@@ -77,8 +77,8 @@ class LLM(OldLLMNames):
 
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
     as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
-    On a CPU auto means file for quantised files, and int8 where there is no compiler or int8 is faster. `device`: auto, cpu or cuda. `threads`: of the CPU;
-    None: OMP_NUM_THREADS, else one for each core.
+    On a CPU auto means file for quantised files, and int8 where there is no compiler or int8 is faster. `device`: auto,
+    cpu or cuda. `threads`: of the CPU; None: OMP_NUM_THREADS, else one for each core.
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
     at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the

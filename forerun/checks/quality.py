@@ -72,8 +72,10 @@ def _score(
     """Token ids and logits of each text; the model is closed again before the next one is opened."""
     from forerun import LLM
 
-    mode = {"quantization": weights} if weights == "file" else {"dtype": weights}
-    with LLM(model, **mode, max_model_len=max(tokens + 1, 2), quiet=True, **options) as llm:
+    dtype, quantization = ("auto", weights) if weights == "file" else (weights, None)
+    with LLM(
+        model, dtype=dtype, quantization=quantization, max_model_len=max(tokens + 1, 2), quiet=True, **options
+    ) as llm:
         scored = {}
         for name, text in texts.items():
             ids = llm.tokenizer.encode(text, add_special=True)[:tokens]

@@ -28,7 +28,7 @@ REPEATS = 7
 
 
 def blocks_are_worth_it() -> bool:
-    """Of the two ways to hold 8-bit weights: what is said of 4-bit blocks, which are half as long, holds all the more."""
+    """Timed for 8-bit weights, held in both ways: 4-bit blocks are half as long, so it holds for them all the more."""
     return library() is not None and min(_ratios(torch.get_num_threads())) <= MAX_RATIO
 
 
