@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
+import pytest
+
+from forerun.models.cpu import library as module
 from forerun.models.cpu.library import library
 
 collect_ignore = []
 if library() is None:
     print("no C compiler: products on a file's own blocks are not tested here", file=sys.stderr)
-    collect_ignore += ["test_block_linear.py", "test_library.py"]
+    collect_ignore += ["test_attention.py", "test_block_linear.py", "test_library.py"]
+
+
+@pytest.fixture(scope="module", params=["native", "x86-64-v3"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels as compiled for this CPU, and for one that has AVX2 and nothing newer."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "native":
+            flags = tuple(f"-march={request.param}" if flag.startswith("-march") else flag for flag in module.FLAGS)
+            patch.setattr(module, "FLAGS", flags)
+            patch.setenv("FORERUN_HOME", str(tmp_path_factory.mktemp("avx2")))
+            library.cache_clear()
+            loaded = library()
+            assert loaded is not None and loaded.fr_isa() == b"avx2"
+        yield
+    library.cache_clear()

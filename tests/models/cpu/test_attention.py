@@ -64,6 +64,7 @@ def reference(config: ModelConfig, batch: TokenBatch, q: torch.Tensor, kv: tuple
 SHAPES = [(4, 2, 64), (9, 3, 64), (12, 2, 128), (3, 3, 16), (5, 1, 80), (2, 1, 256)]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [None, 40, 700])
 def test_it_is_a_softmax_over_what_a_token_sees(heads: int, kv_heads: int, dim: int, window: int | None):
@@ -87,6 +88,7 @@ def test_it_is_a_softmax_over_what_a_token_sees(heads: int, kv_heads: int, dim: 
         assert torch.equal(attend(config, make_batch(rows[s : s + 1]), q[own], kv), got[:, own])
 
 
+@pytest.mark.usefixtures("kernels")
 def test_large_scores_and_equal_scores():
     config, batch = make_config(4, 2, 64, None), make_batch([(list(range(40)), 600, 1)])
     kv = (torch.ones(PAGES * SIZE, 2, 64), torch.randn(PAGES * SIZE, 2, 64))
@@ -104,6 +106,7 @@ def make_runner(folder: Path, weights: str) -> Runner:
     return Runner(decoder, PagePool(decoder.config, 96, 16, decoder.dtype, CPU), 1024)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_the_same_bits_however_the_tokens_are_cut(family: str, tiny_folder: Callable[[str], Path]):
     runner = make_runner(tiny_folder(family), "int8")

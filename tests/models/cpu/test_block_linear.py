@@ -9,7 +9,7 @@ import torch
 from gguf import quants
 
 from forerun import LLM, SamplingParams
-from forerun.models.cpu.block_linear import FORMATS, BlockLinear, problem, set_threads
+from forerun.models.cpu.block_linear import FORMATS, BlockLinear, Q8Linear, problem, q8_0, set_threads
 from forerun.models.linear import rms_norm
 
 ROWS, COLS = 70, 768  # the last group of 16 rows is not full
@@ -49,6 +49,7 @@ def inputs(rows: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_product_is_that_of_the_blocks(name: str) -> None:
     raw, weight = stored(name)
@@ -59,6 +60,7 @@ def test_the_product_is_that_of_the_blocks(name: str) -> None:
     assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     linear, x = BlockLinear([(name, stored(name)[0])]), inputs(37)
@@ -67,6 +69,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
         assert torch.equal(linear(x[3 : 3 + rows]), together[3 : 3 + rows])
 
 
+@pytest.mark.usefixtures("kernels")
 def test_norm_bias_residual_and_several_formats_in_one_call() -> None:
     parts = {"Q4_K": stored("Q4_K"), "Q6_K": stored("Q6_K", 33, 1), "Q8_0": stored("Q8_0", 16, 2)}
     bias, norm = torch.randn(ROWS + 33 + 16), (torch.rand(COLS) + 0.5, 1e-5)
@@ -78,6 +81,7 @@ def test_norm_bias_residual_and_several_formats_in_one_call() -> None:
     assert float((linear(x, norm=norm, add=add) - exact).norm() / exact.norm()) < 0.01  # activations have eight bits
 
 
+@pytest.mark.usefixtures("kernels")
 def test_threads_change_no_bit() -> None:
     raw, x = stored("Q4_K", 512)[0], inputs(3)
     results = []
@@ -104,3 +108,14 @@ def test_the_default_model_answers_from_its_own_blocks() -> None:
         llm.clear_cache()
         assert [llm.generate(prompt, params, speculation="off")[0].token_ids for prompt in prompts] == together
         assert "Paris" in llm.generate(prompts[0], params)[0].text
+
+
+def test_a_float_matrix_as_eight_bit_blocks() -> None:
+    weight, x = torch.randn(40, COLS), inputs(5)
+    weight[3, 32:64] = 0  # a block without a scale
+    exact = x @ weight.T
+    assert float((Q8Linear(weight)(x) - exact).norm() / exact.norm()) < 0.01
+    restored = torch.from_numpy(quants.dequantize(q8_0(weight).numpy(), gguf.GGMLQuantizationType.Q8_0))
+    peaks = weight.view(40, -1, 32).abs().amax(-1)  # [rows, blocks]
+    errors = (restored - weight).view(40, -1, 32).abs().amax(-1)
+    assert bool((errors <= peaks / 127 * 0.51 + 1e-3 * peaks).all())
