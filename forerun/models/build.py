@@ -20,7 +20,7 @@ from forerun.core.usage import LoadReport
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
 from forerun.models.config import ModelConfig
-from forerun.models.cpu.attention import BlockAttention
+from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks, set_threads
 from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.cpu.choice import blocks_are_worth_it
@@ -202,8 +202,8 @@ def attention_backend(
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
-    if precision.name == "file" and not BlockAttention.problem(config):
-        return BlockAttention(config, device, max_context)
+    if precision.name == "file" and not PagedCpuAttention.problem(config):
+        return PagedCpuAttention(config, device, max_context)
     rounds = precision.name in ("int8", "file")  # where a difference in the last bit would grow
     return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
 

@@ -17,14 +17,14 @@ from forerun.core import KV, TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.block_linear import GATES, BlockLinear, address
-from forerun.models.cpu.library import Batch, Cache, LayerWeights, Shape, library
+from forerun.models.cpu.library import Batch, Cache, LayerWeights, LayerShape, library
 from forerun.models.decoder import Layer
 from forerun.models.linear import Norm
 
 MAX_HEAD_DIM, MAX_GROUP, HEAD_DIM_MULTIPLE = 256, 32, 16  # what attention.c is compiled for
 
 
-class BlockAttention(AttentionBackend):
+class PagedCpuAttention(AttentionBackend):
     """The contract of attention, and all layers of a forward in one call where nothing has to be seen in between."""
 
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
@@ -110,7 +110,7 @@ class FusedLayers:
         self._held = (ropes, kv)
         self._scratch = torch.empty(0, dtype=torch.uint8)  # kept: fresh pages would cost as much as a layer
         eps = layers[0].attn_norm[1]
-        self._shape = Shape(config.hidden_size, eps, config.scale, GATES[config.activation])
+        self._shape = LayerShape(config.hidden_size, eps, config.scale, GATES[config.activation])
         self._weights = (LayerWeights * len(layers))()
         for i, (w, layer) in enumerate(zip(self._weights, layers, strict=True)):
             for name in ("qkv", "o", "gate_up", "down"):

@@ -149,7 +149,7 @@ class LayerWeights(ctypes.Structure):
     ]
 
 
-class Shape(ctypes.Structure):
+class LayerShape(ctypes.Structure):
     _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole)]
 
 

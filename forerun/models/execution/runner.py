@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
-from forerun.models.cpu.attention import BlockAttention
+from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import Decoder, Output, Taps, Watch
 from forerun.models.execution.batch_split import clone_output, join_outputs, joins_decoding, split_spans
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
@@ -92,7 +92,7 @@ class Runner:
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
         self.splits_batches = self.graphs is not None  # whether prompts and decoding rows run apart
         # where the C kernels have threads of their own, torch's would spin on the same cores between its small products
-        self.host_threads = 1 if isinstance(decoder.attention, BlockAttention) else None
+        self.host_threads = 1 if isinstance(decoder.attention, PagedCpuAttention) else None
 
     @cached_property
     def all_layers_kv(self) -> AllLayersKV:

@@ -13,7 +13,7 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT, Draft, TokenBatch
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.cpu.attention import BlockAttention
+from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import Taps
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
@@ -42,7 +42,7 @@ def make_batch(rows: Rows) -> TokenBatch:
 
 
 def attend(config: ModelConfig, batch: TokenBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]):
-    backend = BlockAttention(config, CPU, 4096)
+    backend = PagedCpuAttention(config, CPU, 4096)
     backend.plan(batch)
     return torch.stack([backend.attend(q, layer, kv) for layer in range(2)])
 
@@ -102,7 +102,7 @@ def test_large_scores_and_equal_scores():
 
 def make_runner(folder: Path, weights: str) -> Runner:
     decoder, _ = build_decoder(open_checkpoint(folder), CPU, weights, 1024)
-    decoder.attention = BlockAttention(decoder.config, CPU, 1024)
+    decoder.attention = PagedCpuAttention(decoder.config, CPU, 1024)
     return Runner(decoder, PagePool(decoder.config, 96, 16, decoder.dtype, CPU), 1024)
 
 
