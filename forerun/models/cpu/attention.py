@@ -17,7 +17,7 @@ from forerun.core import KV, TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.block_linear import GATES, BlockLinear, address
-from forerun.models.cpu.library import Batch, Cache, LayerWeights, LayerShape, library
+from forerun.models.cpu.library import Batch, Cache, LayerShape, LayerWeights, library
 from forerun.models.decoder import Layer
 from forerun.models.linear import Norm
 
