@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forerun.cache.pool import DraftKV, PagePool
+from forerun.errors import BadRequest
 from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.parallel import ParallelDrafting
@@ -56,3 +57,17 @@ class DraftContext:
         self.runner.warm_up()
         if self.draft_runner is not None:
             self.draft_runner.warm_up()
+
+    def draft_problem(self, user: str, through_text: bool) -> BadRequest | None:
+        """Why `user` cannot work with the draft model: it needs the target's tokens, or goes through the text."""
+        if self.draft is None:
+            hint = "open the model with a draft: draft_model=..., or --draft-model on the command line"
+            return BadRequest(f"{user} needs a draft model", hint)
+        if through_text and (self.tokenizer is None or self.draft.tokenizer is None):
+            missing = "the target" if self.tokenizer is None else self.draft.source
+            hint = "use models that come with their tokenizer"
+            return BadRequest(f"{user} goes through the text, and {missing} has no tokenizer", hint)
+        if not through_text and not self.draft.same_tokens:
+            hint = "use a draft of the same family, the drafter `cross` or the source `self`"
+            return BadRequest(f"{user} needs the target's tokens, those of {self.draft.source} are others", hint)
+        return None

@@ -41,7 +41,7 @@ class Speculator:
         if controller is None:
             self.controller.target = self._target_costs()
         self.totals = Usage()
-        self.prepare(SamplingParams())
+        self.drafter_pool.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
         limit, nodes = self.drafter_pool.max_timed_tokens, 8
@@ -67,14 +67,6 @@ class Speculator:
         make_verifier(spec)
         self.drafter_pool.check(params)
 
-    def ready(self, params: SamplingParams) -> bool:
-        """Whether all drafters of a request have been made."""
-        return params.speculation.off or self.drafter_pool.ready(params)
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Make the drafters of a request; between steps, since timing one or searching its layers can take long."""
-        self.drafter_pool.prepare(params)
-
     def open(self, seq_id: int, context: Context, usage: Usage) -> SpeculationState | None:
         """Speculation for a new sequence; None where it is off."""
         if context.params.speculation.off:
@@ -86,14 +78,6 @@ class Speculator:
             and any(self.drafter_pool[name].can_sample for name in names)
         )
         return SpeculationState(seq_id, context, usage, names, verifier, self.controller.new_request(), sampled)
-
-    def finish(self, spec_state: SpeculationState) -> None:
-        """The sequence ended: drafters drop its state, or learn from its text."""
-        self.drafter_pool.finish(spec_state)
-
-    def forget(self) -> None:
-        """Drop what drafters remember of requests that ended."""
-        self.drafter_pool.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ class Engine:
         try:
             self.output.finish(seq, reason, event)
             if seq.spec_state is not None:
-                self.speculator.finish(seq.spec_state)
+                self.speculator.drafter_pool.finish(seq.spec_state)
         except Exception as error:  # its last event goes out all the same, or its client would wait
             log.error("the end of a request failed", exc_info=error)
             self.output.drop(seq)
@@ -253,18 +253,13 @@ class Engine:
 
     def prepared(self, params: SamplingParams) -> bool:
         """Whether the drafters and the prefill source that these parameters name exist."""
-        drafters = params.speculation.off or self.speculator.ready(params)
-        return drafters and (params.prefill.exact or self.speculative_prefill.ready(params.prefill))
+        return self.speculator.drafter_pool.ready(params) and self.speculative_prefill.ready(params.prefill)
 
     def prepare(self, params: SamplingParams) -> None:
         """Make them; between steps, since that may time forwards."""
         self.speculator.check(params)
-        self.speculator.prepare(params)
-        self.speculative_prefill.prepare(params.prefill)
-
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raise where a request cannot be answered."""
-        self.intake.check(prompt_ids, params)
+        self.speculator.drafter_pool.prepare(params)
+        self.speculative_prefill.check(params.prefill, 1)
 
     def submit(self, request: Request) -> None:
         """Check a request and queue it; raises `BadRequest` before anything is touched."""
@@ -320,7 +315,7 @@ class Engine:
 
     def score(self, ids: list[int]) -> Tensor:
         """Logits at every position of a text, [len(ids), V] float32; for measuring, between steps."""
-        self.check(ids, SamplingParams())
+        self.intake.check(ids, SamplingParams())
         self.clear_cache()
         return self.runner.score(ids, self.config.max_num_batched_tokens)
 
@@ -333,15 +328,8 @@ class Engine:
         """Forget all prefixes and what drafters remember of old answers; running sequences keep their own pages, the
         disk tier its files."""
         pins, drafts = self.scheduler.pins, self.scheduler.shared_drafts
-        for cache in (
-            pins,
-            drafts,
-            self.tree,
-            self.approximate,
-            self.upgrades,
-            self.tiers,
-            *self.scheduler.text_caches,
-        ):
+        caches = (pins, drafts, self.tree, self.approximate, self.upgrades, self.tiers, *self.scheduler.text_caches)
+        for cache in caches:
             if cache is not None:
                 cache.clear()
-        self.speculator.forget()
+        self.speculator.drafter_pool.forget()

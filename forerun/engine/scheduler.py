@@ -24,7 +24,8 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.engine.sequence import Phase, ScheduledSequence, Sequence, common_prefix
-from forerun.engine.speculative_prefill import ExactTextCache, SharedDraft, SharedDrafts
+from forerun.engine.speculative_prefill import SharedDraft, SharedDrafts
+from forerun.prefill.sources.chunk_index import ChunkIndex
 from forerun.prefill.state import PrefillState
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
@@ -51,7 +52,7 @@ class Scheduler:
         self.pins, self.max_num_seqs, self.max_num_batched_tokens = Pins(pool), max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
-        self.text_caches: list[ExactTextCache] = []
+        self.text_caches: list[ChunkIndex] = []  # of exact pages beside the prefix tree
         self.on_release: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
         self._preempted = False
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,17 +27,7 @@ from forerun.prefill.state import PrefillStage, PrefillState
 if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
     from forerun.prefill.prefiller import Prefiller
-
-
-@runtime_checkable
-class ExactTextCache(Protocol):
-    """Holds exact pages beside the prefix tree and gives them back when asked, as a source that reuses texts does."""
-
-    def remember(self, tokens: Seq[int], pages: Seq[int]) -> None: ...
-
-    def release(self, count: int) -> int: ...
-
-    def clear(self) -> None: ...
+    from forerun.prefill.sources.chunk_index import ChunkIndex
 
 
 class SpeculativePrefill:
@@ -71,10 +60,6 @@ class SpeculativePrefill:
         """Whether there is nothing to make for such prompts."""
         return settings.exact or self.prefiller is None or self.prefiller.has_source(settings)
 
-    def prepare(self, settings: Prefill) -> None:
-        """Make what drafts such prompts, between steps; raises where no prompt could be drafted so."""
-        self.check(settings, 1)
-
     def open(self, seq: Sequence) -> Sequence | None:
         """Mark a new sequence whose prompt is to be drafted, or return a provisional sequence of which that is true;
         where it cannot be, the report in its usage has the reason."""
@@ -88,8 +73,8 @@ class SpeculativePrefill:
             return None
         assert self.prefiller is not None
         source = self.prefiller.source(settings)
-        if isinstance(source, ExactTextCache):
-            self._register(source)
+        if source.text_index is not None:
+            self._register(source.text_index)
         drafted = Sequence(seq.request, seq.index, seq.seed) if provisional else seq
         drafted.draft_key = self.prefiller.key(settings)
         if not provisional:
@@ -97,7 +82,7 @@ class SpeculativePrefill:
         drafted.final, seq.provisional = seq, ProvisionalAnswer(seq=drafted)
         return drafted
 
-    def _register(self, cache: ExactTextCache) -> None:
+    def _register(self, cache: ChunkIndex) -> None:
         """From now on it is given all exact K/V; what the prefix tree holds already, at once, the latest last."""
         tree = self.scheduler.tree
         if cache in self.scheduler.text_caches:

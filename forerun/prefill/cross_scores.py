@@ -115,18 +115,10 @@ class CrossScores:
     """Attention of a draft model of another tokenizer."""
 
     def __init__(self, ctx: DraftContext) -> None:
+        if (problem := ctx.draft_problem("the chooser 'cross'", through_text=True)) is not None:
+            raise problem
         draft, runner = ctx.draft, ctx.draft_runner
-        if draft is None or runner is None:
-            raise BadRequest(
-                "the chooser 'cross' needs a draft model",
-                "open the model with a draft: draft_model=..., or --draft-model on the command line",
-            )
-        if ctx.tokenizer is None or draft.tokenizer is None:
-            missing = "the target" if ctx.tokenizer is None else draft.source
-            raise BadRequest(
-                f"the chooser 'cross' goes through the text, and {missing} has no tokenizer",
-                "use models that come with their tokenizer",
-            )
+        assert draft is not None and runner is not None and ctx.tokenizer is not None and draft.tokenizer is not None
         self._ctx, self._runner, self._pool = ctx, runner, ctx.pool
         self._target, self._draft = ctx.tokenizer, draft.tokenizer
         self.max_tokens = min(ctx.max_context, draft.decoder.config.max_context)

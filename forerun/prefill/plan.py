@@ -7,7 +7,6 @@ tail that the engine runs. Runs nothing. The first entries are always recomputed
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,14 +15,6 @@ from forerun.prefill.choosers import select
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
-
-
-@runtime_checkable
-class Gapped(Protocol):
-    """A source that leaves entries without any K/V."""
-
-    def missing(self, state: PrefillState) -> np.ndarray:
-        """Entries before state.end that the target must run through all layers."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,7 @@ def why_exact(
     """Why exact prefill would be taken instead, before anything is read; empty: it would not. The same as `plan`
     without scores; for a prompt whose entries are all alike it needs no arrays of them."""
     begun = state.x is not None and state.x.shape[0] > 0
-    if begun or isinstance(source, Gapped) or state.depths[state.first :].any():
+    if begun or source.leaves_gaps or state.depths[state.first :].any():
         return plan(state, None, profile, source, costs, policy, spent).exact
     lo, size, must = max(state.first, policy.first), policy.span, required(state, source, policy)
     count, why = _count(state, max(0, state.end - lo), must, profile, costs, policy, spent)
@@ -176,7 +167,7 @@ def why_exact(
 def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarray:
     """Entries that are recomputed whatever the scores: the first ones, and those that the source could not draft."""
     first = np.arange(state.first, min(policy.first, state.end), dtype=np.int64)
-    return np.union1d(first, source.missing(state)).astype(np.int64) if isinstance(source, Gapped) else first
+    return np.union1d(first, source.missing(state)).astype(np.int64) if source.leaves_gaps else first
 
 
 def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Policy) -> list[CheckSpan]:
@@ -190,19 +181,25 @@ def place(state: PrefillState, chosen: np.ndarray, must: np.ndarray, policy: Pol
     drafted[must] = False
     wanted = np.zeros(state.end, dtype=bool)
     wanted[chosen] = True
-    gain = _sums(wanted, size)
+    gain = window_sums(wanted, size)
     if not drafted[lo:].all():
-        gain[_sums(drafted, size) < size] = -1  # not all of it can be compared
-    edges = np.linspace(lo, state.end, policy.spans + 1).astype(np.int64)
-    starts = []
-    for left, right in zip(edges, edges[1:], strict=False):
-        mine = gain[left : max(left, right - size + 1)]
-        if mine.max(initial=-1) >= 0:
-            best = left + np.flatnonzero(mine == mine.max())
-            starts.append(int(best[np.abs(best - (left + right - size) / 2).argmin()]))
+        gain[window_sums(drafted, size) < size] = -1  # not all of it can be compared
+    starts = span_starts(gain, lo, state.end, policy)
     middles = [(a + b + size) // 2 for a, b in zip(starts, starts[1:], strict=False)]
     bounds = [state.first, *middles, state.end]
     return [CheckSpan(s, size, a, b) for s, a, b in zip(starts, bounds, bounds[1:], strict=False)]
+
+
+def span_starts(gain: np.ndarray, lo: int, end: int, policy: Policy) -> list[int]:
+    """One check span in each part of lo .. end: where `gain`, by its first entry, is largest, of equals the middle one;
+    none where all is negative."""
+    starts, edges = [], np.linspace(lo, end, policy.spans + 1).astype(np.int64)
+    for left, right in zip(edges, edges[1:], strict=False):
+        mine = gain[left : max(left, right - policy.span + 1)]
+        if mine.max(initial=-1) >= 0:
+            best = left + np.flatnonzero(mine == mine.max())
+            starts.append(int(best[np.abs(best - (left + right - policy.span) / 2).argmin()]))
+    return starts
 
 
 def deepen(state: PrefillState, failed: list[CheckSpan], scores: np.ndarray, share: float) -> np.ndarray:
@@ -263,7 +260,7 @@ def _union(end: int, *parts: np.ndarray) -> np.ndarray:
     return np.flatnonzero(among)
 
 
-def _sums(values: np.ndarray, size: int) -> np.ndarray:
+def window_sums(values: np.ndarray, size: int) -> np.ndarray:
     """Sums of `size` values from each place on that has so many."""
     sums = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=sums[1:])

@@ -38,7 +38,6 @@ from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import (
     CheckSpan,
     Costs,
-    Gapped,
     Policy,
     PrefillPlan,
     deepen,
@@ -217,9 +216,9 @@ class Prefiller:
         """Check a first span, so that a prompt whose drafts are no good is not read to its end."""
         state.first_checked = True
         assert self.profile is not None
-        if not self.profile.thresholds or isinstance(state.source, Gapped):  # a gap is no sample of the rest
+        if not self.profile.thresholds or state.source.leaves_gaps:  # a gap is no sample of the rest
             return
-        scores, entries = self._recomputer.first_check(state, state.costs, state.source.base)
+        scores, entries = self._recomputer.first_check(state)
         state.spent += state.costs.rows(entries) + state.costs.checks(self.policy.span)
         if not scores.finite.all():
             wipe(self._runner, state.pages, state.first, len(state.tokens))
@@ -256,7 +255,7 @@ class Prefiller:
     def _recompute(self, state: PrefillState, budget: int) -> None:
         entries = state.todo[: min(budget, self._recomputer.most or budget)]
         last = len(entries) == len(state.todo)
-        entries = entries[: self._recomputer.run(state, state.costs, entries, state.checker, last)]
+        entries = entries[: self._recomputer.run(state, entries, state.checker, last)]
         state.todo = state.todo[len(entries) :]
         state.spent += state.costs.rows(entries)
 
@@ -330,17 +329,15 @@ class Recomputer:
         """Entries to run in one go, with room for the tail; 0: any number."""
         return max(0, self._runner.max_recompute_rows - self._policy.tail)
 
-    def run(
-        self, state: PrefillState, costs: Costs, entries: np.ndarray, checker: Checker | None, last: bool = False
-    ) -> int:
+    def run(self, state: PrefillState, entries: np.ndarray, checker: Checker | None, last: bool = False) -> int:
         """As many of these entries, in order, as start in one layer; how many they were. Later ones see what earlier
         ones have become. After the `last` ones of a round the tail may run in the same pass."""
-        start, layers = time.perf_counter(), costs.start(entries)
+        start, layers = time.perf_counter(), state.costs.start(entries)
         entries = entries[: int(np.argmax(layers != layers[0])) or None]
         if layers[0] or not self._at_once(state, entries, checker, last and len(entries) == len(layers)):
             self._step_by_step(state, entries, int(layers[0]), checker)
         state.depths[entries] = state.layers
-        state.report.token_layers += costs.token_layers(entries)
+        state.report.token_layers += state.costs.token_layers(entries)
         state.report.recompute_s += time.perf_counter() - start
         return len(entries)
 
@@ -349,9 +346,8 @@ class Recomputer:
         tail = np.arange(state.end, len(state.tokens)) if last else np.zeros(0, dtype=np.int64)
         running = np.concatenate((entries, tail))
         rows = Rows(state.ids[running], running, state.pages, np.full(len(running), state.layers))
-        recompute = self._ragged_pass.at_once(
-            rows, np.zeros(0, np.int64) if checker is None else checker.among(entries)
-        )
+        picks = np.zeros(0, np.int64) if checker is None else checker.among(entries)
+        recompute = self._ragged_pass.at_once(rows, picks)
         if recompute is None:
             return False
         if checker is not None:
@@ -393,13 +389,13 @@ class Recomputer:
         finally:
             pool.release(pages)
 
-    def first_check(self, state: PrefillState, costs: Costs, base: int) -> tuple[Scores, np.ndarray]:
+    def first_check(self, state: PrefillState) -> tuple[Scores, np.ndarray]:
         """One check span at the end of what is read so far; its scores, and the entries that were recomputed for it."""
         size, end = self._policy.span, min(state.read, state.end)
         span = CheckSpan(end - size, size, state.first, end)
         sinks = np.arange(state.first, min(self._policy.first, state.end))  # every token attends to these
-        checker = Checker(self._runner, state.pages, [span], base, min(self._policy.first, state.end))
+        checker = Checker(self._runner, state.pages, [span], state.source.base, min(self._policy.first, state.end))
         entries = todo = np.union1d(sinks, span.entries)
         while len(todo):
-            todo = todo[self.run(state, costs, todo, checker) :]
+            todo = todo[self.run(state, todo, checker) :]
         return checker.scores(), entries

@@ -137,7 +137,7 @@ def _evaluated(
     if params.n != 1:
         raise BadRequest(f"params has n={params.n}, beside {n} candidates", "leave n out of params")
     ids = llm.encode(prompt)
-    llm.engine.check(ids, params)
+    llm.engine.intake.check(ids, params)
     found = run_sync(_run(llm, ids, n, params, group_seed(seed, params), evaluate))
     if all(candidate.error is not None for candidate in found):
         assert found[0].error is not None

@@ -207,7 +207,7 @@ class Driver:
         self.check_open()
         if self.engine.prepared(params):
             if not params.prefill.exact:
-                self.engine.speculative_prefill.prepare(params.prefill)  # raises where prompts cannot be drafted so
+                self.engine.speculative_prefill.check(params.prefill, 1)  # raises where prompts cannot be drafted so
             return
         with self.exclusive() as engine:
             engine.prepare(params)

@@ -63,7 +63,7 @@ class Rollout:
             )
         logprobs = min(MAX_LOGPROBS, max(MIN_TOP_LOGPROBS, config.params.logprobs or 0))
         self.params = replace(config.params, logprobs=logprobs)
-        llm.engine.check(stem, self.params)
+        llm.engine.intake.check(stem, self.params)
         self.tree = RolloutTree(stem, llm.tokenizer, config.token_budget)
         eos = llm.config.eos_ids
         self.brancher = Brancher(config.branch_on, llm.tokenizer, config.separator, config.min_prob, config.width, eos)

@@ -54,8 +54,8 @@ def score_each(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[Sequence[
         for i, continuation in enumerate(continuations):
             if not continuation:
                 raise BadRequest(f"continuation {i} is empty", "give at least one token to score")
-            llm.engine.check([*prefix, *continuation], SamplingParams())
-        llm.engine.check(list(prefix), SamplingParams())
+            llm.engine.intake.check([*prefix, *continuation], SamplingParams())
+        llm.engine.intake.check(list(prefix), SamplingParams())
 
     with llm.driver.lease() as lease:
         return [_Scorer(llm.engine, lease, list(prefix)).run(continuations) for prefix, continuations in pairs]

@@ -64,7 +64,7 @@ class Chunks(Measure):
                     about = {"chooser": chooser, "share": float(share), "kl": kl, "top1": top1}
                     yield name, about | figures(held.report, held.seconds)
         finally:
-            source.clear()
+            source.index.clear()
 
     def _meet(self, scorer: PromptScorer, source: ChunkSource, ids: list[int]) -> None:
         """Every chunk alone, exactly, as an earlier request would have left it."""
@@ -72,7 +72,7 @@ class Chunks(Measure):
             alone = ids[lo : lo + self.chunk]
             with scorer.hold(alone, keep=True) as held:
                 held.run(alone[held.end :], held.end)
-                source.remember(alone, held.pages)
+                source.index.remember(alone, held.pages)
 
     def summary(self, found: Found) -> list[Row]:
         table: list[Row] = []

@@ -197,9 +197,9 @@ def test_without_a_profile_only_exact_prefill_can_be_asked_for(tiny_folder: Call
         Answer(engine, prompt(0), DRAFTED)
     assert "profile" in caught.value.hint and "--allow-exact" in caught.value.hint and engine.idle
     with pytest.raises(BadProfile, match="needs a profile"):  # before a prompt is there, too
-        engine.speculative_prefill.prepare(DRAFTED.prefill)
+        engine.speculative_prefill.check(DRAFTED.prefill, 1)
     allowed = SamplingParams(max_tokens=2, prefill=Prefill("speculative", allow_exact=True))
-    engine.speculative_prefill.prepare(allowed.prefill)
+    engine.speculative_prefill.check(allowed.prefill, 1)
     answer = Answer(engine, prompt(0), allowed)
     finish(engine)
     assert answer.tokens() and "profile" in answer.last.usage.prefill.fell_back  # type: ignore[union-attr]

@@ -228,7 +228,7 @@ def test_texts_seen_before_are_reused_elsewhere_and_never_in_the_way(
     assert report is not None and not report.fell_back and report.drafted > 60
     assert run(engine, [[*other, *one, *prompt(33, 20)]], EXACT)[0] == truth([*other, *one, *prompt(33, 20)])
     (cache,) = engine.scheduler.text_caches
-    kept = cache.index.num_pages  # type: ignore[attr-defined]
+    kept = cache.num_pages
     assert kept > 0 and engine.scheduler.make_room(engine.pool.num_pages)  # everything can be had
     for seed in range(34, 44):  # more than the pool holds
         assert run(engine, [prompt(seed, 200)], EXACT)[0] == truth(prompt(seed, 200))

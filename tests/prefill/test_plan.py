@@ -37,6 +37,8 @@ class Cheap(KVSource):
 class Holes(Cheap):
     """Leaves entries without K/V."""
 
+    leaves_gaps = True
+
     def missing(self, state: PrefillState) -> np.ndarray:
         return np.arange(300, 340)
 

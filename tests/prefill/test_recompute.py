@@ -104,11 +104,11 @@ def test_entries_that_start_in_different_layers_run_in_passes_of_their_own(ctx: 
     for layer, caches in enumerate(ctx.pool.kv):
         for cache in caches:
             cache[slots(pages, entries if layer >= base else entries[10:])] = 9.0  # what is to be recomputed
-    recomputer, costs = Recomputer(ctx.runner, POLICY), Costs(state, Fake(ctx, base=base), config)
-    assert recomputer.run(state, costs, entries, None) == 10
+    recomputer, state.costs = Recomputer(ctx.runner, POLICY), Costs(state, Fake(ctx, base=base), config)
+    assert recomputer.run(state, entries, None) == 10
     assert (state.depths[50:60] == config.num_layers).all() and not state.depths[60:].any()
     assert state.report.token_layers == 10 * (config.num_layers - base)
-    assert recomputer.run(state, costs, entries[10:], None) == 10
+    assert recomputer.run(state, entries[10:], None) == 10
     for mine, theirs in zip(stored(ctx, pages, 0, 70), exact, strict=True):
         assert all(torch.allclose(a, b[:70], atol=1e-5) for a, b in zip(mine, theirs, strict=True))
 

@@ -72,23 +72,12 @@ class CrossDrafter(Drafter):
 
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
-        if ctx.draft is None:
-            return BadRequest(
-                f"the drafter {cls.name!r} needs a draft model",
-                "open the model with a draft: draft_model=..., or --draft-model on the command line",
-            )
-        if ctx.draft.same_tokens:
+        if ctx.draft is not None and ctx.draft.same_tokens:
             return BadRequest(
                 f"the tokens of {ctx.draft.source} are the target's own, there is nothing to translate",
                 "use the drafter `model`",
             )
-        if ctx.tokenizer is None or ctx.draft.tokenizer is None:
-            missing = "the target" if ctx.tokenizer is None else ctx.draft.source
-            return BadRequest(
-                f"the drafter {cls.name!r} goes through the text, and {missing} has no tokenizer",
-                "use models that come with their tokenizer",
-            )
-        return None
+        return ctx.draft_problem(f"the drafter {cls.name!r}", through_text=True)
 
     # -- the contract --------------------------------------------------------------------------------------------------
 

@@ -62,17 +62,7 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
-        if ctx.draft is None:
-            return BadRequest(
-                f"the drafter {cls.name!r} needs a draft model",
-                "open the model with a draft: draft_model=..., or --draft-model on the command line",
-            )
-        if not ctx.draft.same_tokens:
-            return BadRequest(
-                f"the tokens of {ctx.draft.source} are not the target's, so their ids mean different text",
-                "use the drafter `cross`, which goes through the text",
-            )
-        return None
+        return ctx.draft_problem(f"the drafter {cls.name!r}", through_text=False)
 
     # -- the contract --------------------------------------------------------------------------------------------------
 

@@ -124,10 +124,14 @@ class DenseModel:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[:, None], scale=self.config.scale)
         return out.transpose(1, 2).flatten(2)
 
+    def attention_residual(self, attended: Tensor, i: int) -> Tensor:
+        """What an attention output adds to the residual stream."""
+        h = F.linear(attended, self._w(i, "o"))
+        return self._norm(h, f"layers.{i}.post_attn_norm") if self.config.post_norms else h
+
     def finish_layer(self, x: Tensor, attended: Tensor, i: int) -> Tensor:
         """A layer after its attention: output projection, residuals, MLP."""
-        h = F.linear(attended, self._w(i, "o"))
-        x = x + (self._norm(h, f"layers.{i}.post_attn_norm") if self.config.post_norms else h)
+        x = x + self.attention_residual(attended, i)
         h = self._norm(x, f"layers.{i}.mlp_norm")
         gate = F.linear(h, self._w(i, "gate"))
         gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")

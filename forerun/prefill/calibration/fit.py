@@ -6,8 +6,7 @@ Knows what to save of a stage and which of the distilled maps are the best; not 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,26 +29,31 @@ SELECTION_WINDOWS = 16  # held-out windows for that
 SELECTION_SHARE = 0.1  # of tokens recomputed in them
 
 
-def fit(
-    pair: ModelPair,
-    windows: Windows,
-    settings: FitSettings,
-    text: WindowSettings,
-    saved: CalibrationState,
-    quiet: bool,
-) -> tuple[Maps, dict[str, Any]]:
+@dataclass
+class CalibrationJob:
+    """What a calibration works on, once everything is opened and checked."""
+
+    pair: ModelPair
+    windows: Windows
+    settings: FitSettings
+    text: WindowSettings
+    saved: CalibrationState
+    quiet: bool = False
+
+
+def fit(job: CalibrationJob) -> tuple[Maps, dict[str, Any]]:
     """The maps, and facts about how they were fitted."""
+    saved = job.saved
     if "maps" not in saved.values:
-        saved.values = {"maps": _ridge(pair, windows.train, settings, saved, quiet).tensors()}
+        saved.values = {"maps": _ridge(job).tensors()}
         saved.save(saved.values)
-    maps = _restored(pair, saved.values["maps"])
-    if not settings.distill:
-        return maps, {"steps": 0}
-    return Distillation(pair, maps, windows, settings, text, saved).run(quiet)
+    maps = _restored(job.pair, saved.values["maps"])
+    return Distillation(job, maps).run() if job.settings.distill else (maps, {"steps": 0})
 
 
-def _ridge(pair: ModelPair, rows: Tensor, settings: FitSettings, saved: CalibrationState, quiet: bool) -> Maps:
+def _ridge(job: CalibrationJob) -> Maps:
     """Sums over all windows, then one solution."""
+    pair, rows, settings, saved = job.pair, job.windows.train, job.settings, job.saved
     device, config = pair.target.device, pair.target.config
     ridge = Ridge(pair.inputs, pair.width, device)
     done = 0
@@ -57,7 +61,7 @@ def _ridge(pair: ModelPair, rows: Tensor, settings: FitSettings, saved: Calibrat
         ridge.load(saved.values["ridge"])
         done = int(saved.values["windows"])
         saved.values = {}  # large, and not needed twice
-    for at in track(range(done, len(rows), settings.batch), "fitting maps", quiet):
+    for at in track(range(done, len(rows), settings.batch), "fitting maps", job.quiet):
         ridge.add(*_examples(pair, rows[at : at + settings.batch].to(device).long()))
         saved.save_point(partial(_sums, ridge, at + settings.batch))
     asked = settings.rank or min(MAX_DEFAULT_RANK, config.hidden_size)
@@ -82,58 +86,50 @@ def _examples(pair: ModelPair, tokens: Tensor) -> tuple[Tensor, Tensor]:
 class Distillation:
     """Distillation steps, evaluated on held-out text now and then: more can be worse, so the best maps are kept."""
 
-    def __init__(
-        self,
-        pair: ModelPair,
-        maps: Maps,
-        windows: Windows,
-        settings: FitSettings,
-        text: WindowSettings,
-        saved: CalibrationState,
-    ) -> None:
-        self._pair, self._ridge, self._settings, self._saved = pair, maps, settings, saved
+    def __init__(self, job: CalibrationJob, maps: Maps) -> None:
+        self._job, self._pair, self._ridge = job, job.pair, maps
+        settings, text, windows, state = job.settings, job.text, job.windows, job.saved.values
         # From the end: the curve is measured from the start, and would be too good on windows the maps were selected on
         self._held, self._ahead = windows.held[-SELECTION_WINDOWS:], text.continuation
         # Until the number of steps is known, the rate stays next to nothing (warm-up)
         steps = settings.steps or 1_000_000
-        self._distiller = Distiller(pair, maps, Schedule(steps, ahead=2 * text.continuation))
+        self._distiller = Distiller(job.pair, maps, Schedule(steps, ahead=2 * text.continuation))
         self._feed = batches(windows.train, min(settings.batch, len(windows.train)), text.seed)
-        state = saved.values
         if "distill" in state:
             self._distiller.load(state["distill"])
             self._distiller.schedule = replace(self._distiller.schedule, steps=state["steps"])
-            self._best, self._kl, self._first = _restored(pair, state["best"]), state["kl"], state["first_kl"]
+            self._best, self._kl, self._first = _restored(job.pair, state["best"]), state["kl"], state["first_kl"]
             for _ in range(self._distiller.done):
                 next(self._feed)
         else:
             self._best = maps
             self._kl = self._first = self._evaluate(maps)
 
-    def run(self, quiet: bool) -> tuple[Maps, dict[str, Any]]:
+    def run(self) -> tuple[Maps, dict[str, Any]]:
         distiller = self._distiller
-        if self._settings.steps is None and not distiller.done:
-            steps = self._affordable(self._settings.minutes)
-            distiller.schedule = replace(distiller.schedule, steps=steps)
+        settings, saved = self._job.settings, self._job.saved
+        if settings.steps is None and not distiller.done:
+            distiller.schedule = replace(distiller.schedule, steps=self._affordable(settings.minutes))
         steps = distiller.schedule.steps
         every = max(1, steps // EVALUATIONS)
-        for step in track(range(distiller.done, steps), "distilling maps", quiet):
-            self._step(self._feed)
+        for step in track(range(distiller.done, steps), "distilling maps", self._job.quiet):
+            self._step()
             if (step + 1) % every == 0 or step + 1 == steps:
                 self._keep_best()
-            self._saved.save_point(self._state)
-        self._saved.values = self._state()
-        self._saved.save(self._saved.values)
+            saved.save_point(self._state)
+        saved.values = self._state()
+        saved.save(saved.values)
         return self._best, {"steps": steps, "ridge_kl": self._first, "distilled_kl": self._kl}
 
-    def _step(self, feed: Iterator[Tensor]) -> None:
-        self._distiller.step(next(feed).to(self._pair.target.device).long())
+    def _step(self) -> None:
+        self._distiller.step(next(self._feed).to(self._pair.target.device).long())
 
     def _affordable(self, minutes: float) -> int:
         """Steps that fit into the time, by the duration of the first few."""
         times = []
         for _ in range(TIMED_STEPS):
             start = time.monotonic()
-            self._step(self._feed)
+            self._step()
             times.append(time.monotonic() - start)
         return max(TIMED_STEPS + 1, round(60.0 * minutes / min(times)))
 
@@ -145,8 +141,8 @@ class Distillation:
             self._best = maps.with_tensors({name: t.clone() for name, t in maps.tensors().items()})
 
     def _evaluate(self, maps: Maps) -> float:
-        pair, batch = self._pair, self._settings.batch
-        return evaluate(pair, maps, self._held, self._ahead, SELECTION_SHARE, batch=batch).divergence
+        batch = self._job.settings.batch
+        return evaluate(self._pair, maps, self._held, self._ahead, SELECTION_SHARE, batch=batch).divergence
 
     def _state(self) -> dict[str, Any]:
         figures = {"kl": self._kl, "first_kl": self._first, "steps": self._distiller.schedule.steps}

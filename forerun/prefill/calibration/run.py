@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from forerun.errors import BadRequest
-from forerun.prefill.calibration.fit import SELECTION_WINDOWS, fit
-from forerun.prefill.calibration.model_pair import ModelPair
+from forerun.prefill.calibration.fit import SELECTION_WINDOWS, CalibrationJob, fit
 from forerun.prefill.calibration.quality import default_share, measure_curve, reading_cost
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
@@ -45,10 +44,10 @@ def calibrate(
     windows = read_windows(paths, models.target.tokenizer(), text, quiet)
     saved = CalibrationState(out, _inputs(models, windows, settings, text))
     with _within_memory(settings, text):
-        pair = models.build(device, quiet)
+        job = CalibrationJob(models.build(device, quiet), windows, settings, text, saved, quiet)
         with saved.defer_interrupt():
-            maps, facts = fit(pair, windows, settings, text, saved, quiet)
-            profile = _measured(models, pair, maps, windows, settings, text, saved, quiet)
+            maps, facts = fit(job)
+            profile = _measured(models, job, maps)
     profile.facts |= facts | {"device": device.type, "seconds": round(saved.seconds, 1), "files": windows.files}
     profile.facts |= {"train_tokens": windows.train.numel(), "held_tokens": windows.held.numel()}
     if settings.distill:  # windows of the curve that the maps were also selected on: its figures are too good there
@@ -69,28 +68,19 @@ def _inputs(models: CalibrationModels, windows: Windows, settings: FitSettings, 
     return {name: value for name, value in {**asdict(settings), **asdict(text), **fixed}.items() if name != "batch"}
 
 
-def _measured(
-    models: CalibrationModels,
-    pair: ModelPair,
-    maps: Maps,
-    windows: Windows,
-    settings: FitSettings,
-    text: WindowSettings,
-    saved: CalibrationState,
-    quiet: bool,
-) -> Profile:
+def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Profile:
     """A profile with its curve, default share and thresholds, all from held-out text."""
-    held, kinds = windows.held[:CURVE_WINDOWS], windows.kinds[:CURVE_WINDOWS]
-    ahead, batch = text.continuation, settings.batch
+    held, kinds = job.windows.held[:CURVE_WINDOWS], job.windows.kinds[:CURVE_WINDOWS]
+    pair, ahead, quality, quiet = job.pair, job.text.continuation, job.settings.quality, job.quiet
     config = models.target.config
     reading = reading_cost(config, models.source.config if models.source else None, models.base, max(models.taps))
 
     def save_point() -> None:
-        saved.save_point(lambda: saved.values)  # the maps are all there is to save
+        job.saved.save_point(lambda: job.saved.values)  # the maps are all there is to save
 
-    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, batch, save_point, quiet)
-    share, reached = default_share(curve, settings.quality)
-    limits = choose_thresholds(pair, maps, held, ahead, share, settings.quality, save_point, quiet)
+    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, job.settings.batch, save_point, quiet)
+    share, reached = default_share(curve, quality)
+    limits = choose_thresholds(pair, maps, held, ahead, share, quality, save_point, quiet)
     source = models.source or models.target
     return Profile(
         kind=models.kind,

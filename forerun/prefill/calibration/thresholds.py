@@ -22,7 +22,7 @@ from forerun.prefill.calibration.model_pair import FIRST_TOKENS, DraftedWindows,
 from forerun.prefill.calibration.quality import compare
 from forerun.prefill.checks import COSINES, SIGNALS, Scores
 from forerun.prefill.maps import Maps
-from forerun.prefill.plan import Policy
+from forerun.prefill.plan import Policy, span_starts, window_sums
 
 HARMLESS_QUANTILE = 0.98  # of the values of good windows: the first limits
 MIN_PASSING_SHARE = 0.98  # of good windows whose spans all pass
@@ -108,19 +108,11 @@ def measure_signals(pair: ModelPair, maps: Maps, window: Tensor, ahead: int, sha
 
 
 def check_positions(end: int, chosen: Tensor) -> Tensor:
-    """Entries of the check spans that a plan takes, [spans * span]: in each part of the prompt the span with the most
-    tokens that are recomputed anyway, of equals the one in the middle."""
-    spans, span = Policy().spans, Policy().span
-    wanted = torch.zeros(end, device=chosen.device)
-    wanted[chosen] = 1.0
-    gain = wanted.unfold(0, span, 1).sum(-1)  # [starts]
-    edges = [FIRST_TOKENS + i * (end - FIRST_TOKENS) // spans for i in range(spans + 1)]
-    positions = []
-    for left, right in zip(edges, edges[1:], strict=False):
-        at = torch.arange(left, right - span + 1, device=chosen.device)
-        off = (at - (left + right - span) / 2).abs() / end  # below 1
-        positions.append(at[(gain[at] - off).argmax()] + torch.arange(span, device=chosen.device))
-    return torch.cat(positions)
+    """Entries of the check spans that a plan takes, [spans * span]."""
+    wanted = np.zeros(end, dtype=bool)
+    wanted[chosen.cpu().numpy()] = True
+    starts = span_starts(window_sums(wanted, Policy().span), FIRST_TOKENS, end, Policy())
+    return (torch.tensor(starts)[:, None] + torch.arange(Policy().span)).flatten().to(chosen.device)
 
 
 def recompute_checked(drafted: DraftedWindows, chosen: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -175,20 +167,11 @@ def _cosines(
             query, target.rotate(key, keys, i), value, attn_mask=visible, scale=config.scale, enable_gqa=True
         )
         outs.append(out.transpose(1, 2).flatten(2).float())  # [B, C, Hq * D]
-    streams = [take_rows(x, at).float() + _residual(pair, i, out.to(x.dtype)).float() for out in outs]
+    streams = [take_rows(x, at).float() + target.attention_residual(out.to(x.dtype), i).float() for out in outs]
     return {
         "attention": F.cosine_similarity(outs[0], outs[1], dim=-1),
         "hidden": F.cosine_similarity(streams[0], streams[1], dim=-1),
     }
-
-
-def _residual(pair: ModelPair, i: int, out: Tensor) -> Tensor:
-    """What an attention output adds to the residual stream."""
-    weights, config = pair.target.weights, pair.target.config
-    h = F.linear(out, weights[f"layers.{i}.o"])
-    return (
-        F.rms_norm(h, h.shape[-1:], weights[f"layers.{i}.post_attn_norm"], config.norm_eps) if config.post_norms else h
-    )
 
 
 def _by_span(values: Tensor) -> Tensor:

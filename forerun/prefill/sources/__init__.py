@@ -13,6 +13,7 @@ import numpy as np
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.prefill.profile import Profile
+from forerun.prefill.sources.chunk_index import ChunkIndex
 from forerun.prefill.state import PrefillState
 
 SOURCES = ("draft", "self", "chunk")
@@ -22,6 +23,8 @@ class KVSource(ABC):
     name: str
     base: int  # layers below it the target runs for every token; they are exact as far as their input is
     max_tokens: int | None = None  # longest prompt that it reads
+    text_index: ChunkIndex | None = None  # of earlier prompts, where it reads those: it is given all exact K/V
+    leaves_gaps: bool = False  # whether `missing` may have entries
     min_length_scale: float = 1.0  # of the policy's shortest prompt: less where reading costs next to nothing
 
     def open(self, state: PrefillState) -> None:  # noqa: B027 (optional)
@@ -39,6 +42,10 @@ class KVSource(ABC):
 
     def finish(self, state: PrefillState) -> None:  # noqa: B027 (optional)
         """The prompt is done or cancelled: release what is held for it."""
+
+    def missing(self, state: PrefillState) -> np.ndarray:
+        """Entries before state.end that the target must run through all layers."""
+        return np.zeros(0, dtype=np.int64)
 
     def scores(self, state: PrefillState) -> np.ndarray | None:
         """[len(state.tokens)] how much each token matters to the tail, once everything is read; None: not measured."""

@@ -7,7 +7,6 @@ their pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,29 +43,14 @@ class ChunkSource(KVSource):
 
     name = "chunk"
     base = 1
+    leaves_gaps = True
     min_length_scale = 1 / 3
 
     def __init__(self, ctx: DraftContext) -> None:
         self._runner, self._pool = ctx.runner, ctx.pool
         self._decoder = ctx.runner.decoder
         self._ragged_pass = RaggedDepthPass(ctx.runner)
-        self.index = ChunkIndex(ctx.pool, ctx.pool.num_pages // 2)
-
-    # -- the index of earlier prompts ---------------------------------------------------------------------------------
-
-    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Index a prompt whose K/V on these pages is exact; they are held until `release` or newer texts need the
-        room."""
-        self.index.remember(tokens, pages)
-
-    def release(self, count: int) -> int:
-        """Release references to up to `count` pages; returns how many. Other holders keep the pages alive."""
-        return self.index.release(count)
-
-    def clear(self) -> None:
-        self.index.release(self.index.num_pages)
-
-    # -- the interface -------------------------------------------------------------------------------------------------
+        self.index = self.text_index = ChunkIndex(ctx.pool, ctx.pool.num_pages // 2)
 
     def open(self, state: PrefillState) -> None:
         first = max(state.first, state.known)
@@ -104,8 +88,7 @@ class ChunkSource(KVSource):
             state.source_state = None
 
     def missing(self, state: PrefillState) -> np.ndarray:
-        """Entries before state.end that the target must run through all layers: new ones, and the first of each
-        span."""
+        """New entries, and the first of each span."""
         return np.flatnonzero(self._uncopied(state, SPAN_HEAD_TOKENS))
 
     @staticmethod

@@ -82,6 +82,9 @@ class ChunkIndex:
             self._cut(text, keep)
         return released
 
+    def clear(self) -> None:
+        self.release(self.num_pages)
+
     def _cut(self, text: IndexedText, keep: int) -> None:
         size = self.pool.page_size
         gone, text.pages = text.pages[keep:], text.pages[:keep]

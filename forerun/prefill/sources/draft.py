@@ -14,7 +14,6 @@ from torch import Tensor
 
 from forerun.cache.pool import PartialForward
 from forerun.decode.draft_context import DraftContext
-from forerun.errors import BadRequest
 from forerun.models.decoder import Watch
 from forerun.models.execution.float8_mlp import float8_decoder
 from forerun.models.execution.runner import Span
@@ -40,16 +39,9 @@ class DraftSource(KVSource):
 
     def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
         profile = require_profile(profile, self.name)
-        if ctx.draft is None or ctx.draft_runner is None or ctx.draft_kv is None:
-            raise BadRequest(
-                "the source 'draft' needs a draft model",
-                "open the model with a draft: draft_model=..., or --draft-model on the command line",
-            )
-        if not ctx.draft.same_tokens:
-            raise BadRequest(
-                f"the tokens of {ctx.draft.source} are not the target's, so its K/V cannot be mapped",
-                "use a draft of the same family, or source=self",
-            )
+        if (problem := ctx.draft_problem(f"the source {self.name!r}", through_text=False)) is not None:
+            raise problem
+        assert ctx.draft is not None and ctx.draft_runner is not None and ctx.draft_kv is not None
         self._pool, self._draft_kv, self._runner = ctx.pool, ctx.draft_kv, ctx.draft_runner
         self._writer = KVWriter(ctx.runner, ctx.draft.decoder, profile.maps, self.float8)
         self.base = profile.maps.base

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.prefill.calibration import fit as fitting
-from forerun.prefill.calibration.fit import Distillation, _examples, fit
+from forerun.prefill.calibration.fit import CalibrationJob, Distillation, _examples, fit
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, ModelPair
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import FitSettings
@@ -45,12 +45,12 @@ class Stopping(CalibrationState):
 @pytest.mark.parametrize("which", ["pair", "alone"])
 def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pair: ModelPair = request.getfixturevalue(which)
-    straight, facts = fit(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    straight, facts = fit(CalibrationJob(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True))
     stops = 0
     for _ in range(20):
         saved = Stopping(tmp_path / "b", 3)
         try:
-            maps, same = fit(pair, windows, settings(), TEXT, saved, True)
+            maps, same = fit(CalibrationJob(pair, windows, settings(), TEXT, saved, True))
             break
         except KeyboardInterrupt:
             stops += 1
@@ -63,9 +63,15 @@ def test_stopped_and_gone_on(which: str, windows: Windows, tmp_path: Path, reque
 
 def test_a_smaller_batch_may_go_on(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        fit(pair, windows, settings(distill=False, batch=3), TEXT, Stopping(tmp_path / "a", 1), True)
-    maps, _ = fit(pair, windows, settings(distill=False, batch=1), TEXT, CalibrationState(tmp_path / "a", {}), True)
-    whole, facts = fit(pair, windows, settings(distill=False), TEXT, CalibrationState(tmp_path / "b", {}), True)
+        fit(CalibrationJob(pair, windows, settings(distill=False, batch=3), TEXT, Stopping(tmp_path / "a", 1), True))
+    maps, _ = fit(
+        CalibrationJob(
+            pair, windows, settings(distill=False, batch=1), TEXT, CalibrationState(tmp_path / "a", {}), True
+        )
+    )
+    whole, facts = fit(
+        CalibrationJob(pair, windows, settings(distill=False), TEXT, CalibrationState(tmp_path / "b", {}), True)
+    )
     assert facts == {"steps": 0}
     x = torch.randn(5, 160)
     torch.testing.assert_close(maps(x), whole(x), atol=1e-2, rtol=1e-2)
@@ -83,7 +89,9 @@ def test_examples_leave_out_the_first_tokens(pair: ModelPair, windows: Windows) 
 
 
 def test_more_rank_than_there_is(pair: ModelPair, windows: Windows, tmp_path: Path) -> None:
-    maps, _ = fit(pair, windows, settings(rank=4096, steps=1), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    maps, _ = fit(
+        CalibrationJob(pair, windows, settings(rank=4096, steps=1), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    )
     assert maps.rank == 160 and maps.target_embedding
 
 
@@ -92,7 +100,11 @@ def test_the_rank_is_the_targets_width(
     pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, rank: int
 ) -> None:
     monkeypatch.setattr(fitting, "MAX_DEFAULT_RANK", most)
-    maps, _ = fit(pair, windows, settings(rank=None, distill=False), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    maps, _ = fit(
+        CalibrationJob(
+            pair, windows, settings(rank=None, distill=False), TEXT, CalibrationState(tmp_path / "a", {}), True
+        )
+    )
     assert maps.rank == rank
 
 
@@ -107,7 +119,7 @@ def test_the_best_maps_are_kept_not_the_last(
         return next(figures)
 
     monkeypatch.setattr(Distillation, "_evaluate", evaluation)
-    maps, facts = fit(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True)
+    maps, facts = fit(CalibrationJob(pair, windows, settings(), TEXT, CalibrationState(tmp_path / "a", {}), True))
     assert facts == {"steps": 4, "ridge_kl": 0.5, "distilled_kl": 0.2}
     assert torch.equal(maps.up, seen[2]["up"]) and not torch.equal(maps.up, seen[4]["up"])
 
@@ -116,5 +128,5 @@ def test_time_becomes_steps(pair: ModelPair, windows: Windows, tmp_path: Path, m
     clock = iter(range(0, 10_000, 5))  # five seconds between two readings
     monkeypatch.setattr(fitting.time, "monotonic", lambda: float(next(clock)))
     saved = CalibrationState(tmp_path / "a", {})
-    _, facts = fit(pair, windows, settings(steps=None, minutes=0.5), TEXT, saved, True)
+    _, facts = fit(CalibrationJob(pair, windows, settings(steps=None, minutes=0.5), TEXT, saved, True))
     assert facts["steps"] == 6

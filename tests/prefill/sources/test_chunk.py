@@ -91,7 +91,7 @@ def test_copied_keys_are_those_of_the_new_place(family: str, chooser: str, tiny_
     ctx = draft_context_of(tiny_folder(family))
     source = ChunkSource(ctx)
     a, b = words(1, 53), words(2, 110)
-    source.remember([*a, *b], exact(ctx, [*a, *b])[0])
+    source.index.remember([*a, *b], exact(ctx, [*a, *b])[0])
     x = words(3, 29)
     state = drafted(source, ctx, [*x, *b, *words(4, 20)], chooser=chooser)
     truth, _ = exact(ctx, state.tokens)
@@ -135,7 +135,7 @@ def test_layer_0_could_be_copied_just_as_well(rope: dict[str, Any], tmp_path: Pa
     source = ChunkSource(ctx)
     source.base = 0
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
+    source.index.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     prompt = [*words(3, 101), *b, *words(4, 30)]
     state = drafted(source, ctx, prompt, upto=0)
     (match,) = state.source_state.matches
@@ -151,7 +151,7 @@ def test_recomputing_everything_is_exact_prefill(family: str, tiny_folder: Calla
     ctx = draft_context_of(tiny_folder(family))
     source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
+    source.index.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     for chooser, first in (("start", 0), ("deviation", 1)):
         state = drafted(source, ctx, [*words(3, 30), *b], chooser=chooser)
         end, layers = state.end, state.layers
@@ -168,7 +168,7 @@ def test_reuse_with_the_start_recomputed_is_nearer_than_without(tiny_folder: Cal
     ctx = draft_context_of(tiny_folder("mistral"))
     source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
+    source.index.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     prompt = [*words(3, 30), *b]
     truth, _ = exact(ctx, prompt)
     errors = []
@@ -188,7 +188,7 @@ def test_deviation_points_to_where_the_context_is_missed(tiny_folder: Callable[[
     ctx = draft_context_of(tiny_folder("mistral"))
     source = ChunkSource(ctx)
     b = words(2, 120)
-    source.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
+    source.index.remember([*words(1, 40), *b], exact(ctx, [*words(1, 40), *b])[0])
     state = drafted(source, ctx, [*words(3, 30), *b], chooser="deviation")
     scores = source.scores(state)
     assert scores is not None and set(np.flatnonzero(scores > 1e-3)) == set(range(30, 37))  # the window less one
@@ -201,7 +201,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
     pool, source = ctx.pool, ChunkSource(ctx)
     b = words(2, 120)
     pages, _ = exact(ctx, b)
-    source.remember(b, pages)
+    source.index.remember(b, pages)
     pool.release(pages)
     assert pool.used == source.index.num_pages == 15
     prompt = [*words(3, 30), *b]
@@ -210,7 +210,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
 
     state = drafted(source, ctx, prompt, upto=60)
     held = 13  # entries 4 to 103 of b are copied
-    assert source.release(1000) == 15 and pool.used == held + 2 * 19  # room is needed between two steps
+    assert source.index.release(1000) == 15 and pool.used == held + 2 * 19  # room is needed between two steps
     for page in pool.allocate(pool.free):
         for cache in (cache for layer in ctx.runner.kv for cache in layer):
             cache[page * 8 : page * 8 + 8] = 99.0
@@ -221,7 +221,7 @@ def test_pages_are_kept_while_they_are_used_and_given_back(tiny_folder: Callable
     assert pool.free == 0
     source.finish(state)
     source.finish(state)
-    assert pool.free == held and source.release(5) == 0
+    assert pool.free == held and source.index.release(5) == 0
 
 
 @pytest.mark.parametrize(("chooser", "right"), [("start", 3), ("deviation", 1), ("random", 0)])
@@ -232,7 +232,7 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     source = ChunkSource(ctx)
     b = words(2, 150)
     pages, _ = exact(ctx, [*words(1, 40), *b])
-    source.remember([*words(1, 40), *b], pages)
+    source.index.remember([*words(1, 40), *b], pages)
     ctx.pool.release(pages)
     prompt = [*words(3, 30), *b[:140], *words(4, 20)]
     prefiller = make_prefiller(ctx, source, make_profile(share=0.3))

@@ -271,7 +271,7 @@ def test_a_draft_that_reads_less_than_the_prompt_says_so(tiny_folder: Folder, tm
 def test_other_tokens_or_no_draft_are_refused(tiny_folder: Folder):
     folder = tiny_folder("llama")
     ctx = make_draft_context(folder, same_tokens=False)
-    with pytest.raises(BadRequest, match="little are not the target's"):
+    with pytest.raises(BadRequest, match="those of little are others"):
         source_of(ctx, folder)
     ctx.draft = None
     with pytest.raises(BadRequest, match="needs a draft model"):
