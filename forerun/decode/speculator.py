@@ -258,12 +258,5 @@ class Speculator:
         """Drafted and accepted tokens of all requests so far, and the controller's measurements."""
         t = self.totals
         by_drafter = {name: {"drafted": d.drafted, "accepted": d.accepted} for name, d in t.drafters.items()}
-        return {
-            "steps": t.steps,
-            "drafted": t.drafted,
-            "accepted": t.accepted,
-            "drafters": by_drafter,
-            "draft_s": t.draft_s,
-            "verify_s": t.verify_s,
-            "control": self.controller.stats(),
-        }
+        counted = {name: getattr(t, name) for name in ("steps", "drafted", "accepted", "draft_s", "verify_s")}
+        return {**counted, "drafters": by_drafter, "control": self.controller.stats()}

@@ -21,7 +21,6 @@ from forerun.engine.provisional import ProvisionalAnswer
 from forerun.engine.sequence import Phase, Sequence
 from forerun.errors import BadProfile, ForerunError
 from forerun.params import Prefill
-from forerun.prefill.depth import depth_runs
 from forerun.prefill.state import PrefillStage, PrefillState
 
 if TYPE_CHECKING:
@@ -189,15 +188,24 @@ class SharedDrafts:
         shared = len(draft.pages) * self._pool.page_size
         seq.pages.extend(draft.pages)
         seq.computed = shared
-        layers, depths = draft.report.layers, draft.depths[:shared]
-        state = PrefillState(
-            seq.id, seq.packed(-1), seq.pages, draft.first, len(depths), seq.params.prefill, layers,
-            PrefillStage.DONE,
-        )  # fmt: skip
-        state.depths, seq.prefill = depths, state
+        tokens, layers = seq.packed(len(seq.request.prompt_ids)), draft.report.layers
+        end = min(len(tokens), len(draft.depths))
+        state = PrefillState(seq.id, tokens, seq.pages, draft.first, end, seq.params.prefill, layers, PrefillStage.DONE)
+        state.depths[shared:] = layers  # what comes after the pages that are shared, it computes itself
+        state.depths[:shared], seq.prefill = draft.depths[:shared], state
         if not seq.num_generated:  # else it was preempted, and the report is of how its answer began
-            seq.usage.prefill = state.report = _report(draft, len(seq.request.prompt_ids), shared)
-        return {"pool": shared - int((depths < layers).sum())}
+            state.report = replace(
+                draft.report,
+                tokens=len(tokens),
+                token_layers=(len(tokens) - shared) * layers,
+                cost=(len(tokens) - shared) / max(1, len(tokens) - draft.first),
+                read_s=0.0,
+                recompute_s=0.0,
+                check_s=0.0,
+            )
+            state.describe()
+            seq.usage.prefill = state.report
+        return {"pool": shared - int((state.depths < layers).sum())}
 
     def hold(self, seq: Sequence, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """A sequence is about to end: hold what the answers that wait would draft once more, where no other has it."""
@@ -238,29 +246,3 @@ def _siblings(seq: Sequence, among: Iterable[Sequence]) -> list[Sequence]:
     """Other answers to the same request on drafted K/V; those that fell back to exact prefill are read as any are."""
     mine = (o for o in among if o.request is seq.request and o is not seq)
     return [o for o in mine if o.draft_key is not None and o.final is None]
-
-
-def _report(draft: SharedDraft, tokens: int, shared: int) -> PrefillReport:
-    """The prompt as it was drafted, at the cost of what is computed after the pages that are shared."""
-    layers = draft.report.layers
-    depths = np.full(tokens, layers, dtype=np.int16)
-    given = draft.depths[:shared]
-    depths[: len(given)] = given
-    shallow = depths < layers
-    exact = int(shallow.argmax()) if shallow.any() else tokens
-    end = max(exact, min(tokens, len(draft.depths)))
-    accepted = int(shallow.sum())
-    return replace(
-        draft.report,
-        tokens=tokens,
-        exact=exact,
-        drafted=end - exact,
-        accepted=accepted,
-        recomputed=end - exact - accepted,
-        token_layers=(tokens - shared) * layers,
-        cost=(tokens - shared) / max(1, tokens - draft.first),
-        depth_runs=depth_runs(depths),
-        read_s=0.0,
-        recompute_s=0.0,
-        check_s=0.0,
-    )

@@ -20,6 +20,8 @@ class FakePrefiller:
     """`bad`: how far drafted K/V is from the truth. `exact_from`: give up and leave it to exact prefill once so many
     tokens are drafted. `fails_at`: raise then. `ahead`: run the tail, too, as a device does in its own pass."""
 
+    text_index = None
+
     def __init__(
         self,
         ctx: DraftContext,

@@ -6,6 +6,7 @@ outcome could be seen, verified or not. Knows no cost, no model and no drafter's
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class RequestRecord:
 class RequestStats:
     """What the controller knows of one sequence."""
 
-    own: dict[str, RequestRecord] = field(default_factory=dict)
+    own: defaultdict[str, RequestRecord] = field(default_factory=lambda: defaultdict(RequestRecord))  # by drafter
     trials: int = 2  # probes that a new request gets at half the usual credit
     steps_left_out: int = 0  # in a row, in which a paid drafter ran for others only
     probing: str = ""  # the paid drafter whose draft of this step is a probe
@@ -132,24 +133,12 @@ class RequestStats:
         """Whether drafting for others has cost it so much that they must not slow it down any further."""
         return self.taken_s > (1.0 + MAX_SLOWDOWN_SHARE) * self.plain_s + self.allowance_s
 
-    def record(self, drafter: str) -> RequestRecord:
-        found = self.own.get(drafter)
-        if found is None:
-            found = self.own[drafter] = RequestRecord()
-        return found
-
 
 class Acceptance:
     """The records of all drafters."""
 
     def __init__(self) -> None:
-        self._records: dict[str, DrafterRecord] = {}
-
-    def record(self, drafter: str) -> DrafterRecord:
-        found = self._records.get(drafter)
-        if found is None:
-            found = self._records[drafter] = DrafterRecord()
-        return found
+        self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
 
     def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""
@@ -159,7 +148,7 @@ class Acceptance:
         later: list[list[float]] = []
         for raw, parent, source in zip(draft.probs, draft.parents, draft.sources, strict=True):
             if source != last:
-                last, record, factor = source, self.record(source), stats.record(source).factor
+                last, record, factor = source, self.records[source], stats.own[source].factor
                 first, later = record.first, record.later
             # As `DrafterRecord.prob`, inlined: this runs for every node.
             hits, tries = (first if parent == ROOT else later)[_BIN[int(raw * 100.0)]]
@@ -179,7 +168,7 @@ class Acceptance:
             hit = tokens[node] == emitted[above]
             source = draft.sources[node]
             if source != last:
-                last, record, own = source, self.record(source), stats.record(source)
+                last, record, own = source, self.records[source], stats.own[source]
             record.count(own, draft.probs[node], above, hit, not sides[node])
             if hit:
                 reached[node] = above + 1
@@ -187,4 +176,4 @@ class Acceptance:
         return probed
 
     def stats(self) -> dict[str, Any]:
-        return {name: record.stats() for name, record in self._records.items()}
+        return {name: record.stats() for name, record in self.records.items()}

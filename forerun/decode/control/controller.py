@@ -157,10 +157,10 @@ class Controller:
         if not plan.can_pay():
             self.drafters[drafter].relax_to_timed(COST_RETURN_SHARE)  # no round will run that could correct its curve
             return [0] * sequences
-        record = self._acceptance.record(drafter)
+        record = self._acceptance.records[drafter]
         deepest, block = MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4, plan.rounds.tokens_per_round
         deepest = min(deepest, block) if block > 1 else deepest  # one round is all there is
-        ahead = [record.acceptance_by_depth(s.record(drafter).factor, deepest) for s in stats]
+        ahead = [record.acceptance_by_depth(s.own[drafter].factor, deepest) for s in stats]
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
         depths, slowdown = plan.best(ahead, reach, limits, start_s, remaining)
         if not depths:  # then a probe must not slow down the sequences that lag already
@@ -187,10 +187,10 @@ class Controller:
         Their own record counts by half: it is short, and nothing is learnt while drafting is off.
         """
         found = []
-        record, deepest = self._acceptance.record(drafter), max(depths.values())
+        record, deepest = self._acceptance.records[drafter], max(depths.values())
         for i in lagging:
             tokens, path = gains[i], 1.0
-            factor = math.sqrt(stats[i].record(drafter).factor)
+            factor = math.sqrt(stats[i].own[drafter].factor)
             for prob in record.acceptance_by_depth(factor, deepest) if i in depths else ():
                 path *= prob
                 tokens += path
@@ -231,8 +231,8 @@ class Controller:
         if self._shared is None or self._shared[0] != key:
             self._shared = key, SharedCosts(self.target, curve, sequences, context)
         tokens, taken = self._recent
-        factor = stats.record(drafter).factor
-        return StoppingRule(self._acceptance.record(drafter), factor, self._shared[1], tokens / taken if taken else 0.0)
+        record, factor = self._acceptance.records[drafter], stats.own[drafter].factor
+        return StoppingRule(record, factor, self._shared[1], tokens / taken if taken else 0.0)
 
     def min_path_probs(self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0) -> list[float]:
         """The stopping rule as numbers, for `DraftRequest.min_path_probs`; computed anew every few steps only."""
@@ -248,7 +248,7 @@ class Controller:
 
     def should_run_free(self, drafter: str, sequences: int = 1) -> bool:
         """Whether a free drafter's own time is worth spending in this step: in a batch a token costs less time."""
-        record = self._acceptance.record(drafter)
+        record = self._acceptance.records[drafter]
         token_s = self.target.seconds(sequences, sequences) / sequences
         if record.free_run_s <= max(FREE_TIME_SHARE, record.accepted_tokens) * token_s:
             return True
@@ -257,7 +257,7 @@ class Controller:
 
     def record_free_run(self, drafter: str, seconds: float, accepted_tokens: float) -> None:
         """What a free drafter took for one sequence, and how many of its tokens were right."""
-        record = self._acceptance.record(drafter)
+        record = self._acceptance.records[drafter]
         record.steps_skipped = 0
         seconds = min(seconds, 4.0 * record.free_run_s) if record.free_run_s else seconds
         record.free_run_s += 0.05 * (seconds - record.free_run_s) if record.free_run_s else seconds

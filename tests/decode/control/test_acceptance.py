@@ -59,7 +59,7 @@ def test_one_node_is_judged_as_a_whole_draft_is():
     draft = Draft.chain([1, 2, 3], [0.9, 0.7, 1.0], "free")
     for emitted in ([1, 2, 3, 4], [1, 9], [8], [1, 2, 9]):
         known.record_draft(stats, draft, emitted)
-    record, factor = known.record("free"), stats.record("free").factor
+    record, factor = known.records["free"], stats.own["free"].factor
     assert factor != 1.0
     one_by_one = [record.prob(raw, node == 0, factor) for node, raw in enumerate(draft.probs)]
     assert one_by_one == pytest.approx(known.calibrate(stats, draft))
@@ -70,13 +70,13 @@ def test_acceptance_by_depth_goes_on_as_at_the_last_one_known():
     chain = Draft.chain(list(range(12)), [0.8] * 12, "paid")
     for _ in range(300):
         known.record_draft(RequestStats(), chain, [*range(3), 99])  # the fourth never comes
-    ahead = known.record("paid").acceptance_by_depth(1.0, 12)
+    ahead = known.records["paid"].acceptance_by_depth(1.0, 12)
     assert len(ahead) == 12
     assert min(ahead[:3]) > 0.9 and ahead[3] < 0.1
     assert ahead[TRACKED_DEPTHS:] == [ahead[TRACKED_DEPTHS - 1]] * (12 - TRACKED_DEPTHS)
     for _ in range(300):
         known.record_draft(RequestStats(), chain, [*range(10), 99])  # now the eleventh does not
-    ahead = known.record("paid").acceptance_by_depth(1.0, 12)
+    ahead = known.records["paid"].acceptance_by_depth(1.0, 12)
     assert ahead[0] > 0.95 and 0.7 < ahead[-1] < 0.8  # three of four from the eighth on
     assert DrafterRecord().acceptance_by_depth(2.0, 2) == pytest.approx(
         [0.8 * 2 / (0.2 + 0.8 * 2)] * 2

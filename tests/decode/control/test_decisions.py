@@ -142,7 +142,7 @@ def test_side_branches_do_not_count_in_acceptance_by_depth():
     draft = Draft([1, 2], [ROOT, ROOT], [0.8, 0.1], ["paid"] * 2)
     for _ in range(100):
         known.record_draft(RequestStats(), draft, [1])
-    assert known.record("paid").usual_by_depth()[0] > 0.95
+    assert known.records["paid"].usual_by_depth()[0] > 0.95
 
 
 def test_a_side_branch_has_its_own_cost():

@@ -37,7 +37,7 @@ def test_a_word_that_is_known_to_be_worth_nothing_does_not_count():
     known, stats = Acceptance(), RequestStats()
     for _ in range(60):
         known.record_draft(stats, Draft.chain([1], [0.98], "paid"), [2])
-    assert not StoppingRule(known.record("paid"), stats.record("paid").factor, costs(), 0.0)(0.98, 1)
+    assert not StoppingRule(known.records["paid"], stats.own["paid"].factor, costs(), 0.0)(0.98, 1)
 
 
 def test_a_request_that_does_worse_than_others_goes_less_far():
