@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import psutil
 import torch
 
+from forerun.cache.prefix import TreeSummary, summarise_tree
 from forerun.cache.tiers import TierConfig, Tiers
-from forerun.cache.tree_summary import TreeSummary, summarise_tree
 from forerun.core import SamplingParams
 from forerun.engine.config import EngineConfig, size_kv_cache
 from forerun.engine.engine import Engine

@@ -158,19 +158,15 @@ def distribution(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     probs = torch.softmax(centred / column([max(p.temperature, _MIN_TEMPERATURE) for p in params]), -1)
     cutoff = probs.amax(-1, keepdim=True) * column([p.min_p for p in params])
     if any(p.top_k or p.top_p < 1 for p in params):
-        cutoff = torch.maximum(cutoff, _cutoffs(probs, params))
+        cutoffs = torch.stack([_cutoff(row, p) for row, p in zip(probs, params, strict=True)])
+        cutoff = torch.maximum(cutoff, cutoffs[:, None])
     probs = probs.masked_fill_(probs < cutoff, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def _cutoffs(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Least probability [N, 1] that top-k, then top-p among what top-k left, keep."""
-    vocab = probs.shape[-1]
-    return torch.stack([_cutoff(probs[i], p, vocab) for i, p in enumerate(params)])[:, None]
-
-
-def _cutoff(row: Tensor, p: SamplingParams, vocab: int) -> Tensor:
-    limit = min(p.top_k or vocab, vocab)
+def _cutoff(row: Tensor, p: SamplingParams) -> Tensor:
+    """Least probability that top-k, then top-p among what top-k left, keep."""
+    limit = min(p.top_k or row.numel(), row.numel())
     head = row.topk(min(limit, _TOP_P_TOKENS)).values
     if p.top_p < 1 and limit > _TOP_P_TOKENS and head.sum(dtype=torch.float64) < p.top_p:
         head = row.sort(descending=True).values

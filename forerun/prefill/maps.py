@@ -152,28 +152,20 @@ def precision_of(decoder: Decoder) -> Precision:
 
 def tail_attention_for(state: PrefillState, chooser: str, runner: Runner) -> TailAttention | None:
     """Collects the tail's attention while it is read, if that is what tokens are chosen by."""
-    if state.report.chooser != chooser:
-        return None
-    return TailAttention(runner, state.pages, state.end, len(state.tokens))
-
-
-def reduced_scores(tail_attention: TailAttention | None) -> np.ndarray | None:
-    """[tokens], once all of the tail is read."""
-    return tail_attention.reduce() if tail_attention is not None and tail_attention.complete else None
+    wanted = state.report.chooser == chooser
+    return TailAttention(runner, state.pages, state.end, len(state.tokens)) if wanted else None
 
 
 class ReadChunk:
     """Entries lo .. hi of a prompt that a model reads now: first .. end of them get mapped K/V, and the queries of
     tail .. hi are collected."""
 
-    def __init__(
-        self, state: PrefillState, count: int, need: int, taps: tuple[int, ...], tail_attention: TailAttention | None
-    ) -> None:
+    def __init__(self, state: PrefillState, count: int, need: int, taps: tuple[int, ...]) -> None:
         """`need`: entries before it have their K/V already."""
         self.lo, self.hi = state.read, min(state.read + count, len(state.tokens))
         self.first, self.end, self.tail = max(self.lo, need), min(self.hi, state.end), max(self.lo, state.end)
         self.hidden: dict[int, Tensor] = {}  # tap -> [end - first, hidden]
-        self._taps, self._tail_attention = taps, tail_attention
+        self._taps, self._tail_attention = taps, state.tail_attention
 
     def watch(self, layer: int, x: Tensor, q: Tensor | None, _: Tensor | None) -> None:
         if self.first < self.end and layer in self._taps:

@@ -24,6 +24,7 @@ from forerun.prefill.depth import depth_runs
 
 if TYPE_CHECKING:
     from forerun.prefill.checks import Checker
+    from forerun.prefill.choosers import TailAttention
     from forerun.prefill.plan import CheckSpan, Costs
     from forerun.prefill.sources import KVSource
 
@@ -68,6 +69,7 @@ class PrefillState:
     opened: bool = False
     source: KVSource = field(init=False)
     source_state: Any = None  # what the source keeps about this prompt
+    tail_attention: TailAttention | None = None  # collected while the tail is read, where tokens are chosen by it
     costs: Costs = field(init=False)
     scores: np.ndarray = field(default_factory=_none)  # [len(tokens)] the chooser's
     spans: list[CheckSpan] = field(default_factory=list)  # that the plan placed
@@ -139,5 +141,5 @@ class PrefillState:
     def close(self) -> None:
         """Drop what only drafting needed; depths, logits and the report stay."""
         self.opened = False
-        self.x = self.checker = self.tail_logits = self.source_state = self._sent = None
+        self.x = self.checker = self.tail_logits = self.source_state = self.tail_attention = self._sent = None
         self.todo, self.scores, self.spans = _none(), _none(), []

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from forerun.cache.tree_summary import SharedRun
+from forerun.cache.prefix import SharedRun
 from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.params import PREFILL_MODES, Prefill, SamplingParams
 from forerun.serve.context import ServerContext

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.cache.tree_summary import SHOWN_TOKENS, summarise_tree
+from forerun.cache.prefix import SHOWN_TOKENS, summarise_tree
 from tests.cache.test_prefix import PAGE, make, put
 
 

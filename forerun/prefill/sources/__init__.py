@@ -49,7 +49,8 @@ class KVSource(ABC):
 
     def scores(self, state: PrefillState) -> np.ndarray | None:
         """[len(state.tokens)] how much each token matters to the tail, once everything is read; None: not measured."""
-        return None
+        seen = state.tail_attention
+        return seen.reduce() if seen is not None and seen.complete else None
 
 
 def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:

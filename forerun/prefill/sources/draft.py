@@ -17,9 +17,8 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.decoder import Watch
 from forerun.models.execution.float8_mlp import float8_decoder
 from forerun.models.execution.runner import Span
-from forerun.prefill.choosers import TailAttention
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.maps import KVWriter, ReadChunk, reduced_scores, tail_attention_for
+from forerun.prefill.maps import KVWriter, ReadChunk, tail_attention_for
 from forerun.prefill.profile import Profile, require_profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
@@ -29,7 +28,6 @@ from forerun.prefill.state import PrefillState
 class _Reading:
     start: int  # first entry that is read
     need: int  # entries from here to the tail get mapped K/V
-    tail_attention: TailAttention | None  # where the chooser asks for it
     kept: list[Tensor] = field(default_factory=list)  # what came out of the highest layer that was run, chunk by chunk
 
 
@@ -61,10 +59,11 @@ class DraftSource(KVSource):
         """Starts at what the draft has not read yet, or earlier: its K/V is kept, its hidden states are not."""
         need = max(state.first, state.known)
         state.read = min(self._read_entries(state), need, state.end)
-        state.source_state = _Reading(state.read, need, tail_attention_for(state, "draft", self._runner))
+        state.source_state = _Reading(state.read, need)
+        state.tail_attention = tail_attention_for(state, "draft", self._runner)
 
     def read(self, state: PrefillState, count: int) -> None:
-        piece = ReadChunk(state, count, state.source_state.need, self._taps, state.source_state.tail_attention)
+        piece = ReadChunk(state, count, state.source_state.need, self._taps)
         if piece.lo < piece.hi:
             self._run(state, piece.lo, piece.hi, piece.watch)
             self._mark_read(state, piece.lo, piece.hi)
@@ -92,10 +91,7 @@ class DraftSource(KVSource):
                 state.id,
                 PartialForward(state.pages, state.source_state.start, torch.cat(state.source_state.kept), self._top),
             )
-        state.source_state = None
-
-    def scores(self, state: PrefillState) -> np.ndarray | None:
-        return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None
+        state.source_state = state.tail_attention = None
 
     # -- pages of the draft's K/V --------------------------------------------------------------------------------------
 

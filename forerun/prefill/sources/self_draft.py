@@ -6,24 +6,14 @@ No second model. The outputs of the lower layers are kept, so that recomputed to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.decode.draft_context import DraftContext
-from forerun.prefill.choosers import TailAttention
-from forerun.prefill.maps import KVWriter, ReadChunk, reduced_scores, tail_attention_for
+from forerun.prefill.maps import KVWriter, ReadChunk, tail_attention_for
 from forerun.prefill.profile import Profile, require_profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
-
-
-@dataclass
-class _Reading:
-    x: Tensor  # [tokens - first, hidden] inputs of layer `base`; state.x is what of it has been read
-    tail_attention: TailAttention | None  # where the chooser asks for it
 
 
 class SelfDraftSource(KVSource):
@@ -44,26 +34,22 @@ class SelfDraftSource(KVSource):
         decoder = self._runner.decoder
         rows = len(state.tokens) - state.first
         x = torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        state.source_state = _Reading(x, tail_attention_for(state, "lower", self._runner))
-        state.read, state.x = state.first, x[:0]
+        state.tail_attention = tail_attention_for(state, "lower", self._runner)  # of the lower layers only
+        state.source_state, state.read, state.x = x, state.first, x[:0]  # state.x: what of it has been read
 
     def read(self, state: PrefillState, count: int) -> None:
-        reading: _Reading = state.source_state
-        piece = ReadChunk(state, count, state.known, self._writer.taps, reading.tail_attention)
+        x: Tensor = state.source_state  # [tokens - first, hidden] inputs of layer `base`
+        piece = ReadChunk(state, count, state.known, self._writer.taps)
         lo, first, end = piece.lo, piece.first, piece.end
         if lo < piece.hi:
             kept = self._writer.ragged_pass.run(self._writer.rows(state, lo, piece.hi), piece.watch, keep=self.base).x
             assert kept is not None
-            reading.x[lo - state.first : piece.hi - state.first] = kept
-            state.x = reading.x[: piece.hi - state.first]
+            x[lo - state.first : piece.hi - state.first] = kept
+            state.x = x[: piece.hi - state.first]
             if first < end:
                 piece.hidden[self.base] = kept[first - lo : end - lo]
                 self._writer.write(state, [piece.hidden[tap] for tap in self._writer.taps], first, end)
         state.read = piece.hi
 
     def finish(self, state: PrefillState) -> None:
-        state.source_state = state.x = None
-
-    def scores(self, state: PrefillState) -> np.ndarray | None:
-        """By the lower layers only, which choose worse than a whole model."""
-        return reduced_scores(state.source_state.tail_attention) if state.source_state is not None else None
+        state.source_state = state.x = state.tail_attention = None

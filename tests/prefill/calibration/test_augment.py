@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.models.formats.checkpoint import open_checkpoint
-from forerun.prefill.calibration.augment import Augmenter
+from forerun.prefill.calibration.windows import Augmenter
 from forerun.text.tokenizer import Tokenizer
 from tests import tiny
 

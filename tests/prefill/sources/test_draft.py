@@ -194,9 +194,7 @@ def test_a_filled_plane_need_not_be_read_again(tiny_folder: Folder):
         source.read(state, 6)
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
-    assert np.allclose(
-        state.source_state.tail_attention.reduce(), before.source_state.tail_attention.reduce(), atol=1e-5
-    )
+    assert np.allclose(state.tail_attention.reduce(), before.tail_attention.reduce(), atol=1e-5)
 
 
 # -- what the tail looks at --------------------------------------------------------------------------------------------
@@ -230,7 +228,7 @@ def test_scores_are_the_tails_attention(tiny_folder: Folder, chunk: int):
     assert source.scores(state) is None
     while state.read < len(IDS):
         source.read(state, chunk)
-    expected, tail_attention = slow_attention(folder), state.source_state.tail_attention
+    expected, tail_attention = slow_attention(folder), state.tail_attention
     assert np.allclose(tail_attention.weights().numpy(), expected, atol=1e-5)
     assert np.allclose(tail_attention.weights().sum(1), 1.0, atol=1e-5)
     scores = source.scores(state)
@@ -247,7 +245,7 @@ def test_attention_is_summed_up_only_for_the_chooser_that_asks(tiny_folder: Fold
     for chooser in ("tail", "cross", "start", "random"):
         state = make_state(chooser=chooser)
         read_all(source, state, 20)
-        assert state.read == len(IDS) and state.source_state.tail_attention is None and source.scores(state) is None
+        assert state.read == len(IDS) and state.tail_attention is None and source.scores(state) is None
         source.finish(state)
         clear(ctx.pool)
     with pytest.raises(AssertionError, match="was not asked for"):

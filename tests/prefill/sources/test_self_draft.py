@@ -106,7 +106,7 @@ def test_scores_are_the_lower_layers_attention(tiny_folder: Folder):
     assert state.x is None and source.scores(state) is None
     unasked = make_state(chooser="tail")
     read_all(source, unasked, 7)
-    assert unasked.source_state.tail_attention is None and source.scores(unasked) is None
+    assert unasked.tail_attention is None and source.scores(unasked) is None
 
 
 def test_taps_above_the_base_are_refused(tiny_folder: Folder):
