@@ -50,6 +50,11 @@ class DraftKV:
         self.lower = np.zeros(num_pages, dtype=np.int32)  # the same for those that have it in the lower layers only
         self._partial: dict[int, PartialForward] = {}  # by sequence
 
+    def full_pages(self, pages: Sequence[int], page_size: int, lower: bool = False) -> int:
+        """How many of the pages, from the first, are full; `lower`: K/V of the lower layers is enough."""
+        filled = np.maximum(self.filled, self.lower) if lower else self.filled
+        return next((n for n, page in enumerate(pages) if filled[page] != page_size), len(pages))
+
     def keep_partial(self, seq_id: int, reading: PartialForward) -> None:
         """Remember where a reading stopped, for the latest few sequences."""
         self._partial[seq_id] = reading

@@ -104,7 +104,8 @@ class Engine:
 
     def _step(self) -> bool:
         self.process_inbox()
-        spent = self._draft_prompts()  # a piece of each prompt whose K/V is drafted, not computed
+        # a piece of each prompt whose K/V is drafted, not computed
+        spent = self.speculative_prefill.advance() if self.scheduler.drafting else 0
         batch = self.scheduler.schedule(spent)
         if not batch:
             return spent > 0 or not self.idle
@@ -117,9 +118,6 @@ class Engine:
         for scheduled in batch:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
         return True
-
-    def _draft_prompts(self) -> int:
-        return self.speculative_prefill.advance() if self.scheduler.drafting else 0
 
     def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
         speculating = [s for s in batch if s.seq.spec_state is not None and s.decodes and not s.verifies_provisional]
@@ -253,7 +251,8 @@ class Engine:
 
     def prepared(self, params: SamplingParams) -> bool:
         """Whether the drafters and the prefill source that these parameters name exist."""
-        return self.speculator.drafter_pool.ready(params) and self.speculative_prefill.ready(params.prefill)
+        drafters = params.speculation.off or self.speculator.drafter_pool.ready(params)
+        return drafters and self.speculative_prefill.ready(params.prefill)
 
     def prepare(self, params: SamplingParams) -> None:
         """Make them; between steps, since that may time forwards."""

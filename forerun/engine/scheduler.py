@@ -209,7 +209,7 @@ class Scheduler:
         for seq in list(self.waiting):
             if seq.final is not None and not self._room_for_both(seq):
                 self.end_provisional(seq)
-            elif not self.prefixes.awaits_draft(seq, self.running):
+            elif seq.draft_key is None or not self.shared_drafts.awaited(seq, self.running):
                 return seq
         return None
 
@@ -306,10 +306,6 @@ class Prefixes:
     ) -> None:
         self.pool, self.tree, self.approximate, self.tiers = pool, tree, approximate, tiers
         self.shared_drafts = SharedDrafts(pool)
-
-    def awaits_draft(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether another answer to the same request is drafting its prompt: sequences behind it may go ahead."""
-        return seq.draft_key is not None and self.shared_drafts.awaited(seq, running)
 
     def find(self, seq: Sequence, running: Iterable[Sequence]) -> StartPoint | None:
         """What to start from; None where waiting for a running prefill is cheaper."""

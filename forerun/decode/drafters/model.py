@@ -98,7 +98,9 @@ class ModelDrafter(Drafter):
         """What is computed for the tokens as they are now: accepted drafts stay, whole shared pages count."""
         state = self._states.get(request.seq_id)
         if state is None or state.pages is not request.pages:
-            state = self._states[request.seq_id] = _State(request.pages, self._filled(request.pages))
+            size = self._pool.page_size
+            full = self._draft_kv.full_pages(request.pages, size)
+            state = self._states[request.seq_id] = _State(request.pages, full * size)
         valid = state.valid
         for token in state.run:
             if valid >= len(request.tokens) - 1 or request.tokens[valid] != token:
@@ -107,12 +109,6 @@ class ModelDrafter(Drafter):
         self._advance(state, valid)
         state.run, state.valid = [], min(valid, len(request.tokens) - 1)
         return state
-
-    def _filled(self, pages: array[int]) -> int:
-        size, whole = self._pool.page_size, 0
-        while whole < len(pages) and self._draft_kv.filled[pages[whole]] == size:
-            whole += 1
-        return whole * size
 
     def _catch_up(self, request: DraftRequest) -> bool:
         """Run all but the last few missing tokens; False where a long prompt needs another step."""

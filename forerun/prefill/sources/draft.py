@@ -97,12 +97,8 @@ class DraftSource(KVSource):
 
     def _read_entries(self, state: PrefillState) -> int:
         """Entries in whole pages, from the first, that the draft has read before, for this prompt or another."""
-        size, whole = self._pool.page_size, 0
-        read, lower = self._draft_kv.filled, self._draft_kv.lower
-        read = read if self._top == self._layers else np.maximum(read, lower)
-        while whole < len(state.pages) and read[state.pages[whole]] == size:
-            whole += 1
-        return whole * size
+        size = self._pool.page_size
+        return self._draft_kv.full_pages(state.pages, size, lower=self._top < self._layers) * size
 
     def _mark_read(self, state: PrefillState, lo: int, hi: int) -> None:
         """Pages that are full now. All entries before `lo` have been read."""
