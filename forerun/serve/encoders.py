@@ -219,28 +219,49 @@ class ChatEncoder(ResponseEncoder):
         return {"token": self._text(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
 
 
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens; its first one follows nothing and has none."""
+
+    first: int
+    others: list[TokenLogprob]
+
+
 class CompletionEncoder(ResponseEncoder):
     object_name = chunk_name = "text_completion"
     echoed: tuple[str, ...] = ()  # the texts of the prompts, where they come before the answers
     per_prompt = 1  # answers
+    prompt_scores: list[PromptScores] | None = None
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         text = self._echo(index)
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "text": text, "logprobs": self._prompt_columns(index), "finish_reason": None}
         return self._envelope(self.chunk_name, [choice]) if text else None
 
     def _echo(self, index: int) -> str:
         return self.echoed[index // self.per_prompt] if self.echoed else ""
 
     def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        logprobs = self._columns(self._visible(choice.logprobs), 0)
+        prompt = self._prompt_columns(index)
+        logprobs = self._columns(self._visible(choice.logprobs), len(self._echo(index)))
+        if prompt is not None and logprobs is not None:
+            logprobs = {name: values + logprobs[name] for name, values in prompt.items()}
         text = self._echo(index) + choice.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _delta(self, index: int, event: Event, logprobs: list[TokenLogprob], choice: ChoiceState) -> dict[str, Any]:
-        columns = self._columns(logprobs, choice.offset) if logprobs else None
+        columns = self._columns(logprobs, len(self._echo(index)) + choice.offset) if logprobs else None
         choice.offset += sum(len(self._text(entry.token_id)) for entry in logprobs)
         return {"index": index, "text": event.text, "logprobs": columns, "finish_reason": event.finish_reason}
+
+    def _prompt_columns(self, index: int) -> dict[str, Any] | None:
+        if self.prompt_scores is None:
+            return None
+        scores = self.prompt_scores[index // self.per_prompt]
+        columns = self._columns([TokenLogprob(scores.first, 0.0, []), *scores.others], 0)
+        if columns is not None:
+            columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
+        return columns
 
     def _columns(self, logprobs: list[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -252,9 +273,16 @@ class CompletionEncoder(ResponseEncoder):
         return {
             "tokens": [self._text(t.token_id) for t in logprobs],
             "token_logprobs": [max(t.logprob, MIN_LOGPROB) for t in logprobs],
-            "top_logprobs": [{self._text(i): max(lp, MIN_LOGPROB) for i, lp in t.top} for t in logprobs],
+            "top_logprobs": [self._by_text(t.top) for t in logprobs],
             "text_offset": offsets,
         }
+
+    def _by_text(self, top: list[tuple[int, float]]) -> dict[str, float]:
+        """Of tokens with the same text, parts of characters, the likeliest counts: it comes first."""
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
+        return found
 
 
 def _call(call: ParsedCall, arguments: str | None = None) -> dict[str, Any]:

@@ -30,21 +30,30 @@ class Cancelled(Exception):
 
 
 class PreparationPool:
-    """Two groups of threads: for prompts, and for grammars."""
+    """Groups of threads: for prompts, for grammars, and for log-probabilities of prompts."""
 
     def __init__(self) -> None:
         self._encoding = ThreadPoolExecutor(MAX_ENCODING_THREADS, "forerun-encode")
         self._compiling = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, "forerun-grammar")
+        self._scoring = ThreadPoolExecutor(1, "forerun-score")  # it runs forwards: one at a time
 
     async def encode(self, work: Callable[[Callable[[], None]], T]) -> T:
         """Run `work` in a thread. It gets a function that raises once the waiting task was cancelled."""
+        return await self._run(self._encoding, work)
+
+    async def score(self, work: Callable[[Callable[[], None]], T]) -> T:
+        """The same for work that runs forwards: prompts are encoded meanwhile."""
+        return await self._run(self._scoring, work)
+
+    @staticmethod
+    async def _run(threads: ThreadPoolExecutor, work: Callable[[Callable[[], None]], T]) -> T:
         gone = threading.Event()
 
         def check() -> None:
             if gone.is_set():
                 raise Cancelled
 
-        future = asyncio.get_running_loop().run_in_executor(self._encoding, work, check)
+        future = asyncio.get_running_loop().run_in_executor(threads, work, check)
         try:
             return await future
         finally:

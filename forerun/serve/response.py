@@ -21,8 +21,9 @@ from forerun.engine.sequence import Event, Request
 from forerun.serve.config import ApiKey
 from forerun.serve.context import ServerContext, prompt_texts
 from forerun.serve.dialects.base import WireFormat
-from forerun.serve.encoders import ChoiceState, ResponseEncoder
+from forerun.serve.encoders import ChoiceState, CompletionEncoder, PromptScores, ResponseEncoder
 from forerun.serve.errors import ApiError
+from forerun.serve.prompt_logprobs import prompt_logprobs
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import SessionTurn
 from forerun.serve.tools import ToolUse
@@ -122,6 +123,8 @@ class CompletionResponse(Response):
         requests = [await prepare(prompt, self.request_body, self.tools) for prompt in self.prompts]
         self.params = requests[0].params
         self.submitted = max(request.arrived for request in requests)
+        if isinstance(self.encoder, CompletionEncoder) and getattr(self.request_body, "scores_prompts", False):
+            self.encoder.prompt_scores = [await self._score(request) for request in requests]
         if self.request_body.stream:
             await self._begin_stream(sum(len(request.prompt_ids) for request in requests))
         try:
@@ -130,6 +133,10 @@ class CompletionResponse(Response):
                     group.create_task(self._run_prompt(number, request))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
+
+    async def _score(self, request: Request) -> PromptScores:
+        llm, ids, params = self.ctx.llm, request.prompt_ids, request.params
+        return PromptScores(ids[0], await self.ctx.pool.score(lambda check: prompt_logprobs(llm, ids, params, check)))
 
     async def _run_prompt(self, number: int, request: Request) -> None:
         stream = self.turn.stream(request) if self.turn is not None else self.ctx.llm.astream(request)

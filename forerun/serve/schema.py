@@ -18,7 +18,7 @@ from forerun.options import check_number, field_of
 from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
 from forerun.serve.derived import LenientModel, StrictModel, derived, described
 from forerun.serve.guided import GuidedFields
-from forerun.serve.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, chosen
+from forerun.serve.tool_schema import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, chosen
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
 MAX_TOKENS = field_of(SamplingParams, "max_tokens").metadata["high"]
@@ -262,7 +262,10 @@ class ChatRequest(_CompletionBody):
     def tool_use(self, dialect: ToolDialect) -> ToolUse | None:
         """None: the output is text only."""
         tools, must = chosen(self.tools, self.tool_choice)
-        return ToolUse(dialect, tuple(tools), must, self.parallel_tool_calls is not False) if tools else None
+        parallel = self.parallel_tool_calls is not False and not isinstance(
+            self.tool_choice, NamedTool
+        )  # named: one call
+        return ToolUse(dialect, tuple(tools), must, parallel) if tools else None
 
     def session_encoder(self, dialect: ToolDialect) -> Callable[[list[dict[str, Any]]], list[int]]:
         """Encodes all messages of a session as the prompt of this request."""
@@ -308,14 +311,17 @@ class CompletionRequest(_CompletionBody):
     suffix: None = None  # needs a model that was trained to fill in the middle
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise BadRequest("echo with logprobs: this server has no logprobs of prompts", "leave one of them out")
         longest = 16 if self.max_tokens is None else self.max_tokens
         return self._params(longest, room, logprobs=self.logprobs, grammar=self.guided(None))
 
     @property
     def constrained(self) -> bool:
         return self.is_guided
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of the prompts' own tokens are requested."""
+        return bool(self.echo) and self.logprobs is not None
 
     def prompts(self) -> list[Any]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import forerun
 from forerun import LLM, SamplingParams
@@ -188,7 +189,35 @@ def test_echo(served: Running):
     assert texts == [c["text"] for c in echoed]
     ids = {"model": NAME, "prompt": served.llm.encode("The lamp turns"), "max_tokens": 4, "echo": True}
     assert served.post("/v1/completions", ids).json()["choices"][0]["text"] == echoed[0]["text"]
-    assert "logprobs" in error(served.post("/v1/completions", body | {"echo": True, "logprobs": 1}), 400)["message"]
+
+
+def test_echo_with_logprobs(served: Running):
+    """Those of the prompt are the model's own, also of a prompt of several pieces; offsets point into the text."""
+    llm = served.llm
+    for prompt in ("The lamp turns", "The keeper counts the ships of the pier. " * 12):
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 2, "ignore_eos": True}
+        ids = llm.encode(prompt)
+        expected = torch.log_softmax(llm.engine.score(ids).float(), -1)
+        pages = llm.engine.pool.free
+        choice = served.post("/v1/completions", body).json()["choices"][0]
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        for place, token in enumerate(ids[1:], 1):
+            assert found["token_logprobs"][place] == pytest.approx(float(expected[place - 1, token]), abs=1e-3)
+            best = max(found["top_logprobs"][place].values())
+            assert best == pytest.approx(float(expected[place - 1].max()), abs=1e-3)
+        assert len(found["tokens"]) == len(ids) + 3 and "".join(found["tokens"][: len(ids)]) == prompt
+        for offset, text in zip(found["text_offset"][: len(ids)], found["tokens"], strict=False):
+            assert choice["text"][offset : offset + len(text)] == text
+        assert found["text_offset"][len(ids)] == len(prompt)
+        columns: dict[str, list[Any]] = {name: [] for name in found}
+        for line in served.post("/v1/completions", body | {"stream": True}).text.splitlines():
+            for part in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                for name, values in (part["logprobs"] or {}).items():
+                    columns[name] += values
+        assert columns["tokens"] == found["tokens"] and columns["text_offset"] == found["text_offset"]
+        llm.clear_cache()
+        assert llm.engine.pool.free >= pages and not llm.engine.leases
 
 
 def test_tokenize_and_back(served: Running):

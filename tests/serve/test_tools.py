@@ -135,6 +135,14 @@ def test_a_stream_brings_the_same_calls_in_pieces(made: Running):
     assert final.message.tool_calls and final.message.tool_calls[0].function.arguments == call.function.arguments
 
 
+def test_a_named_function_is_called_once(made: Running):
+    """As at OpenAI: small models would repeat the call until the limit."""
+    asked: Any = LONG | {"temperature": 1, "tools": TOOLS, "tool_choice": named("turn_lamp")}
+    for seed in range(3):
+        choice = made.client().chat.completions.create(**asked, seed=seed).choices[0]
+        assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls or []) == 1
+
+
 def test_several_calls_and_several_answers(made: Running):
     asked: Any = LONG | {"temperature": 1, "seed": 5, "n": 2, "tools": [LAMP], "tool_choice": "required"}
     for choice in made.client().chat.completions.create(**asked).choices:
