@@ -36,8 +36,8 @@ class DraftContext:
     draft: DraftModel | None = None
     draft_runner: Runner | None = None  # runs the draft model on its K/V of the same pages
     draft_kv: DraftKV | None = None
-    quiet: bool = True  # no progress while forwards are timed
     make_room: Callable[[int], bool] | None = None  # evicts cached pages until so many are free
+    quiet: bool = True  # no progress while forwards are timed
 
     @classmethod
     def build(
