@@ -16,7 +16,7 @@ from forerun.core.usage import LoadReport
 from forerun.decode.control.cost_cache import CostCache
 from forerun.decode.draft_context import DraftModel
 from forerun.errors import BadRequest
-from forerun.models.build import MIN_KEPT_BYTES, build_decoder
+from forerun.models.build import MIN_KEPT_BYTES, build_decoder, checkpoint_bytes
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import resolve
@@ -89,7 +89,7 @@ class ModelLoader:
     def costs(self, models: list[Checkpoint], precision: Precision, context: int) -> CostCache | None:
         """Where the costs of these models' forwards are kept; None where timing them takes no time to speak of."""
         files = [file for checkpoint in models for file in checkpoint.files]
-        if self.device.type != "cpu" or sum(file.stat().st_size for file in files) < MIN_KEPT_BYTES:
+        if self.device.type != "cpu" or min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
         settings = (precision.name, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
         with self.stage("costs"):

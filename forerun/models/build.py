@@ -160,11 +160,19 @@ def build_decoder(
     return decoder, precision
 
 
+def checkpoint_bytes(checkpoint: Checkpoint) -> int:
+    """Of its files; 0 where it has none, or not all of them any more."""
+    try:
+        return sum(file.stat().st_size for file in checkpoint.files)
+    except OSError:
+        return 0
+
+
 def packed_key(checkpoint: Checkpoint, precision: Precision, is_draft: bool, quiet: bool) -> PackedKey | None:
     """Under which packed weights are kept; None where they are not: no file, few bytes, or no packing of ours."""
+    if precision.name not in ("int8", "file") or checkpoint_bytes(checkpoint) < MIN_KEPT_BYTES:
+        return None
     try:
-        if precision.name not in ("int8", "file") or sum(f.stat().st_size for f in checkpoint.files) < MIN_KEPT_BYTES:
-            return None
         code = hashlib.blake2b(f"{torch.__version__} {int8_range()}".encode(), digest_size=16)
         for name in PACKING_CODE:
             code.update((Path(__file__).parent / name).read_bytes())
