@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Event
     from forerun.engine.stats import Stats
     from forerun.errors import (
+        BadDrafter,
         BadProfile,
         BadRequest,
         CorruptModel,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from forerun.sharing.session import Session
 
 __all__ = [
+    "BadDrafter",
     "BadProfile",
     "BadRequest",
     "Choice",
@@ -58,7 +60,7 @@ _NAMES = {
     "forerun.engine.sequence": ("Event",),
     "forerun.engine.stats": ("Stats",),
     "forerun.errors": (
-        *("BadProfile", "BadRequest", "CorruptModel", "ForerunError", "ModelNotFound", "OutOfPages"),
+        *("BadDrafter", "BadProfile", "BadRequest", "CorruptModel", "ForerunError", "ModelNotFound", "OutOfPages"),
         "UnsupportedModel",
     ),
     "forerun.llm": ("LLM",),

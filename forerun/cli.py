@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command
+from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command, train
 from forerun.commands.extras import install_hint, research
 from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
@@ -93,6 +93,7 @@ app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="stats")(stats_command.stats)
 app.add_typer(models.app, name="models", cls=Subcommands)
 app.add_typer(check.app, name="check", cls=Subcommands)
+app.add_typer(train.app, name="train", cls=Subcommands)
 
 
 def _version(wanted: bool) -> None:

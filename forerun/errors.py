@@ -39,3 +39,7 @@ class OutOfPages(ForerunError):
 
 class BadProfile(ForerunError, ValueError):
     """A profile of speculative prefill is missing, damaged, or was made for other models."""
+
+
+class BadDrafter(ForerunError):
+    """A trained drafter is missing, damaged, or was made for other models."""

@@ -42,6 +42,7 @@ from forerun.inputs import (
 from forerun.loading import ModelLoader, opened
 from forerun.models.build import choose_device
 from forerun.models.fetch.store import DEFAULT_MODEL
+from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.outputs import Choice, Completion, acomplete, complete
@@ -72,7 +73,8 @@ class LLM(OldLLMNames):
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `draft_model`: a smaller model
-    that drafts tokens; its K/V is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
+    that drafts tokens (or a file of `forerun train drafter`; one trained for both models is found by itself); its K/V
+    is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
     models, for requests whose prompts are drafted; the default model has one.
 
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
@@ -129,7 +131,8 @@ class LLM(OldLLMNames):
         if where.type == "cpu":
             torch.set_num_threads(threads or default_threads())
         loader = ModelLoader(where, weights, quiet, batch_invariant)
-        checkpoint, drafting = opened(model), None if draft_model is None else opened(draft_model)
+        checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
+        drafting = None if draft_model is None else opened(open_draft(draft_model, checkpoint, search=not named))
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
         self.config, self.model = self.decoder.config, checkpoint.source

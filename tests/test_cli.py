@@ -33,6 +33,8 @@ COMMANDS = [
     ["bench", "forward"],
     ["bench", "speculate"],
     ["check", "model"],
+    ["train", "drafter"],
+    ["train", "pard"],
 ]
 
 

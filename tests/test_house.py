@@ -34,7 +34,7 @@ LAYERS = (
     ("forerun.llm",),
     ("forerun.sharing",),
     ("forerun.drafters", "forerun"),  # the public names
-    ("forerun.recipes", "forerun.serve"),
+    ("forerun.recipes", "forerun.serve", "forerun.train"),
     ("forerun.checks",),
     ("forerun.commands",),
     ("forerun.cli", "forerun.__main__"),

@@ -333,7 +333,8 @@ class _Builder:
     def lookup(self, head: Linear) -> Callable[[Tensor], Tensor]:
         """Token ids to embeddings."""
         if self.device.type == "cpu":
-            return EmbeddingRows(*self.checkpoint.stored("embed"))
+            rows = EmbeddingRows(*self.checkpoint.stored("embed"))
+            return getattr(self.checkpoint, "with_mask", lambda plain: plain)(rows)
         tied = self.config.tie_embeddings
         table = head.weight if tied else self.weights("embed").to(self.precision.dtype)
         return lambda ids: table.index_select(0, ids)

@@ -93,9 +93,8 @@ class ParallelDrafter(ModelDrafter):
         ]
         if any(temperature != 1.0 for temperature in temperatures):
             logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-        top = logits.topk(min(self.children, logits.shape[-1]), -1)
-        probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp().clamp(max=1.0)
-        found = torch.cat((top.indices.double(), probs.double()), -1).tolist()  # one copy from the device
+        top = logits.softmax(-1).topk(min(self.children, logits.shape[-1]), -1)
+        found = torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1).tolist()  # one copy
         count = top.indices.shape[-1]
         return [[(int(row[i]), row[count + i]) for i in range(count)] for row in found]
 

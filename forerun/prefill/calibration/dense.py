@@ -88,7 +88,7 @@ class DenseModel:
     def project(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (neither rotated yet) and values: [B, T, heads * D] each."""
         h = self._norm(x, f"layers.{i}.attn_norm")
-        q, k, v = (F.linear(h, self._w(i, part), self._bias(i, part)) for part in "qkv")
+        q, k, v = (self.linear(h, i, part) for part in "qkv")
         if self.config.qk_norm:
             q, k = (self._head_norm(y, f"layers.{i}.{part}_norm") for y, part in ((q, "q"), (k, "k")))
         return q, k, v
@@ -126,25 +126,23 @@ class DenseModel:
 
     def attention_residual(self, attended: Tensor, i: int) -> Tensor:
         """What an attention output adds to the residual stream."""
-        h = F.linear(attended, self._w(i, "o"))
+        h = self.linear(attended, i, "o")
         return self._norm(h, f"layers.{i}.post_attn_norm") if self.config.post_norms else h
 
     def finish_layer(self, x: Tensor, attended: Tensor, i: int) -> Tensor:
         """A layer after its attention: output projection, residuals, MLP."""
         x = x + self.attention_residual(attended, i)
         h = self._norm(x, f"layers.{i}.mlp_norm")
-        gate = F.linear(h, self._w(i, "gate"))
+        gate = self.linear(h, i, "gate")
         gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        h = F.linear(gate * F.linear(h, self._w(i, "up")), self._w(i, "down"))
+        h = self.linear(gate * self.linear(h, i, "up"), i, "down")
         return x + (self._norm(h, f"layers.{i}.post_mlp_norm") if self.config.post_norms else h)
 
+    def linear(self, x: Tensor, i: int, part: str) -> Tensor:
+        """A matrix of layer i and its bias, if it has one."""
+        return F.linear(x, self.weights[f"layers.{i}.{part}"], self.weights.get(f"layers.{i}.{part}_bias"))
+
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    def _w(self, i: int, part: str) -> Tensor:
-        return self.weights[f"layers.{i}.{part}"]
-
-    def _bias(self, i: int, part: str) -> Tensor | None:
-        return self.weights[f"layers.{i}.{part}_bias"] if self.config.qkv_bias else None
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.config.norm_eps)

@@ -1,0 +1,135 @@
+"""`forerun train drafter`: make a draft model draft several tokens in one forward, and measure what that is worth."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+if TYPE_CHECKING:
+    from forerun.models.formats.adapter import DrafterFile
+
+app = typer.Typer(no_args_is_help=True, help="Train drafters for a model, on this machine.")
+
+KINDS = ("parallel",)
+
+
+@app.callback()
+def train() -> None:
+    """Train drafters for a model, on this machine."""
+
+
+@app.command()
+def drafter(
+    target: Annotated[str, typer.Option("--target", help="The model whose answers are to be drafted.")],
+    draft: Annotated[str, typer.Option("--draft", "-d", help="A smaller model of the same family, which is trained.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The drafter's file; FILE.state lies beside it until done.")],
+    kind: Annotated[
+        str, typer.Option("--kind", help="parallel: several tokens in one forward, by masks.")
+    ] = "parallel",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
+    ] = None,
+    answers: Annotated[
+        int, typer.Option("--answers", min=0, help="Answers of the target itself to train on, made first.")
+    ] = 2000,
+    text_tokens: Annotated[int, typer.Option("--text-tokens", min=0, help="Most tokens of --text used.")] = 2_000_000,
+    minutes: Annotated[
+        float, typer.Option("--minutes", help="Time for training, beside answers and measuring.")
+    ] = 30.0,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, max=32, help="Tokens drafted in one forward.")] = 10,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the changes: more learns more, the file grows.")] = 32,
+    window: Annotated[int, typer.Option("--window", min=32, help="Tokens of a training window.")] = 512,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=32, help="Tokens of a training step.")] = 8192,
+    mask_token: Annotated[
+        int | None, typer.Option("--mask-token", help="Id of the mask. Default: one that no text uses.")
+    ] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Leave the figures at the end out.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Decides which text is used, and in which order.")] = 0,
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Train a draft model to draft several tokens in one forward (PARD), and measure in the engine what it is worth.
+
+    The file is used with: --draft-model FILE. Ctrl-C leaves a state beside it: the same command resumes from there.
+
+    Example: forerun train drafter --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
+    --text src/ --answers 4000 --minutes 60 --out coder.safetensors
+    """
+    if kind not in KINDS:
+        raise BadRequest(f"--kind is {kind!r}", f"use one of {', '.join(KINDS)}")
+    if out.suffix != ".safetensors":
+        raise BadRequest(f"--out is {out}", "give a file that ends in .safetensors")
+    import torch
+
+    from forerun.models.build import choose_device
+    from forerun.train.run import TrainJob, train_drafter
+    from forerun.train.trainer import TrainSettings
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    job = TrainJob(target, draft, out, tuple(text or ()), answers, text_tokens, mask_token)
+    settings = TrainSettings(
+        tokens=tokens, rank=rank, minutes=minutes, window=window, batch_tokens=batch_tokens, seed=seed
+    )
+    try:
+        made = train_drafter(job, settings, choose_device(device), measure=not no_measure)
+    except KeyboardInterrupt:
+        if out.with_name(out.name + ".state").exists():
+            print(f"\nstopped; the same command resumes from {out.name}.state", file=sys.stderr)
+        raise
+    if as_json:
+        print(json.dumps(_record(made, out)))
+    else:
+        _show(made, out)
+
+
+@app.command()
+def pard(
+    drafter: Annotated[Path, typer.Argument(help="A file of `forerun train drafter`.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the model folder.")],
+    draft: Annotated[str | None, typer.Option("--draft", "-d", help="The draft model, if not found by name.")] = None,
+) -> None:
+    """Write a trained drafter as a whole model folder in PARD's format, which vLLM reads too.
+
+    Example: forerun train pard coder.safetensors coder-pard/
+    """
+    from forerun.models.fetch.store import resolve
+    from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
+    from forerun.models.formats.checkpoint import open_checkpoint
+    from forerun.models.formats.pard import write_pard
+
+    made = DrafterFile.load(drafter)
+    base = open_checkpoint(resolve(draft or made.names["draft"]))
+    made.check_draft(base)
+    write_pard(AdaptedCheckpoint(base, made), made.parallel, folder)
+    print(f"{folder}: drafts {made.parallel.tokens} tokens in one forward for {made.names['target']}")
+
+
+def _record(made: DrafterFile, out: Path) -> dict[str, Any]:
+    about = {"drafter": str(out), "kind": made.kind, "names": made.names, "bytes": out.stat().st_size}
+    return about | {"mask_token": made.parallel.mask_token, "tokens": made.parallel.tokens, "facts": made.facts}
+
+
+def _show(made: DrafterFile, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if "figures" in made.facts:
+        title = f"{made.names['target']}, drafted by {made.names['draft']}"
+        table = Table("kind", "context", "way", "tokens a round", "tokens/s", title=title, title_justify="left")
+        for row in made.facts["figures"]:
+            figures = f"{row['tokens_per_round']:.2f}", f"{row['tokens_per_s']:.1f}"
+            table.add_row(row["kind"], str(row["context"]), row["way"], *figures)
+        console.print(table)
+        console.print(made.facts["worth"], markup=False)
+    console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", markup=False)

@@ -1,0 +1,61 @@
+"""Rows of a training pass: the text's own tokens, then masks that stand for the tokens after some of its positions.
+
+Depth j is trained at a share of all positions that falls with j (PARD's conditional drop of tokens): a mask sees the
+text up to its position and the masks before it there, and nothing of other positions' masks. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASKED_SCORE = -30_000.0  # added to the score of an entry that a row may not attend to
+ALIGNED_ROWS = 8  # the number of masks is a multiple of it: kernels read unaligned scores slowly
+MAX_ANCHORS = 512  # positions of a window with masks: longer windows train context, not more masks
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Of all windows of a batch: row r stands at `positions[r]` and predicts the token after it."""
+
+    length: int  # the text's own rows come first
+    anchors: Tensor  # [M] of each mask, the position it follows
+    depths: Tensor  # [M] 1 for the first mask after an anchor
+    hidden: Tensor  # [M, length + M] added to the masks' attention scores
+
+    @property
+    def positions(self) -> Tensor:
+        """[length + M]"""
+        own = torch.arange(self.length, device=self.anchors.device)
+        return torch.cat((own, self.anchors + self.depths))
+
+    @property
+    def starts(self) -> Tensor:
+        """[length + M] the position whose next token begins the draft that a row belongs to."""
+        own = torch.arange(self.length, device=self.anchors.device)
+        return torch.cat((own, self.anchors))
+
+
+def draw_layout(
+    length: int, tokens: int, keep: float, floor: float, generator: torch.Generator, window: int | None = None
+) -> RowLayout:
+    """Masks for drafts of `tokens` tokens: depth j at a share max(keep ** j, floor) of the positions, the deeper ones
+    always among the shallower. `window`: of sliding attention."""
+    share = min(1.0, MAX_ANCHORS / length)
+    rank = torch.randperm(length, generator=generator) / length  # [length]
+    counts = sum(((rank < share * max(keep**j, floor)).long() for j in range(1, tokens)), torch.zeros(length).long())
+    counts = torch.minimum(counts, length - 1 - torch.arange(length))  # a mask's own next token must be in the window
+    anchors = torch.arange(length).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    depths = torch.arange(len(anchors)) - first + 1
+    whole = len(anchors) // ALIGNED_ROWS * ALIGNED_ROWS
+    anchors, depths = anchors[:whole], depths[:whole]
+    entry = torch.arange(length)
+    text = entry <= anchors[:, None]
+    if window is not None:
+        text &= entry > (anchors + depths)[:, None] - window
+    chain = (anchors[:, None] == anchors) & (depths <= depths[:, None])
+    seen = torch.cat((text, chain), 1)
+    return RowLayout(length, anchors, depths, torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE))

@@ -1,0 +1,81 @@
+"""The loss of a parallel drafter: cross entropy to the target's own distributions, where the draft is still of use.
+
+A row at depth j counts by the target's probability of the j tokens before it, which is the chance that a draft gets
+there (PARD-2). The head's gradient is written out, some rows at a time: logits of all rows would not fit in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.train.layout import RowLayout
+
+LOSS_IDS = 65_535  # first token ids that the loss compares, beside the mask: rarer ones would triple its cost
+TEXT_WEIGHT = 0.4  # of the text's own rows: the draft model predicts those well before any training
+CHUNK_ROWS = 4096  # of logits at a time
+
+
+@dataclass
+class Teaching:
+    """What the target says about windows [B, length]."""
+
+    probs: Tensor  # [B, length, ids + 1]; the last column is the mask's
+    log_next: Tensor  # [B, length] log probability of the token that follows in the text
+
+
+@torch.no_grad()
+def teach(target: DenseModel, tokens: Tensor, following: Tensor, ids: int) -> Teaching:
+    """`following`: the token after each position, [B, length]."""
+    hidden = target.trace(tokens, keep_kv=False).hidden[-1]
+    head = (target.embed if target.config.tie_embeddings else target.weights["head"])[:ids]
+    flat, wanted = target._norm(hidden, "final_norm").flatten(0, 1), following.flatten()
+    probs = torch.zeros(len(flat), ids + 1, dtype=target.dtype, device=flat.device)
+    log_next = torch.full((len(flat),), -12.0, device=flat.device)  # of tokens beyond the ids
+    for lo in range(0, len(flat), CHUNK_ROWS):
+        part = slice(lo, lo + CHUNK_ROWS)
+        logs = (flat[part] @ head.T).float().log_softmax(-1)
+        probs[part, :ids] = logs.exp().to(probs.dtype)
+        inside = wanted[part] < ids
+        found = logs.gather(1, wanted[part].clamp(max=ids - 1)[:, None])[:, 0]
+        log_next[part] = torch.where(inside, found, log_next[part])
+    return Teaching(probs.view(*tokens.shape, -1), log_next.view(tokens.shape))
+
+
+def row_weights(log_next: Tensor, layout: RowLayout) -> Tensor:
+    """[B, rows]: the target's probability of the tokens between a mask's start and itself."""
+    before = torch.nn.functional.pad(log_next.cumsum(1), (1, 0))  # [B, length + 1], of the tokens before a position
+    weights = (before[:, layout.positions] - before[:, layout.starts]).exp()
+    weights[:, : layout.length] = TEXT_WEIGHT
+    return weights
+
+
+def backward(
+    hidden: Tensor, head: Tensor, teaching: Teaching, layout: RowLayout, by_depth: Tensor | None = None
+) -> float:
+    """Adds the loss's gradient to everything `hidden` [B, rows, width] depends on; returns the loss. `by_depth`
+    [depths, 2] collects agreement of the likeliest tokens, by depth: hits and rows."""
+    batch, rows = hidden.shape[:2]
+    weights = row_weights(teaching.log_next, layout).flatten()
+    weights = weights / weights.sum()
+    first = torch.arange(batch, device=hidden.device)[:, None] * layout.length
+    source = (first + layout.positions).flatten()  # of each row, where the teaching has its distribution
+    flat, wanted = hidden.detach().flatten(0, 1), teaching.probs.flatten(0, 1)
+    gradient, total = torch.empty_like(flat), torch.zeros((), device=flat.device)
+    own = torch.zeros(layout.length, dtype=torch.long, device=flat.device)
+    depths = torch.cat((own, layout.depths)).repeat(batch) if by_depth is not None else None
+    for lo in range(0, batch * rows, CHUNK_ROWS):
+        part = slice(lo, lo + CHUNK_ROWS)
+        target = wanted[source[part]]  # [rows, ids + 1]
+        logits = (flat[part] @ head.T).float()
+        total += (weights[part] * (logits.logsumexp(-1) - (logits * target).sum(-1))).sum()
+        if by_depth is not None and depths is not None:
+            hits = (logits.argmax(-1) == target.argmax(-1)).float()
+            by_depth.index_add_(0, depths[part], torch.stack((hits, torch.ones_like(hits)), 1))
+        change = logits.softmax(-1).sub_(target).mul_(weights[part, None])
+        gradient[part] = change.to(head.dtype) @ head
+    hidden.backward(gradient.view_as(hidden))
+    return float(total)

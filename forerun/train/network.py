@@ -1,0 +1,79 @@
+"""A draft model to be trained: the dense decoder with low-rank changes to its matrices and an embedding for the mask.
+
+The model's own weights stay as they are. Knows rows and weights; no loss, no text and no files.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from forerun.models.config import ModelConfig
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
+from forerun.train.layout import RowLayout
+
+INITIAL_SPREAD = 0.6  # of the first factors, in standard deviations of a matrix that keeps the size of its input
+SCALE = 2.0  # of the changes: the second factors start at zero and learn so much faster
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class DraftNetwork(DenseModel):
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], mask_token: int, rank: int, seed: int) -> None:
+        super().__init__(config, weights)
+        generator = torch.Generator().manual_seed(seed)
+        self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
+        for i in range(config.num_layers):
+            for part in MATRICES:
+                out, width = weights[f"layers.{i}.{part}"].shape
+                a = torch.randn(rank, width, generator=generator) * INITIAL_SPREAD * width**-0.5
+                b = torch.zeros(out, rank)
+                pair = tuple(t.to(self.device).requires_grad_() for t in (a, b))
+                self.low_rank[f"layers.{i}.{part}"] = (pair[0], pair[1])
+        self.mask = weights["embed"][mask_token].float().clone().requires_grad_()
+
+    @classmethod
+    def open(
+        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mask_token: int, rank: int, seed: int
+    ) -> DraftNetwork:
+        plain = DenseModel.from_checkpoint(checkpoint, device, dtype)
+        return cls(checkpoint.config, plain.weights, mask_token, rank, seed)
+
+    def parameters(self) -> list[Tensor]:
+        return [self.mask, *(t for pair in self.low_rank.values() for t in pair)]
+
+    def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By matrix: a and b, where b @ a is added to it."""
+        return {name: (a.detach().cpu(), SCALE * b.detach().cpu()) for name, (a, b) in self.low_rank.items()}
+
+    def linear(self, x: Tensor, i: int, part: str) -> Tensor:
+        a, b = self.low_rank[f"layers.{i}.{part}"]
+        return super().linear(x, i, part) + F.linear(F.linear(x, a.to(x.dtype)), (SCALE * b).to(x.dtype))
+
+    def rows(self, tokens: Tensor, layout: RowLayout) -> Tensor:
+        """Normed last hidden states [B, rows, hidden] of windows [B, length] and their masks."""
+        x, positions = self.embed_tokens(tokens), layout.positions
+        masks = (self.mask * self.config.embed_scale).to(x.dtype).expand(len(tokens), len(layout.anchors), -1)
+        x = torch.cat((x, masks), 1)
+        hidden = layout.hidden.to(x.dtype)
+        for i in range(self.config.num_layers):
+            q, k, v = self.project(x, i)
+            q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
+            x = self.finish_layer(x, self._attend(q, k, v, hidden, layout.length), i)
+        return self._norm(x, "final_norm")
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, length: int) -> Tensor:
+        """The text's rows causally, masks by what the layout hides from them; -> [B, rows, Hq * D]."""
+        group, scale = self.config.num_heads // self.config.num_kv_heads, self.config.scale
+        v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        text = F.scaled_dot_product_attention(
+            q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True, scale=scale
+        )
+        with sdpa_kernel(MASKED_BACKENDS) if q.is_cuda else nullcontext():
+            masks = F.scaled_dot_product_attention(q[:, :, length:], k, v, attn_mask=hidden, scale=scale)
+        return torch.cat((text, masks), 2).transpose(1, 2).flatten(2)

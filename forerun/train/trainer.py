@@ -1,0 +1,149 @@
+"""Trains a parallel drafter for a given time on a stream of tokens, and resumes where an earlier run stopped.
+
+Windows of two lengths are cut from the stream: short ones with masks everywhere, and every fourth step long ones, so
+that drafts are as good after a long prompt. Knows no files: the state is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import BadRequest
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.prefill.calibration.resume import CalibrationState
+from forerun.train.layout import draw_layout
+from forerun.train.loss import LOSS_IDS, backward, teach
+from forerun.train.network import DraftNetwork
+
+LINE_INTERVAL_S = 5.0  # between two lines of progress
+LONG_EVERY = 4  # steps: one of so many has long windows
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    tokens: int = 10  # drafted in one forward
+    rank: int = 32  # of the changes to the draft's matrices
+    minutes: float = 30.0
+    rate: float = 4e-4  # of Adam, at its highest
+    warmup: float = 0.03  # share of the time
+    batch_tokens: int = 8192  # of one step
+    window: int = 512
+    long_window: int = 2048
+    keep: float = 0.7  # depth j is trained at a share keep ** j of the positions,
+    floor: float = 0.15  # and at least at this one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("tokens", 2, 32),
+            ("rank", 1, 512),
+            ("window", 32, 32768),
+            ("batch_tokens", 32, 1 << 20),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise BadRequest(f"training: {name} is {getattr(self, name)}", f"give {low} to {high}")
+        if not self.minutes > 0.0:
+            raise BadRequest(f"training: {self.minutes:g} minutes", "give more than 0")
+
+    def factor(self, done: float) -> float:
+        """Of the rate, after this share of the time."""
+        return min(1.0, done / self.warmup) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
+
+
+class Trainer:
+    def __init__(
+        self, network: DraftNetwork, target: DenseModel, stream: np.ndarray, settings: TrainSettings, mask_token: int
+    ) -> None:
+        """`stream`: [N] int32 token ids, documents one after the other."""
+        self.network, self.target, self.settings, self._stream = network, target, settings, stream
+        self.steps, self.trained_tokens = 0, 0
+        self.agreement = torch.zeros(settings.tokens, 2, device=network.device)  # recent, by depth: hits and rows
+        groups = [{"params": network.parameters()}]
+        self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._ids = min(LOSS_IDS, network.config.vocab_size)
+        self._mask_token = mask_token
+        shortest = settings.window + 1
+        if len(stream) < 4 * shortest:
+            raise BadRequest(
+                f"the text makes {len(stream):,} tokens, training needs {4 * shortest:,} at the least",
+                "give more --text or --answers, or a smaller --window",
+            )
+
+    def state(self) -> dict[str, object]:
+        tensors = [tensor.detach().cpu() for tensor in self.network.parameters()]
+        return {
+            "parameters": tensors,
+            "optimizer": self._optimizer.state_dict(),
+            "steps": self.steps,
+            "trained_tokens": self.trained_tokens,
+        }
+
+    def load(self, state: dict[str, object]) -> None:
+        for tensor, saved in zip(self.network.parameters(), state["parameters"], strict=True):  # type: ignore[call-overload]
+            tensor.data.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        self.steps, self.trained_tokens = int(state["steps"]), int(state["trained_tokens"])  # type: ignore[call-overload]
+
+    def run(self, state: CalibrationState | None = None, spent_s: float = 0.0) -> None:
+        """Until the settings' minutes are over; `spent_s` of them are."""
+        limit, start = 60.0 * self.settings.minutes, time.monotonic() - spent_s
+        due, loss = time.monotonic(), 0.0
+        while (spent := time.monotonic() - start) < limit:
+            latest = self.step(spent / limit)
+            loss = latest if self.steps == 1 or loss == 0.0 else 0.95 * loss + 0.05 * latest
+            if time.monotonic() > due:
+                due = time.monotonic() + LINE_INTERVAL_S
+                self._show(loss, spent, limit)
+            if state is not None:
+                state.save_point(lambda: {"trainer": self.state(), "spent_s": time.monotonic() - start})
+
+    def step(self, done: float) -> float:
+        """One optimizer step; `done`: the share of the time that is over. Returns the loss."""
+        s = self.settings
+        long = self.steps % LONG_EVERY == LONG_EVERY - 1 and len(self._stream) > 4 * s.long_window
+        length = min(s.long_window if long else s.window, self.network.config.max_context)
+        generator = torch.Generator().manual_seed(s.seed * 1_000_003 + self.steps)
+        windows = self._windows(length + 1, max(1, s.batch_tokens // length), generator).to(self.network.device)
+        tokens, following = windows[:, :-1], windows[:, 1:]
+        window = next((w for w in self.network.config.windows if w is not None), None)
+        layout = draw_layout(length, s.tokens, s.keep, s.floor, generator, window)
+        device = self.network.device
+        layout = replace(layout, **{n: getattr(layout, n).to(device) for n in ("anchors", "depths", "hidden")})
+        teaching = teach(self.target, tokens, following, self._ids)
+        self.agreement *= 0.98
+        loss = backward(self.network.rows(tokens, layout), self._head(), teaching, layout, self.agreement)
+        for group in self._optimizer.param_groups:
+            group["lr"] = s.rate * s.factor(done)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        self.trained_tokens += tokens.numel()
+        return loss
+
+    def _head(self) -> Tensor:
+        """[ids + 1, hidden]: the mask, which must never be drafted, is the last column."""
+        network = self.network
+        head = network.embed if network.config.tie_embeddings else network.weights["head"]
+        return torch.cat((head[: self._ids], network.mask.detach()[None].to(head.dtype)))
+
+    def _windows(self, length: int, count: int, generator: torch.Generator) -> Tensor:
+        first = torch.randint(0, len(self._stream) - length + 1, (count,), generator=generator).tolist()
+        return torch.from_numpy(np.stack([self._stream[at : at + length] for at in first]).astype(np.int64))
+
+    def _show(self, loss: float, spent: float, limit: float) -> None:
+        hits, rows = self.agreement.T.tolist()
+        right = " ".join(f"{h / max(1.0, n):.2f}" for h, n in zip(hits, rows, strict=True))
+        print(
+            f"training: {spent:.0f} of {limit:.0f} s, {self.steps} steps, {self.trained_tokens / 1e6:.2f} M tokens, "
+            f"loss {loss:.3f}, agreement by depth {right}, about {limit - spent:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,86 @@
+"""`forerun train`: a drafter through the command line, an interruption that resumes, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun.cli import main
+from forerun.models.formats.adapter import DrafterFile
+from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.train.trainer import Trainer
+from tests import tiny
+
+SMALL = ("--tokens", "3", "--rank", "2", "--window", "32", "--batch-tokens", "64", "--answers", "0", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    tiny.write_folder(root / "target", "llama", seed=0, vocab_size=520)
+    tiny.write_folder(root / "draft", "llama", seed=1, vocab_size=520, num_hidden_layers=2)
+    (root / "text.txt").write_text(tiny.TEXT * 4)
+    return root
+
+
+def run(world: Path, out: Path, *args: str) -> int:
+    pair = ("--target", str(world / "target"), "--draft", str(world / "draft"), "--text", str(world / "text.txt"))
+    with pytest.raises(SystemExit) as left:
+        main(["train", "drafter", *pair, "--out", str(out), *SMALL, *args])
+    return left.value.code or 0  # type: ignore[return-value]
+
+
+def test_a_drafter_and_its_pard_folder(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "drafter.safetensors"
+    assert run(world, out, "--minutes", "0.01", "--no-measure", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tokens"] == 3 and told["facts"]["steps"] > 0 and told["bytes"] == out.stat().st_size
+    with pytest.raises(SystemExit):
+        main(["train", "pard", str(out), str(tmp_path / "pard"), "--draft", str(world / "draft")])
+    assert open_checkpoint(tmp_path / "pard").parallel == DrafterFile.load(out).parallel  # type: ignore[attr-defined]
+
+
+def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out, state = tmp_path / "drafter.safetensors", tmp_path / "drafter.safetensors.state"
+    step = Trainer.step
+
+    def interrupted(trainer: Trainer, done: float) -> float:
+        loss = step(trainer, done)
+        if trainer.steps == 3:
+            import signal
+
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert run(world, out, "--minutes", "5", "--no-measure") == 130
+    assert state.exists() and not out.exists()
+    first: list[int] = []
+    monkeypatch.setattr(Trainer, "step", lambda t, done: (first.append(t.steps), step(t, done))[1])
+    assert run(world, out, "--minutes", "0.001", "--no-measure") == 0  # its time is over: the drafter is written
+    assert first == [] and not state.exists() and DrafterFile.load(out).facts["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (("--kind", "magic"), "--kind"),
+        (("--mask-token", "520"), "520 tokens"),
+        (("--minutes", "0"), "minutes"),
+        (("--text", "/no/such/file"), "cannot read"),
+    ],
+)
+def test_what_cannot_work_is_an_error_at_once(
+    world: Path, tmp_path: Path, args: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(world, tmp_path / "drafter.safetensors", *args) == 1
+    told = capsys.readouterr().err
+    assert why in told and "hint: " in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_drafters_name_is_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(world, tmp_path / "drafter.bin") == 1
+    assert ".safetensors" in capsys.readouterr().err

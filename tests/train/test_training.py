@@ -1,0 +1,297 @@
+"""Rows, loss and network of training, each against a plain computation of the same, and a whole run on tiny models."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from forerun import LLM, BadDrafter, BadRequest
+from forerun.cache.pool import PagePool
+from forerun.models.build import build_decoder
+from forerun.models.execution.runner import Runner, Span
+from forerun.models.formats import adapter
+from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile, drafter_name
+from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
+from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.formats.pard import write_pard
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.train import run
+from forerun.train.answers import collect_answers
+from forerun.train.layout import draw_layout
+from forerun.train.loss import TEXT_WEIGHT, Teaching, backward, row_weights, teach
+from forerun.train.network import DraftNetwork
+from forerun.train.run import TrainJob, choose_mask, train_drafter
+from forerun.train.trainer import Trainer, TrainSettings
+from tests import tiny
+
+CPU = torch.device("cpu")
+MASK, TOKENS = 512, 4
+SETTINGS = TrainSettings(tokens=TOKENS, rank=4, minutes=0.02, window=32, long_window=64, batch_tokens=128, rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a smaller draft with the same tokens and ids that no token has."""
+    root = tmp_path_factory.mktemp("pair")
+    target = tiny.write_folder(root / "target", "qwen2", seed=0, vocab_size=520)
+    return target, tiny.write_folder(root / "draft", "qwen2", seed=1, vocab_size=520, num_hidden_layers=2)
+
+
+def network(path: Path, trained: bool = True) -> DraftNetwork:
+    made = DraftNetwork.open(open_checkpoint(path), CPU, torch.float32, MASK, rank=4, seed=0)
+    if trained:
+        for _, b in made.low_rank.values():
+            b.data.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(b.shape[0]))
+        made.mask.data.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(7))
+    return made
+
+
+def drafter_file(pair: tuple[Path, Path], made: DraftNetwork) -> DrafterFile:
+    target, draft = map(open_checkpoint, pair)
+    names = {"target": str(pair[0]), "draft": str(pair[1])}
+    parallel = ParallelDrafting(MASK, TOKENS)
+    return DrafterFile(
+        "parallel", fingerprint(target), fingerprint(draft), names, parallel, made.changes(), made.mask.detach()
+    )
+
+
+def engine_logits(checkpoint: Checkpoint, ids: list[int], weights: str = "float32") -> torch.Tensor:
+    decoder, _ = build_decoder(checkpoint, CPU, weights, 256, quiet=True, is_draft=True)
+    pool = PagePool(decoder.config, 8, 16, torch.float32, CPU)
+    return Runner(decoder, pool, 256).forward([Span(ids, 0, array("i", range(8)), range(len(ids)))]).logits
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_masks_follow_their_anchors_and_see_nothing_of_others():
+    layout = draw_layout(64, TOKENS, 0.7, 0.3, torch.Generator().manual_seed(0))
+    seen = layout.hidden == 0.0
+    assert len(layout.anchors) % 8 == 0 and len(layout.anchors) > 40
+    for row, (anchor, depth) in enumerate(zip(layout.anchors.tolist(), layout.depths.tolist(), strict=True)):
+        assert depth == 1 or (layout.anchors[row - 1] == anchor and layout.depths[row - 1] == depth - 1)
+        assert anchor + depth < 64
+        wanted = {*range(anchor + 1), *(64 + row - back for back in range(depth))}
+        assert set(seen[row].nonzero()[:, 0].tolist()) == wanted
+    shares = [(layout.depths == depth).sum() / 64 for depth in range(1, TOKENS)]
+    assert shares[0] > 0.6 and shares[-1] == pytest.approx(0.34, abs=0.06)
+
+
+def test_a_long_window_has_no_more_masks_than_a_short_one():
+    short, long = (draw_layout(n, 8, 0.7, 0.2, torch.Generator().manual_seed(0)) for n in (512, 2048))
+    assert len(long.anchors) == pytest.approx(len(short.anchors), rel=0.05)
+
+
+def test_rows_of_training_are_what_the_engine_computes(pair: tuple[Path, Path]):
+    """Every mask's row equals that of the engine's decoder with the same changes, run on text and masks."""
+    made = network(pair[1])
+    adapted = AdaptedCheckpoint(open_checkpoint(pair[1]), drafter_file(pair, made))
+    tokens = torch.randint(0, 500, (1, 24), generator=torch.Generator().manual_seed(1))
+    layout = draw_layout(24, TOKENS, 0.8, 0.5, torch.Generator().manual_seed(2))
+    logits = F.linear(made.rows(tokens, layout), made.embed if made.config.tie_embeddings else made.weights["head"])[0]
+    text = engine_logits(adapted, tokens[0].tolist())
+    torch.testing.assert_close(logits[:24, :512], text[:, :512], rtol=1e-3, atol=1e-3)
+    for row in range(0, len(layout.anchors), 5):
+        anchor, depth = int(layout.anchors[row]), int(layout.depths[row])
+        alone = engine_logits(adapted, [*tokens[0, : anchor + 1].tolist(), *[MASK] * depth])[-1]
+        torch.testing.assert_close(logits[24 + row, :512], alone[:512], rtol=1e-3, atol=1e-3)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_and_its_gradient_are_those_of_weighted_cross_entropy():
+    generator = torch.Generator().manual_seed(0)
+    layout = draw_layout(40, TOKENS, 0.8, 0.5, generator)
+    rows = 40 + len(layout.anchors)
+    hidden = torch.randn(2, rows, 16, generator=generator, requires_grad=True)
+    head = torch.randn(31, 16, generator=generator)
+    probs = torch.randn(2, 40, 31, generator=generator).softmax(-1)
+    teaching = Teaching(probs, -torch.rand(2, 40, generator=generator))
+    loss = backward(hidden, head, teaching, layout)
+    other = hidden.detach().clone().requires_grad_()
+    weights = row_weights(teaching.log_next, layout)
+    cross = -(probs[:, layout.positions] * F.linear(other, head).log_softmax(-1)).sum(-1)
+    plain = (weights * cross).sum() / weights.sum()
+    plain.backward()
+    assert loss == pytest.approx(float(plain.detach()), rel=1e-5)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, other.grad)
+
+
+def test_a_mask_counts_by_the_probability_of_the_tokens_before_it():
+    layout = draw_layout(40, TOKENS, 0.8, 0.5, torch.Generator().manual_seed(0))
+    log_next = -torch.rand(1, 40)
+    weights = row_weights(log_next, layout)[0]
+    assert weights[:40].tolist() == pytest.approx([TEXT_WEIGHT] * 40)
+    for row in range(len(layout.anchors)):
+        anchor, depth = int(layout.anchors[row]), int(layout.depths[row])
+        assert float(weights[40 + row]) == pytest.approx(float(log_next[0, anchor : anchor + depth].sum().exp()))
+
+
+def test_the_target_teaches_its_own_distributions(pair: tuple[Path, Path]):
+    target = DenseModel.from_checkpoint(open_checkpoint(pair[0]), CPU, torch.float32)
+    tokens = torch.randint(0, 500, (2, 17))
+    teaching = teach(target, tokens[:, :-1], tokens[:, 1:], 520)
+    probs = target.logits(target.trace(tokens[:, :-1]).hidden[-1]).softmax(-1)
+    torch.testing.assert_close(teaching.probs[..., :520], probs, rtol=1e-4, atol=1e-5)
+    assert not teaching.probs[..., 520].any()
+    torch.testing.assert_close(teaching.log_next, probs.gather(2, tokens[:, 1:, None])[..., 0].log())
+
+
+def test_training_learns_and_resumes_where_it_stopped(pair: tuple[Path, Path]):
+    stream = np.tile(np.arange(100, 132, dtype=np.int32), 40)  # what follows is always the same
+    target = DenseModel.from_checkpoint(open_checkpoint(pair[0]), CPU, torch.float32)
+    trainer = Trainer(network(pair[1], trained=False), target, stream, SETTINGS, MASK)
+    losses = [trainer.step(0.3) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.1  # the random target is nearly uniform: most of the loss is its entropy
+    other = Trainer(network(pair[1], trained=False), target, stream, SETTINGS, MASK)
+    other.load(trainer.state())
+    assert other.steps == 12 and other.step(0.3) == pytest.approx(trainer.step(0.3), rel=1e-5)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    path = tmp_path / "drafter.safetensors"
+    drafter_file(pair, network(pair[1])).save(path)
+    return path
+
+
+def test_a_saved_drafter_drafts_and_is_found_by_its_models(
+    pair: tuple[Path, Path], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"dtype": "float32", "kv_cache_tokens": 1024, "max_model_len": 128, "quiet": True}
+    plain = LLM(pair[0], **options).generate([[5, 6, 7]], max_tokens=12, ignore_eos=True, speculation="off")
+    named = LLM(pair[0], draft_model=saved, **options)
+    drafted = named.generate([[5, 6, 7]], max_tokens=12, ignore_eos=True, speculation="parallel")
+    assert drafted[0].token_ids == plain[0].token_ids
+    monkeypatch.setattr(adapter, "drafter_folders", lambda: (tmp_path / "found",))
+    untrained = LLM(pair[0], draft_model=pair[1], **options)
+    assert untrained.engine.speculator.ctx.draft.parallel is None
+    (tmp_path / "found").mkdir()
+    saved.rename(tmp_path / "found" / drafter_name(*map(open_checkpoint, pair)))
+    found = LLM(pair[0], draft_model=pair[1], **options)
+    assert found.engine.speculator.ctx.draft.parallel == ParallelDrafting(MASK, TOKENS)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_draft_model_holds_the_changes(pair: tuple[Path, Path], saved: Path, weights: str):
+    made, ids = network(pair[1]), [5, 9, 33, MASK, MASK]
+    loaded = AdaptedCheckpoint(open_checkpoint(pair[1]), DrafterFile.load(saved))
+    got = engine_logits(loaded, ids, weights)[:, :512]
+    merged = {
+        name: value + (made.changes()[name][1] @ made.changes()[name][0] if name in made.changes() else 0.0)
+        for name, value in made.weights.items()
+    }
+    merged["embed"] = merged["embed"].clone()
+    merged["embed"][MASK] = made.mask.detach()
+    dense = DenseModel(made.config, merged)
+    wanted = dense.logits(dense.trace(torch.tensor([ids])).hidden[-1])[0, :, :512]
+    close = 0.02 if weights == "float32" else 0.2
+    assert float((got - wanted).norm() / wanted.norm()) < close
+
+
+def test_what_was_made_for_other_models_is_refused(pair: tuple[Path, Path], saved: Path, tmp_path: Path):
+    other = tiny.write_folder(tmp_path / "other", "qwen2", seed=5, vocab_size=520)
+    with pytest.raises(BadDrafter, match="was trained for"):
+        LLM(other, draft_model=saved)
+    drafter, target = DrafterFile.load(saved), open_checkpoint(pair[0])
+    with pytest.raises(BadDrafter, match="changes"):
+        drafter.check(target, open_checkpoint(tiny.write_folder(tmp_path / "b", "qwen2", seed=6, num_hidden_layers=2)))
+    small = tiny.write_folder(tmp_path / "c", "qwen2", seed=6, num_hidden_layers=2, vocab_size=512)
+    with pytest.raises(BadDrafter, match="vocabulary"):
+        drafter.check(target, open_checkpoint(small))
+
+
+def test_a_damaged_file_is_refused(saved: Path, pair: tuple[Path, Path], tmp_path: Path):
+    data = saved.read_bytes()
+    cut, changed = tmp_path / "cut.safetensors", tmp_path / "changed.safetensors"
+    cut.write_bytes(data[: len(data) // 2])
+    changed.write_bytes(data[:-3] + bytes([data[-3] ^ 255]) + data[-2:])
+    for path, why in (
+        (cut, "not a whole drafter"),
+        (changed, "checksum"),
+        (tmp_path / "no.safetensors", "there is no"),
+    ):
+        with pytest.raises(BadDrafter, match=why):
+            LLM(pair[0], draft_model=path)
+    with pytest.raises(BadDrafter, match="not a trained drafter"):
+        LLM(pair[0], draft_model=pair[1] / "model.safetensors")
+
+
+def test_a_folder_in_pards_format_is_the_same_model(pair: tuple[Path, Path], saved: Path, tmp_path: Path):
+    """As transformers reads it, and as this package does."""
+    ids = [5, 9, 33, MASK, MASK]
+    adapted = AdaptedCheckpoint(open_checkpoint(pair[1]), DrafterFile.load(saved))
+    write_pard(adapted, adapted.parallel, tmp_path / "pard", quiet=True)
+    folder = open_checkpoint(tmp_path / "pard")
+    assert folder.parallel == ParallelDrafting(MASK, TOKENS)  # type: ignore[attr-defined]
+    assert folder.config == replace(adapted.config, bos_id=folder.config.bos_id, eos_ids=folder.config.eos_ids)
+    assert folder.tokenizer().same_tokens(adapted.tokenizer())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "pard", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(engine_logits(folder, ids), wanted, rtol=1e-3, atol=1e-3)
+    close = engine_logits(adapted, ids)
+    assert float((close - wanted).norm() / wanted.norm()) < 0.03  # bfloat16
+
+
+# -- the whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_makes_a_drafter_with_figures(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+    monkeypatch.setattr(run, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr("forerun.train.answers.QUESTION_TOKENS", 6)
+    monkeypatch.setattr("forerun.train.measure.KINDS", ("code",))
+    monkeypatch.setattr("forerun.train.measure.PROMPTS_PER_KIND", 1)
+    monkeypatch.setattr("forerun.train.measure.ANSWER_TOKENS", 4)
+    monkeypatch.setattr(run, "LONG_CONTEXT_TOKENS", 64)
+    out = tmp_path / "drafter.safetensors"
+    job = TrainJob(str(pair[0]), str(pair[1]), out, (tmp_path / "text.txt",), answers=4)
+    train_drafter(job, SETTINGS, CPU)
+    made = DrafterFile.load(out)
+    assert {row["way"] for row in made.facts["figures"]} == {"plain", "untrained", "parallel"}
+    assert len({row["context"] for row in made.facts["figures"]}) == 2 and "worth using here" in made.facts["worth"]
+    assert made.facts["steps"] > 0 and not out.with_name(out.name + ".state").exists()
+    told = capsys.readouterr().err
+    assert "answers: 4 of 4" in told and "training: " in told and "s left" in told
+
+
+def test_answers_go_on_after_the_last_one(pair: tuple[Path, Path], tmp_path: Path):
+    path, text = tmp_path / "answers.jsonl", tmp_path / "text.txt"
+    text.write_text(tiny.TEXT * 8)
+    with LLM(pair[0], dtype="float32", kv_cache_tokens=2048, max_model_len=512, quiet=True) as llm:
+        collect_answers(llm, path, 3, [text], 4, seed=0)
+        first = path.read_text()
+        path.write_text(first + "[1, 2")  # an interruption
+        collect_answers(llm, path, 5, [text], 4, seed=0)
+    assert path.read_text().startswith(first) and len(path.read_text().splitlines()) == 5
+
+
+def test_what_cannot_work_is_refused_before_anything_long_starts(
+    pair: tuple[Path, Path], tiny_folder: Callable[[str], Path], tmp_path: Path
+):
+    out = tmp_path / "drafter.safetensors"
+    with pytest.raises(BadRequest, match="nothing to train on"):
+        train_drafter(TrainJob(str(pair[0]), str(pair[1]), out), SETTINGS, CPU)
+    full = open_checkpoint(tiny_folder("qwen2"))  # every id is a token
+    with pytest.raises(BadRequest, match="none is free"):
+        choose_mask(full, full, None)
+    assert choose_mask(full, full, 7) == 7
+    with pytest.raises(BadRequest, match="has 512 tokens"):
+        choose_mask(full, full, 512)
