@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.renamed import renamed_attribute
+
 
 @dataclass
 class TokenLogprob:
@@ -55,6 +57,8 @@ class PrefillReport:
     read_s: float = 0.0
     recompute_s: float = 0.0
     check_s: float = 0.0
+
+    repair_s = renamed_attribute("repair_s", "recompute_s")
 
 
 _SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first")

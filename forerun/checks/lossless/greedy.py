@@ -190,7 +190,7 @@ def _finding(llm: LLM, asked: PlainAnswers, name: str, answers: list[Completion]
             found.append(difference)
     detail = summary(len(answers), found)
     drifted = drift > MAX_DRIFT_FACTOR * asked.noise
-    detail += f"; probabilities of equal tokens {'MAX_DRIFT_FACTOR' if drifted else 'differ'} by up to {drift:.1g}"
+    detail += f"; probabilities of equal tokens {'drifted' if drifted else 'differ'} by up to {drift:.1g}"
     detail += f" (logarithm; noise {asked.noise:.1g}, allowed {MAX_DRIFT_FACTOR:g} times)" if drift else ""
     if drafter != "off":
         detail += f"; {usage.drafted} tokens drafted, {usage.accepted} accepted"
