@@ -1,7 +1,8 @@
-"""The C library of CPU kernels: compiled at first use, cached, loaded, tried once before it is trusted.
+"""The C library of CPU kernels: compiled at first use, cached with a checksum, loaded.
 
-Any failure (no compiler, one that fails or hangs, a folder that cannot be written, a result that is wrong) leaves the
-caller without a library and one warning in the log; nothing half-written is ever loaded. Knows no model.
+The cache is keyed by sources, compiler and CPU; a file whose checksum is wrong is compiled anew. Any failure (no
+compiler, one that fails or hangs, a folder that cannot be written) leaves the caller without a library and one warning
+in the log; nothing half-written is ever loaded. Knows no model.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,8 @@ SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
 HEADERS = ("vec.h", "blocks.h", "attention.h", "pool.h")
 ABI = 3  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
+STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
+CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 
 
@@ -53,16 +60,38 @@ def _built() -> Path:
         raise Unavailable("this CPU has no AVX2")
     folder = home() / "kernels"
     path = folder / f"{build_key()}.so"
-    if path.is_file():
+    if _whole(path):
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = _compile(Path(scratch))
+            made.write_bytes(made.read_bytes() + _checksum(made.read_bytes()))
             os.replace(made, path)  # atomic: two processes that compile at once both leave a whole file
     except OSError as error:
-        raise Unavailable(f"cannot write to {folder}: {error.strerror}") from None
+        raise Unavailable(f"cannot write to {folder}: {error.strerror or error}") from None
     return path
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()
+
+
+def _whole(path: Path) -> bool:
+    """Whether the file is there as it was written: loading a truncated one would end the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-CHECKSUM_BYTES:] == _checksum(content[:-CHECKSUM_BYTES])
+
+
+def _sweep(folder: Path) -> None:
+    for left in folder.glob("tmp*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left)
 
 
 def _compile(folder: Path) -> Path:
@@ -71,19 +100,32 @@ def _compile(folder: Path) -> Path:
     for compiler in _compilers():
         command = [*compiler, *FLAGS, "-o", str(out), *(str(here / name) for name in SOURCES), "-lm", "-lpthread"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problems.append(f"{compiler[0]}: {error}")
-            continue
-        if done.returncode == 0 and out.is_file():
+            failed, output = _run(command)
+        except OSError as error:
+            failed, output = 1, str(error)
+        except subprocess.TimeoutExpired:
+            failed, output = 1, f"it takes longer than {COMPILE_S:g} s"
+        if not failed and out.is_file() and out.stat().st_size:
             return out
-        problems.append(f"{compiler[0]}: {done.stderr.strip()[-200:]}")
+        problems.append(f"{compiler[0]}: {' '.join(output.split())[-200:] or 'it made no library'}")
     raise Unavailable("; ".join(problems) or "there is no C compiler (install gcc or clang, or pip install ziglang)")
 
 
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and error output of a compiler; ended with its own children where it takes too long or Ctrl-C comes."""
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, errors="replace", start_new_session=True, **options) as process:
+        try:
+            _, output = process.communicate(timeout=COMPILE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
+
+
 def _compilers() -> list[list[str]]:
-    named = os.environ.get("CC")
-    found = [[named]] if named else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
+    named = shlex.split(os.environ.get("CC", ""))
+    found = [named] if named else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if importlib.util.find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "cc"])
     return found
@@ -111,7 +153,7 @@ def build_key() -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in (*HEADERS, *SOURCES):
         digest.update((Path(__file__).parent / "csrc" / name).read_bytes())
-    digest.update(f"{ABI} {FLAGS} {_cpu()} {os.environ.get('CC', '')}".encode())
+    digest.update(f"{ABI} {FLAGS} {_cpu()} {platform.libc_ver()} {os.environ.get('CC', '')}".encode())
     return digest.hexdigest()
 
 
@@ -175,9 +217,9 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
 def _load(path: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
-    except OSError as error:
+        for name, (arguments, result) in FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:
         raise Unavailable(f"{path.name} cannot be loaded: {error}") from None
-    for name, (arguments, result) in FUNCTIONS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, result
     return loaded
