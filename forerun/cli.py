@@ -10,14 +10,14 @@ import contextlib
 import gc
 import io
 import os
-import signal
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from forerun import interrupt
 from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command, train
 from forerun.commands.extras import install_hint, research
 from forerun.errors import BadRequest, ForerunError
@@ -46,9 +46,8 @@ class Subcommands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            raise SystemExit(130) from None
+        except KeyboardInterrupt as interrupted:
+            _leave(str(interrupted) or interrupt.LINE)
 
 
 class Forerun(Subcommands):
@@ -122,14 +121,13 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point; always leaves by SystemExit: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C."""
     args, debug = _take_debug(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        interrupt.answer_interrupts()
         gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
     _make_streams_usable()
     try:
         app(args=args, prog_name="forerun")
     except KeyboardInterrupt:
-        if argv is None:
-            _leave_now()
-        raise SystemExit(130) from None
+        _leave(interrupt.LINE)
     except BrokenPipeError:
         # The reader of our output has closed it (`| head`): leave quietly, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,20 +139,15 @@ def main(argv: list[str] | None = None) -> None:
         _report(f"this command needs {error.name}, which is not installed", hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
-    except SystemExit as left:
-        if argv is None and left.code == 130:
-            _leave_now()
-        raise
 
 
-def _leave_now() -> None:
-    """End the interrupted process at once: Python would wait for threads that still load weights, and a second Ctrl-C
-    would make it kill them in the middle of C++ code, which aborts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(130)
+def _leave(line: str) -> NoReturn:
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        sys.stdout.flush()
+    if interrupt.answered():
+        interrupt.leave(line)
+    print(line, file=sys.stderr)
+    raise SystemExit(interrupt.EXIT_CODE)
 
 
 def _make_streams_usable() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,7 +177,7 @@ def test_ctrl_c_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     monkeypatch.setattr(options.ModelOptions, "open", interrupt)
     assert run("generate", "hi") == 130
-    assert capsys.readouterr().err.strip() == ""
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_generate_prints_what_the_api_returns(
@@ -371,16 +369,3 @@ def test_an_error_before_the_first_token_leaves_no_empty_line(
 
 def test_stop_strings_know_line_breaks() -> None:
     assert options.stop_strings(["\\n\\n", "end"]) == ("\n\n", "end") and options.stop_strings(None) == ()
-
-
-def test_impatient_ctrl_c_is_clean_while_loading(tiny_folder: Callable[[str], Path]) -> None:
-    args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "400"]
-    args += ["--regex", "[a-z ]{350}", "--speculation", "off"]  # an answer that does not end before
-    command = [sys.executable, "-m", "forerun.cli", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(1.0)  # it imports, loads or answers: whatever it does, three of these end it without a word
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.02)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.strip() == b""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom to the top: a module imports from its own package and from the lines above its own.
 LAYERS = (
-    ("forerun.errors",),
+    ("forerun.errors", "forerun.interrupt"),
     ("forerun.options", "forerun.renamed"),
     ("forerun.data", "forerun.params"),
     ("forerun.core",),
@@ -37,7 +37,8 @@ LAYERS = (
     ("forerun.recipes", "forerun.serve", "forerun.train"),
     ("forerun.checks",),
     ("forerun.commands",),
-    ("forerun.cli", "forerun.__main__"),
+    ("forerun.cli",),
+    ("forerun.__main__",),
     ("forerun_research",),
 )
 RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,13 +105,7 @@ def calibrate(
         quality=quality,
     )
     windows = WindowSettings(prompt=window, tokens=tokens, seed=seed)
-    try:
-        profile = run(target, draft, [*text, *(more or ())], out, settings, windows, choose_device(device))
-    except KeyboardInterrupt:
-        state = out.with_name(out.name + ".state")
-        if state.exists():
-            print(f"\nstopped; the same command resumes from {state}", file=sys.stderr)
-        raise
+    profile = run(target, draft, [*text, *(more or ())], out, settings, windows, choose_device(device))
     if as_json:
         print(json.dumps(_record(profile, out)))
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from forerun import interrupt
 from forerun.commands import options as opt
 from forerun.commands.generate import read_text
 from forerun.commands.screen import Screen
@@ -100,6 +101,7 @@ class ChatLoop:
         self.documents = documents or []  # texts that go before the next message
 
     def run(self) -> None:
+        interrupt.only_raise()  # Ctrl-C ends an answer
         while True:
             try:
                 line = read_message("> ").strip()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,12 @@ class SideProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, spec), name=f"bench-{spec.engine}", daemon=True)
-        self._process.start()
+        # Ctrl-C reaches the whole process group: the child never sees it, the parent decides what it means
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
         try:
             self.about: dict[str, Any] = self._receive()
@@ -127,8 +133,8 @@ class SideProcess:
 
 
 def _serve(pipe: Connection, spec: SideSpec) -> None:
-    """The child's loop. Ctrl-C reaches the whole process group; the parent decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The child's loop; a child whose parent has gone ends in the middle of a measurement."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         side = open_side(spec)
         pipe.send(("ok", side.about()))
@@ -141,6 +147,13 @@ def _serve(pipe: Connection, spec: SideSpec) -> None:
         pipe.send(("error", (type(error), str(error), error.hint)))
     except Exception:
         pipe.send(("crash", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def memory() -> dict[str, int]:

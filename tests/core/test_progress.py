@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import io
-from itertools import count
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
-from forerun.core.progress import track
+import pytest
+
+from forerun.core import progress
+from forerun.core.progress import counter, line, track
 
 
 class Terminal(io.StringIO):
@@ -13,30 +21,80 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(stream: io.StringIO, items: int, seconds_each: float, quiet: bool = False) -> str:
-    """What a job shows whose items take so long."""
-    ticks = count()
-    found = list(track(range(items), "reading", quiet, stream=stream, clock=lambda: next(ticks) * seconds_each))
-    assert found == list(range(items))
-    return stream.getvalue()
+@pytest.fixture(params=[io.StringIO, Terminal], ids=["file", "terminal"])
+def stream(request: pytest.FixtureRequest) -> io.StringIO:
+    return request.param()
 
 
-def test_a_short_job_shows_nothing():
-    assert shown(io.StringIO(), 10, 0.2) == "" == shown(Terminal(), 10, 0.2)
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BAR_AFTER_S", "LINE_AFTER_S", "LINE_INTERVAL_S"):
+        monkeypatch.setattr(progress, name, 0.02)
 
 
-def test_without_a_terminal_a_line_is_printed_every_few_seconds():
-    assert shown(io.StringIO(), 10, 1.5).splitlines() == [
-        "reading: 2 of 10, about 12 s left",
-        "reading: 6 of 10, about 6 s left",
-        "reading: 10 of 10 in 15 s",
-    ]
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
-def test_on_a_terminal_there_is_a_bar():
-    text = shown(Terminal(), 10, 1.5)
-    assert "reading" in text and "left" not in text
+def test_a_short_job_shows_nothing(stream: io.StringIO) -> None:
+    assert list(track(range(10), "reading", stream=stream)) == list(range(10)) and stream.getvalue() == ""
 
 
-def test_quiet_is_quiet():
-    assert shown(io.StringIO(), 10, 60.0, quiet=True) == "" == shown(Terminal(), 10, 60.0, quiet=True)
+def test_quiet_is_quiet(stream: io.StringIO, soon: None) -> None:
+    for _ in track(range(3), "reading", True, stream=stream):
+        time.sleep(0.05)
+    assert stream.getvalue() == ""
+
+
+def test_lines_come_while_one_item_takes_long_and_at_the_end(soon: None) -> None:
+    stream = io.StringIO()
+    for item in track(range(2), "reading", stream=stream):
+        seen = stream.getvalue().count(f"reading: {item} of 2, ")
+        wait_for(lambda: stream.getvalue().count(f"reading: {item} of 2, ") > seen + 1)  # noqa: B023
+    assert stream.getvalue().splitlines()[-1] == "reading: 2 of 2 in 0 s"
+
+
+def test_a_line() -> None:
+    assert line("reading", 0, 10, 5.2) == "reading: 0 of 10, 5 s so far"
+    assert line("reading", 2, 10, 3.0) == "reading: 2 of 10, about 12 s left"
+
+
+def test_on_a_terminal_there_is_a_bar_before_the_first_item_is_done(soon: None) -> None:
+    stream = Terminal()
+    with counter(3, "reading", stream=stream) as advance:
+        wait_for(lambda: "0/3" in stream.getvalue())
+        advance()
+        wait_for(lambda: "1/3" in stream.getvalue())
+        with counter(5, "inside", stream=stream):
+            time.sleep(0.1)  # long enough for a bar of its own
+    assert "inside" not in stream.getvalue()
+
+
+def test_a_reader_that_has_gone_does_not_end_the_job(soon: None) -> None:
+    stream = io.StringIO()
+    for _ in track(range(2), "reading", stream=stream):
+        stream.close()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("columns", [20, 60])
+def test_a_narrow_terminal_without_unicode(columns: int) -> None:
+    code = "import time; from forerun.core.progress import track\n"
+    code += "for _ in track(range(12), 'loading layers'): time.sleep(0.1)"
+    ours, theirs = pty.openpty()
+    env = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": str(columns), "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=theirs, env=env) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 10_000)
+            except OSError:
+                break
+    os.close(ours)
+    assert process.returncode == 0 and shown.isascii() and b"loading" in shown and b"Traceback" not in shown
+    if columns == 60:  # on one line, which is removed at the end
+        assert b"/12" in shown and b"-----" in shown and shown.count(b"\x1b[1A") == 1

@@ -1,14 +1,14 @@
 """The state of an unfinished calibration on disk: PROFILE.state beside the profile, from which the same command
 resumes.
 
-Ctrl-C takes effect at the next save point, where the state is whole; a second one at once. Knows nothing of what is
-computed: a state is a dictionary of tensors and plain values.
+Ctrl-C takes effect at the next save point, where the state is whole; a second one at once. Of the `forerun` command
+Ctrl-C takes effect within a second: where no save point comes by then, the last state is what remains. Knows nothing of
+what is computed: a state is a dictionary of tensors and plain values.
 """
 
 from __future__ import annotations
 
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from forerun import interrupt
 from forerun.errors import BadRequest
 
 SAVE_INTERVAL_S = 60.0
@@ -49,9 +50,19 @@ class CalibrationState:
         if self.stop_requested or (waited >= SAVE_INTERVAL_S and self._save_s <= MAX_SAVING_SHARE * waited):
             self.save(values())
         if self.stop_requested:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(self.stopped())
+
+    def stopped(self) -> str:
+        """What an interrupted calibration leaves."""
+        return (
+            f"stopped; the same command resumes from {self.path}" if self.path.exists() else "stopped; nothing is saved"
+        )
 
     def save(self, values: dict[str, Any]) -> None:
+        with interrupt.shield:
+            self._write(values)
+
+    def _write(self, values: dict[str, Any]) -> None:
         start = time.monotonic()
         part = self.path.with_name(self.path.name + ".part")
         try:
@@ -84,14 +95,11 @@ class CalibrationState:
 
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self.stop_requested:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(self.stopped())
             self.stop_requested = True
 
-        before = signal.signal(signal.SIGINT, on_interrupt)
-        try:
+        with interrupt.handled_by(on_interrupt, self.stopped):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _load(self) -> dict[str, Any]:
         hint = f"delete {self.path} to start anew, or give another --out"
