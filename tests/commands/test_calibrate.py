@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,11 @@ def test_ctrl_c_shows_how_to_resume(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stop(self: resume.CalibrationState, values: object) -> None:
-        self.save({})
-        raise KeyboardInterrupt
+    save_point = resume.CalibrationState.save_point
+
+    def stop(self: resume.CalibrationState, values: Any) -> None:
+        self.stop_requested = True
+        save_point(self, values)
 
     monkeypatch.setattr(resume.CalibrationState, "save_point", stop)
     assert run("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK, "--steps", 2) == 130
