@@ -41,16 +41,17 @@ def model(
     from rich.table import Table
 
     from forerun.checks.consistency import check_model
+    from forerun.core.progress import status
     from forerun.models.fetch.store import resolve
 
     resolve(model)  # a download shows its own progress, before ours
     console = Console(stderr=True)
     findings = []
-    with console.status("loading") as status:
+    with status("loading", console) as update:
         checks = check_model(model, weights=weights, device=device, threads=threads, prompts=prompts, tokens=tokens)
         for finding in checks:
             findings.append(finding)
-            status.update(f"{finding.name}: {'pass' if finding.passed else 'FAIL'}")
+            update(f"{finding.name}: {'pass' if finding.passed else 'FAIL'}")
     if as_json:
         print(json.dumps({"check": "model", "model": model, "findings": [asdict(f) for f in findings]}))
     else:
@@ -86,6 +87,7 @@ def lossless(
     from rich.console import Console
 
     from forerun.checks.lossless.run import check_lossless
+    from forerun.core.progress import status
     from forerun.models.fetch.store import resolve
 
     for name in (model, draft):
@@ -93,7 +95,7 @@ def lossless(
             resolve(name)
     console = Console(stderr=True)
     findings = []
-    with console.status("starting") as status:
+    with status("starting", console) as update:
         checks = check_lossless(
             model,
             draft,
@@ -104,7 +106,7 @@ def lossless(
             tokens=tokens,
             temperature=temperature,
             samples=samples,
-            on_progress=status.update,
+            on_progress=update,
         )
         for finding in checks:
             findings.append(finding)

@@ -56,9 +56,12 @@ class Setup:
     @contextmanager
     def open_sides(self, context: int, batch: int = 1) -> Iterator[list[SideProcess]]:
         """Forerun and the peer, each in its own process, with the same number of threads."""
+        from forerun.core.progress import track
+
         engines = ["forerun"] if self.against == "none" else ["forerun", self.against]
         with ExitStack() as stack:
-            yield [stack.enter_context(SideProcess(self.spec(engine, context, batch))) for engine in engines]
+            specs = [self.spec(engine, context, batch) for engine in engines]
+            yield [stack.enter_context(SideProcess(spec)) for spec in track(specs, "opening")]
 
     def spec(self, engine: str, context: int, batch: int = 1) -> SideSpec:
         threads = self.thread_count()

@@ -180,10 +180,11 @@ def _high_water() -> int:
 
 def alternate(sides: Sequence[SideProcess], runs: int, method: str, *args: Any) -> dict[str, list[Sample]]:
     """A B A B: every side once for warmth, then `runs` times in turn, so that slow drifts of the machine hit all."""
+    from forerun.core.progress import track  # brings torch, which a child loads for itself
+
     samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
-    for run in range(runs + 1):
-        for side in sides:
-            sample = side.call(method, *args)
-            if run:
-                samples[side.name].append(sample)
+    for number, side in enumerate(track([*sides] * (runs + 1), f"measuring {method}")):
+        sample = side.call(method, *args)
+        if number >= len(sides):
+            samples[side.name].append(sample)
     return samples

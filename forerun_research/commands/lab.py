@@ -64,6 +64,7 @@ def run(
 
     forerun lab run prefill_tasks --only needle --prompts 2 --device cpu
     """
+    from forerun.core.progress import status
     from forerun_research.studies import execute
     from forerun_research.studies.study import find, load, narrowed
 
@@ -75,8 +76,8 @@ def run(
     if report_only:
         _show(execute.report(study, folder), folder, as_json)
         return
-    with Console(stderr=True).status("loading") as status:
-        found = execute.run(study, folder, status.update)
+    with status("loading", Console(stderr=True)) as update:
+        found = execute.run(study, folder, update)
     _show(found, folder, as_json)
 
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 
 from forerun.core import progress
-from forerun.core.progress import counter, line, track
+from forerun.core.progress import counter, line, status, track
 
 
 class Terminal(io.StringIO):
@@ -71,6 +72,26 @@ def test_on_a_terminal_there_is_a_bar_before_the_first_item_is_done(soon: None) 
         with counter(5, "inside", stream=stream):
             time.sleep(0.1)  # long enough for a bar of its own
     assert "inside" not in stream.getvalue()
+
+
+def test_a_job_of_unknown_length_has_lines_too(soon: None) -> None:
+    stream = io.StringIO()
+    with status("loading", Console(file=stream)) as update:
+        wait_for(lambda: "loading, 0 s so far" in stream.getvalue())
+        update("measuring")
+        wait_for(lambda: "measuring, 0 s so far" in stream.getvalue())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_spinner_that_the_terminal_can_show(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=True)
+    console = Console(file=stream, force_terminal=True)
+    with status("loading", console):
+        wait_for(lambda: b"loading" in raw.getvalue())
+        with counter(5, "inside", stream=Terminal()):
+            time.sleep(0.05)
+    assert raw.getvalue().isascii() == (encoding == "ascii")
 
 
 def test_a_reader_that_has_gone_does_not_end_the_job(soon: None) -> None:

