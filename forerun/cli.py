@@ -6,6 +6,7 @@ Knows nothing of models: each subcommand lives in `forerun.commands` and imports
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gc
 import io
@@ -24,6 +25,7 @@ from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
 
 GC_ALLOCATIONS = 50_000  # between two searches for unreachable cycles: importing torch makes objects by the million
+PLAIN = {"·": "-", "–": "-", "—": "-", "…": ".", "’": "'", "“": '"', "”": '"', "×": "x", "━": "-", "─": "-", "│": "|"}
 RESEARCH = {
     "bench": "Measure Forerun, alone or beside transformers or llama.cpp.",
     "lab": "Run studies written as YAML files.",
@@ -156,9 +158,19 @@ def _make_streams_usable() -> None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open for as long as the process runs
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    codecs.register_error("forerun-plain", _plain)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            if not stream.encoding.lower().startswith("utf"):
+                stream.reconfigure(errors="forerun-plain")
+            elif stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """What stands in for characters that a terminal cannot show: one for each, so that tables keep their columns."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _take_debug(args: list[str]) -> tuple[list[str], bool]:

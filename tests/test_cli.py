@@ -353,7 +353,9 @@ def test_what_a_terminal_cannot_show_is_replaced(tiny_folder: Callable[[str], Pa
     args = ["generate", "fog", "--threads", "1", "--model", str(tiny_folder("llama")), "--max-tokens", "12"]
     args += ["--temperature", "1.5", "--seed", "3"]  # a random model: half of what it says is no ASCII
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    assert shell(*args, env=ascii_only).returncode == 0
+    shown = shell(*args, "--stats", env=ascii_only)
+    assert shown.returncode == 0 and shown.stdout.isascii() and b" - total " in shown.stderr, shown.stderr
+    assert b"\\x" not in shown.stderr and b"?" not in shown.stderr
     record = json.loads(shell(*args, "--json", env=ascii_only).stdout)
     assert not record["choices"][0]["text"].isascii()
 

@@ -19,6 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from forerun.core.progress import status
+
 if TYPE_CHECKING:
     from forerun.core import Usage
     from forerun.engine.sequence import Event
@@ -105,10 +107,13 @@ class Race:
         self._live.__exit__(*exc)
 
     def run(self, lane: Lane, events: Iterable[Event]) -> None:
-        lane.run(events)
         if isinstance(self._live, nullcontext):
+            with status(lane.name, Console(stderr=True)):
+                lane.run(events)
             self._console.print(f"{lane.name}: {lane.figures}", markup=False)
             self._console.print(lane.text.strip(), markup=False, style="dim")
+        else:
+            lane.run(events)
 
     def _view(self) -> RenderableType:
         """Side by side where there is room; never more lines than the screen has."""
