@@ -13,7 +13,7 @@ from forerun.llm import Prompt
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun_research.bench.peers.transformers import hf_from_checkpoint
 
-PROMPTS, TOKENS = 16, 48
+PROMPTS, TOKENS = 12, 32
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 
@@ -71,7 +71,7 @@ def test_greedy_answers_in_batches_cold_and_warm(llm: LLM, prompts: list, answer
 
 
 def test_greedy_answers_survive_small_chunks_and_preemption(smollm2: Path, prompts: list, answers: list):
-    needed = sum(len(ids) + TOKENS for ids in prompts[:16])
+    needed = sum(len(ids) + TOKENS for ids in prompts)
     with LLM(
         smollm2, dtype="float32", max_num_seqs=16, max_num_batched_tokens=48, kv_cache_tokens=needed // 3, quiet=True
     ) as small:
