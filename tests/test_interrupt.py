@@ -170,6 +170,7 @@ sides.SideProcess._receive = told
         assert process.stdout.readline() == "ready\n"
     sides = psutil.Process(process.pid).children(recursive=True)
     assert len(sides) >= 2
-    assert interrupted(process) == ["interrupted"]
+    *progress, line = interrupted(process)
+    assert line == "interrupted" and all(" of " in one for one in progress)
     _, alive = psutil.wait_procs(sides, timeout=10)
     assert not alive
