@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,12 +79,7 @@ def drafter(
     settings = TrainSettings(
         tokens=tokens, rank=rank, minutes=minutes, window=window, batch_tokens=batch_tokens, seed=seed
     )
-    try:
-        made = train_drafter(job, settings, choose_device(device), measure=not no_measure)
-    except KeyboardInterrupt:
-        if out.with_name(out.name + ".state").exists():
-            print(f"\nstopped; the same command resumes from {out.name}.state", file=sys.stderr)
-        raise
+    made = train_drafter(job, settings, choose_device(device), measure=not no_measure)
     if as_json:
         print(json.dumps(_record(made, out)))
     else:
