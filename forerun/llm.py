@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import psutil
 import torch
@@ -41,6 +41,7 @@ from forerun.inputs import (
 )
 from forerun.loading import ModelLoader, opened
 from forerun.models.build import choose_device
+from forerun.models.cpu.block_linear import pool_stats
 from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.renamed import LLM_ARGUMENTS, OldLLMNames, accepts_old_arguments
 from forerun.runtime.driver import Driver
-from forerun.runtime.threads import default_threads
+from forerun.runtime.threads import choose_threads
 
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
@@ -80,7 +81,7 @@ class LLM(OldLLMNames):
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
     as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
     On a CPU auto means file for quantised files, and int8 where there is no compiler or int8 is faster. `device`: auto,
-    cpu or cuda. `threads`: of the CPU; None: OMP_NUM_THREADS, else one for each core.
+    cpu or cuda. `threads`: of the CPU; auto or None: OMP_NUM_THREADS, else one for each core (`thread_stats`).
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
     at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
@@ -106,7 +107,7 @@ class LLM(OldLLMNames):
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
         device: str = "auto",
-        threads: int | None = None,
+        threads: int | Literal["auto"] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
@@ -125,11 +126,12 @@ class LLM(OldLLMNames):
             raise BadRequest(
                 "tiers keep what the prefix cache holds, and enable_prefix_caching is off", "leave one of them out"
             )
-        check_counts(threads=threads, kv_cache_tokens=kv_cache_tokens)
+        check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
         check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         check_switches(batch_invariant=batch_invariant, enable_prefix_caching=enable_prefix_caching)
         if where.type == "cpu":
-            torch.set_num_threads(threads or default_threads())
+            count, self._threads_chosen = choose_threads(threads)
+            torch.set_num_threads(count)
         loader = ModelLoader(where, weights, quiet, batch_invariant)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
         drafting = None if draft_model is None else opened(open_draft(draft_model, checkpoint, search=not named))
@@ -377,6 +379,12 @@ class LLM(OldLLMNames):
             "kv_pool": self.engine.pool.nbytes,
             "resident": psutil.Process().memory_info().rss,
         }
+
+    def thread_stats(self) -> dict[str, Any]:
+        """CPU threads, why so many, and how often one was too late because another program had its core."""
+        if self.decoder.device.type != "cpu":
+            return {"threads": 0, "chosen": "the model runs on a GPU", "jobs": 0, "retaken": 0, "waited_s": 0.0}
+        return {"threads": torch.get_num_threads(), "chosen": self._threads_chosen, **pool_stats()}
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend (generation_config.json of its folder); greedy where they do not. Requests

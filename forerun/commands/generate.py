@@ -14,7 +14,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
-from forerun.commands.stats import load_line, usage_lines, usage_record
+from forerun.commands.stats import load_line, threads_line, usage_lines, usage_record
 from forerun.commands.tier_options import SessionName
 from forerun.errors import BadRequest
 
@@ -75,6 +75,8 @@ def generate(
             _whole(source, params, stats, as_json, session)
         else:
             _streamed(source, params, stats)
+        if stats:
+            print(threads_line(llm.thread_stats()), file=sys.stderr)
 
 
 class Plain:

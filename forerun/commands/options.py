@@ -83,8 +83,22 @@ GpuMemoryUtilization = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+def _threads(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number")
+    return int(text)
+
+
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads; default: OMP_NUM_THREADS, or one a core.")
+    int | None,
+    typer.Option(
+        "--threads",
+        parser=_threads,
+        metavar="<int or auto>",
+        help="CPU threads; auto: OMP_NUM_THREADS, or one a core; --stats says why.",
+    ),
 ]
 KvCacheTokens = Annotated[
     int | None, typer.Option("--kv-cache-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")

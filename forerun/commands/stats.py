@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,17 @@ def load_line(report: LoadReport, process_started: float | None = None) -> str:
         f"other {max(0.0, report.total_s - sum(report.stages.values())):.2f} s",
     ]
     return f"loaded in {imports_s + report.total_s:.2f} s: " + " · ".join(parts)
+
+
+def threads_line(stats: Mapping[str, Any]) -> str:
+    """CPU threads and what other programs cost them."""
+    line = f"{stats['threads']} threads ({stats['chosen']})"
+    if stats["retaken"]:
+        line += (
+            f" · {stats['retaken']:,} pieces of {stats['jobs']:,} jobs computed again, their thread had lost its core"
+            f" · waited {stats['waited_s']:.2f} s"
+        )
+    return line
 
 
 _SERVED = {

@@ -23,10 +23,19 @@ import psutil
 T = TypeVar("T")
 
 
-def default_threads() -> int:
-    """What OMP_NUM_THREADS asks for, else one for each core."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdecimal() and int(asked) else psutil.cpu_count(logical=False) or os.cpu_count() or 1
+def choose_threads(asked: int | str | None) -> tuple[int, str]:
+    """CPU threads and why so many: `auto` or None takes what OMP_NUM_THREADS asks for, else one for each core that
+    this process may use."""
+    if isinstance(asked, int):
+        return asked, "as asked"
+    variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if variable.isdecimal() and int(variable):
+        return int(variable), "OMP_NUM_THREADS"
+    allowed, cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or cores
+    if 0 < allowed < physical:
+        return allowed, f"one for each of the {allowed} cores that this process may use, of {physical}"
+    return physical, "one for each core"
 
 
 class Mailbox(Generic[T]):

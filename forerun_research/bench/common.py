@@ -18,7 +18,7 @@ from rich.table import Table
 
 from forerun import data
 from forerun.errors import BadRequest
-from forerun.runtime.threads import default_threads
+from forerun.runtime.threads import choose_threads
 from forerun_research.bench.shapes import SHAPES, random_ids
 from forerun_research.bench.sides import Sample, SideProcess, SideSpec
 
@@ -51,7 +51,7 @@ class Setup:
         return f"random {self.shape}" if self.shape else self.model
 
     def thread_count(self) -> int:
-        return self.threads or default_threads()
+        return choose_threads(self.threads)[0]
 
     @contextmanager
     def open_sides(self, context: int, batch: int = 1) -> Iterator[list[SideProcess]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import psutil
 import pytest
 
-from forerun.runtime.threads import default_threads, run_in_thread
+from forerun.runtime.threads import choose_threads, run_in_thread
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("3", 3), (" 2,1", 2), ("0", None), ("many", None), ("", None)])
@@ -16,7 +17,18 @@ def test_the_environment_decides_how_many_there_are(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 5)
-    assert default_threads() == (threads or 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for auto in (None, "auto"):
+        assert choose_threads(auto) == ((threads, "OMP_NUM_THREADS") if threads else (5, "one for each core"))
+    assert choose_threads(7) == (7, "as asked")
+
+
+def test_cores_that_a_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
+    count, why = choose_threads("auto")
+    assert count == 2 and "2 cores that this process may use, of 5" in why
 
 
 def test_results_and_errors_come_back_and_the_thread_is_gone() -> None:

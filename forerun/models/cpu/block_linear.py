@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ def set_threads(threads: int) -> None:
     kernels = library()
     if kernels is not None:
         kernels.fr_set_threads(threads)
+
+
+def pool_stats() -> dict[str, Any]:
+    """Of the kernels' threads, in this process: jobs they ran, chunks that the caller computed for a thread that had
+    lost its core, seconds it waited for threads."""
+    found = (ctypes.c_int64 * 3)()
+    if library.cache_info().currsize and (kernels := library()) is not None:
+        kernels.fr_pool_stats(found)
+    return {"jobs": found[0], "retaken": found[1], "waited_s": found[2] / 1e9}
 
 
 class PackedBlocks:
