@@ -271,7 +271,7 @@ def test_an_answer_takes_the_shape_asked_for(
     assert run(*args, "--regex", "[0-9]{4}-[0-9]{2}", "--stats") == 0
     captured = capsys.readouterr()
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}\n", captured.out)
-    assert len(captured.err.splitlines()) == 3  # what loading and the answer cost, and what became of guesses
+    assert len(captured.err.splitlines()) == 4  # what loading and the answer cost, what became of drafts, threads
 
 
 @pytest.mark.parametrize(

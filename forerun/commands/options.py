@@ -83,6 +83,8 @@ GpuMemoryUtilization = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+
+
 def _threads(text: str) -> int | None:
     if text == "auto":
         return None

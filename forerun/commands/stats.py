@@ -53,7 +53,7 @@ def load_line(report: LoadReport, process_started: float | None = None) -> str:
 
 def threads_line(stats: Mapping[str, Any]) -> str:
     """CPU threads and what other programs cost them."""
-    line = f"{stats['threads']} threads ({stats['chosen']})"
+    line = f"{stats['threads']} thread{'' if stats['threads'] == 1 else 's'} ({stats['chosen']})"
     if stats["retaken"]:
         line += (
             f" · {stats['retaken']:,} pieces of {stats['jobs']:,} jobs computed again, their thread had lost its core"

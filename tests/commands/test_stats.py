@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from forerun.commands.stats import load_line, usage_lines, usage_record
+from forerun.commands.stats import load_line, threads_line, usage_lines, usage_record
 from forerun.core import PrefillReport, Tally, Usage
 from forerun.core.usage import LoadReport
 
@@ -125,3 +125,9 @@ def test_the_line_about_loading() -> None:
     report.packed_read = report.costs_read = False
     assert "135 MB written to the cache" in load_line(report) and "(timed)" in load_line(report)
     assert "weights 0.00 s ·" in load_line(LoadReport())
+
+
+def test_threads_and_what_other_programs_cost() -> None:
+    stats = {"threads": 2, "chosen": "one for each core", "jobs": 1200, "retaken": 0, "waited_s": 0.01}
+    assert threads_line(stats) == "2 threads (one for each core)"
+    assert "7 pieces of 1,200 jobs computed again" in threads_line({**stats, "retaken": 7})
