@@ -21,7 +21,7 @@ CHUNK_ROWS = 4096  # of logits at a time
 
 @dataclass
 class Teaching:
-    """What the target says about windows [B, length]."""
+    """The target's distributions over windows [B, length]."""
 
     probs: Tensor  # [B, length, ids + 1]; the last column is the mask's
     log_next: Tensor  # [B, length] log probability of the token that follows in the text

@@ -184,6 +184,9 @@ def test_a_saved_drafter_drafts_and_is_found_by_its_models(
     saved.rename(tmp_path / "found" / drafter_name(*map(open_checkpoint, pair)))
     found = LLM(pair[0], draft_model=pair[1], **options)
     assert found.engine.speculator.ctx.draft.parallel == ParallelDrafting(MASK, TOKENS)
+    (file,) = (tmp_path / "found").iterdir()
+    file.write_bytes(file.read_bytes()[:-9])  # damaged, and never asked for
+    assert LLM(pair[0], draft_model=pair[1], **options).engine.speculator.ctx.draft.parallel is None
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])

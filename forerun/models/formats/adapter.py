@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,8 @@ from forerun.models.formats.parallel import ParallelDrafting
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
+
+log = logging.getLogger("forerun")
 
 ADAPTER_VERSION = 1
 NAME_DIGITS = 12  # of each model's sampled fingerprint in a file's name
@@ -211,9 +214,12 @@ def find_drafter(target: Checkpoint, draft: Checkpoint) -> DrafterFile | None:
     name = drafter_name(target, draft)
     for folder in folders:
         if (folder / name).is_file():
-            found = DrafterFile.load(folder / name)
-            found.check(target, draft)
-            return found
+            try:
+                found = DrafterFile.load(folder / name)
+                found.check(target, draft)
+                return found
+            except BadDrafter as error:  # it was not asked for: the draft model works without it
+                log.warning("a trained drafter for %s is left out: %s", target.source, error)
     return None
 
 
