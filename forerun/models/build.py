@@ -24,14 +24,27 @@ from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks, set_threads
 from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.cpu.choice import blocks_are_worth_it
+from forerun.models.cpu.importance import WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
+from forerun.models.cpu.quantise import quantise
+from forerun.models.cpu.streaming import StreamedAttention, StreamedLinear
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.dequant import EmbeddingRows
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.linear import CPU_PRECISIONS, Int8Rows, Linear, Norm, PackedInt8, Precision, Rotation, int8_range
-from forerun.models.packed_cache import PackedFile, PackedKey, PackedWriter
+from forerun.models.linear import (
+    CPU_PRECISIONS,
+    Int8Rows,
+    Linear,
+    Norm,
+    PackedFloat16,
+    PackedInt8,
+    Precision,
+    Rotation,
+    int8_range,
+)
+from forerun.models.packed_cache import LIMIT_VARIABLE, PackedFile, PackedKey, PackedWriter, folder
 from forerun.models.packed_cache import load as load_packed
 
 log = logging.getLogger("forerun")
@@ -42,6 +55,7 @@ PACKING_CODE = (
     "build.py",
     "linear.py",
     "cpu/block_linear.py",
+    "cpu/quantise.py",
     *(f"formats/{n}.py" for n in ("dequant", "gguf_checkpoint", "hf")),
 )
 
@@ -111,18 +125,22 @@ def build_decoder(
     is_draft: bool = False,
     batch_invariant: bool = True,
     report: LoadReport | None = None,
+    plan: WeightPlan | None = None,
 ) -> tuple[Decoder, Precision]:
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
-    `batch_invariant`: False allows only the former, in attention."""
-    precision = choose_precision(weights, device, checkpoint.quantised)
-    if precision.linear is BlockLinear and (why := _no_blocks(checkpoint, asked=weights == "file")):
+    `batch_invariant`: False allows only the former, in attention. `plan`: bits of each layer, in place of `weights`."""
+    precision = planned_precision(plan) if plan else choose_precision(weights, device, checkpoint.quantised)
+    if plan is None and precision.linear is BlockLinear and (why := _no_blocks(checkpoint, asked=weights == "file")):
         log.log(
             logging.WARNING if weights == "file" else logging.INFO,
             *("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why),
         )
         precision = CPU_PRECISIONS["int8"]
-    key = packed_key(checkpoint, precision, is_draft, quiet)
-    builder = _Builder(checkpoint, precision, device, is_draft, key)
+    key = packed_key(checkpoint, precision, is_draft, quiet, always=plan is not None and plan.streamed > 0)
+    if plan is not None and plan.streamed:
+        assert key is not None
+        write_streamed(checkpoint, precision, plan, key, quiet)
+    builder = LayerBuilder(checkpoint, precision, device, is_draft, key, plan)
     config = checkpoint.config
     threads = torch.get_num_threads()
     pool = _workers(device)
@@ -152,7 +170,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=attention_backend(config, device, precision, max_context, same_bits=batch_invariant and not is_draft),
+        attention=builder.attention(max_context, same_bits=batch_invariant and not is_draft),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
@@ -168,9 +186,39 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> int:
         return 0
 
 
-def packed_key(checkpoint: Checkpoint, precision: Precision, is_draft: bool, quiet: bool) -> PackedKey | None:
-    """Under which packed weights are kept; None where they are not: no file, few bytes, or no packing of ours."""
-    if precision.name not in ("int8", "file") or checkpoint_bytes(checkpoint) < MIN_KEPT_BYTES:
+def planned_precision(plan: WeightPlan) -> Precision:
+    return Precision("mixed", BlockLinear, torch.float32, plan=plan.text)
+
+
+def write_streamed(
+    checkpoint: Checkpoint, precision: Precision, plan: WeightPlan, key: PackedKey, quiet: bool
+) -> None:
+    """Layers that are read from disk at every step have to be there before: each is made, written and dropped."""
+    builder = LayerBuilder(checkpoint, precision, torch.device("cpu"), False, key, WeightPlan(plan.bits))
+    if builder.writer is None:
+        return
+    try:
+        for i in track(range(checkpoint.config.num_layers), "packing layers, to be read at every step", quiet):
+            builder.layer(i)  # in their order, which is the order of the file
+        builder.head()
+        builder.writer.commit()
+    finally:
+        builder.writer.discard()
+    if not builder.writer.bytes:
+        raise BadRequest(
+            f"{plan.streamed} layers do not fit into memory, and they cannot be read from disk: {folder()} has no room "
+            f"for them, or {LIMIT_VARIABLE} allows no more",
+            f"make room, raise {LIMIT_VARIABLE}, or give more memory",
+        )
+
+
+def packed_key(
+    checkpoint: Checkpoint, precision: Precision, is_draft: bool, quiet: bool, always: bool = False
+) -> PackedKey | None:
+    """Under which packed weights are kept; None where they are not: no file, few bytes (unless `always`), or no packing
+    of ours."""
+    small = checkpoint_bytes(checkpoint) < MIN_KEPT_BYTES
+    if precision.name not in ("int8", "file", "mixed") or (small and not always):
         return None
     try:
         code = hashlib.blake2b(f"{torch.__version__} {int8_range()}".encode(), digest_size=16)
@@ -178,9 +226,9 @@ def packed_key(checkpoint: Checkpoint, precision: Precision, is_draft: bool, qui
             code.update((Path(__file__).parent / name).read_bytes())
     except OSError:
         return None
-    if precision.name == "file":
+    if precision.linear is BlockLinear:
         code.update(build_key().encode())
-    use = f"{precision.name} of a draft model" if is_draft else precision.name
+    use = f"{precision.name} of a draft model" if is_draft else precision.identity
     return PackedKey(fingerprint(checkpoint, quiet), use, cpu_kind(), code.hexdigest())
 
 
@@ -210,13 +258,14 @@ def attention_backend(
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
-    if precision.name == "file" and not PagedCpuAttention.problem(config):
+    # with 16-bit layers torch needs its threads, which the kernels' own would take from it
+    if precision.linear is BlockLinear and "16" not in precision.plan.split(",") and not PagedCpuAttention.problem(config):
         return PagedCpuAttention(config, device, max_context)
-    rounds = precision.name in ("int8", "file")  # where a difference in the last bit would grow
+    rounds = precision.name in ("int8", "file", "mixed")  # where a difference in the last bit would grow
     return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
 
 
-class _Builder:
+class LayerBuilder:
     """Reads tensors by canonical name (opening checked their shapes) and makes linears and norms of them."""
 
     def __init__(
@@ -226,7 +275,9 @@ class _Builder:
         device: torch.device,
         is_draft: bool,
         key: PackedKey | None = None,
+        plan: WeightPlan | None = None,
     ) -> None:
+        self.plan = plan
         self.packed: PackedFile | None = None if key is None else load_packed(key)
         self.writer: PackedWriter | None = None
         if key is not None and self.packed is None:
@@ -276,8 +327,14 @@ class _Builder:
         return self.checkpoint.tensor(name).float().to(self.device, self.precision.dtype), self.config.norm_eps
 
     def file_linear(self, *names: str, bias: Tensor | None = None, rows: int | None = None) -> Linear:
-        """Matrices one above the other in the file's own blocks; of one alone the first `rows` if given."""
-        linear = BlockLinear([self._blocks(name, rows) for name in names], bias)
+        """Matrices one above the other in the file's own blocks, or as planned; of one alone the first `rows` if
+        given."""
+        if self.plan is not None and self._bits(names[0]) == 16:
+            linear: Linear = PackedFloat16(self.weights(*names), bias)
+        else:
+            blocks = [self._blocks(name, rows) for name in names]
+            streamed = self.plan is not None and self.plan.streams(names[0])
+            linear = StreamedLinear(blocks, bias, self.packed, names) if streamed else BlockLinear(blocks, bias)
         self.checkpoint.release()
         return linear
 
@@ -285,7 +342,10 @@ class _Builder:
         if self.packed is not None:
             format, count, cols = self.packed.about(name)
             return PackedBlocks.packed_before(format, count, cols, self.packed[name])
-        format, raw = self.checkpoint.stored(name)
+        if self.plan is None:
+            format, raw = self.checkpoint.stored(name)
+        else:
+            format, raw = quantise(self.checkpoint.tensor(name), self._bits(name))
         blocks = PackedBlocks(format, raw[:rows])
         if self.writer is not None:
             self.writer.add(name, blocks.packed, [format, blocks.rows, blocks.cols])
@@ -329,6 +389,16 @@ class _Builder:
             post_attn_norm=self.norm(p + "post_attn_norm") if c.post_norms else None,
             post_mlp_norm=self.norm(p + "post_mlp_norm") if c.post_norms else None,
         )
+
+    def _bits(self, name: str) -> int:
+        assert self.plan is not None
+        return self.plan.bits[int(name.split(".")[1]) if name.startswith("layers.") else -1]
+
+    def attention(self, max_context: int, same_bits: bool) -> AttentionBackend:
+        if self.plan is not None and self.plan.streamed and not PagedCpuAttention.problem(self.config):
+            assert self.packed is not None
+            return StreamedAttention(self.config, self.device, max_context, self.packed, self.plan.streamed)
+        return attention_backend(self.config, self.device, self.precision, max_context, same_bits)
 
     def lookup(self, head: Linear) -> Callable[[Tensor], Tensor]:
         """Token ids to embeddings."""

@@ -299,6 +299,12 @@ class Precision:
     dtype: torch.dtype  # of activations and the KV cache
     rotated: bool = False  # the residual stream is rotated, so that few bits hold it
     down: type[Linear] | None = None  # for the matrix behind the activation function, where it needs another kind
+    plan: str = ""  # bits of each layer, where they differ
+
+    @property
+    def identity(self) -> str:
+        """Equal where numbers are: names what is kept of a model that was computed in it."""
+        return f"{self.name} {self.plan}" if self.plan else self.name
 
 
 CPU_PRECISIONS = {

@@ -131,9 +131,20 @@ class PackedFile:
         """What was said about a tensor when it was added."""
         return self.table["about"].get(name)
 
-    def release(self) -> None:
-        """Drop the resident pages of the mapping; they are read from the file again when touched."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+    def release(self, *names: str) -> None:
+        """Drop the resident pages of these tensors, or of all; they are read from the file again when touched."""
+        if not names:
+            self._map.madvise(mmap.MADV_DONTNEED)
+        self._advise(mmap.MADV_DONTNEED, names)
+
+    def prefetch(self, *names: str) -> None:
+        """Let the system read these tensors ahead."""
+        self._advise(mmap.MADV_WILLNEED, names)
+
+    def _advise(self, advice: int, names: Sequence[str]) -> None:
+        for name in names:
+            _, _, start, length = self.table["tensors"][name]
+            self._map.madvise(advice, start, length)
 
 
 def load(key: PackedKey) -> PackedFile | None:

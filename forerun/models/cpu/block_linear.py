@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.cpu.library import Matrix, Part, library
+from forerun.models.cpu.quantise import q8_0
 from forerun.models.formats.gguf import TYPES
 from forerun.models.linear import Linear, Norm
 
@@ -136,14 +137,6 @@ class Q8Linear(BlockLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__([("Q8_0", q8_0(weight))], bias)
-
-
-def q8_0(weight: Tensor) -> Tensor:
-    """A matrix [rows, cols] as a file would store it: [rows, bytes]."""
-    blocks = weight.float().reshape(weight.shape[0], -1, 32)  # [rows, blocks, 32]
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
-    levels = torch.where(scales > 0, blocks / scales.float(), 0).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat((scales.view(torch.uint8), levels.view(torch.uint8)), -1).reshape(weight.shape[0], -1)
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -9,7 +9,8 @@ import torch
 from gguf import quants
 
 from forerun import LLM, SamplingParams
-from forerun.models.cpu.block_linear import FORMATS, BlockLinear, Q8Linear, problem, q8_0, set_threads
+from forerun.models.cpu.block_linear import FORMATS, BlockLinear, Q8Linear, problem, set_threads
+from forerun.models.cpu.quantise import q8_0
 from forerun.models.linear import rms_norm
 
 ROWS, COLS = 70, 768  # the last group of 16 rows is not full

@@ -1,0 +1,143 @@
+"""Measures what few bits cost: the KL divergence of the logits on some prompts when layers are quantised.
+
+One sweep runs any number of variants (bits of each layer and of the head, or float): a layer's weights are read once,
+all variants pass it, then they are dropped. So a sweep needs the memory of one layer and of the variants' hidden
+states, not of a model. Each variant is computed by the kernels that will compute it. Knows token ids, no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.core import EXTRA_KV_SLOTS, HostBatch
+from forerun.core.progress import track
+from forerun.models.attention import SdpaAttention
+from forerun.models.build import LayerBuilder, planned_precision
+from forerun.models.cpu.importance import WeightPlan
+from forerun.models.decoder import Decoder, Layer
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.dequant import EmbeddingRows
+from forerun.models.linear import Linear, Precision, rms_norm
+
+FLOAT = 0  # in place of bits: the file's own weights in float32
+FIRST_COMPARED = 8  # tokens of each prompt whose logits are not compared: they depend on little but themselves
+HEAD_ROWS = 8192  # of the vocabulary at a time
+PAGE_SIZE = 16
+FLOAT32 = Precision("float32", Linear, torch.float32)
+
+Variant = tuple[int, ...]  # bits of each layer, then of the head
+
+
+class Sweep:
+    """Prompts through a checkpoint's layers, one layer at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> None:
+        config, cpu = checkpoint.config, torch.device("cpu")
+        self.checkpoint, self.config = checkpoint, config
+        self._float = LayerBuilder(checkpoint, FLOAT32, cpu, False)
+        self.batch = _lay_out(prompts).to(cpu)
+        slots = int(self.batch.slot_mapping.max()) + 1 + EXTRA_KV_SLOTS
+        pair = tuple(torch.zeros(slots, config.num_kv_heads, config.head_dim) for _ in range(2))
+        self._kv = [pair] * config.num_layers  # a layer's K/V is read by nothing after it
+        context = max(map(len, prompts)) + 1
+        self._decoder = Decoder(
+            config=config,
+            lookup=EmbeddingRows(*checkpoint.stored("embed")),
+            layers=[None] * config.num_layers,  # type: ignore[list-item]
+            final_norm=self._float.norm("final_norm"),
+            head=None,  # type: ignore[arg-type]
+            attention=SdpaAttention(config, cpu, context, same_bits=False),
+            dtype=torch.float32,
+            device=cpu,
+        )
+
+    @torch.inference_mode()
+    def kl(self, variants: Sequence[Variant], label: str, quiet: bool = False) -> list[float]:
+        """Mean KL(float || variant) in nats over the compared positions, for each variant."""
+        decoder, reference = self._decoder, self._decoder.embed(self.batch.tokens)  # [T, hidden]
+        decoder.attention.plan(self.batch)
+        states = [reference] * len(variants)
+        for i in track(range(self.config.num_layers), label, quiet):
+            made: dict[int, Layer] = {}
+            before, reference = reference, self._run(i, FLOAT, reference, made)
+            shared = {FLOAT: reference}  # of variants that were float up to here
+            for number, variant in enumerate(variants):
+                if states[number] is not before:
+                    states[number] = self._run(i, variant[i], states[number], made)
+                    continue
+                if variant[i] not in shared:
+                    shared[variant[i]] = self._run(i, variant[i], before, made)
+                states[number] = shared[variant[i]]
+            decoder.layers[i] = None  # type: ignore[call-overload]
+        return self._compare(reference, states, [variant[-1] for variant in variants])
+
+    def _run(self, i: int, bits: int, x: Tensor, made: dict[int, Layer]) -> Tensor:
+        if bits not in made:
+            made[bits] = self._builder(bits).layer(i)
+        self._decoder.layers[i] = made[bits]
+        return self._decoder.run_layers(x, self.batch, self._kv, range(i, i + 1))
+
+    def _builder(self, bits: int) -> LayerBuilder:
+        if bits == FLOAT:
+            return self._float
+        plan = WeightPlan((bits,) * (self.config.num_layers + 1))
+        return LayerBuilder(self.checkpoint, planned_precision(plan), torch.device("cpu"), False, None, plan)
+
+    def _compare(self, reference: Tensor, states: list[Tensor], head_bits: list[int]) -> list[float]:
+        """KL = log sum p e^d - sum p d, with p the reference's probabilities and d the differences of the logits."""
+        norm = self._decoder.final_norm
+        at = self.batch.logits_indices
+        wanted = rms_norm(reference[at], norm)  # [P, hidden]
+        chosen = [rms_norm(state[at], norm) for state in states]
+        chunks = torch.arange(self.config.vocab_size).split(HEAD_ROWS)
+        logits = torch.cat([F.linear(wanted, self._head_rows(ids)) for ids in chunks], -1)  # [P, V]
+        p = torch.softmax(logits, -1)
+        sums = [torch.zeros(2, len(at), dtype=torch.float64) for _ in states]
+        for ids in chunks:
+            weight, part = self._head_rows(ids), slice(int(ids[0]), int(ids[-1]) + 1)
+            for x, bits, total in zip(chosen, head_bits, sums, strict=True):
+                if bits == FLOAT:
+                    total += _weighted(F.linear(x, weight) - logits[:, part], p[:, part])
+        for bits in sorted(set(head_bits) - {FLOAT}):
+            head = self._builder(bits).head()[1]
+            for x, own, total in zip(chosen, head_bits, sums, strict=True):
+                if own == bits:
+                    total += _weighted(head(x) - logits, p)
+        return [float((total[0].log1p() - total[1]).mean()) for total in sums]
+
+    def _head_rows(self, ids: Tensor) -> Tensor:
+        return self.checkpoint.rows("embed" if self.config.tie_embeddings else "head", ids)
+
+
+def _weighted(difference: Tensor, p: Tensor) -> Tensor:
+    """Sums over the vocabulary [2, P] of p (e^d - 1) and p d."""
+    return torch.stack(((p * difference.expm1()).sum(-1), (p * difference).sum(-1))).double()
+
+
+def _lay_out(prompts: Sequence[Sequence[int]]) -> HostBatch:
+    """All tokens of all prompts, each on pages of its own; logits of those from FIRST_COMPARED on."""
+    lengths = [len(ids) for ids in prompts]
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    pages, first = [], 0
+    for length in lengths:
+        pages.append(np.arange(first, first + -(-length // PAGE_SIZE), dtype=np.int32))
+        first += len(pages[-1])
+    entries = [np.arange(length) for length in lengths]
+    slots = [own[0] * PAGE_SIZE + entry for own, entry in zip(pages, entries, strict=True)]
+    compared = [int(s) + e for s, n in zip(starts, lengths, strict=False) for e in range(min(FIRST_COMPARED, n - 1), n)]
+    return HostBatch(
+        tokens=np.concatenate([np.array(ids, dtype=np.int64) for ids in prompts]),
+        positions=np.concatenate(entries).astype(np.int64),
+        slot_mapping=np.concatenate(slots).astype(np.int64),
+        kv_lens=(np.concatenate(entries) + 1).astype(np.int32),
+        cu_seqlens=starts.tolist(),
+        seq_lens=lengths,
+        pages=pages,
+        page_size=PAGE_SIZE,
+        logits_indices=compared,
+    )
