@@ -7,11 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadRequest
+from forerun.models.cpu.importance import WeightGoal
+from forerun.options import parse_bytes
 from forerun.params import Prefill, SamplingParams
 from forerun.renamed import SAMPLING_ARGUMENTS, with_new_names
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
@@ -118,6 +123,35 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     if mode not in ("auto", quantization):
         raise BadRequest(f"dtype is {name!r} and quantization {quantization!r}", "leave one of them out")
     return quantization
+
+
+def weight_goal(
+    memory: str | int | None, quality: float | None, weights: str, device: torch.device
+) -> WeightGoal | None:
+    """What bits of layers are to be chosen for; None: they are not. `weights`: what `weights_mode` found."""
+    if memory is None and quality is None:
+        return None
+    if memory is not None and quality is not None:
+        raise BadRequest(
+            f"memory is {memory!r:.40} and quality {quality!r:.40}: either decides the bits of all layers",
+            "leave one of them out",
+        )
+    name = "quality" if memory is None else "memory"
+    if device.type != "cpu":
+        raise BadRequest(f"{name} chooses bits of layers for a CPU, and the device is {device.type}", "use device=cpu")
+    if weights != "auto":
+        raise BadRequest(f"{name} chooses the bits of layers, and they are given: {weights}", "leave one of them out")
+    if quality is not None:
+        if isinstance(quality, bool) or not isinstance(quality, (int, float)) or not 0 < quality < 10:
+            raise BadRequest(
+                f"quality is {quality!r:.40}, it must be above 0 and below 10: a KL divergence from the float weights",
+                "use 0.01, for instance; smaller is better",
+            )
+        return WeightGoal(quality=float(quality))
+    size = parse_bytes("memory", memory) if isinstance(memory, str) else memory
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise BadRequest(f"memory is {memory!r:.40}", "give a size such as 500M, 1.2G or a number of bytes")
+    return WeightGoal(memory=size)
 
 
 def check_counts(**given: int | None) -> None:

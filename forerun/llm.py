@@ -37,6 +37,7 @@ from forerun.inputs import (
     check_switches,
     checked_model_len,
     params_for_each,
+    weight_goal,
     weights_mode,
 )
 from forerun.loading import ModelLoader, opened
@@ -81,7 +82,10 @@ class LLM(OldLLMNames):
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
     as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
     On a CPU auto means file for quantised files, and int8 where there is no compiler or int8 is faster. `device`: auto,
-    cpu or cuda. `threads`: of the CPU; auto or None: OMP_NUM_THREADS, else one for each core (`thread_stats`).
+    cpu or cuda. `memory`, `quality`: for float weights on a CPU: each layer gets 16, 8 or 4 bits by its importance, so
+    that all matrices fit ("1.2G"; the KV pool and the embedding come on top), or so that the KL divergence from the
+    float weights stays below a value (0.01). `threads`: of the CPU; auto or None: OMP_NUM_THREADS, else one for each
+    core (`thread_stats`).
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
     at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
@@ -106,6 +110,8 @@ class LLM(OldLLMNames):
         prefill_profile: str | Path | Profile | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
+        memory: str | int | None = None,
+        quality: float | None = None,
         device: str = "auto",
         threads: int | Literal["auto"] | None = None,
         max_model_len: int | None = None,
@@ -132,7 +138,8 @@ class LLM(OldLLMNames):
         if where.type == "cpu":
             count, self._threads_chosen = choose_threads(threads)
             torch.set_num_threads(count)
-        loader = ModelLoader(where, weights, quiet, batch_invariant)
+        goal = weight_goal(memory, quality, weights, where)
+        loader = ModelLoader(where, weights, quiet, batch_invariant, goal)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
         drafting = None if draft_model is None else opened(open_draft(draft_model, checkpoint, search=not named))
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
@@ -153,7 +160,7 @@ class LLM(OldLLMNames):
         kept = tiers.disk is not None  # beyond this process
         self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
         self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
-        loose = self.precision.name in ("int8", "file") and not batch_invariant
+        loose = self.precision.name in ("int8", "file", "mixed") and not batch_invariant
         keep = self._tiers(tiers, loose) if tiers.any else None
         prefiller = prefiller_factory(self.prefill_profile)
         models = [checkpoint] if drafting is None else [checkpoint, drafting]
@@ -170,7 +177,7 @@ class LLM(OldLLMNames):
 
     def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
         """`loose`: bits depend on the batch they came from; an engine that promises others must not read them."""
-        identity = f"{self.fingerprint} {self.precision.name}" + (" loose" if loose else "")
+        identity = f"{self.fingerprint} {self.precision.identity}" + (" loose" if loose else "")
         return lambda pool: Tiers(pool, config, identity)
 
     # -- answers -------------------------------------------------------------------------------------------------------

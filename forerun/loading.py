@@ -5,6 +5,7 @@ Knows what is kept on disk between starts, not what an engine does with any of i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import torch
 
+from forerun import data
 from forerun.core.usage import LoadReport
 from forerun.decode.control.cost_cache import CostCache
 from forerun.decode.draft_context import DraftModel
 from forerun.errors import BadRequest
 from forerun.models.build import MIN_KEPT_BYTES, build_decoder, checkpoint_bytes
+from forerun.models.cpu.importance import WeightGoal, WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import resolve
@@ -24,6 +27,10 @@ from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.linear import Precision
 from forerun.text.tokenizer import Tokenizer
+
+log = logging.getLogger("forerun")
+
+IMPORTANCE_PROMPTS, IMPORTANCE_TOKENS = 12, 24  # of shipped prompts that the importance of layers is measured on
 
 
 def opened(model: str | Path | Checkpoint) -> Checkpoint:
@@ -39,8 +46,12 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
 class ModelLoader:
     """One start: what is opened, with the same settings, and what that took."""
 
-    def __init__(self, device: torch.device, weights: str, quiet: bool, batch_invariant: bool) -> None:
+    def __init__(
+        self, device: torch.device, weights: str, quiet: bool, batch_invariant: bool, goal: WeightGoal | None = None
+    ) -> None:
+        """`goal`: what the bits of the target's layers are chosen for."""
         self.device, self.weights, self.quiet, self.batch_invariant = device, weights, quiet, batch_invariant
+        self.goal = goal
         self.report = LoadReport(time.time())
         self._start = time.perf_counter()
 
@@ -57,7 +68,7 @@ class ModelLoader:
     def target(self, checkpoint: Checkpoint, context: int) -> tuple[Tokenizer, Decoder, Precision]:
         with self.stage("tokenizer"):
             tokenizer = checkpoint.tokenizer()
-        return tokenizer, *self._decoder(checkpoint, context)
+        return tokenizer, *self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
 
     def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""
@@ -73,9 +84,28 @@ class ModelLoader:
         parallel = getattr(checkpoint, "parallel", None)
         return DraftModel(decoder, own, tokenizer.same_tokens(own), checkpoint.source, parallel)
 
-    def _decoder(self, checkpoint: Checkpoint, context: int, is_draft: bool = False) -> tuple[Decoder, Precision]:
+    def _plan(self, checkpoint: Checkpoint, tokenizer: Tokenizer) -> WeightPlan | None:
+        if self.goal is None:
+            return None
+        from forerun.models.cpu.planning import plan_weights
+
+        def prompts() -> list[list[int]]:
+            """Spread over all kinds; other texts than those that `forerun models info --quality` measures on."""
+            texts = [prompt.text for prompt in data.read_prompts()]
+            chosen = texts[:: len(texts) // IMPORTANCE_PROMPTS][:IMPORTANCE_PROMPTS]
+            return [tokenizer.encode(text, add_special=True)[:IMPORTANCE_TOKENS] for text in chosen]
+
+        with self.stage("bits"):
+            plan = plan_weights(checkpoint, self.goal, prompts, self.quiet)
+        self.report.bits = plan.summary
+        log.info("%s: %s", checkpoint.source, plan.summary)
+        return plan
+
+    def _decoder(
+        self, checkpoint: Checkpoint, context: int, is_draft: bool = False, plan: WeightPlan | None = None
+    ) -> tuple[Decoder, Precision]:
         with self.stage("weights"):
-            return build_decoder(
+            decoder, precision = build_decoder(
                 checkpoint,
                 self.device,
                 self.weights,
@@ -84,15 +114,21 @@ class ModelLoader:
                 is_draft,
                 self.batch_invariant,
                 report=self.report,
+                plan=plan,
             )
+        if plan is not None and plan.streamed:
+            from forerun.models.cpu.planning import warn_streamed
+
+            warn_streamed(decoder, plan, checkpoint.source)
+        return decoder, precision
 
     def costs(self, models: list[Checkpoint], precision: Precision, context: int) -> CostCache | None:
         """Where the costs of these models' forwards are kept; None where timing them takes no time to speak of."""
         files = [file for checkpoint in models for file in checkpoint.files]
         if self.device.type != "cpu" or min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
-        settings = (precision.name, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
+        settings = (precision.identity, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
         with self.stage("costs"):
-            whole = precision.name in ("int8", "file")  # then it is known: packed weights have its name
+            whole = precision.name in ("int8", "file", "mixed")  # then it is known: packed weights have its name
             weights = [fingerprint(c, self.quiet) if whole else sampled_fingerprint(c) for c in models]
         return CostCache([*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()], files)

@@ -15,6 +15,7 @@ Knows no option by name.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Generic, TypeVar
@@ -81,3 +82,14 @@ def check_number(name: str, value: float, low: float, high: float, whole: bool =
     if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
         above = "above" if open_low else "from"
         raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", "choose a value in that range")
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(option: str, given: str) -> int:
+    """`8G`, `500M`, `1.5GB` or a plain number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", given, re.IGNORECASE)
+    if found is None:
+        raise BadRequest(f"{option} is {given!r:.40}", "give a size such as 500M, 8G or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -19,7 +19,7 @@ from forerun.llm import LLM, Completion, Prompt
 PAGE_TOKENS = 16
 # Logits this close, as a share of the largest, are equal up to rounding. On a CPU answers of int8 and of a file's own
 # blocks never part at all: there a token gets the same bits however it is computed, so any difference is a bug.
-TIE_TOLERANCE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 0.0, "file": 0.0}
+TIE_TOLERANCE = {"float32": 1e-4, "fp16": 1e-4, "float16": 4e-3, "bf16": 3e-2, "int8": 0.0, "file": 0.0, "mixed": 1e-4}
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,13 @@ def rm(name: Name) -> None:
     """
     from forerun.decode.control.cost_cache import remove_orphans
     from forerun.models import packed_cache
+    from forerun.models.cpu import planning
     from forerun.models.fetch.store import remove
 
     remove(name)
     freed = packed_cache.remove(packed_cache.orphans())
     remove_orphans()
+    planning.remove_orphans()
     print(f"removed {name}" + (f" and {gigabytes(freed)} of packed weights" if freed else ""))
 
 
@@ -102,7 +104,8 @@ def cache(
             print(f"removed {entry.path.name} ({entry.model or 'unknown'}): {problem}")
         print(f"{len(entries) - len(damaged)} of {len(entries)} files are whole")
         return
-    small = [path for name in ("costs", "kernels") for path in (home() / name).glob("*") if path.is_file()]
+    folders = [home() / name for name in ("costs", "importance", "kernels")]
+    small = [path for each in folders for path in each.glob("*") if path.is_file()]
     if clear:
         freed = packed_cache.remove(entries)
         for path in small:
@@ -118,7 +121,7 @@ def cache(
         Console(highlight=False).print(table)
     total, limit = sum(entry.bytes for entry in entries), packed_cache.limit_bytes()
     print(f"{gigabytes(total)} of packed weights in {packed_cache.folder()}, at most {gigabytes(limit)}")
-    print(f"{gigabytes(sum(path.stat().st_size for path in small))} of kernels and times of forwards in {home()}")
+    print(f"{gigabytes(sum(path.stat().st_size for path in small))} of kernels and measurements in {home()}")
 
 
 @app.command()

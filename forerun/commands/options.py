@@ -68,6 +68,16 @@ Quantization = Annotated[
     str | None,
     typer.Option("--quantization", "-q", help="auto, file (a GGUF file's own blocks), int8, fp16 or float32."),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", help="Float weights on a CPU get 16, 8 or 4 bits by importance, to fit into 1.2G for instance."
+    ),
+]
+WeightsQuality = Annotated[
+    float | None,
+    typer.Option("--weights-quality", help="The same for a KL divergence from the float weights, such as 0.01."),
+]
 Profile = Annotated[
     str | None,
     typer.Option(
@@ -145,6 +155,8 @@ class ModelOptions(TierOptions):
     draft_model: Draft = None
     dtype: Dtype = "auto"
     quantization: Quantization = None
+    memory: Memory = None
+    weights_quality: WeightsQuality = None
     device: Device = "auto"
     threads: Threads = None
     kv_cache_tokens: KvCacheTokens = None
@@ -164,6 +176,7 @@ class ModelOptions(TierOptions):
 
         tiers = {entry.name for entry in fields(TierOptions)}
         own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in tiers}
+        own["quality"] = own.pop("weights_quality")  # --quality is about drafted prompts
         return LLM(**(own | self.tiers() | more))
 
 

@@ -44,6 +44,7 @@ def load_line(report: LoadReport, process_started: float | None = None) -> str:
     parts = [
         f"imports {imports_s:.2f} s",
         f"tokenizer {report.stages.get('tokenizer', 0.0):.2f} s",
+        *([f"bits {report.stages.get('bits', 0.0):.2f} s ({report.bits})"] if report.bits else []),
         f"weights {weights:.2f} s" + (f" ({packed})" if report.packed_bytes else ""),
         f"costs {report.stages.get('costs', 0.0):.2f} s ({costs})",
         f"other {max(0.0, report.total_s - sum(report.stages.values())):.2f} s",

@@ -6,7 +6,6 @@ Knows sizes as people write them. What tiers do is part of the cache.
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.errors import BadRequest
+from forerun.options import parse_bytes
 
 _keeping = functools.partial(typer.Option, rich_help_panel="What is kept")
 
@@ -29,8 +29,6 @@ SessionName = Annotated[
     str | None,
     _keeping("--session", help="A conversation under this name, kept in --disk: go on with it, or begin it."),
 ]
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +54,3 @@ class TierOptions:
         """A session that cannot be continued is a mistake."""
         if name is not None and self.disk is None:
             raise BadRequest(f"session {name!r} would end with this command", "add --disk FOLDER, where it is kept")
-
-
-def parse_bytes(option: str, given: str) -> int:
-    """`8G`, `500M`, `1.5GB` or a plain number of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", given, re.IGNORECASE)
-    if found is None:
-        raise BadRequest(f"{option} is {given!r:.40}", "give a size such as 500M, 8G or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -33,6 +33,7 @@ class LoadReport:
     packed_bytes: int = 0  # of packed weights, read from the cache folder or written there
     packed_read: bool = False
     costs_read: bool = False
+    bits: str = ""  # of each layer, where they were chosen by importance
 
 
 @dataclass

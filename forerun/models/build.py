@@ -190,9 +190,7 @@ def planned_precision(plan: WeightPlan) -> Precision:
     return Precision("mixed", BlockLinear, torch.float32, plan=plan.text)
 
 
-def write_streamed(
-    checkpoint: Checkpoint, precision: Precision, plan: WeightPlan, key: PackedKey, quiet: bool
-) -> None:
+def write_streamed(checkpoint: Checkpoint, precision: Precision, plan: WeightPlan, key: PackedKey, quiet: bool) -> None:
     """Layers that are read from disk at every step have to be there before: each is made, written and dropped."""
     builder = LayerBuilder(checkpoint, precision, torch.device("cpu"), False, key, WeightPlan(plan.bits))
     if builder.writer is None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main
-from forerun.commands.tier_options import TierOptions, parse_bytes
+from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
+from forerun.options import parse_bytes
 
 LONG = "The lamp turns twelve times a minute, and every ship that hears the horn answers. " * 4
 

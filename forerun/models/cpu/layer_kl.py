@@ -40,10 +40,10 @@ class Sweep:
         config, cpu = checkpoint.config, torch.device("cpu")
         self.checkpoint, self.config = checkpoint, config
         self._float = LayerBuilder(checkpoint, FLOAT32, cpu, False)
-        self.batch = _lay_out(prompts).to(cpu)
+        self.batch = lay_out(prompts).to(cpu)
         slots = int(self.batch.slot_mapping.max()) + 1 + EXTRA_KV_SLOTS
-        pair = tuple(torch.zeros(slots, config.num_kv_heads, config.head_dim) for _ in range(2))
-        self._kv = [pair] * config.num_layers  # a layer's K/V is read by nothing after it
+        k, v = (torch.zeros(slots, config.num_kv_heads, config.head_dim) for _ in range(2))
+        self._kv = [(k, v)] * config.num_layers  # a layer's K/V is read by nothing after it
         context = max(map(len, prompts)) + 1
         self._decoder = Decoder(
             config=config,
@@ -74,7 +74,7 @@ class Sweep:
                     shared[variant[i]] = self._run(i, variant[i], before, made)
                 states[number] = shared[variant[i]]
             decoder.layers[i] = None  # type: ignore[call-overload]
-        return self._compare(reference, states, [variant[-1] for variant in variants])
+        return self._compare(reference, states, [variant[-1] for variant in variants], quiet)
 
     def _run(self, i: int, bits: int, x: Tensor, made: dict[int, Layer]) -> Tensor:
         if bits not in made:
@@ -88,7 +88,7 @@ class Sweep:
         plan = WeightPlan((bits,) * (self.config.num_layers + 1))
         return LayerBuilder(self.checkpoint, planned_precision(plan), torch.device("cpu"), False, None, plan)
 
-    def _compare(self, reference: Tensor, states: list[Tensor], head_bits: list[int]) -> list[float]:
+    def _compare(self, reference: Tensor, states: list[Tensor], head_bits: list[int], quiet: bool) -> list[float]:
         """KL = log sum p e^d - sum p d, with p the reference's probabilities and d the differences of the logits."""
         norm = self._decoder.final_norm
         at = self.batch.logits_indices
@@ -98,7 +98,7 @@ class Sweep:
         logits = torch.cat([F.linear(wanted, self._head_rows(ids)) for ids in chunks], -1)  # [P, V]
         p = torch.softmax(logits, -1)
         sums = [torch.zeros(2, len(at), dtype=torch.float64) for _ in states]
-        for ids in chunks:
+        for ids in track(chunks, "comparing logits", quiet):
             weight, part = self._head_rows(ids), slice(int(ids[0]), int(ids[-1]) + 1)
             for x, bits, total in zip(chosen, head_bits, sums, strict=True):
                 if bits == FLOAT:
@@ -119,7 +119,7 @@ def _weighted(difference: Tensor, p: Tensor) -> Tensor:
     return torch.stack(((p * difference.expm1()).sum(-1), (p * difference).sum(-1))).double()
 
 
-def _lay_out(prompts: Sequence[Sequence[int]]) -> HostBatch:
+def lay_out(prompts: Sequence[Sequence[int]]) -> HostBatch:
     """All tokens of all prompts, each on pages of its own; logits of those from FIRST_COMPARED on."""
     lengths = [len(ids) for ids in prompts]
     starts = np.concatenate(([0], np.cumsum(lengths)))

@@ -9,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from forerun.core import EXTRA_KV_SLOTS
 from forerun.errors import BadRequest
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.block_linear import FORMATS
 from forerun.models.cpu.importance import (
     UnitCost,
+    WeightGoal,
     WeightPlan,
     fit_memory,
     fit_quality,
@@ -28,9 +33,10 @@ from forerun.models.cpu.importance import (
     total_bytes,
     total_kl,
 )
-from forerun.models.cpu.layer_kl import FLOAT, Sweep, Variant
+from forerun.models.cpu.layer_kl import FLOAT, PAGE_SIZE, Sweep, Variant, lay_out
 from forerun.models.cpu.library import library
 from forerun.models.cpu.quantise import format_of
+from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import home, write_whole
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.fingerprint import fingerprint
@@ -39,15 +45,8 @@ log = logging.getLogger("forerun")
 
 MAX_STEPS_BACK = 4  # plans that are measured for one quality; after them all layers get 16 bits
 STEP_BACK_MARGIN = 0.95  # of the sum that should lead to the quality asked for, since the last one did not
-CODE = ("importance.py", "layer_kl.py", "planning.py", "quantise.py")  # a change of these makes profiles anew
-
-
-@dataclass(frozen=True)
-class WeightGoal:
-    """What the bits of layers are chosen for: bytes of all matrices, or a KL divergence in nats."""
-
-    memory: int | None = None
-    quality: float | None = None
+TIMED_STEPS = 3  # of one token, through layers that are read from disk
+CODE = ("layer_kl.py", "quantise.py")  # a change of these makes profiles anew
 
 
 def folder() -> Path:
@@ -81,19 +80,15 @@ def plan_weights(
     check_model(checkpoint)
     sizes = unit_bytes(checkpoint.config)
     unknown = [UnitCost.measured(size, 0.0, 0.0) for size in sizes]
-    plan: WeightPlan | None = None
     if goal.memory is not None and goal.memory >= total_bytes(unknown, full := (16,) * len(sizes)):
         plan = WeightPlan(full)
-    elif goal.memory is not None and goal.memory < total_bytes(unknown, (8,) * len(sizes)):
-        least = total_bytes(unknown, (4,) * len(sizes))
-        plan = stream_plan(unknown, goal.memory) if goal.memory <= least else None
-    if plan is None:
+    elif goal.memory is not None and goal.memory <= total_bytes(unknown, (4,) * len(sizes)):
+        plan = stream_plan(unknown, goal.memory)
+    else:
         profile = ImportanceProfile.open(checkpoint, prompts, quiet)
         units = [UnitCost.measured(size, *kl) for size, kl in zip(sizes, profile.kl, strict=True)]
         plan = _for_memory(profile, units, goal.memory) if goal.memory else _for_quality(profile, units, goal.quality)
-    kl = "" if plan.kl is None else f", KL {plan.kl:.2g}"
-    log.info("%s: %s; %s%s", checkpoint.source, plan.summary, size_text(total_bytes(unknown, plan.bits)), kl)
-    return plan
+    return replace(plan, bytes=total_bytes(unknown, plan.bits))
 
 
 def _for_memory(profile: ImportanceProfile, units: list[UnitCost], limit: int) -> WeightPlan:
@@ -122,6 +117,24 @@ def _for_quality(profile: ImportanceProfile, units: list[UnitCost], limit: float
             f"give quality={found * 1.1:.2g} or more, or use dtype='float32'",
         )
     return WeightPlan(bits, kl=found)
+
+
+@torch.inference_mode()
+def warn_streamed(decoder: Decoder, plan: WeightPlan, source: str) -> None:
+    """Warn of what is read at every step, with the measured time of one token."""
+    c, streamed = decoder.config, decoder.layers[-plan.streamed :]
+    size = sum(linear.nbytes for w in streamed for linear in (w.qkv, w.o, w.gate_up, w.down))
+    shape = (PAGE_SIZE + EXTRA_KV_SLOTS, c.num_kv_heads, c.head_dim)
+    kv = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(c.num_layers)]
+    seconds = []
+    for _ in range(TIMED_STEPS):
+        start = time.perf_counter()
+        decoder.forward(lay_out([[0]]).to(decoder.device), kv)
+        seconds.append(time.perf_counter() - start)
+    log.warning(
+        "%s: %d of %d layers do not fit into memory and are read from disk at every step, %s: %.1f tokens/s here",
+        *(source, plan.streamed, c.num_layers, size_text(size), 1 / min(seconds)),
+    )
 
 
 class ImportanceProfile:
