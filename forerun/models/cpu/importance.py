@@ -67,7 +67,7 @@ class WeightPlan:
 
 def size_text(count: int) -> str:
     """Bytes as `--memory` takes them, rounded up, so that what a message names can be given."""
-    shift, name = next((shift, name) for shift, name in ((30, "G"), (20, "M"), (10, "K"), (0, "")) if count >> shift)
+    shift, name = next((unit for unit in ((30, "G"), (20, "M"), (10, "K")) if count >> unit[0]), (0, ""))
     return f"{-(-count * 100 >> shift) / 100:g}{name}"
 
 

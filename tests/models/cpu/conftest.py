@@ -13,7 +13,7 @@ from forerun.models.cpu.library import library
 collect_ignore = []
 if library() is None:
     print("no C compiler: products on a file's own blocks are not tested here", file=sys.stderr)
-    collect_ignore += ["test_attention.py", "test_block_linear.py", "test_library.py"]
+    collect_ignore += ["test_attention.py", "test_block_linear.py", "test_library.py", "test_planning.py"]
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"])
