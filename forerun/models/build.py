@@ -137,8 +137,7 @@ def build_decoder(
         )
         precision = CPU_PRECISIONS["int8"]
     key = packed_key(checkpoint, precision, is_draft, quiet, always=plan is not None and plan.streamed > 0)
-    if plan is not None and plan.streamed:
-        assert key is not None
+    if plan is not None and plan.streamed and key is not None:
         write_streamed(checkpoint, precision, plan, key, quiet)
     builder = LayerBuilder(checkpoint, precision, device, is_draft, key, plan)
     config = checkpoint.config
@@ -257,7 +256,11 @@ def attention_backend(
 
         return PagedAttention(config, device, max_context)
     # with 16-bit layers torch needs its threads, which the kernels' own would take from it
-    if precision.linear is BlockLinear and "16" not in precision.plan.split(",") and not PagedCpuAttention.problem(config):
+    if (
+        precision.linear is BlockLinear
+        and "16" not in precision.plan.split(",")
+        and not PagedCpuAttention.problem(config)
+    ):
         return PagedCpuAttention(config, device, max_context)
     rounds = precision.name in ("int8", "file", "mixed")  # where a difference in the last bit would grow
     return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
