@@ -274,8 +274,8 @@ def test_an_interrupted_start_leaves_nothing(
             raise KeyboardInterrupt
         return layer(self, i)
 
-    layer = build._Builder.layer
-    monkeypatch.setattr(build._Builder, "layer", interrupted)
+    layer = build.LayerBuilder.layer
+    monkeypatch.setattr(build.LayerBuilder, "layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build.build_decoder(open_checkpoint(tiny_gguf("llama", "Q8_0")), torch.device("cpu"), "int8", 64, quiet=True)
     assert not (home / "packed").exists() or names(home / "packed") == set()
