@@ -18,6 +18,7 @@ from forerun.core import EXTRA_KV_SLOTS, HostBatch
 from forerun.core.progress import track
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import LayerBuilder, planned_precision
+from forerun.models.cpu.block_linear import set_threads
 from forerun.models.cpu.importance import WeightPlan
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.formats.checkpoint import Checkpoint
@@ -38,6 +39,7 @@ class Sweep:
 
     def __init__(self, checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> None:
         config, cpu = checkpoint.config, torch.device("cpu")
+        set_threads(torch.get_num_threads())
         self.checkpoint, self.config = checkpoint, config
         self._float = LayerBuilder(checkpoint, FLOAT32, cpu, False)
         self.batch = lay_out(prompts).to(cpu)

@@ -67,8 +67,10 @@ def test_a_profile_is_measured_once(tiny_folder: Callable[[str], Path], monkeypa
     (kept,) = planning.folder().glob("*.json")
     kept.write_text(kept.read_text().replace("[", "[null, ", 1))
     assert plan_weights(checkpoint, goal, lambda: PROMPTS, quiet=True).bits == first.bits
+    gone = kept.with_name("gone.json")
+    gone.write_text('{"files": ["/nowhere/model.safetensors"]}')
     planning.remove_orphans()
-    assert kept.exists()
+    assert kept.exists() and not gone.exists()
 
 
 def test_layers_that_cost_more_together_than_alone_step_back() -> None:
@@ -111,6 +113,18 @@ def test_streamed_layers_are_the_same_bits(
         layers = [int(name.split(".")[1]) for name in seen]
         last = llm.config.num_layers
         assert set(layers) == {last - 3, last - 2, last - 1} and layers[:7] == [last - 3] * 7  # in order, each whole
+
+
+def test_streamed_layers_do_not_stay_in_memory(tiny_folder: Callable[[str], Path]) -> None:
+    """What the kernel counts as resident of the mapped file, after a forward."""
+    folder = tiny_folder("qwen3")
+    with LLM(folder, memory=whole(folder, 4) - 1, quiet=True) as llm:
+        llm.engine.score(PROMPTS[0])
+        maps = Path("/proc/self/smaps").read_text().split(".packed\n")[1]
+        figures = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in maps.splitlines()[:4]}
+    sizes = unit_bytes(llm.config)
+    streamed = sum(size[4] for size in sizes[1:4])
+    assert figures["Size"] > streamed and figures["Rss"] <= figures["Size"] - streamed
 
 
 def test_streaming_needs_the_cache_folder(tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
