@@ -26,7 +26,6 @@ from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.cpu.choice import blocks_are_worth_it
 from forerun.models.cpu.importance import WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
-from forerun.models.cpu.quantise import quantise
 from forerun.models.cpu.streaming import StreamedAttention, StreamedLinear
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
@@ -345,11 +344,11 @@ class LayerBuilder:
             return PackedBlocks.packed_before(format, count, cols, self.packed[name])
         if self.plan is None:
             format, raw = self.checkpoint.stored(name)
+            blocks = PackedBlocks(format, raw[:rows])
         else:
-            format, raw = quantise(self.checkpoint.tensor(name), self._bits(name))
-        blocks = PackedBlocks(format, raw[:rows])
+            blocks = PackedBlocks.quantised(self.checkpoint.tensor(name)[:rows], self._bits(name))
         if self.writer is not None:
-            self.writer.add(name, blocks.packed, [format, blocks.rows, blocks.cols])
+            self.writer.add(name, blocks.packed, [blocks.format, blocks.rows, blocks.cols])
         return blocks
 
     def reading(self, norm: str, *names: str, bias: Tensor | None = None) -> tuple[Norm, Linear]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.cpu.library import Matrix, Part, library
-from forerun.models.cpu.quantise import q8_0
+from forerun.models.cpu.quantise import format_of, q8_0, quantise
 from forerun.models.formats.gguf import TYPES
 from forerun.models.linear import Linear, Norm
 
@@ -29,6 +29,8 @@ FORMATS = {
     "Q5_K": (13, 256),
     "Q6_K": (14, 256),
 }
+ROW_GROUP = 16  # rows that the kernels interleave
+QUANTISED_WEIGHTS = 1 << 21  # of a float matrix at a time
 GATES = {"silu": 1, "gelu_tanh": 2}  # of layers.c
 ROW_BYTES = {name: size for name, _, size in TYPES.values()}  # of a block
 
@@ -68,9 +70,25 @@ class PackedBlocks:
         self.packed = torch.empty(kernels.fr_packed_bytes(self.type, self.rows, self.cols), dtype=torch.uint8)
         raw = raw.contiguous()
         kernels.fr_pack(
-            *(self.type, raw.data_ptr(), self.rows, self.cols, None, 0, -(-self.rows // 16)),
+            *(self.type, raw.data_ptr(), self.rows, self.cols, None, 0, -(-self.rows // ROW_GROUP)),
             self.packed.data_ptr(),
         )
+
+    @classmethod
+    def quantised(cls, weight: Tensor, bits: int) -> PackedBlocks:
+        """A float matrix in 4 or 8 bits, some rows at a time: no copy of all of it is made."""
+        kernels = library()
+        assert kernels is not None
+        (rows, cols), format = weight.shape, format_of(weight.shape[1], bits)
+        type = FORMATS[format][0]
+        packed = torch.empty(kernels.fr_packed_bytes(type, rows, cols), dtype=torch.uint8)
+        group_bytes = packed.numel() // -(-rows // ROW_GROUP)
+        step = ROW_GROUP * max(1, QUANTISED_WEIGHTS // (ROW_GROUP * cols))
+        for at in range(0, rows, step):
+            part = quantise(weight[at : at + step], bits)[1]
+            out = packed.data_ptr() + at // ROW_GROUP * group_bytes
+            kernels.fr_pack(type, part.data_ptr(), len(part), cols, None, 0, -(-len(part) // ROW_GROUP), out)
+        return cls.packed_before(format, rows, cols, packed)
 
     @classmethod
     def packed_before(cls, format: str, rows: int, cols: int, packed: Tensor) -> PackedBlocks:

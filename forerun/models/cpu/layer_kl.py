@@ -1,13 +1,15 @@
 """Measures what few bits cost: the KL divergence of the logits on some prompts when layers are quantised.
 
 One sweep runs any number of variants (bits of each layer and of the head, or float): a layer's weights are read once,
-all variants pass it, then they are dropped. So a sweep needs the memory of one layer and of the variants' hidden
-states, not of a model. Each variant is computed by the kernels that will compute it. Knows token ids, no text.
+all variants pass it, then they are dropped. So a sweep needs the memory of one layer in float32, of a quantised head
+and of the variants' hidden states, not of a model. Each variant is computed by the kernels that will compute it. Knows
+token ids, no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ from forerun.models.linear import Linear, Precision, rms_norm
 
 FLOAT = 0  # in place of bits: the file's own weights in float32
 FIRST_COMPARED = 8  # tokens of each prompt whose logits are not compared: they depend on little but themselves
-HEAD_ROWS = 8192  # of the vocabulary at a time
+HEAD_ROWS, COMPARED_ROWS = 8192, 64  # of the vocabulary and of positions at a time: bound the temporaries
 PAGE_SIZE = 16
 FLOAT32 = Precision("float32", Linear, torch.float32)
 
@@ -92,25 +94,35 @@ class Sweep:
 
     def _compare(self, reference: Tensor, states: list[Tensor], head_bits: list[int], quiet: bool) -> list[float]:
         """KL = log sum p e^d - sum p d, with p the reference's probabilities and d the differences of the logits."""
-        norm = self._decoder.final_norm
-        at = self.batch.logits_indices
-        wanted = rms_norm(reference[at], norm)  # [P, hidden]
-        chosen = [rms_norm(state[at], norm) for state in states]
-        chunks = torch.arange(self.config.vocab_size).split(HEAD_ROWS)
-        logits = torch.cat([F.linear(wanted, self._head_rows(ids)) for ids in chunks], -1)  # [P, V]
-        p = torch.softmax(logits, -1)
-        sums = [torch.zeros(2, len(at), dtype=torch.float64) for _ in states]
-        for ids in track(chunks, "comparing logits", quiet):
-            weight, part = self._head_rows(ids), slice(int(ids[0]), int(ids[-1]) + 1)
-            for x, bits, total in zip(chosen, head_bits, sums, strict=True):
-                if bits == FLOAT:
-                    total += _weighted(F.linear(x, weight) - logits[:, part], p[:, part])
-        for bits in sorted(set(head_bits) - {FLOAT}):
-            head = self._builder(bits).head()[1]
-            for x, own, total in zip(chosen, head_bits, sums, strict=True):
-                if own == bits:
-                    total += _weighted(head(x) - logits, p)
-        return [float((total[0].log1p() - total[1]).mean()) for total in sums]
+        at, totals, head = self.batch.logits_indices, [0.0] * len(states), None
+        jobs = [(bits, rows) for bits in sorted(set(head_bits)) for rows in at.split(COMPARED_ROWS)]
+        for number, (bits, rows) in enumerate(track(jobs, "comparing logits", quiet)):
+            if bits != FLOAT and (head is None or bits != jobs[number - 1][0]):
+                head = self._builder(bits).head()[1]
+            wanted = self._normed(reference, rows)
+            logits = torch.empty(len(rows), self.config.vocab_size)
+            for part, product in self._head_parts(None):
+                logits[:, part] = product(wanted)
+            p = torch.softmax(logits, -1)
+            sums = {i: torch.zeros(2, len(rows), dtype=torch.float64) for i, b in enumerate(head_bits) if b == bits}
+            for part, product in self._head_parts(head):
+                for i, total in sums.items():
+                    total += _weighted(product(self._normed(states[i], rows)) - logits[:, part], p[:, part])
+            for i, total in sums.items():
+                totals[i] += float((total[0].log1p() - total[1]).sum())
+        return [total / len(at) for total in totals]
+
+    def _normed(self, x: Tensor, rows: Tensor) -> Tensor:
+        return rms_norm(x[rows], self._decoder.final_norm)  # [R, hidden]
+
+    def _head_parts(self, head: Linear | None) -> Iterator[tuple[slice, Callable[[Tensor], Tensor]]]:
+        """Parts of the vocabulary and the products that give their logits: of a head as a whole, or None: of the file's
+        own rows in float32, some at a time."""
+        if head is not None:
+            yield slice(None), head
+            return
+        for ids in torch.arange(self.config.vocab_size).split(HEAD_ROWS):
+            yield slice(int(ids[0]), int(ids[-1]) + 1), partial(F.linear, weight=self._head_rows(ids))
 
     def _head_rows(self, ids: Tensor) -> Tensor:
         return self.checkpoint.rows("embed" if self.config.tie_embeddings else "head", ids)

@@ -9,8 +9,8 @@ import torch
 from gguf import quants
 
 from forerun import LLM, SamplingParams
-from forerun.models.cpu.block_linear import FORMATS, BlockLinear, Q8Linear, problem, set_threads
-from forerun.models.cpu.quantise import q8_0
+from forerun.models.cpu.block_linear import FORMATS, BlockLinear, PackedBlocks, Q8Linear, problem, set_threads
+from forerun.models.cpu.quantise import q8_0, quantise
 from forerun.models.linear import rms_norm
 
 ROWS, COLS = 70, 768  # the last group of 16 rows is not full
@@ -120,3 +120,13 @@ def test_a_float_matrix_as_eight_bit_blocks() -> None:
     peaks = weight.view(40, -1, 32).abs().amax(-1)  # [rows, blocks]
     errors = (restored - weight).view(40, -1, 32).abs().amax(-1)
     assert bool((errors <= peaks / 127 * 0.51 + 1e-3 * peaks).all())
+
+
+@pytest.mark.parametrize(("bits", "cols"), [(4, 96), (4, 512), (8, 96)])
+def test_a_matrix_quantised_in_parts_has_the_same_blocks(bits: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(ROWS, cols, generator=torch.Generator().manual_seed(3)).half()
+    whole = PackedBlocks(*quantise(weight, bits))
+    monkeypatch.setattr("forerun.models.cpu.block_linear.QUANTISED_WEIGHTS", 33 * cols)  # two groups of rows
+    parts = PackedBlocks.quantised(weight, bits)
+    assert (parts.format, parts.rows, parts.cols) == (whole.format, ROWS, cols)
+    assert torch.equal(parts.packed, whole.packed)
