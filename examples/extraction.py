@@ -18,7 +18,7 @@ SCHEMA = json.loads((Path(__file__).parent / "keeper.json").read_text())
 
 
 def main() -> None:
-    params = SamplingParams(max_tokens=64, grammar=Grammar.json(SCHEMA))
+    params = SamplingParams(max_tokens=64, grammar=Grammar.json(SCHEMA), speculation="grammar")
     with LLM() as llm:
         prompts = [
             [{"role": "user", "content": f"Extract the lighthouse keeper as JSON with name and years.\n\n{text}"}]

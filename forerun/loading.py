@@ -82,7 +82,7 @@ class ModelLoader:
                 "a draft must be cheaper than its target: swap them, or leave draft_model out",
             )
         parallel = getattr(checkpoint, "parallel", None)
-        return DraftModel(decoder, own, tokenizer.same_tokens(own), checkpoint.source, parallel)
+        return DraftModel(decoder, own, tokenizer is None or tokenizer.same_tokens(own), checkpoint.source, parallel)
 
     def _plan(self, checkpoint: Checkpoint, tokenizer: Tokenizer) -> WeightPlan | None:
         if self.goal is None:

@@ -20,7 +20,6 @@ from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
 from forerun.core import SamplingParams, Usage
-from forerun.core.threads import torch_threads
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
@@ -99,7 +98,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one batch and send its events; False when there was nothing to do but upgrades."""
-        with torch_threads(self.runner.host_threads):
+        with self.runner.host_threads():
             return self._step()
 
     def _step(self) -> bool:

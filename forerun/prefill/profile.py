@@ -97,6 +97,8 @@ class Profile:
                 **{f: about[f] for f in ("thresholds", "facts")},
             )
             intact = about.pop("checksum") == checksum(maps, about)
+        except BadProfile:
+            raise
         except OSError as error:
             raise BadProfile(f"cannot read {path}: {error.strerror or error}", "give a file that can be read") from None
         except (SafetensorError, KeyError, TypeError, ValueError) as error:

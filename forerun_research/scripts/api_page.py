@@ -37,6 +37,7 @@ PARTS = {
         "UnsupportedModel",
         "CorruptModel",
         "BadProfile",
+        "BadDrafter",
     ),
 }
 MODULES = ("drafters", "recipes", "sharing")

@@ -98,10 +98,6 @@ class PackedBlocks:
         made.rows, made.cols, made.packed = rows, cols, packed
         return made
 
-    def __del__(self) -> None:
-        if (kernels := library()) is not None:
-            kernels.fr_quiesce()  # a thread that has lost its core may still read the weights
-
     @property
     def part(self) -> Part:
         return Part(self.type, self.per, self.rows, self.cols, self.packed.data_ptr(), self.packed.numel())
@@ -123,6 +119,10 @@ class BlockLinear(Linear):
         self._kernels = kernels
         self._parts = (Part * len(matrices))(*(matrix.part for matrix in self._matrices))
         self.matrix = Matrix(ctypes.addressof(self._parts), len(matrices), self.out_features, address(self.bias))
+
+    def __del__(self) -> None:
+        if (kernels := getattr(self, "_kernels", None)) is not None:
+            kernels.fr_quiesce()  # a thread that has lost its core may still read the weights
 
     @property
     def nbytes(self) -> int:

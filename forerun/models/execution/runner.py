@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,19 @@ class Runner:
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
         self.splits_batches = self.graphs is not None  # whether prompts and decoding rows run apart
-        # where the C kernels have threads of their own, torch's would spin on the same cores between its small products
-        self.host_threads = 1 if isinstance(decoder.attention, PagedCpuAttention) else None
+
+    @contextmanager
+    def host_threads(self) -> Iterator[None]:
+        """Where the C kernels have threads of their own, torch has one: its others would spin on the same cores."""
+        before = torch.get_num_threads()
+        if before == 1 or not isinstance(self.decoder.attention, PagedCpuAttention):
+            yield
+            return
+        torch.set_num_threads(1)  # takes a tenth of a microsecond
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @cached_property
     def all_layers_kv(self) -> AllLayersKV:

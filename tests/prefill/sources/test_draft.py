@@ -121,7 +121,7 @@ def test_the_drafts_reading_is_there_for_drafters(tiny_folder: Folder):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, true, strict=True))
     whole = len(IDS) // PAGE
     assert ctx.draft_kv.filled[list(PAGES)].tolist() == [PAGE] * whole + [0] * (len(PAGES) - whole)
-    assert ModelDrafter(ctx)._filled(PAGES) == whole * PAGE
+    assert ctx.draft_kv.full_pages(PAGES, PAGE) == whole
 
 
 def test_a_drafter_goes_on_where_the_reading_stopped(tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch):
