@@ -197,6 +197,10 @@ static void weights_of(float *scores, int64_t lo, int64_t hi, State *state, floa
     state->total += v_sum(sum);
 }
 
+INLINE void fetch(const float *row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 16) _mm_prefetch((const char *)(row + d), _MM_HINT_T1);
+}
+
 /* Tokens s..t, which share their keys, over one segment: state and acc [tokens, group(, dim)]. */
 static void attend_segment(const Attend *c, int64_t h, int64_t s, int64_t t, int64_t segment, State *state, float *acc) {
     const Batch *b = c->b;
@@ -224,6 +228,8 @@ static void attend_segment(const Attend *c, int64_t h, int64_t s, int64_t t, int
             keys[k] = c->kv.k + at, values[k] = c->kv.v + at;
         }
         for (int64_t k = count; k % KEYS; k++) keys[k] = keys[0];
+        if (t - s == 1) /* one token: reading takes longer than computing */
+            for (int64_t k = 0; k < count; k++) fetch(values[k], dim);
         score(q, rows, keys, count, dim, scores);
         for (int64_t i = s; i < t; i++)
             for (int64_t g = 0; g < group; g++) {
