@@ -25,7 +25,12 @@ MAX_HEAD_DIM, MAX_GROUP, HEAD_DIM_MULTIPLE = 256, 32, 16  # what attention.c is 
 
 
 class PagedCpuAttention(AttentionBackend):
-    """The contract of attention, and all layers of a forward in one call where nothing has to be seen in between."""
+    """The contract of attention, and all layers of a forward in one call where nothing has to be seen in between.
+
+    `share_prefix`: tokens of several sequences read the pages they have in common together; it changes no bit.
+    """
+
+    share_prefix = True
 
     def __init__(self, config: ModelConfig, device: torch.device, max_context: int) -> None:
         super().__init__(config, device, max_context)
@@ -58,7 +63,15 @@ class PagedCpuAttention(AttentionBackend):
         c = self.config
         self._held = (batch, rows, tables, path_starts, entries)  # the kernels read their memory
         self._batch = Batch(
-            *(tokens, c.num_heads, c.num_kv_heads, c.head_dim, batch.page_size, tables.shape[1]),
+            *(
+                tokens,
+                c.num_heads,
+                c.num_kv_heads,
+                c.head_dim,
+                batch.page_size,
+                tables.shape[1],
+                int(self.share_prefix),
+            ),
             *(batch.positions.data_ptr(), batch.slot_mapping.data_ptr(), batch.kv_lens.data_ptr()),
             *(rows.ctypes.data, tables.data_ptr(), path_starts.ctypes.data, entries.ctypes.data),
         )

@@ -31,7 +31,7 @@ log = logging.getLogger("forerun")
 
 SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
 HEADERS = ("vec.h", "blocks.h", "attention.h", "pool.h")
-ABI = 3  # of the functions below
+ABI = 4  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
@@ -178,7 +178,7 @@ class Cache(ctypes.Structure):
 
 class Batch(ctypes.Structure):
     _fields_ = [
-        *((name, number) for name in ("tokens", "heads", "kv_heads", "dim", "page_size", "table_stride")),
+        *((name, number) for name in ("tokens", "heads", "kv_heads", "dim", "page_size", "table_stride", "share")),
         *((name, pointer) for name in ("positions", "slots", "kv_lens", "rows", "tables", "path_starts", "paths")),
     ]
 

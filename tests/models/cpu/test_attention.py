@@ -83,6 +83,10 @@ def test_it_is_a_softmax_over_what_a_token_sees(heads: int, kv_heads: int, dim: 
     q = 3 * torch.randn(batch.num_tokens, heads, dim, generator=make)
     got = attend(config, batch, q, kv)
     torch.testing.assert_close(got.double(), reference(config, batch, q, kv), atol=2e-5, rtol=1e-4)
+    separate = PagedCpuAttention(config, CPU, 4096)
+    separate.share_prefix = False
+    separate.plan(batch)
+    assert torch.equal(torch.stack([separate.attend(q, layer, kv) for layer in range(2)]), got)
     for s in range(len(rows)):  # each sequence alone: the same bits
         own = slice(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])
         assert torch.equal(attend(config, make_batch(rows[s : s + 1]), q[own], kv), got[:, own])

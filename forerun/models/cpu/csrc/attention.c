@@ -95,7 +95,7 @@ static int same_keys(const Batch *b, int64_t s, int64_t t, int64_t from, int64_t
     if (b->kv_lens[s] >= to && b->kv_lens[t] >= to) {
         int64_t page = from / b->page_size, pages = (to + b->page_size - 1) / b->page_size - page;
         const int32_t *table = b->tables + page;
-        return same_row || !memcmp(table + b->rows[s] * b->table_stride, table + b->rows[t] * b->table_stride, pages * sizeof(int32_t));
+        return same_row || (b->share && !memcmp(table + b->rows[s] * b->table_stride, table + b->rows[t] * b->table_stride, pages * sizeof(int32_t)));
     }
     return same_row && b->path_starts[s] == b->path_starts[s + 1] && b->path_starts[t] == b->path_starts[t + 1];
 }

@@ -5,6 +5,7 @@
  * path through a draft tree, itself last. */
 typedef struct {
     int64_t tokens, heads, kv_heads, dim, page_size, table_stride;
+    int64_t share; /* whether pages that several sequences have are read for all of them at once */
     const int64_t *positions, *slots;
     const int32_t *kv_lens, *rows, *tables;      /* rows: which of the block tables is a token's */
     const int32_t *path_starts, *paths;          /* paths[path_starts[t] .. path_starts[t + 1]]: entries */
