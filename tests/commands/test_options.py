@@ -49,6 +49,8 @@ def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "auto",
         "threads": 1,
         "kv_cache_tokens": 64,
+        "memory": None,
+        "quality": None,
         "gpu_memory_utilization": None,
         "max_model_len": None,
         "max_num_batched_tokens": None,
