@@ -118,7 +118,7 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     if quantization not in ("int8", "file", "fp16", "float32"):
         raise BadRequest(
             f"quantization is {quantization!r:.80}",
-            "use file (a GGUF file's own blocks), int8, fp16, float32, or auto: fastest at a file's own quality",
+            "use file (a GGUF file's own blocks), int8, fp16, float32, or auto: what is faster here",
         )
     if mode not in ("auto", quantization):
         raise BadRequest(f"dtype is {name!r} and quantization {quantization!r}", "leave one of them out")

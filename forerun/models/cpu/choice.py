@@ -1,7 +1,8 @@
 """Whether a quantised file is computed in its own blocks or as int8 on this CPU: measured once, kept with the library.
 
-Blocks lose nothing of the file, int8 rounds its weights again, so blocks are taken unless int8 is clearly faster both
-for one row and for several. Knows no model.
+Blocks keep the file's weights and need less memory, int8 rounds weights again but rotates activations: by KL to float32
+blocks are ahead on SmolLM2 and behind on the 1.5B (docs/results.md), both near 0.01. So speed decides, and blocks are
+taken unless int8 is clearly faster both for one row and for several. Knows no model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forerun.models.linear import PackedInt8
 
 SIZE = 1536  # rows and columns of the matrix that is timed: of a small model, and too large for a core's own cache
 ROWS = (1, 8)
-MAX_RATIO = 1.25  # of int8's time, above which int8 is taken; below it blocks' quality decides
+MAX_RATIO = 1.25  # of int8's time, above which int8 is taken; below it blocks' smaller memory decides
 REPEATS = 7
 
 
