@@ -36,7 +36,8 @@ def test_a_document_is_dropped_asked_about_and_remembered(visit: Visit):
     expect(page.locator("#document")).to_contain_text("log.txt · ")
     page.fill("#max-tokens", "9")
     first = [{"role": "user", "content": f"{DOCUMENT}\n\nWho counts?"}]
-    assert f"{len(llm.encode([{'role': 'user', 'content': DOCUMENT}])):,} of" in visit.text("#document")
+    counted = f"{len(llm.encode([{'role': 'user', 'content': DOCUMENT}])):,} of"
+    expect(page.locator("#document")).to_contain_text(counted)  # after "counting tokens"
     visit.ask("Who counts?")
     said = llm.chat(first, SamplingParams(max_tokens=9))[0].text
     assert visit.answer == said and visit.text("#document") == "or drop one anywhere"
