@@ -40,6 +40,9 @@ class Pins:
         """Pages held, each once; may be asked while another thread changes them."""
         return len({page for pin in tuple(self._pins.values()) for page in pin.pages})
 
+    def pages(self, name: str) -> Sequence[int]:
+        return self._pins[name].pages if name in self._pins else ()
+
     def open(self, name: str, ttl: float) -> None:
         """From now on `name` can hold pages, until `ttl` seconds after it was last used."""
         pages = self._pins[name].pages if name in self._pins else []

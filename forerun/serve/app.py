@@ -27,6 +27,7 @@ from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_inval
 from forerun.serve.metrics import Metrics, MetricsMiddleware
 from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.preparation import PreparationPool, PromptLimit
+from forerun.serve.prompt_pins import PromptPins
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
@@ -43,7 +44,8 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     admission = AdmissionControl(llm.engine.config.max_num_seqs, config.max_queue)
     sessions = ServerSessions(llm, config.max_sessions, config.max_session_ttl)
     limit = PromptLimit(llm.tokenizer, context_size(llm, config))
-    ctx = ServerContext(llm, config, admission, Metrics(llm, admission), sessions, PreparationPool(), limit)
+    pins = PromptPins(llm, config.max_session_ttl)
+    ctx = ServerContext(llm, config, admission, Metrics(llm, admission), sessions, pins, PreparationPool(), limit)
     ctx.warm_up()
     app = FastAPI(title="Forerun", version=forerun.__version__, docs_url=None, redoc_url=None)
     app.state.admission, app.state.context = admission, ctx

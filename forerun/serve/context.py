@@ -17,6 +17,7 @@ from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
 from forerun.serve.metrics import Metrics
 from forerun.serve.preparation import PIECE_CHARS, PreparationPool, PromptLimit
+from forerun.serve.prompt_pins import PromptPins
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.tools import ChatPrompt, ToolUse
@@ -32,6 +33,7 @@ class ServerContext:
     admission: AdmissionControl
     metrics: Metrics
     sessions: ServerSessions
+    pins: PromptPins
     pool: PreparationPool
     limit: PromptLimit
 

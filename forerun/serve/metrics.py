@@ -95,7 +95,7 @@ class Metrics:
             "forerun_pages_used": ("Pages in use, by sequences or caches", lambda: pool.used),
             "forerun_pages_free": ("Pages that are free", lambda: pool.free),
             "forerun_pages_cached": ("Pages of the prefix tree", lambda: tree.num_pages),
-            "forerun_pages_pinned": ("Pages that sessions keep in the pool", lambda: scheduler.pins.distinct_pages),
+            "forerun_pages_pinned": ("Pages that sessions and prompts pin", lambda: scheduler.pins.distinct_pages),
             "forerun_draining": ("1 while shutting down", lambda: float(admission.draining)),
         }
         for name, (text, read) in gauges.items():

@@ -24,6 +24,7 @@ from forerun.serve.dialects.base import WireFormat
 from forerun.serve.encoders import ChoiceState, CompletionEncoder, PromptScores, ResponseEncoder
 from forerun.serve.errors import ApiError
 from forerun.serve.prompt_logprobs import prompt_logprobs
+from forerun.serve.prompt_pins import PinnedPrefix
 from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import SessionTurn
 from forerun.serve.tools import ToolUse
@@ -125,6 +126,8 @@ class CompletionResponse(Response):
         self.submitted = max(request.arrived for request in requests)
         if isinstance(self.encoder, CompletionEncoder) and getattr(self.request_body, "scores_prompts", False):
             self.encoder.prompt_scores = [await self._score(request) for request in requests]
+        pins = [] if self.turn is not None else [await self._pins(*numbered) for numbered in enumerate(requests)]
+        self.encoder.pinned_tokens = sum(max((pin.tokens for pin in found), default=0) for found in pins)
         if self.request_body.stream:
             await self._begin_stream(sum(len(request.prompt_ids) for request in requests))
         try:
@@ -133,6 +136,13 @@ class CompletionResponse(Response):
                     group.create_task(self._run_prompt(number, request))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
+        for request, found in zip(requests, pins, strict=False):
+            if found:
+                await asyncio.to_thread(self.ctx.pins.hold, self.key, request.prompt_ids, found)
+
+    async def _pins(self, number: int, request: Request) -> list[PinnedPrefix]:
+        ids, wanted = request.prompt_ids, self.ctx.pins.wanted
+        return await self.ctx.pool.encode(lambda _: wanted(self.request_body, ids, number))
 
     async def _score(self, request: Request) -> PromptScores:
         llm, ids, params = self.ctx.llm, request.prompt_ids, request.params

@@ -22,6 +22,7 @@ from forerun.serve.tool_schema import MAX_TOOLS, NamedTool, Tool, ToolCall, Tool
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
 MAX_TOKENS = field_of(SamplingParams, "max_tokens").metadata["high"]
+MAX_CACHE_KEY_CHARS = 256
 TEMPLATE_ROLES = {"developer": "system"}  # in chat templates
 
 
@@ -125,7 +126,7 @@ class ResponseFormat(LenientModel):
 class TextPart(LenientModel):
     type: Literal["text", "input_text", "output_text"]
     text: str
-    cache_control: Any = None  # of Anthropic's clients behind gateways: every prefix is cached
+    cache_control: Any = None  # as Anthropic's clients have it: see `prompt_pins`
     annotations: Any = None
 
 
@@ -177,13 +178,15 @@ class _CompletionBody(GuidedFields, _SamplingFields):
     logit_bias: dict[str, float] | None = described(SamplingParams, "logit_bias")
     forerun: ForerunOptions = Field(default_factory=ForerunOptions)
     stop_token_ids: list[int] | None = described(SamplingParams, "stop_token_ids")
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
+        default=None, description="The prompt's K/V stays in the pool, in place of that of the last request so named."
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # 24h: as long as the server allows
     # Accepted because many clients send them; about accounts, storage and models that this server does not have
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
     safety_identifier: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None

@@ -126,24 +126,24 @@ def test_a_tool_is_called_and_its_result_sent_back(served: Running, choice: Any)
 
 def test_cache_control_is_reported(served: Running):
     served.llm.clear_cache()
-    long = [
-        {
-            "type": "text",
-            "text": "The keeper counts the ships of the pier. " * 12,
-            "cache_control": {"type": "ephemeral"},
-        }
-    ]
-    usages = []
-    for _ in range(2):
-        message = client(served).messages.create(model=NAME, max_tokens=4, messages=[QUESTION], system=long)  # type: ignore[arg-type]
-        usages.append(message.usage)
-    first, second = usages
-    assert first.cache_creation_input_tokens > 16 and first.cache_read_input_tokens == 0 and first.input_tokens == 0
-    total = first.cache_creation_input_tokens
-    assert (
-        second.cache_read_input_tokens > 16
-        and second.cache_read_input_tokens + second.cache_creation_input_tokens == total
-    )
+    system: Any = [{"type": "text", "text": "The keeper counts the ships of the pier. " * 12}]
+    marked = [system[0] | {"cache_control": {"type": "ephemeral"}}]
+
+    def usage(system: Any, **more: Any) -> Any:
+        return (
+            client(served).messages.create(model=NAME, max_tokens=4, messages=[QUESTION], system=system, **more).usage
+        )
+
+    first, second = usage(marked), usage(marked)
+    assert first.cache_creation_input_tokens > 16 and first.cache_read_input_tokens == 0
+    assert 0 < first.input_tokens < 40  # the question, after the mark
+    total = first.input_tokens + first.cache_creation_input_tokens
+    assert second.cache_read_input_tokens > 16 and second.cache_creation_input_tokens == 0
+    assert second.input_tokens + second.cache_read_input_tokens == total
+    served.llm.clear_cache()
+    unmarked, whole = usage(system), usage(system, cache_control={"type": "ephemeral"})
+    assert unmarked.cache_creation_input_tokens == 0 and unmarked.input_tokens == total
+    assert whole.cache_read_input_tokens + whole.cache_creation_input_tokens > total - 16  # all but the last tokens
 
 
 def test_tokens_are_counted(served: Running):

@@ -1,7 +1,7 @@
 """Anthropic's messages: requests to chat requests, and chat responses back, whole or as their stream of events.
 
-Thinking blocks are passed over. Every prefix is cached, with or without `cache_control`: where a request has such a
-mark, `usage` reports prompt tokens that were computed as written to the cache. Knows no engine.
+Thinking blocks are passed over. Every prefix is cached, with or without `cache_control`; a prefix with such a mark is
+pinned (`prompt_pins`), and what of it was computed is reported as written to the cache. Knows no engine.
 """
 
 from __future__ import annotations
@@ -67,23 +67,14 @@ class CountRequest(LenientModel):
         return chat_request(values | more)
 
     def _messages(self) -> list[dict[str, Any]]:
-        system = joined_text(self.system, "system", ("text",))
-        found = [{"role": "system", "content": system}] if system else []
+        parts = [_part(block, f"system.{i}") for i, block in enumerate(self.system or ()) if isinstance(block, dict)]
+        system = self.system if isinstance(self.system, str) else parts
+        found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for number, message in enumerate(self.messages):
             found += _converted(message, f"messages.{number}.content")
+        if self.cache_control is not None:  # of the whole request
+            found[-1]["cache_control"] = self.cache_control
         return found
-
-    @property
-    def marks_cache(self) -> bool:
-        """Whether anything has a `cache_control`."""
-        blocks = [
-            *(self.system if isinstance(self.system, list) else []),
-            *(m.model_extra or {} for m in self.messages),
-        ]
-        for message in self.messages:
-            blocks += message.content if isinstance(message.content, list) else []
-        tools = any(tool.cache_control for tool in self.tools or ())
-        return bool(self.cache_control) or tools or any(block.get("cache_control") for block in blocks)
 
 
 class MessagesRequest(CountRequest):
@@ -130,7 +121,8 @@ def _tool(number: int, tool: AnthropicTool) -> dict[str, Any]:
         "parameters": tool.input_schema,
         "strict": tool.strict,
     }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    made = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": made} | _marked(tool.model_dump())
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:
@@ -148,23 +140,32 @@ def _converted(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
     """A message as chat messages: results of tools are messages of their own, before the text beside them."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts, calls, results = [], [], []
+    parts, calls, results, mark = list[dict[str, Any]](), [], [], dict[str, Any]()
     for number, block in enumerate(message.content):
         kind, where = block.get("type"), f"{place}.{number}"
         if kind == "tool_use" and message.role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
+            mark = _marked(block)
         elif kind == "tool_result" and message.role == "user":
             text = joined_text(block.get("content"), f"{where}.content", ("text",))
             result = f"Error: {text}" if block.get("is_error") else text
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            entry = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            results.append(entry | _marked(block))
         elif kind not in _THINKING:
-            texts.append(joined_text([_document(block)], where, ("text",)))
+            parts.append(_part(block, where))
     found: list[dict[str, Any]] = list(results)
-    if texts or calls or not results:
-        entry: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
-        found.append(entry | {"tool_calls": calls} if calls else entry)
+    if parts or calls or not results:
+        found.append({"role": message.role, "content": parts} | ({"tool_calls": calls} if calls else {}) | mark)
     return found
+
+
+def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
+    return {"type": "text", "text": joined_text([_document(block)], place, ("text",))} | _marked(block)
+
+
+def _marked(block: dict[str, Any]) -> dict[str, Any]:
+    return {"cache_control": block["cache_control"]} if block.get("cache_control") else {}
 
 
 def _document(block: dict[str, Any]) -> dict[str, Any]:
@@ -176,10 +177,10 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessagesFormat(NamedEvents):
-    """One response. `marked`: the request has a `cache_control`."""
+    """One response."""
 
-    def __init__(self, model: str, marked: bool) -> None:
-        self.id, self.model, self.marked = f"msg_{uuid.uuid4().hex[:24]}", model, marked
+    def __init__(self, model: str) -> None:
+        self.id, self.model = f"msg_{uuid.uuid4().hex[:24]}", model
         self._index, self._open = -1, ""  # the current block, and its kind
         self._calls: set[int] = set()
         self._reason: tuple[str, str | None] = ("end_turn", None)
@@ -252,11 +253,11 @@ class MessagesFormat(NamedEvents):
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The three kinds of input tokens add up to the prompt."""
-        read = usage["prompt_tokens_details"]["cached_tokens"]
-        computed = usage["prompt_tokens"] - read
+        details = usage["prompt_tokens_details"]
+        read, written = details["cached_tokens"], details["cache_write_tokens"]
         return {
-            "input_tokens": 0 if self.marked else computed,
-            "cache_creation_input_tokens": computed if self.marked else 0,
+            "input_tokens": usage["prompt_tokens"] - read - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": read,
             "output_tokens": usage["completion_tokens"],
         }

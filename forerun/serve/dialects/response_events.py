@@ -145,10 +145,13 @@ class ResponsesFormat(NamedEvents):
         return self._head | cut_off | {"status": status, "output": list(self._items), "usage": usage}
 
     def _complete(self, usage: dict[str, Any]) -> dict[str, Any]:
-        read, computed = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+        details, computed = usage["prompt_tokens_details"], usage["completion_tokens"]
         counts = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": read, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": details["cached_tokens"],
+                "cache_write_tokens": details["cache_write_tokens"],
+            },
             "output_tokens": computed,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

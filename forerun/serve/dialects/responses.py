@@ -35,6 +35,8 @@ class ResponsesRequest(LenientModel):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     forerun: ForerunOptions | None = None
     # Refused with a value: without effect they would mislead
     background: Literal[False] | None = None
@@ -48,8 +50,6 @@ class ResponsesRequest(LenientModel):
     user: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
     max_tool_calls: Any = None
     stream_options: Any = None
     top_logprobs: Literal[0] | None = None
@@ -69,6 +69,8 @@ class ResponsesRequest(LenientModel):
             "tool_choice": _tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": _response_format(self.text.format if self.text else None),
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
             "forerun": self.forerun,
         }
         return chat_request(values)

@@ -63,7 +63,7 @@ def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str,
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
         ctx.check_model(body.model)
-        wire = MessagesFormat(ctx.config.model_name, body.marks_cache)
+        wire = MessagesFormat(ctx.config.model_name)
         return endpoint.respond(body.to_chat(), request, ctx.ignored(unknown_fields(body)), wire)
 
     @app.post("/v1/messages/count_tokens", responses=errors)
