@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import BadDrafter
+from forerun.models.cpu.quantise import quantise
 from forerun.models.fetch.store import home, resolve
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from forerun.models.formats.dequant import as_stored
@@ -171,8 +172,11 @@ class AdaptedCheckpoint:
         return value
 
     def stored(self, name: str) -> tuple[str, Tensor]:
-        """Of the embedding as the file has it: `with_mask` puts the mask's row in."""
-        return as_stored(self.tensor(name)) if name in self.drafter.low_rank else self.base.stored(name)
+        """Changed matrices in 8 bits where the file has blocks, so that they run in the same kernels as the others; the
+        embedding as the file has it: `with_mask` puts the mask's row in."""
+        if name not in self.drafter.low_rank:
+            return self.base.stored(name)
+        return quantise(self.tensor(name), 8) if self.quantised else as_stored(self.tensor(name))
 
     def with_mask(self, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Embeddings by token id, the mask's among them."""
