@@ -55,7 +55,7 @@ PACKING_CODE = (
     "linear.py",
     "cpu/block_linear.py",
     "cpu/quantise.py",
-    *(f"formats/{n}.py" for n in ("dequant", "gguf_checkpoint", "hf")),
+    *(f"formats/{n}.py" for n in ("adapter", "dequant", "gguf_checkpoint", "hf")),
 )
 
 WEIGHTS = ("auto", "float32", "fp16", "bf16", "int8", "file")
