@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadRequest
 from forerun.models.cpu.importance import WeightGoal
-from forerun.options import parse_bytes
+from forerun.options import check_number, parse_bytes
 from forerun.params import Prefill, SamplingParams
 from forerun.renamed import SAMPLING_ARGUMENTS, with_new_names
 
@@ -111,9 +111,7 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     if name not in DTYPES:
         raise BadRequest(f"dtype is {dtype!r:.80}", "use auto, float32, float16, bfloat16 or int8")
     mode = DTYPES[name]
-    if quantization is None:
-        return mode
-    if quantization == "auto":
+    if quantization in (None, "auto"):
         return mode
     if quantization not in ("int8", "file", "fp16", "float32"):
         raise BadRequest(
@@ -142,25 +140,19 @@ def weight_goal(
     if weights != "auto":
         raise BadRequest(f"{name} chooses the bits of layers, and they are given: {weights}", "leave one of them out")
     if quality is not None:
-        if isinstance(quality, bool) or not isinstance(quality, (int, float)) or not 0 < quality < 10:
-            raise BadRequest(
-                f"quality is {quality!r:.40}, it must be above 0 and below 10: a KL divergence from the float weights",
-                "use 0.01, for instance; smaller is better",
-            )
+        hint = "it is a KL divergence from the float weights: use 0.01, for instance; smaller is better"
+        check_number("quality", quality, 0, 10, open_low=True, hint=hint)
         return WeightGoal(quality=float(quality))
     size = parse_bytes("memory", memory) if isinstance(memory, str) else memory
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise BadRequest(f"memory is {memory!r:.40}", "give a size such as 500M, 1.2G or a number of bytes")
+    check_number("memory", size, 1, whole=True, hint="give a size such as 500M, 1.2G or a number of bytes")
     return WeightGoal(memory=size)
 
 
 def check_counts(**given: int | None) -> None:
     """Refuse what is neither None nor a whole number of at least 1."""
     for name, value in given.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise BadRequest(
-                f"{name} is {value!r:.80}, it must be a whole number of at least 1", f"leave {name} out for the default"
-            )
+        if value is not None:
+            check_number(name, value, 1, whole=True, hint=f"leave {name} out for the default")
 
 
 def check_switches(**given: bool) -> None:
@@ -173,7 +165,6 @@ def checked_model_len(asked: int | None, limit: int) -> int:
     """`max_model_len`, or all that the model allows."""
     if asked is None:
         return limit
-    if not isinstance(asked, int) or not 2 <= asked <= limit:
-        hint = f"leave it out for {limit}, all that the model was trained for, or choose a smaller value"
-        raise BadRequest(f"max_model_len is {asked!r:.80}, the model allows 2 to {limit}", hint)
+    hint = f"leave it out for {limit}, all that the model was trained for, or choose a smaller value"
+    check_number("max_model_len", asked, 2, limit, whole=True, hint=hint)
     return asked

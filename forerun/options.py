@@ -14,10 +14,10 @@ Knows no option by name.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
+from math import inf, isinf
 from typing import Any, Generic, TypeVar
 
 from forerun.errors import BadRequest
@@ -48,11 +48,14 @@ def field_of(kind: type, name: str) -> Field[Any]:
 
 def limits(entry: Field[Any]) -> str:
     """The limits of a number in words; nothing where there are none."""
-    if "low" not in entry.metadata:
-        return ""
-    return (
-        f"{'above' if entry.metadata.get('open_low') else 'from'} {entry.metadata['low']} to {entry.metadata['high']}"
-    )
+    about = entry.metadata
+    return _range(about["low"], about.get("high", inf), about.get("open_low", False)) if "low" in about else ""
+
+
+def _range(low: float, high: float, open_low: bool) -> str:
+    if high == inf:
+        return f"above {low}" if open_low else f"at least {low}"
+    return f"{'above' if open_low else 'from'} {low} to {high}"
 
 
 def check_fields(checked: Any, prefix: str = "") -> None:
@@ -62,8 +65,8 @@ def check_fields(checked: Any, prefix: str = "") -> None:
         if value is None and entry.default is None:
             continue
         if "low" in about:
-            whole, open_low = about.get("whole", False), about.get("open_low", False)
-            check_number(name, value, about["low"], about["high"], whole, open_low)
+            given = {limit: about[limit] for limit in ("low", "high", "whole", "open_low") if limit in about}
+            check_number(name, value, **given)
         elif about.get("closed") and (not isinstance(value, str) or value not in about["choices"]):
             raise BadRequest(f"{name} is {value!r:.80}", f"use one of {', '.join(about['choices'])}")
         elif "choices" in about and (not isinstance(value, str) or not value):
@@ -72,16 +75,16 @@ def check_fields(checked: Any, prefix: str = "") -> None:
             raise BadRequest(f"{name} must be true or false, got {value!r:.80}", "leave it out")
 
 
-def check_number(name: str, value: float, low: float, high: float, whole: bool = False, open_low: bool = False) -> None:
-    """Refuse what is not a number within [low, high] (or (low, high]); the message names the value and the limits."""
-    kind = "a whole number" if whole else "a number"
+def check_number(
+    name: str, value: Any, low: float, high: float = inf, *, whole: bool = False, open_low: bool = False, hint: str = ""
+) -> None:
+    """Refuse what is not a finite number within [low, high] (or (low, high]); the message names value and limits."""
+    kind, allowed = "a whole number" if whole else "a number", _range(low, high, open_low)
     right_type = isinstance(value, int) if whole else isinstance(value, (int, float))
     if isinstance(value, bool) or not right_type:
-        raise BadRequest(f"{name} must be {kind}, got {value!r:.80}", f"give {kind} from {low} to {high}")
-    too_low = value <= low if open_low else value < low
-    if too_low or value > high or math.isnan(value):  # infinities are outside any limit, too
-        above = "above" if open_low else "from"
-        raise BadRequest(f"{name} is {value}, allowed is {above} {low} to {high}", "choose a value in that range")
+        raise BadRequest(f"{name} is {value!r:.80}, it must be {kind}", f"give {kind}, {allowed}")
+    if not (low < value if open_low else low <= value) or not value <= high or isinf(value):  # so is NaN
+        raise BadRequest(f"{name} is {value}, allowed is {allowed}", hint or "choose a value in that range")
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -22,6 +22,7 @@ from forerun.cache.disk import DiskTier
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import TOKEN_BYTES, PrefixTree, pack
 from forerun.errors import BadRequest
+from forerun.options import check_number
 
 COPY_PAGES = 64  # pages copied at a time where many are
 
@@ -35,10 +36,8 @@ class TierConfig:
     disk_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:
-        for name, least in (("host_bytes", 0), ("disk_bytes", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least {least}", "in bytes")
+        check_number("host_bytes", self.host_bytes, 0, whole=True)
+        check_number("disk_bytes", self.disk_bytes, 1, whole=True)
         if self.disk is not None and (not isinstance(self.disk, (str, Path)) or not str(self.disk)):
             raise BadRequest(f"disk is {self.disk!r}, it must be a folder", "leave it out for no disk tier")
 

@@ -14,6 +14,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
+from forerun.options import check_number
 from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -91,9 +92,10 @@ class ServerOptions:
     def config(self, model: str) -> ServeConfig:
         from forerun.serve.config import ServeConfig
 
+        check_number("--max-body", self.max_body, 0, 1e6, open_low=True)
         return ServeConfig(
             model_name=self.name or _model_name(model),
-            max_body_bytes=_bytes(self.max_body),
+            max_body_bytes=int(self.max_body * 1e6),
             max_queue=self.max_queue,
             max_request_s=self.timeout,
             max_sessions=self.max_sessions,
@@ -174,12 +176,6 @@ def _importable(name: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-def _bytes(megabytes: float) -> int:
-    if not 0 < megabytes < 1e6:
-        raise BadRequest(f"--max-body is {megabytes} MB, allowed is above 0 to 1e6", "choose a size in that range")
-    return int(megabytes * 1e6)
 
 
 def _keys(path: Path | None) -> ApiKeys | None:

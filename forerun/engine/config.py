@@ -10,6 +10,7 @@ import torch
 from forerun.cache.pool import PagePool
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Decoder
+from forerun.options import check_number
 
 CPU_FREE_SHARE = 0.25  # of the memory that is free: other programs run on this machine, too
 CUDA_FREE_SHARE = 0.8  # activations, recorded graphs and drafters take the rest
@@ -29,9 +30,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_tokens", "page_size", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
+            check_number(name, getattr(self, name), 1, whole=True)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BadRequest(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}",
@@ -83,8 +82,7 @@ def _checked(asked: int, needed: int, free: int) -> int:
 
 def _utilised(share: float, free: int, total: int, page_bytes: int) -> int:
     """Pages within a share of the GPU's memory, of which weights and other programs have taken a part."""
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise BadRequest(f"gpu_memory_utilization is {share!r:.80}, it must be above 0 to 1", "use 0.9, for instance")
+    check_number("gpu_memory_utilization", share, 0, 1, open_low=True, hint="use 0.9, for instance")
     pages = (int(share * total) - (total - free)) // page_bytes
     if pages < 2:
         raise OutOfPages(

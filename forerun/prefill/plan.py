@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.models.config import ModelConfig
+from forerun.options import check_number
 from forerun.prefill.choosers import select
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources import KVSource
@@ -33,13 +34,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("first", "shortest", "spans", "deepenings"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"policy: {name} is {getattr(self, name)}, it cannot be negative")
+            check_number(f"policy: {name}", getattr(self, name), 0, whole=True)
         for name in ("tail", "span", "first_check_tokens", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"policy: {name} is {getattr(self, name)}, the least is 1")
-        if not 0.0 <= self.failing <= 1.0:
-            raise ValueError(f"policy: failing is {self.failing}, allowed is from 0 to 1")
+            check_number(f"policy: {name}", getattr(self, name), 1, whole=True)
+        check_number("policy: failing", self.failing, 0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from forerun.core import SamplingParams, TokenLogprob, Usage
 from forerun.engine.sequence import FinishReason
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
+from forerun.options import check_number
 from forerun.sharing.branches import Branch, checked_score, gather_or_cancel, run_branch, run_sync
 from forerun.sharing.rollout_config import SAMPLING, answer_seed, group_seed
 
@@ -132,8 +133,7 @@ def _evaluated(
     seed: int | None,
     evaluate: Callable[[Candidate], Any],
 ) -> list[Candidate]:
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_CANDIDATES:
-        raise BadRequest(f"n is {n!r}, allowed is 1 to {MAX_CANDIDATES}", "choose a whole number in that range")
+    check_number("n", n, 1, MAX_CANDIDATES, whole=True)
     if params.n != 1:
         raise BadRequest(f"params has n={params.n}, beside {n} candidates", "leave n out of params")
     ids = llm.encode(prompt)

@@ -16,6 +16,7 @@ import numpy as np
 
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
+from forerun.options import check_number
 from forerun.sharing.scoring import ContinuationScores, score_each
 
 CORRECT, INCORRECT = 0, 1
@@ -66,11 +67,9 @@ class Ranking:
 def play(start: Equilibrium, steps: int = 5000, rate: float = 0.1, stay: float = 0.1) -> Equilibrium:
     """`steps` rounds of both players. `rate`: how fast they follow the other player's average policy; `stay`: weight
     of the KL term, which holds them near the start."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise BadRequest(f"steps is {steps!r}, it must be a whole number of at least 1", "leave it out")
-    for name, value in (("rate", rate), ("stay", stay)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise BadRequest(f"{name} is {value!r}, it must be above 0", "leave it out for 0.1")
+    check_number("steps", steps, 1, whole=True)
+    check_number("rate", rate, 0, open_low=True)
+    check_number("stay", stay, 0, open_low=True)
     log_g, log_d = np.log(start.generator), np.log(start.discriminator)  # [2, n], [n, 2]
     generator, discriminator = start.generator, start.discriminator
     sum_d, sum_g = np.zeros_like(generator), np.zeros_like(discriminator)  # of the policies so far

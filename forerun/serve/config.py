@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import BadRequest
+from forerun.options import check_number
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*|\*")
@@ -99,14 +99,11 @@ class ServeConfig:
         if not isinstance(self.model_name, str) or not self.model_name.strip():
             raise BadRequest(f"model_name is {self.model_name!r}", "give the name that clients will ask for")
         if self.max_model_len is not None:
-            _whole("max_model_len", self.max_model_len, 2)
-        _whole("max_body_bytes", self.max_body_bytes, 1024)
-        _whole("max_queue", self.max_queue, 0)
-        _whole("max_sessions", self.max_sessions, 1)
+            check_number("max_model_len", self.max_model_len, 2, whole=True)
+        for name, least in (("max_body_bytes", 1024), ("max_queue", 0), ("max_sessions", 1)):
+            check_number(name, getattr(self, name), least, whole=True)
         for name in ("max_header_s", "max_body_s", "max_request_s", "max_session_ttl", "drain_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise BadRequest(f"{name} is {value!r}, it must be a number above 0", "give seconds")
+            check_number(name, getattr(self, name), 0, open_low=True, hint="give seconds")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 hint = "give one such as models.example.org, in small letters, without port"
@@ -114,8 +111,3 @@ class ServeConfig:
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise BadRequest(f"a CORS origin cannot be {origin!r}", "give one such as https://example.org, or *")
-
-
-def _whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least {least}", f"raise {name}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from forerun.core import SamplingParams
 from forerun.errors import BadRequest
+from forerun.options import check_number
 from forerun.sharing.branching import BRANCH_NAMES, BranchOn
 from forerun.sharing.tree import Trajectory
 
@@ -49,9 +50,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "token_budget"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
+            check_number(name, getattr(self, name), 1, whole=True)
         if self.branch_on not in BRANCH_NAMES and not callable(self.branch_on):
             raise BadRequest(
                 f"branch_on is {self.branch_on!r}",
@@ -61,10 +60,8 @@ class RolloutConfig:
             raise BadRequest(f"score is {self.score!r:.80}", "give a function from a trajectory to a number")
         if self.prune_below is not None and self.score is None:
             raise BadRequest(f"prune_below is {self.prune_below} but there is no score", "give a score function")
-        for name, low, high in (("keep", 0.0, 1.0), ("min_distance", 0.0, 1.0), ("min_prob", 0.0, 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise BadRequest(f"{name} is {value!r}, allowed is {low} to {high}", "choose a value in that range")
+        for name in ("keep", "min_distance", "min_prob"):
+            check_number(name, getattr(self, name), 0.0, 1.0)
         if not isinstance(self.separator, str) or not self.separator:
             raise BadRequest(f"separator is {self.separator!r}, it must be text", "leave it out for lines")
         self._check_params()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadRequest, ForerunError
+from forerun.options import check_number
 from forerun.sharing.session import Session
 
 if TYPE_CHECKING:
@@ -163,8 +164,7 @@ class SessionRegistry:
             return sorted({*self._open, *(self._files.names() if self._files is not None else [])})
 
     def open(self, name: str, ttl: float | None, create: bool) -> Session:
-        _check_name(name)
-        _check_ttl(ttl)
+        _check(name, ttl)
         self.driver.check_open()
         with self._lock:
             session = self._open.get(name)
@@ -180,8 +180,7 @@ class SessionRegistry:
             return self._add(name, DEFAULT_TTL_S if ttl is None else ttl, state or SessionState())
 
     def fork(self, session: Session, name: str, ttl: float) -> Session:
-        _check_name(name)
-        _check_ttl(ttl)
+        _check(name, ttl)
         with self._lock:
             if name in self.names():
                 raise BadRequest(f"there is a session {name!r} already", "choose another name for the fork")
@@ -216,14 +215,10 @@ class SessionRegistry:
             self._files.remove(session.name)
 
 
-def _check_name(name: str) -> None:
+def _check(name: str, ttl: float | None) -> None:
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise BadRequest(
             f"a session's name is text of 1 to {MAX_NAME_CHARS} characters, got {name!r:.80}", "choose another name"
         )
-
-
-def _check_ttl(ttl: float | None) -> None:
-    right = ttl is None or (isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= 1e9)
-    if not right:
-        raise BadRequest(f"ttl is {ttl!r}, it must be a number of seconds above 0 and up to 1e9", "leave it out")
+    if ttl is not None:
+        check_number("ttl", ttl, 0, 1e9, open_low=True, hint="give seconds, or leave it out")

@@ -26,6 +26,7 @@ from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Output
+from forerun.options import check_number
 from forerun.runtime.lease import EngineLease
 from forerun.sharing.blocks import BlockRunner, WorkerBlock
 
@@ -67,8 +68,7 @@ class Workers:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         prefixes: Seq[Prompt] | None = None,
     ) -> None:
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_WORKERS:
-            raise BadRequest(f"n is {n!r}, there can be 1 to {MAX_WORKERS} workers", "choose a number in that range")
+        check_number("n", n, 1, MAX_WORKERS, whole=True)
         self._engine, self._driver = llm.engine, llm.driver
         self._request = Request(llm.encode(prompt), SamplingParams(), sink=lambda event: None)  # of the whole group
         each = zip(_params(params, n), _prefixes(llm, prefixes, n), strict=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadRequest
+from forerun.options import check_number
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.train.layout import draw_layout
@@ -41,16 +42,10 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("tokens", 2, 32),
-            ("rank", 1, 512),
-            ("window", 32, 32768),
-            ("batch_tokens", 32, 1 << 20),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise BadRequest(f"training: {name} is {getattr(self, name)}", f"give {low} to {high}")
-        if not self.minutes > 0.0:
-            raise BadRequest(f"training: {self.minutes:g} minutes", "give more than 0")
+        limits = {"tokens": (2, 32), "rank": (1, 512), "window": (32, 32768), "batch_tokens": (32, 1 << 20)}
+        for name, (low, high) in limits.items():
+            check_number(f"training: {name}", getattr(self, name), low, high, whole=True)
+        check_number("training: minutes", self.minutes, 0.0, open_low=True)
 
     def factor(self, done: float) -> float:
         """Of the rate, after this share of the time."""

@@ -63,7 +63,7 @@ def test_a_closed_llm_ends_the_workers(tiny_folder: Callable[[str], Path]):
 @pytest.mark.parametrize(
     ("n", "options", "message"),
     [
-        (0, {}, "n is 0, there can be 1 to 16"),
+        (0, {}, "n is 0, allowed is from 1 to 16"),
         (17, {}, "n is 17"),
         (True, {}, "n is True"),
         (2, {"params": [params()]}, "params for 1 workers, n is 2"),

@@ -15,6 +15,7 @@ from forerun.checks.lossless.greedy import check_greedy, choose_prompts
 from forerun.checks.lossless.sampled import COMPARED_TOKENS, DRAFT_NODES, check_sampled
 from forerun.errors import BadRequest
 from forerun.llm import LLM
+from forerun.options import check_number
 
 MAX_PROMPT_TOKENS = 192  # tokens of a prompt
 
@@ -33,8 +34,7 @@ def check_lossless(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
     """Findings one by one as they are known; `on_progress` is called with what is being done."""
-    if not 0.0 < temperature <= 100.0:
-        raise BadRequest(f"temperature is {temperature}, the sampled part needs more than 0, up to 100", "use 0.8")
+    check_number("temperature", temperature, 0.0, 100.0, open_low=True, hint="the sampled part draws: use 0.8")
     yield from check_exact(on_progress)
     on_progress("loading")
     with LLM(model, draft_model=draft, dtype=weights, device=device, threads=threads, quiet=True) as llm:

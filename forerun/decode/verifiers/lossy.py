@@ -16,7 +16,7 @@ from forerun.decode.sampling import Rng
 from forerun.decode.verifiers.base import TargetView, Verifier
 from forerun.decode.verifiers.lossless import RejectionVerifier
 from forerun.decode.verifiers.residual import Residual
-from forerun.errors import BadRequest
+from forerun.options import check_number
 
 
 class TypicalVerifier(Verifier):
@@ -31,7 +31,8 @@ class TypicalVerifier(Verifier):
     lossless = False
 
     def __init__(self, bound: float) -> None:
-        self.bound = _checked(self.name, bound)
+        check_number(f"the bound of {self.name!r}", bound, 0, 1)
+        self.bound = bound
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         depths = {ROOT: 0}  # of nodes whose whole path passes
@@ -67,7 +68,8 @@ class BoundedVerifier(RejectionVerifier):
     lossless = False
 
     def __init__(self, bound: float) -> None:
-        self.bound = _checked(self.name, bound)
+        check_number(f"the bound of {self.name!r}", bound, 0, 1)
+        self.bound = bound
 
     def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
         budget, reached = self.bound, 1.0  # reached: the probability that a child is tried
@@ -80,9 +82,3 @@ class BoundedVerifier(RejectionVerifier):
                 return child
             reached *= residual.reject([token])
         return None
-
-
-def _checked(name: str, bound: float) -> float:
-    if not 0.0 <= bound <= 1.0:
-        raise BadRequest(f"the bound of {name!r} is {bound}, allowed is from 0 to 1", "choose a bound in that range")
-    return bound

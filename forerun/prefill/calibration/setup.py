@@ -13,6 +13,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
+from forerun.options import check_number
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, TAIL_TOKENS, ModelPair
 
@@ -40,9 +41,8 @@ class FitSettings:
         limits = {"rank": (1, 8192), "batch": (1, 1024), "strength": (0.0, 1.0), "quality": (0.5, 1.0)}
         limits |= {"base": (1, 1024), "taps": (1, 1024), "steps": (1, 10_000_000), "minutes": (0.0, 1e6)}
         for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise BadRequest(f"calibration: {name} is {value}", f"give --{name} from {low:g} to {high:g}")
+            if getattr(self, name) is not None:
+                check_number(f"calibration: {name}", getattr(self, name), low, high)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.core.progress import track
 from forerun.errors import BadRequest
+from forerun.options import check_number
 from forerun.prefill.calibration.files import Section, find_files, split_held_out
 from forerun.text.tokenizer import Tokenizer
 
@@ -41,8 +42,7 @@ class WindowSettings:
 
     def __post_init__(self) -> None:
         for name, low in (("prompt", 32), ("continuation", 8), ("tokens", 1)):
-            if getattr(self, name) < low:
-                raise BadRequest(f"calibration: {name} is {getattr(self, name)}, the least is {low}", "give more")
+            check_number(f"calibration: {name}", getattr(self, name), low, whole=True)
         if not 0.0 < self.held <= 0.5 or min(self.echo, self.recall) < 0.0 or self.echo + self.recall > 1.0:
             shares = f"held {self.held}, echo {self.echo}, recall {self.recall}"
             raise BadRequest(f"calibration: impossible shares: {shares}", "held up to 0.5, echo and recall up to 1")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.errors import BadRequest
+from forerun.options import check_number
 from forerun.params import Grammar, SamplingParams
 from forerun.recipes.planning.calls import Tool, check_tools
 from forerun.recipes.planning.template import MAX_STEPS, Plan, PlanError, fill, parse
@@ -45,17 +46,13 @@ class Limits:
     token_budget: int | None = None  # prompts and answers of all requests of a task together
 
     def __post_init__(self) -> None:
-        for name in ("max_calls", "tries", "parallel", "plan_tokens", "answer_tokens", "result_chars", "token_budget"):
-            value = getattr(self, name)
-            if name == "token_budget" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadRequest(f"{name} is {value!r}, it must be a whole number of at least 1", f"raise {name}")
-        if self.max_calls > MAX_STEPS:
-            raise BadRequest(f"max_calls is {self.max_calls}, the limit is {MAX_STEPS}", "split the task")
-        seconds = self.timeout_s
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
-            raise BadRequest(f"timeout_s is {seconds!r}, it must be a number above 0", "leave it out for no limit")
+        check_number("max_calls", self.max_calls, 1, MAX_STEPS, whole=True, hint="split the task")
+        for name in ("tries", "parallel", "plan_tokens", "answer_tokens", "result_chars"):
+            check_number(name, getattr(self, name), 1, whole=True)
+        if self.token_budget is not None:
+            check_number("token_budget", self.token_budget, 1, whole=True)
+        if self.timeout_s is not None:
+            check_number("timeout_s", self.timeout_s, 0, open_low=True, hint="leave it out for no limit")
 
 
 @dataclass
