@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,64 +15,58 @@ from forerun.errors import BadRequest
 if TYPE_CHECKING:
     from forerun.prefill.profile import Profile
 
-Target = Annotated[str, typer.Option("--target", help="The model whose prompts are to be drafted.")]
-Source = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        "-d",
-        help="A smaller model of the same tokenizer that drafts; none: the target itself.",
-    ),
-]
-Text = Annotated[
-    list[Path],
-    typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
-]
-More = Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text, as a shell expands --text *.md.")]
-Out = Annotated[
-    Path, typer.Option("--out", "-o", help="Where to save the profile; PROFILE.state lies beside it until it is done.")
-]
-Base = Annotated[
-    int | None,
-    typer.Option("--base", min=1, help="Target layers that every token runs. Default: 1; 30% without --draft-model."),
-]
-Rank = Annotated[
-    int | None,
-    typer.Option("--rank", min=1, help="Width of the maps: less is faster and smaller. Default: by the model."),
-]
-Taps = Annotated[
-    int | None, typer.Option("--taps", min=1, help="Layers of the source that the maps read. Default: as many as fit.")
-]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Steps of distillation.")]
-Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Time for distillation; default: 10.")]
-NoDistill = Annotated[bool, typer.Option("--no-distill", help="Only the ridge fit: quick, and not as good.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of text that are used.")]
-Window = Annotated[int, typer.Option("--window", min=32, help="Tokens of each prompt.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Prompts at a time: fewer need less memory.")]
-Quality = Annotated[
-    float,
-    typer.Option("--quality", min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at."),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Decides which text is used, and in which order.")]
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How maps are fitted; see `FitSettings` and `WindowSettings`."""
+
+    base: int | None = opt.shown(
+        None, min=1, help="Target layers that every token runs. Default: 1; 30% without --draft-model."
+    )
+    rank: int | None = opt.shown(
+        None, min=1, help="Width of the maps: less is faster and smaller. Default: by the model."
+    )
+    taps: int | None = opt.shown(None, min=1, help="Layers of the source that the maps read. Default: as many as fit.")
+    steps: int | None = opt.shown(None, min=1, help="Steps of distillation.")
+    minutes: float | None = opt.shown(None, min=0.0, help="Time for distillation; default: 10.")
+    no_distill: bool = opt.shown(False, "--no-distill", help="Only the ridge fit: quick, and not as good.")
+    tokens: int = opt.shown(2_000_000, min=1, help="Most tokens of text that are used.")
+    window: int = opt.shown(2048, min=32, help="Tokens of each prompt.")
+    batch: int = opt.shown(4, min=1, help="Prompts at a time: fewer need less memory.")
+    quality: float = opt.shown(0.97, min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at.")
+    seed: int = opt.shown(0, help="Decides which text is used, and in which order.")
+
+    def check(self) -> None:
+        if self.steps is not None and self.minutes is not None:
+            problem = f"--steps {self.steps} and --minutes {self.minutes:g} cannot go together"
+            raise BadRequest(problem, "give one of them")
+        if self.no_distill and (self.steps is not None or self.minutes is not None):
+            raise BadRequest("--no-distill leaves nothing to spend --steps or --minutes on", "leave one of them out")
 
 
+@opt.grouped
 def calibrate(
-    target: Target,
-    text: Text,
-    out: Out,
-    more: More = None,
-    draft: Source = None,
-    base: Base = None,
-    rank: Rank = None,
-    taps: Taps = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    no_distill: NoDistill = False,
-    tokens: Tokens = 2_000_000,
-    window: Window = 2048,
-    batch: Batch = 4,
-    quality: Quality = 0.97,
-    seed: Seed = 0,
+    target: Annotated[str, typer.Option("--target", help="The model whose prompts are to be drafted.")],
+    text: Annotated[
+        list[Path],
+        typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Where to save the profile; PROFILE.state lies beside it until it is done."),
+    ],
+    fit: FitOptions,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="More text, as a shell expands --text *.md.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-model",
+            "-d",
+            help="A smaller model of the same tokenizer that drafts; none: the target itself.",
+        ),
+    ] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     as_json: opt.AsJson = False,
@@ -84,7 +78,7 @@ def calibrate(
     Example: forerun calibrate --target qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
     --text src/ --text notes.txt --out coder.profile
     """
-    _check_duration(steps, minutes, no_distill)
+    fit.check()
     import torch
 
     from forerun.models.build import choose_device
@@ -94,29 +88,15 @@ def calibrate(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = FitSettings(
-        base=base,
-        rank=rank,
-        taps=taps,
-        batch=batch,
-        steps=steps,
-        minutes=10.0 if minutes is None else minutes,
-        distill=not no_distill,
-        quality=quality,
-    )
-    windows = WindowSettings(prompt=window, tokens=tokens, seed=seed)
+    own = {name: getattr(fit, name) for name in ("base", "rank", "taps", "batch", "steps", "quality")}
+    own |= {} if fit.minutes is None else {"minutes": fit.minutes}
+    settings = FitSettings(**own, distill=not fit.no_distill)
+    windows = WindowSettings(prompt=fit.window, tokens=fit.tokens, seed=fit.seed)
     profile = run(target, draft, [*text, *(more or ())], out, settings, windows, choose_device(device))
     if as_json:
         print(json.dumps(_record(profile, out)))
     else:
         _show(profile, out)
-
-
-def _check_duration(steps: int | None, minutes: float | None, no_distill: bool) -> None:
-    if steps is not None and minutes is not None:
-        raise BadRequest(f"--steps {steps} and --minutes {minutes:g} cannot go together", "give one of them")
-    if no_distill and (steps is not None or minutes is not None):
-        raise BadRequest("--no-distill leaves nothing to spend --steps or --minutes on", "leave one of them out")
 
 
 def _record(profile: Profile, out: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from forerun.commands.generate import read_text
 from forerun.commands.screen import Screen
 from forerun.commands.stats import load_line, usage_lines
 from forerun.commands.terminal_input import enable_editing, read_message
-from forerun.commands.tier_options import SessionName
 from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def chat(
         list[Path] | None, typer.Option("--file", "-f", help="A text file to put before the first message; repeatable.")
     ] = None,
     system: opt.System = None,
-    session: SessionName = None,
+    session: opt.SessionName = None,
     stats: opt.Stats = False,
 ) -> None:
     """Talk to a model. /file PATH adds a text, /reset starts over, /quit leaves, Ctrl-C stops an answer.

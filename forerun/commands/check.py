@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,30 +38,12 @@ def model(
 
     Example: forerun check model --model smollm2-135m-instruct --dtype float32
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from forerun.checks.consistency import check_model
-    from forerun.core.progress import status
-    from forerun.models.fetch.store import resolve
 
-    resolve(model)  # a download shows its own progress, before ours
-    console = Console(stderr=True)
-    findings = []
-    with status("loading", console) as update:
-        checks = check_model(model, weights=weights, device=device, threads=threads, prompts=prompts, tokens=tokens)
-        for finding in checks:
-            findings.append(finding)
-            update(f"{finding.name}: {'pass' if finding.passed else 'FAIL'}")
-    if as_json:
-        print(json.dumps({"check": "model", "model": model, "findings": [asdict(f) for f in findings]}))
-    else:
-        table = Table("compared with each prompt alone", "", "", title=f"check {model}", title_justify="left")
-        for finding in findings:
-            table.add_row(finding.name, "pass" if finding.passed else "[red]FAIL[/red]", finding.detail)
-        Console(highlight=False).print(table)
-    if not all(finding.passed for finding in findings):
-        raise typer.Exit(1)
+    how: dict[str, Any] = {"weights": weights, "device": device, "threads": threads}
+    _run(
+        {"check": "model", "model": model}, as_json, lambda _: check_model(model, prompts=prompts, tokens=tokens, **how)
+    )
 
 
 @app.command()
@@ -84,50 +67,48 @@ def lossless(
 
     Example: forerun check lossless --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct
     """
+    from forerun.checks.lossless.run import check_lossless
+
+    how: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, "prompts": prompts}
+    how |= {"tokens": tokens, "temperature": temperature, "samples": samples}
+    about = {"check": "lossless", "model": model, "draft": draft}
+    _run(about, as_json, lambda update: check_lossless(model, draft, **how, on_progress=update))
+
+
+def _run(
+    about: dict[str, str | None], as_json: bool, check: Callable[[Callable[[str], None]], Iterable[Finding]]
+) -> None:
+    """Shows findings as they come and all of them at the end; `check` gets a function that shows what it does."""
     from rich.console import Console
 
-    from forerun.checks.lossless.run import check_lossless
     from forerun.core.progress import status
     from forerun.models.fetch.store import resolve
 
-    for name in (model, draft):
+    for name in (about["model"], about.get("draft")):
         if name is not None:
-            resolve(name)
-    console = Console(stderr=True)
-    findings = []
-    with status("starting", console) as update:
-        checks = check_lossless(
-            model,
-            draft,
-            weights=weights,
-            device=device,
-            threads=threads,
-            prompts=prompts,
-            tokens=tokens,
-            temperature=temperature,
-            samples=samples,
-            on_progress=update,
-        )
-        for finding in checks:
+            resolve(name)  # a download shows its own progress, before ours
+    console, findings = Console(stderr=True), []
+    with status("loading", console) as update:
+        for finding in check(update):
             findings.append(finding)
             if not as_json:
                 console.print(f"{finding.part}: {finding.name}: {finding.verdict}", highlight=False)
     if as_json:
         records = [{**asdict(finding), "verdict": finding.verdict} for finding in findings]
-        print(json.dumps({"check": "lossless", "model": model, "draft": draft, "findings": records}))
+        print(json.dumps(about | {"findings": records}))
     else:
-        _show_lossless(findings, model, draft)
+        _show(
+            findings, f"check {about['model']}" + (f", drafted for by {about['draft']}" if about.get("draft") else "")
+        )
     if not all(finding.passed for finding in findings):
         raise typer.Exit(1)
 
 
-def _show_lossless(findings: list[Finding], model: str, draft: str | None) -> None:
+def _show(findings: list[Finding], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    title = f"check {model}" + (f", drafted for by {draft}" if draft else "")
-    table = Table("part", "drafter and rule", "", "", title=title, title_justify="left")
+    console, table = Console(highlight=False), Table("part", "what", "", "", title=title, title_justify="left")
     for finding in findings:
         verdict = "[red]FAIL[/red]" if finding.verdict == "FAIL" else finding.verdict
         table.add_row(finding.part, finding.name, verdict, finding.detail)

@@ -15,7 +15,6 @@ import typer
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
 from forerun.commands.stats import load_line, threads_line, usage_lines, usage_record
-from forerun.commands.tier_options import SessionName
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
     system: opt.System = None,
-    session: SessionName = None,
+    session: opt.SessionName = None,
     n: opt.Choices = 1,
     logprobs: opt.Logprobs = None,
     stats: opt.Stats = False,

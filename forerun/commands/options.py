@@ -1,7 +1,7 @@
 """Options that several subcommands share, in groups, and the objects made from them.
 
 A command takes a group as one parameter and is wrapped in `@grouped`, which shows typer one option for each of the
-group's fields. Knows no engine until one is asked for.
+group's fields. Knows sizes as people write them, and no engine until one is asked for.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from forerun.commands.tier_options import TierOptions
 from forerun.errors import BadRequest
 from forerun.models.fetch.store import DEFAULT_MODEL
-from forerun.options import field_of, limits
+from forerun.options import field_of, limits, parse_bytes
 from forerun.params import RECOMMENDED, Grammar, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
@@ -46,7 +45,15 @@ _sampling = functools.partial(derived, SamplingParams, panel=CHOOSING)
 _recommended = functools.partial(derived, SamplingParams, panel=CHOOSING, unset=True)  # with `--sampling model`
 _drafting = functools.partial(derived, Speculation, panel=DRAFTING)
 _prefilling = functools.partial(derived, Prefill, panel=PREFILLING)
-_shaping = functools.partial(typer.Option, rich_help_panel="Shape of the answer")
+
+
+def shown(default: Any, *flags: str, **details: Any) -> Any:
+    """A field of a group and its option, which is called as the field is where there are no flags."""
+    return field(default=default, metadata={"option": typer.Option(*flags, **details)})
+
+
+_shaping = functools.partial(shown, rich_help_panel="Shape of the answer")
+_keeping = functools.partial(shown, rich_help_panel="What is kept")
 
 Model = Annotated[
     str,
@@ -62,34 +69,6 @@ Dtype = Annotated[
     str,
     typer.Option(
         "--dtype", "-w", help="auto, float32, float16, bfloat16 or int8. auto: a quantised file's own blocks on CPU."
-    ),
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option("--quantization", "-q", help="auto, file (a GGUF file's own blocks), int8, fp16 or float32."),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", help="Float weights on a CPU get 16, 8 or 4 bits by importance, to fit into 1.2G for instance."
-    ),
-]
-WeightsQuality = Annotated[
-    float | None,
-    typer.Option("--weights-quality", help="The same for a KL divergence from the float weights, such as 0.01."),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill-profile",
-        rich_help_panel=PREFILLING,
-        help="What `forerun calibrate` made for these models; the default model brings its own.",
-    ),
-]
-GpuMemoryUtilization = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization", help="CUDA: share of the GPU's memory for weights, KV cache and all else."
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -112,72 +91,81 @@ Threads = Annotated[
         help="CPU threads; auto: OMP_NUM_THREADS, or one a core; --stats says why.",
     ),
 ]
-KvCacheTokens = Annotated[
-    int | None, typer.Option("--kv-cache-tokens", min=16, help="Tokens the KV cache holds; default: by free memory.")
-]
-BatchInvariant = Annotated[
-    bool,
-    typer.Option(help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."),
-]
-MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option("--max-num-batched-tokens", min=1, help="Most tokens of one step; default: by device.")
-]
-
 MaxTokens = Annotated[int, _sampling("max_tokens", "-n")]
 Choices = Annotated[int, _sampling("n", option="--choices")]
 Logprobs = Annotated[int | None, _sampling("logprobs")]
-Sampling = Annotated[
-    str,
-    typer.Option(
-        "--sampling",
-        rich_help_panel=CHOOSING,
-        help="greedy; or model: the model's own settings for what is not given (temperature, top-k, top-p, min-p, "
-        "repetition penalty).",
-    ),
-]
 Drafter = Annotated[str, _drafting("drafter", option="--speculation")]
-
-JsonSchema = Annotated[
-    str | None, _shaping("--json-schema", help="Answer with JSON that fits this schema: a file, or the schema itself.")
-]
 
 System = Annotated[str | None, typer.Option("--system", help="A system message to start the conversation with.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Print what the answer cost on stderr.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Prompts of your own: a .jsonl file, or any text file.")]
+SessionName = Annotated[
+    str | None,
+    typer.Option(
+        "--session",
+        rich_help_panel="What is kept",
+        help="A conversation under this name, kept in --disk: go on with it, or begin it.",
+    ),
+]
 
 
 @dataclass(frozen=True)
-class ModelOptions(TierOptions):
+class ModelOptions:
     """Which model runs, where, and what it keeps."""
 
     model: Model = DEFAULT_MODEL
     draft_model: Draft = None
     dtype: Dtype = "auto"
-    quantization: Quantization = None
-    memory: Memory = None
-    weights_quality: WeightsQuality = None
+    quantization: str | None = shown(
+        None, "--quantization", "-q", help="auto, file (a GGUF file's own blocks), int8, fp16 or float32."
+    )
+    memory: str | None = shown(
+        None, help="Float weights on a CPU get 16, 8 or 4 bits by importance, to fit into 1.2G for instance."
+    )
+    weights_quality: float | None = shown(
+        None, help="The same for a KL divergence from the float weights, such as 0.01."
+    )
     device: Device = "auto"
     threads: Threads = None
-    kv_cache_tokens: KvCacheTokens = None
-    gpu_memory_utilization: GpuMemoryUtilization = None
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", min=16, help="Longest prompt and answer together.")
-    ] = None
-    max_num_batched_tokens: MaxNumBatchedTokens = None
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Requests read the K/V of prefixes that were computed before.")
-    ] = True
-    prefill_profile: Profile = None
-    batch_invariant: BatchInvariant = True
+    kv_cache_tokens: int | None = shown(None, min=16, help="Tokens the KV cache holds; default: by free memory.")
+    gpu_memory_utilization: float | None = shown(
+        None, help="CUDA: share of the GPU's memory for weights, KV cache and all else."
+    )
+    max_model_len: int | None = shown(None, min=16, help="Longest prompt and answer together.")
+    max_num_batched_tokens: int | None = shown(None, min=1, help="Most tokens of one step; default: by device.")
+    enable_prefix_caching: bool = shown(True, help="Requests read the K/V of prefixes that were computed before.")
+    prefill_profile: str | None = shown(
+        None,
+        rich_help_panel=PREFILLING,
+        help="What `forerun calibrate` made for these models; the default model brings its own.",
+    )
+    batch_invariant: bool = shown(
+        True, help="The same bits in any batch (int8 on CPU); without, branches of a long prompt are faster."
+    )
+    disk: Path | None = _keeping(
+        None, help="A folder where K/V outlives the process: the same prompt is read from there next time."
+    )
+    disk_bytes: str | None = _keeping(None, help="Most bytes there, such as 500M; default: 8G.")
+    host_bytes: str | None = _keeping(None, help="Main memory for K/V that the pool has no room for, such as 2G.")
 
     def open(self, **more: Any) -> LLM:
         from forerun import LLM
 
-        tiers = {entry.name for entry in fields(TierOptions)}
-        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in tiers}
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         own["quality"] = own.pop("weights_quality")  # --quality is about drafted prompts
-        return LLM(**(own | self.tiers() | more))
+        for name in ("disk_bytes", "host_bytes"):
+            size = own.pop(name)
+            if size is not None:
+                own[name] = parse_bytes(f"--{name.replace('_', '-')}", size)
+        if "disk_bytes" in own and self.disk is None:
+            raise BadRequest("--disk-bytes is about a disk tier, and there is none", "add --disk FOLDER")
+        return LLM(**(own | more))
+
+    def check_session(self, name: str | None) -> None:
+        """A session that cannot be continued is a mistake."""
+        if name is not None and self.disk is None:
+            raise BadRequest(f"session {name!r} would end with this command", "add --disk FOLDER, where it is kept")
 
 
 @dataclass(frozen=True)
@@ -194,7 +182,12 @@ class AnswerOptions:
     frequency_penalty: Annotated[float, _sampling("frequency_penalty")] = SamplingParams.frequency_penalty
     stop: Annotated[list[str] | None, _sampling("stop")] = None
     seed: Annotated[int | None, _sampling("seed")] = SamplingParams.seed
-    sampling: Sampling = "greedy"
+    sampling: str = shown(
+        "greedy",
+        rich_help_panel=CHOOSING,
+        help="greedy; or model: the model's own settings for what is not given (temperature, top-k, top-p, min-p, "
+        "repetition penalty).",
+    )
     speculation: Drafter = Speculation.drafter
     draft_nodes: Annotated[int, _drafting("nodes", option="--draft-nodes")] = Speculation.nodes
     draft_depth: Annotated[int, _drafting("depth", option="--draft-depth")] = Speculation.depth
@@ -206,14 +199,12 @@ class AnswerOptions:
     prefill_source: Annotated[str, _prefilling("source", option="--prefill-source")] = Prefill.source
     chooser: Annotated[str, _prefilling("chooser")] = Prefill.chooser
     allow_exact: Annotated[bool, _prefilling("allow_exact")] = Prefill.allow_exact
-    json_schema: JsonSchema = None
-    json_object: Annotated[bool, _shaping("--json-object", help="Answer with a JSON object.")] = False
-    regex: Annotated[str | None, _shaping("--regex", help="Answer with text that this pattern matches as a whole.")] = (
-        None
+    json_schema: str | None = _shaping(
+        None, help="Answer with JSON that fits this schema: a file, or the schema itself."
     )
-    lark: Annotated[
-        str | None, _shaping("--lark", help="Answer in this Lark grammar: a file, or the grammar itself.")
-    ] = None
+    json_object: bool = _shaping(False, "--json-object", help="Answer with a JSON object.")
+    regex: str | None = _shaping(None, help="Answer with text that this pattern matches as a whole.")
+    lark: str | None = _shaping(None, help="Answer in this Lark grammar: a file, or the grammar itself.")
 
     def params(self, **more: Any) -> SamplingParams:
         """`more`: values that only some commands have."""
@@ -284,11 +275,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             continue
         kinds = get_type_hints(groups[parameter.name], include_extras=True)
         for entry in fields(groups[parameter.name]):
-            flat.append(
-                inspect.Parameter(
-                    entry.name, parameter.KEYWORD_ONLY, default=entry.default, annotation=kinds[entry.name]
-                )
-            )
+            own, kind = entry.metadata.get("option"), kinds[entry.name]
+            made = kind if own is None else Annotated[kind, own]
+            flat.append(inspect.Parameter(entry.name, parameter.KEYWORD_ONLY, default=entry.default, annotation=made))
 
     @functools.wraps(command)
     def run(**values: Any) -> None:

@@ -8,9 +8,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
@@ -23,71 +21,36 @@ if TYPE_CHECKING:
 KEYS_VARIABLE = "FORERUN_API_KEYS"
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
-_listening = functools.partial(typer.Option, rich_help_panel="Listening")
-_limiting = functools.partial(typer.Option, rich_help_panel="Limits")
-_access = functools.partial(typer.Option, rich_help_panel="Access")
-_observing = functools.partial(typer.Option, rich_help_panel="Observability")
-
-Host = Annotated[str, _listening("--host", help="Address to listen on; 0.0.0.0: all interfaces.")]
-Port = Annotated[int, _listening("--port", "-p", min=0, max=65535, help="0: any free one.")]
-Name = Annotated[str | None, _listening("--name", help="The model's name for clients; default: as --model.")]
-
-MaxNumSeqs = Annotated[int, _limiting("--max-num-seqs", min=1, help="Answers that are computed at once.")]
-MaxQueue = Annotated[int, _limiting("--max-queue", min=0, help="Answers that may be queued beside them; more get 429.")]
-MaxBody = Annotated[float, _limiting("--max-body", help="Largest request in MB; larger ones get 413.")]
-Timeout = Annotated[float, _limiting("--timeout", help="Longest time of a request, queueing included, in seconds.")]
-Drain = Annotated[float, _limiting("--drain", help="Seconds for open answers to end after SIGTERM or Ctrl-C.")]
-MaxSessions = Annotated[
-    int, _limiting("--max-sessions", min=1, help="Sessions open at once; with --disk, more are stored there.")
-]
-SessionTtl = Annotated[
-    float, _limiting("--session-ttl", help="Longest time that sessions may hold K/V in the pool, in seconds.")
-]
-Strict = Annotated[bool, _limiting("--strict", help="Refuse unknown fields of requests; else they are ignored.")]
-Drafters = Annotated[
-    list[str] | None, _limiting("--drafter", help="A drafter that requests may name; may be repeated.")
-]
-
-ApiKeysFile = Annotated[
-    Path | None,
-    _access("--api-keys", help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."),
-]
-Cors = Annotated[list[str] | None, _access("--cors", help="An origin whose pages may send requests; may be repeated.")]
-AllowedHost = Annotated[
-    list[str] | None,
-    _access("--allowed-host", help="A host name that requests may use; may be repeated; *: any."),
-]
-
-TracesUrl = Annotated[
-    str | None,
-    _observing("--traces", help="OTLP URL for OpenTelemetry traces; default: the OTEL_* variables."),
-]
-LogPrompts = Annotated[bool, _observing("--log-prompts", help="Write prompts into the log.")]
-ShowPrompts = Annotated[bool, _observing("--show-prompts", help="The page shows all clients how cached texts begin.")]
+_listening = functools.partial(opt.shown, rich_help_panel="Listening")
+_limiting = functools.partial(opt.shown, rich_help_panel="Limits")
+_access = functools.partial(opt.shown, rich_help_panel="Access")
+_observing = functools.partial(opt.shown, rich_help_panel="Observability")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of the server; see `ServeConfig`."""
 
-    host: Host = "127.0.0.1"
-    port: Port = 8000
-    name: Name = None
-    max_num_seqs: MaxNumSeqs = 64
-    max_queue: MaxQueue = 256
-    max_body: MaxBody = 8.0
-    timeout: Timeout = 600.0
-    drain: Drain = 30.0
-    max_sessions: MaxSessions = 256
-    session_ttl: SessionTtl = 3600.0
-    drafter: Drafters = None
-    strict: Strict = False
-    api_keys: ApiKeysFile = None
-    cors: Cors = None
-    allowed_host: AllowedHost = None
-    traces: TracesUrl = None
-    log_prompts: LogPrompts = False
-    show_prompts: ShowPrompts = False
+    host: str = _listening("127.0.0.1", help="Address to listen on; 0.0.0.0: all interfaces.")
+    port: int = _listening(8000, "--port", "-p", min=0, max=65535, help="0: any free one.")
+    name: str | None = _listening(None, help="The model's name for clients; default: as --model.")
+    max_num_seqs: int = _limiting(64, min=1, help="Answers that are computed at once.")
+    max_queue: int = _limiting(256, min=0, help="Answers that may be queued beside them; more get 429.")
+    max_body: float = _limiting(8.0, help="Largest request in MB; larger ones get 413.")
+    timeout: float = _limiting(600.0, help="Longest time of a request, queueing included, in seconds.")
+    drain: float = _limiting(30.0, help="Seconds for open answers to end after SIGTERM or Ctrl-C.")
+    max_sessions: int = _limiting(256, min=1, help="Sessions open at once; with --disk, more are stored there.")
+    session_ttl: float = _limiting(3600.0, help="Longest time that sessions may hold K/V in the pool, in seconds.")
+    drafter: list[str] | None = _limiting(None, help="A drafter that requests may name; may be repeated.")
+    strict: bool = _limiting(False, "--strict", help="Refuse unknown fields of requests; else they are ignored.")
+    api_keys: Path | None = _access(
+        None, help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."
+    )
+    cors: list[str] | None = _access(None, help="An origin whose pages may send requests; may be repeated.")
+    allowed_host: list[str] | None = _access(None, help="A host name that requests may use; may be repeated; *: any.")
+    traces: str | None = _observing(None, help="OTLP URL for OpenTelemetry traces; default: the OTEL_* variables.")
+    log_prompts: bool = _observing(False, "--log-prompts", help="Write prompts into the log.")
+    show_prompts: bool = _observing(False, "--show-prompts", help="The page shows all clients how cached texts begin.")
 
     def config(self, model: str) -> ServeConfig:
         from forerun.serve.config import ServeConfig

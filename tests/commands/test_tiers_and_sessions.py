@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main
-from forerun.commands.tier_options import TierOptions
+from forerun.commands.options import ModelOptions
 from forerun.errors import BadRequest
 from forerun.options import parse_bytes
 
@@ -51,10 +51,12 @@ def test_what_is_no_size_is_refused(given: str) -> None:
         parse_bytes("--disk-bytes", given)
 
 
-def test_bytes_of_a_disk_that_is_not_there() -> None:
+def test_bytes_of_a_disk_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.LLM", lambda **options: options)
     with pytest.raises(BadRequest, match="there is none"):
-        TierOptions(disk_bytes="8G").tiers()
-    assert TierOptions(host_bytes="1K").tiers() == {"disk": None, "host_bytes": 1024}
+        ModelOptions(disk_bytes="8G").open()
+    opened: dict = ModelOptions(host_bytes="1K").open()  # type: ignore[assignment]
+    assert opened["disk"] is None and opened["host_bytes"] == 1024 and "disk_bytes" not in opened
 
 
 def test_the_next_command_reads_the_prompt_from_disk(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
