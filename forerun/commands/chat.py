@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -14,7 +16,6 @@ from forerun.commands import options as opt
 from forerun.commands.generate import read_text
 from forerun.commands.screen import Screen
 from forerun.commands.stats import load_line, usage_lines
-from forerun.commands.terminal_input import enable_editing, read_message
 from forerun.errors import ForerunError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ COMMANDS = {
     "/quit": "/quit leaves",
 }
 HELP = f"{', '.join(COMMANDS.values())}. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
+
+PASTE_PAUSE_S = 0.05  # lines of a paste arrive sooner than this after each other; typed ones do not
 
 Message = dict[str, str]
 
@@ -186,3 +189,28 @@ class ChatLoop:
             self.console.print(" (stopped)", style="dim", end="")
         print()
         return screen.text
+
+
+def enable_editing() -> None:
+    """Line editing and history for `input()`; a terminal then marks what is pasted, and its line breaks stay in it."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def read_message(prompt: str) -> str:
+    """One message. Where pasted lines arrive one by one, those that are there already belong to it."""
+    lines = [input(prompt)]
+    with contextlib.suppress(EOFError):
+        while _line_waits():
+            lines.append(input(""))
+    return "\n".join(lines)
+
+
+def _line_waits() -> bool:
+    """Whether a terminal holds another line; input from a pipe is one message a line."""
+    try:
+        return sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PASTE_PAUSE_S)[0])
+    except (OSError, ValueError):  # no file, or none that can be waited for
+        return False

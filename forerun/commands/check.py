@@ -40,10 +40,8 @@ def model(
     """
     from forerun.checks.consistency import check_model
 
-    how: dict[str, Any] = {"weights": weights, "device": device, "threads": threads}
-    _run(
-        {"check": "model", "model": model}, as_json, lambda _: check_model(model, prompts=prompts, tokens=tokens, **how)
-    )
+    how: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, "prompts": prompts}
+    _run({"check": "model", "model": model}, as_json, lambda _: check_model(model, tokens=tokens, **how))
 
 
 @app.command()
@@ -97,9 +95,8 @@ def _run(
         records = [{**asdict(finding), "verdict": finding.verdict} for finding in findings]
         print(json.dumps(about | {"findings": records}))
     else:
-        _show(
-            findings, f"check {about['model']}" + (f", drafted for by {about['draft']}" if about.get("draft") else "")
-        )
+        drafted = f", drafted for by {about['draft']}" if about.get("draft") else ""
+        _show(findings, f"check {about['model']}{drafted}")
     if not all(finding.passed for finding in findings):
         raise typer.Exit(1)
 

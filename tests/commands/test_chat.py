@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from forerun.commands import terminal_input
+from forerun.commands import chat as chat_command
 from forerun.commands.chat import ChatLoop
 from forerun.core import SamplingParams
 from forerun.engine.sequence import Event
@@ -136,7 +136,7 @@ PASTED = "\x1b[200~first line\rsecond line\x1b[201~\r"
 
 def test_a_pasted_text_is_one_message() -> None:
     """In a terminal of its own: the text as a terminal pastes it, and a line that is typed after it."""
-    code = "from forerun.commands.terminal_input import enable_editing, read_message as read; enable_editing();"
+    code = "from forerun.commands.chat import enable_editing, read_message as read; enable_editing();"
     code += "print('ready', flush=True); print(repr(read('> ')), repr(read('> ')), flush=True)"
     main, other = pty.openpty()
     child = subprocess.Popen([sys.executable, "-c", code], stdin=other, stdout=other, stderr=subprocess.PIPE)
@@ -167,13 +167,13 @@ def test_lines_that_wait_belong_to_a_message(monkeypatch: pytest.MonkeyPatch) ->
     lines = iter(["one", "two", "three"])
     waits = iter([True, True, False])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr(terminal_input, "_line_waits", lambda: next(waits))
-    assert terminal_input.read_message("> ") == "one\ntwo\nthree"
+    monkeypatch.setattr(chat_command, "_line_waits", lambda: next(waits))
+    assert chat_command.read_message("> ") == "one\ntwo\nthree"
 
 
 def test_a_pipe_is_one_message_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    assert terminal_input.read_message("") == "one" and terminal_input.read_message("") == "two"
+    assert chat_command.read_message("") == "one" and chat_command.read_message("") == "two"
 
 
 def test_any_expected_error_leaves_the_conversation_open(monkeypatch: pytest.MonkeyPatch):
