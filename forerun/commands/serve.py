@@ -6,16 +6,18 @@ import functools
 import importlib
 import logging
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.commands import options as opt
-from forerun.errors import BadRequest
+from forerun.errors import BadRequest, ForerunError
 from forerun.options import check_number
 from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
+    from forerun.llm import LLM
     from forerun.serve.config import ApiKeys, ServeConfig
 
 KEYS_VARIABLE = "FORERUN_API_KEYS"
@@ -49,6 +51,7 @@ class ServerOptions:
     cors: list[str] | None = _access(None, help="An origin whose pages may send requests; may be repeated.")
     allowed_host: list[str] | None = _access(None, help="A host name that requests may use; may be repeated; *: any.")
     traces: str | None = _observing(None, help="OTLP URL for OpenTelemetry traces; default: the OTEL_* variables.")
+    log_format: str = _observing("text", help="text, or json: one object to a line.")
     log_prompts: bool = _observing(False, "--log-prompts", help="Write prompts into the log.")
     show_prompts: bool = _observing(False, "--show-prompts", help="The page shows all clients how cached texts begin.")
 
@@ -98,9 +101,10 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
     forerun serve --host 0.0.0.0 --api-keys keys.txt --max-queue 64
     """
     _check_installed()
+    from forerun.serve.logs import configure_logs
+
     config = server.config(opened.model)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    configure_logs(server.log_format)
     _run(opened, server, config)
 
 
@@ -118,12 +122,32 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
         if traces is not None:
             app.add_middleware(TracingMiddleware, traces=traces)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        console.print(f"{config.model_name} at {where}/v1, the page at {where}/", markup=False, soft_wrap=True)
-        console.print("Ctrl-C lets open answers end", style="dim")
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, lambda *_: _reload(config))
+        console.print(
+            f"{config.model_name} is ready at {where}/v1, page {where}/, {_cost(llm)}", markup=False, soft_wrap=True
+        )
         if config.keys is None and host not in LOCAL:
             warning = f"any client that can reach {host} may send requests: consider --api-keys"
             console.print(warning, style="yellow", markup=False, soft_wrap=True)
         Server(app, config).run(sockets=[sock])
+
+
+def _cost(llm: LLM) -> str:
+    memory = llm.memory_stats()
+    total, weights, kv = (f"{memory[name] / 2**30:.2f}" for name in ("resident", "weights", "kv_pool"))
+    return f"memory {total} GiB (weights {weights}, K/V {kv} for {llm.engine.config.capacity:,} tokens)"
+
+
+def _reload(config: ServeConfig) -> None:
+    """On SIGHUP: API keys are read again. Open answers go on, those of removed keys too."""
+    log = logging.getLogger("forerun.serve")
+    try:
+        if config.keys is not None:
+            config.keys.reload()
+            log.info("%d API keys", len(config.keys.keys))
+    except ForerunError as error:
+        log.error("API keys are as before: %s", error)
 
 
 def _check_installed() -> None:

@@ -24,6 +24,8 @@ from forerun.serve.derived import unknown_fields
 from forerun.serve.dialects.routes import add_chat, add_responses
 from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
+from forerun.serve.fill import FillPrompt
+from forerun.serve.logs import RequestIdMiddleware
 from forerun.serve.metrics import Metrics, MetricsMiddleware
 from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.preparation import PreparationPool, PromptLimit
@@ -33,6 +35,7 @@ from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.text_api import add_text_api
 from forerun.serve.tools import ToolDialect
+from forerun.text.tokenizer import Tokenizer
 
 _ERROR = {"description": "An error in OpenAI's form"}
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 409, 413, 429, 500, 503), _ERROR)
@@ -73,6 +76,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
             expose_headers=["Retry-After", "x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(MetricsMiddleware, metrics=ctx.metrics)  # counts refused requests, too
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 
@@ -88,8 +92,7 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         encoder = CompletionEncoder(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, logprobs)
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()
         if body.echo:
-            texts = (p if isinstance(p, str) else tokenizer.decode(p, skip_special=False) for p in prompts)
-            encoder.echoed, encoder.per_prompt = tuple(texts), body.choices
+            encoder.echoed, encoder.per_prompt = tuple(_text(tokenizer, prompt) for prompt in prompts), body.choices
         if session is not None:
             if len(prompts) > 1:
                 raise ApiError(400, f"a session continues one text, got {len(prompts)} prompts", "send one")
@@ -101,6 +104,12 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         """Not offered: the hidden states of a decoder were not trained as embeddings."""
         hint = "ask a server that runs an embedding model"
         raise ApiError(501, "this server has no embedding model", hint, code="not_implemented")
+
+
+def _text(tokenizer: Tokenizer, prompt: Any) -> str:
+    if isinstance(prompt, FillPrompt):
+        return prompt.prefix
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special=False)
 
 
 def _add_sessions(app: FastAPI, sessions: ServerSessions) -> None:

@@ -29,9 +29,15 @@ class ApiKey:
     limit: int | None = None  # answers open at once; None: what the server allows
 
 
-@dataclass(frozen=True)
+@dataclass
 class ApiKeys:
     keys: Sequence[ApiKey]
+    path: Path | None = None  # of the file that they are read from again
+
+    def reload(self) -> None:
+        """Read the file again; what is wrong in it raises, and the keys stay as they are."""
+        if self.path is not None:
+            self.keys = ApiKeys.load(self.path).keys
 
     def find(self, given: str) -> ApiKey | None:
         """The entry of a key. All digests are compared, so that the time taken reveals nothing."""
@@ -59,7 +65,7 @@ class ApiKeys:
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
         try:
-            return cls.parse(path.read_text(encoding="utf-8"), str(path))
+            return cls(cls.parse(path.read_text(encoding="utf-8"), str(path)).keys, path)
         except (OSError, UnicodeDecodeError) as error:
             raise BadRequest(f"cannot read the API keys in {path}: {error}", _KEY_FORM) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.core import SamplingParams
@@ -15,6 +15,7 @@ from forerun.params import PREFILL_MODES
 from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ServeConfig
 from forerun.serve.errors import ApiError
+from forerun.serve.fill import FillPrompt, fill_tokens
 from forerun.serve.metrics import Metrics
 from forerun.serve.preparation import PIECE_CHARS, PreparationPool, PromptLimit
 from forerun.serve.prompt_pins import PromptPins
@@ -73,7 +74,7 @@ class ServerContext:
             await self.pool.encode(lambda check: self.limit.check_tokens(texts, check))
 
     def _encode(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, (SessionTurn, ChatPrompt)):
+        if isinstance(prompt, (SessionTurn, ChatPrompt, FillPrompt)):
             ids = prompt.encode(self.llm.tokenizer)
         else:
             ids = self.llm.encode(prompt)
@@ -85,6 +86,8 @@ class ServerContext:
         self, ids: list[int], body: ChatRequest | CompletionRequest, tools: ToolUse | None, prompt: Any
     ) -> Request:
         params = body.params(self.max_context - len(ids), tools, self.llm.tokenizer.encode)
+        if isinstance(prompt, FillPrompt):
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *fill_tokens(self.llm.tokenizer)))
         self._check_drafters(params)
         return self.llm.request(ids, params, prompt.session_name if isinstance(prompt, SessionTurn) else None)
 
@@ -129,4 +132,6 @@ def prompt_texts(prompt: Any) -> list[str]:
         return [message.text for message in given] if prompt.encode_all is not None else prompt_texts(given)
     if isinstance(prompt, ChatPrompt):
         return [*(message["content"] for message in prompt.messages), prompt.continued]
+    if isinstance(prompt, FillPrompt):
+        return [prompt.prefix, prompt.suffix]
     return [prompt] if isinstance(prompt, str) else []

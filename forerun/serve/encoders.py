@@ -76,11 +76,14 @@ class ResponseEncoder(ABC):
         self.tokenizer, self.logprobs = tokenizer, logprobs
         self.fingerprint = f"forerun-{forerun.__version__}"
 
+    def written_tokens(self, usage: Usage) -> int:
+        return max(0, self.pinned_tokens - usage.cached_tokens)
+
     def response(
         self, choices: list[ChoiceState], usage: Usage, statistics: bool, session: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         encoded = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        body = self._envelope(self.object_name, encoded) | {"usage": usage_object(usage, self.pinned_tokens)}
+        body = self._envelope(self.object_name, encoded) | {"usage": usage_object(usage, self.written_tokens(usage))}
         own = ({"session": session} if session else {}) | ({"statistics": usage_record(usage)} if statistics else {})
         return body | {"forerun": own} if own else body
 
@@ -119,7 +122,7 @@ class ResponseEncoder(ABC):
         self, usage: Usage, include_usage: bool, statistics: bool, session: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
         """The chunk after the last one with a choice."""
-        more: dict[str, Any] = {"usage": usage_object(usage, self.pinned_tokens)} if include_usage else {}
+        more: dict[str, Any] = {"usage": usage_object(usage, self.written_tokens(usage))} if include_usage else {}
         if session:
             more["forerun"] = {"event": "session", "session": session}
         if statistics:
@@ -296,15 +299,15 @@ def _tool_finish_reason(reason: str | None) -> str | None:
     return "tool_calls" if reason == "stop" else reason
 
 
-def usage_object(usage: Usage, pinned_tokens: int = 0) -> dict[str, Any]:
-    """`pinned_tokens`: of the prompt, that the request asked to keep."""
+def usage_object(usage: Usage, written_tokens: int) -> dict[str, Any]:
+    """`written_tokens`: computed ones of a prefix that the request asked to keep."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": max(0, pinned_tokens - usage.cached_tokens),
+            "cache_write_tokens": written_tokens,
             "served": dict(usage.served),  # tokens by where they came from: pool, host, disk, approximate, computed
             "written": usage.written,
         },

@@ -85,7 +85,9 @@ def timeout() -> ApiError:
 
 
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:
-    return ApiError.of(error).response(request.url.path)
+    response = ApiError.of(error).response(request.url.path)
+    response.headers["x-request-id"] = request.state.request_id  # an unexpected one is handled outside the middleware
+    return response
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,5 @@
-"""Grammars under the names that vLLM has for them: `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
+"""Grammars under the names that other servers have for them: vLLM's `guided_json`, `guided_regex`, `guided_choice`,
+`guided_grammar`, also as `structured_outputs`; llama.cpp's `json_schema` and `grammar`.
 
 Knows no parser: a grammar that cannot be compiled is refused where it is.
 """
@@ -9,7 +10,7 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from forerun.errors import BadRequest
 from forerun.params import Grammar
@@ -17,6 +18,15 @@ from forerun.serve.derived import LenientModel
 
 _NAMES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _REGEX_SPECIAL = re.compile(r"[.^$*+?()\[\]{}|\\/&~#-]")
+
+
+class StructuredOutputs(LenientModel):
+    """vLLM's newer names."""
+
+    json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=10_000)] | None = None
+    grammar: str | None = None
 
 
 class GuidedFields(LenientModel):
@@ -28,6 +38,22 @@ class GuidedFields(LenientModel):
         default=None, description="Texts, one of which is the answer."
     )
     guided_grammar: str | None = Field(default=None, description="A grammar in Lark's notation, or in GBNF.")
+
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, description="llama.cpp's name of guided_json.")
+    grammar_: str | None = Field(default=None, alias="grammar", description="llama.cpp's name of guided_grammar.")
+
+    @model_validator(mode="after")
+    def _one_name(self) -> GuidedFields:
+        """The newer and llama.cpp's names are converted to the older of vLLM."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        others: dict[str, Any] = {name: getattr(outputs, name.removeprefix("guided_")) for name in _NAMES[1:]}
+        others["guided_json"] = outputs.json_ if outputs.json_ is not None else self.json_schema
+        others["guided_grammar"] = others["guided_grammar"] or self.grammar_ or None
+        for name, value in others.items():
+            if value is not None and getattr(self, name) is None:
+                setattr(self, name, value)
+        return self
 
     @property
     def is_guided(self) -> bool:
@@ -47,12 +73,12 @@ class GuidedFields(LenientModel):
         if self.guided_choice is not None:
             return Grammar("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in self.guided_choice))
         if self.guided_grammar is not None:
-            return Grammar("lark", _lark(self.guided_grammar))
+            return Grammar("lark", lark(self.guided_grammar))
         return other
 
 
-def _lark(text: str) -> str:
-    """llama.cpp's notation has `::=` where Lark has a colon."""
+def lark(text: str) -> str:
+    """A grammar in Lark's notation: llama.cpp's has `::=` where Lark has a colon."""
     if "::=" not in text:
         return text
     from llguidance import gbnf_to_lark
@@ -60,4 +86,4 @@ def _lark(text: str) -> str:
     try:
         return str(gbnf_to_lark.any_to_lark(text))
     except Exception as error:
-        raise BadRequest(f"guided_grammar is no GBNF: {error!s:.200}", "write it in Lark's notation") from None
+        raise BadRequest(f"the grammar is no GBNF: {error!s:.200}", "write it in Lark's notation") from None

@@ -69,9 +69,9 @@ class CompletionResponse(Response):
         self._first_token = self._first_provisional = False  # whether that was observed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ctx, self._send = self.ctx, send
+        ctx, self._send, self.request_id = self.ctx, send, scope["state"]["request_id"]
         if ctx.config.log_prompts:
-            log.info("%s prompts %r", self.encoder.id, self.prompts)
+            log.info("%s prompts %r", self.request_id, self.prompts)
         try:
             count = self.request_body.choices * len(self.prompts)
             with ctx.admission.admit(count, self.key):
@@ -82,8 +82,7 @@ class CompletionResponse(Response):
                 statistics = bool(self.request_body.forerun.statistics)
                 chat = self.encoder.response(self.choices, self.usage, statistics, self.session)
                 whole = self.wire.response(chat)
-                headers = {"x-request-id": self.encoder.id} | self.warnings
-                await JSONResponse(whole, headers=headers)(scope, receive, send)
+                await JSONResponse(whole, headers=self.warnings)(scope, receive, send)
         except ClientDisconnected:
             self.status_code = CLIENT_CLOSED_STATUS
         except Exception as error:
@@ -97,7 +96,7 @@ class CompletionResponse(Response):
         self.status_code = failure.status
         if failure.status == 500:  # the message of an unexpected error may contain a prompt
             show = self.ctx.config.log_prompts
-            log.error("%s failed: %s", self.encoder.id, type(error).__name__, exc_info=error if show else None)
+            log.error("%s failed: %s", self.request_id, type(error).__name__, exc_info=error if show else None)
         if not self._streaming:
             raise failure from error
         with suppress(TimeoutError):
@@ -197,8 +196,7 @@ class CompletionResponse(Response):
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     async def _begin_stream(self, prompt_tokens: int) -> None:
-        named = {"x-request-id": self.encoder.id} | self.warnings
-        headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in named.items())]
+        headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in self.warnings.items())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._streaming = True
         await self._send_events(self.wire.begin(prompt_tokens))
@@ -220,11 +218,17 @@ class CompletionResponse(Response):
     def _log(self, path: str) -> None:
         seconds, usage = time.perf_counter() - self._arrived, self.usage
         self.ctx.metrics.duration.observe(seconds)
-        log.info(
-            "%s %s %d key=%s prompt=%d cached=%d completion=%d seconds=%.3f",
-            self.encoder.id, path, self.status_code, self.key.name if self.key else "-",
-            usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds,
-        )  # fmt: skip
+        fields = {
+            "id": self.encoder.id,
+            "key": self.key.name if self.key else "-",
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "completion": usage.completion_tokens,
+            "seconds": round(seconds, 3),
+        }
+        head, text = (self.request_id, path, self.status_code), " ".join(f"{name}={fields[name]}" for name in fields)
+        names = dict(zip(("request_id", "path", "status"), head, strict=True))
+        log.info("%s %s %d %s", *head, text, extra={"fields": names | fields})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,8 @@ from forerun.errors import BadRequest
 from forerun.options import check_number, field_of
 from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
 from forerun.serve.derived import LenientModel, StrictModel, derived, described
-from forerun.serve.guided import GuidedFields
+from forerun.serve.fill import FillPrompt
+from forerun.serve.guided import GuidedFields, lark
 from forerun.serve.tool_schema import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, chosen
 from forerun.serve.tools import ChatPrompt, ToolDialect, ToolUse, chat_prompt
 
@@ -112,15 +113,27 @@ class JsonSchema(LenientModel):
 
 
 class ResponseFormat(LenientModel):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's types, and `regex` and `grammar` as other servers have them; `schema` beside json_object is
+    llama.cpp's."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    regex: str | None = None
+    grammar_: str | None = Field(default=None, alias="grammar", description="In Lark's notation, or in GBNF.")
 
     def grammar(self) -> Grammar | None:
-        if self.type == "json_schema":
-            if self.json_schema is None or self.json_schema.schema_ is None:
+        if self.type in ("json_object", "json_schema"):
+            given = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+            if given is None and self.type == "json_schema":
                 raise BadRequest("response_format has no json_schema.schema", "give the schema, or use json_object")
-            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
-        return Grammar("json_object") if self.type == "json_object" else None
+            return Grammar("json_object") if given is None else Grammar("json_schema", json.dumps(given))
+        if self.type == "text":
+            return None
+        source = self.regex if self.type == "regex" else self.grammar_
+        if source is None:
+            raise BadRequest(f"response_format has no {self.type}", f"give it as response_format.{self.type}")
+        return Grammar("regex", source) if self.type == "regex" else Grammar("lark", lark(source))
 
 
 class TextPart(LenientModel):
@@ -176,6 +189,7 @@ class _CompletionBody(GuidedFields, _SamplingFields):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = described(SamplingParams, "stop")
     logit_bias: dict[str, float] | None = described(SamplingParams, "logit_bias")
+    response_format: ResponseFormat | None = None
     forerun: ForerunOptions = Field(default_factory=ForerunOptions)
     stop_token_ids: list[int] | None = described(SamplingParams, "stop_token_ids")
     prompt_cache_key: Annotated[str, Field(max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
@@ -191,6 +205,14 @@ class _CompletionBody(GuidedFields, _SamplingFields):
     reasoning_effort: Any = None
     verbosity: Any = None
     modalities: Any = None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar has to be compiled, tools aside."""
+        return self.is_guided or (self.response_format is not None and self.response_format.type != "text")
+
+    def grammar(self) -> Grammar | None:
+        return self.guided(self.response_format.grammar() if self.response_format else None)
 
     @property
     def choices(self) -> int:
@@ -232,7 +254,6 @@ class ChatRequest(_CompletionBody):
     max_completion_tokens: int | None = described(SamplingParams, "max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = described(SamplingParams, "logprobs")
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -251,7 +272,7 @@ class ChatRequest(_CompletionBody):
             raise BadRequest("top_logprobs needs logprobs to be true", "set logprobs, or leave top_logprobs out")
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         longest = room if asked is None else asked
-        grammar = self.guided(self.response_format.grammar() if self.response_format else None)
+        grammar = self.grammar()
         if tools is not None and grammar is not None and grammar.kind in ("regex", "lark"):
             raise BadRequest(f"tools beside a {grammar.kind} grammar", "use a JSON schema, or leave the tools out")
         return self._params(
@@ -280,11 +301,6 @@ class ChatRequest(_CompletionBody):
 
         return encode
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a grammar has to be compiled, tools aside."""
-        return self.is_guided or (self.response_format is not None and self.response_format.type != "text")
-
     def chat_prompt(self, dialect: ToolDialect, whole: bool = True) -> ChatPrompt:
         """`whole`: every result must follow its call; messages that continue a session may belong to earlier calls."""
         called: set[str] = set()
@@ -311,15 +327,11 @@ class CompletionRequest(_CompletionBody):
     logprobs: int | None = described(SamplingParams, "logprobs")
     echo: bool | None = Field(default=None, description="The answer's text begins with the prompt's.")
     best_of: Literal[1] | None = None
-    suffix: None = None  # needs a model that was trained to fill in the middle
+    suffix: str | None = Field(default=None, description="Text after the answer, for models that fill in the middle.")
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         longest = 16 if self.max_tokens is None else self.max_tokens
-        return self._params(longest, room, logprobs=self.logprobs, grammar=self.guided(None))
-
-    @property
-    def constrained(self) -> bool:
-        return self.is_guided
+        return self._params(longest, room, logprobs=self.logprobs, grammar=self.grammar())
 
     @property
     def scores_prompts(self) -> bool:
@@ -327,9 +339,13 @@ class CompletionRequest(_CompletionBody):
         return bool(self.echo) and self.logprobs is not None
 
     def prompts(self) -> list[Any]:
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        alone = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        found: list[Any] = [self.prompt] if alone else list(self.prompt)
+        if not self.suffix:
+            return found
+        if not all(isinstance(prompt, str) for prompt in found) or self.forerun.session is not None:
+            raise BadRequest("suffix beside token ids or a session", "give the prompt as text, without a session")
+        return [FillPrompt(prompt, self.suffix) for prompt in found]
 
 
 def _token(name: str) -> int:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forerun.serve")
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
+OPERATIONS |= {"/v1/completions": "text_completion"}
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 NANOSECONDS_PER_S = 1_000_000_000
 _HINT = "pip install 'forerun[otel]'"
@@ -86,6 +87,7 @@ class TraceRecorder:
         clock, path = _Clock(), scope["path"]
         parent = self._propagator.extract(dict(Headers(scope=scope).items()))
         attributes = {"http.request.method": scope["method"], "http.route": path, "http.response.status_code": status}
+        attributes["forerun.request_id"] = scope["state"]["request_id"]
         root = self._tracer.start_span(
             f"{scope['method']} {path}", parent, SpanKind.SERVER, attributes, start_time=clock(arrived)
         )
@@ -139,17 +141,24 @@ def _attributes(path: str, response: CompletionResponse) -> dict[str, Any]:
         "gen_ai.operation.name": OPERATIONS[path],
         "gen_ai.provider.name": "forerun",
         "gen_ai.request.model": response.encoder.model,
+        "gen_ai.response.model": response.encoder.model,
         "gen_ai.response.id": response.encoder.id,
         "gen_ai.response.finish_reasons": reasons,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        "forerun.outputs": len(response.choices),
+        "gen_ai.usage.cache_creation.input_tokens": response.encoder.written_tokens(usage),
+        "gen_ai.request.choice.count": len(response.choices),
         "forerun.stream": bool(response.request_body.stream),
     }
     if response.params is not None:
-        found["gen_ai.request.max_tokens"] = response.params.max_tokens
-        found["gen_ai.request.temperature"] = float(response.params.temperature)
+        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"):
+            value = getattr(response.params, name)
+            if value is not None:
+                found[f"gen_ai.request.{name}"] = value
+        found["gen_ai.output.type"] = "text" if response.params.grammar is None else "json"
+    if response.session is not None:
+        found["gen_ai.conversation.id"] = response.session["name"]
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 
 import forerun
 from forerun import LLM, SamplingParams
+from forerun.serve import fill
 from forerun.serve.config import ApiKeys
 from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
 
@@ -153,6 +154,14 @@ def test_guided_answers(served: Running, path: str):
     assert text(guided_choice=choices) in choices
     assert text(guided_grammar='start: "left" | "right"') in ("left", "right")
     assert text(guided_grammar='root ::= "left" | "right"') in ("left", "right")
+    assert text(response_format={"type": "regex", "regex": "[ab]{2}"}) in ("aa", "ab", "ba", "bb")
+    assert text(response_format={"type": "grammar", "grammar": 'root ::= "left"'}) == "left"
+    assert json.loads(text(response_format={"type": "json_object", "schema": shape}))["a"] in ("x", "y")
+    assert text(structured_outputs={"choice": choices}) in choices
+    assert json.loads(text(structured_outputs={"json": shape}))["a"] in ("x", "y")
+    assert text(grammar='root ::= "left"') == "left"  # llama.cpp's names
+    assert json.loads(text(json_schema=shape))["a"] in ("x", "y")
+    error(served.post(path, head | {"response_format": {"type": "regex"}}), 400)
     both = head | {"guided_regex": "a", "guided_choice": ["a"]}
     assert "guided_regex and guided_choice" in error(served.post(path, both), 400)["message"]
     error(served.post(path, head | {"guided_regex": "("}), 400)
@@ -173,6 +182,19 @@ def test_an_assistants_last_message_is_continued(served: Running, stream: bool):
         return
     lines = [json.loads(line[6:]) for line in served.post(CHAT, body).text.splitlines() if line.startswith("data: {")]
     assert "".join(c["delta"].get("content") or "" for line in lines for c in line["choices"]) == expected
+
+
+def test_text_between_two_texts(served: Running, monkeypatch: pytest.MonkeyPatch):
+    asked = {"model": NAME, "prompt": "The lamp", "suffix": " at night", "max_tokens": 6}
+    assert "fills in the middle" in error(served.post("/v1/completions", asked), 400)["message"]
+    monkeypatch.setattr(fill, "_FORMS", (("<|endoftext|>", "<|im_start|>", "<|im_end|>"),))
+    encode, (before, after, middle) = served.llm.tokenizer.encode, fill.fill_tokens(served.llm.tokenizer)
+    ids = [before, *encode("The lamp"), after, *encode(" at night"), middle]
+    expected = served.llm.generate([ids], SamplingParams(max_tokens=6))[0].text
+    assert served.post("/v1/completions", asked).json()["choices"][0]["text"] == expected
+    echoed = served.post("/v1/completions", asked | {"echo": True}).json()["choices"][0]["text"]
+    assert echoed == f"The lamp{expected}"
+    error(served.post("/v1/completions", asked | {"prompt": [1, 2]}), 400)
 
 
 def test_echo(served: Running):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import signal
 import subprocess
@@ -37,7 +39,7 @@ class Process:
 
 
 @contextmanager
-def process(model: Path, disk: Path) -> Iterator[Process]:
+def process(model: Path, disk: Path, *more: Any) -> Iterator[Process]:
     code = "from forerun.cli import main; main()"
     options = [
         "--model",
@@ -53,7 +55,7 @@ def process(model: Path, disk: Path) -> Iterator[Process]:
         "--kv-cache-tokens",
         8192,
     ]
-    command = [sys.executable, "-c", code, "serve", *map(str, options), "--dtype", "float32"]
+    command = [sys.executable, "-c", code, "serve", *map(str, (*options, *more)), "--dtype", "float32"]
     handle = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     assert handle.stderr is not None
@@ -162,3 +164,31 @@ def _drop(made: Process) -> None:
             next(response.iter_text())
     wait_for(lambda: figure("forerun_sequences_running") == 0 == figure("forerun_answers_open"), 5)
     assert figure("forerun_pages_used") == figure("forerun_pages_cached")  # no sequence holds any of them
+
+
+def test_it_is_ready_in_one_line_and_reads_keys_again(tiny_folder: Callable[[str], Path], tmp_path: Path):
+    keys = tmp_path / "keys.txt"
+
+    def allow(*names: str) -> None:
+        keys.write_text("".join(f"{name} {hashlib.sha256(name.encode()).hexdigest()}\n" for name in names))
+
+    allow("ann")
+    with process(tiny_folder("qwen3"), tmp_path / "kv", "--api-keys", keys, "--log-format", "json") as made:
+
+        def status(key: str) -> int:
+            return httpx.get(f"{made.url}/v1/models", headers={"x-api-key": key}, timeout=30).status_code
+
+        ready = (
+            rf"tiny is ready at {made.url}/v1, page {made.url}/, memory [\d.]+ GiB \(weights .*, K/V .* 8,192 tokens\)"
+        )
+        assert re.search(ready, "".join(made.lines))
+        assert (status("ann"), status("bob")) == (200, 401)
+        allow("bob")
+        made.handle.send_signal(signal.SIGHUP)
+        wait_for(lambda: status("bob") == 200)
+        assert status("ann") == 401
+        keys.write_text("nonsense\n")
+        made.handle.send_signal(signal.SIGHUP)
+        wait_for(lambda: any("API keys are as before" in line for line in made.lines))
+        assert status("bob") == 200
+        assert json.loads(made.lines[-1])["level"] == "ERROR"

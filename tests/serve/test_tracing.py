@@ -64,6 +64,8 @@ def test_a_request_and_what_it_went_through(traced: Running, exported: InMemoryS
     assert root.attributes["gen_ai.usage.output_tokens"] == 40 and root.attributes["http.response.status_code"] == 200
     assert root.attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert root.attributes["forerun.stream"] is stream
+    assert root.attributes["gen_ai.response.model"] == NAME and root.attributes["gen_ai.request.temperature"] == 0
+    assert root.attributes["forerun.request_id"] == response.headers["x-request-id"]
     for before, after in zip(list(found.values()), list(found.values())[1:], strict=False):
         assert before.end_time == after.start_time
     for span in found.values():
@@ -89,6 +91,21 @@ def test_a_callers_trace_goes_on_here(traced: Running, exported: InMemorySpanExp
     traced.post(CHAT, ASKED, headers={"traceparent": PARENT[:-1] + "0"})  # not sampled there: not here either
     traced.post(CHAT, ASKED, headers={"traceparent": "00-nonsense-01"})
     assert spans(exported)[f"POST {CHAT}"].parent is None
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_other_dialects_are_traced(traced: Running, exported: InMemorySpanExporter, path: str):
+    asked = {
+        "model": NAME,
+        "messages": ASKED["messages"],
+        "input": "Who counts?",
+        "max_tokens": 4,
+        "max_output_tokens": 4,
+    }
+    assert traced.post(path, asked).status_code == 200
+    root = spans(exported)[f"POST {path}"]
+    assert root.attributes is not None and root.attributes["gen_ai.operation.name"] == "chat"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
 
 
 @pytest.mark.parametrize(("change", "status"), [({"model": "gpt-9"}, 404), ({"temperature": -1}, 400)])

@@ -1,0 +1,61 @@
+"""Log records of the server, as text or as one JSON object to a line, and the ids that requests have in them.
+
+A request's id is the client's `X-Request-Id` where it sends a plain one, else made here. It is in the headers of every
+response, in the log and in traces.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.errors import BadRequest
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestIdMiddleware:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id  # the second is Anthropic's name
+            await send(message)
+
+        await self.app(scope, receive, send_named)
+
+
+class JsonFormatter(logging.Formatter):
+    """The record's `fields`, where it has some, beside time, level and message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        made = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
+        if record.exc_info:
+            made["error"] = self.formatException(record.exc_info)
+        return json.dumps(made | getattr(record, "fields", {}))
+
+
+def configure_logs(form: str) -> None:
+    """`form`: text or json."""
+    if form not in ("text", "json"):
+        raise BadRequest(f"--log-format is {form!r:.40}", "use text or json")
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
