@@ -47,6 +47,7 @@ from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.outputs import Choice, Completion, acomplete, complete
 from forerun.params import SamplingOptions
 from forerun.prefill.open_profile import open_profile, prefiller_factory
@@ -75,9 +76,9 @@ class LLM(OldLLMNames):
             print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}])[0].text)
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `draft_model`: a smaller model
-    that drafts tokens (or a file of `forerun train drafter`; one trained for both models is found by itself); its K/V
-    is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these
-    models, for requests whose prompts are drafted; the default model has one.
+    that drafts tokens, a file of `forerun train drafter`, or a folder of the `speculators` package (EAGLE-3, DFlash,
+    DSpark); a drafter trained for the models is found by itself. Its K/V is part of the pool. `prefill_profile`: a file
+    made by `forerun calibrate` for these models, for requests whose prompts are drafted; the default model has one.
 
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
     as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
@@ -106,7 +107,7 @@ class LLM(OldLLMNames):
         self,
         model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
-        draft_model: str | Path | Checkpoint | None = None,
+        draft_model: str | Path | Checkpoint | HiddenDrafterWeights | None = None,
         prefill_profile: str | Path | Profile | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
@@ -141,13 +142,16 @@ class LLM(OldLLMNames):
         goal = weight_goal(memory, quality, weights, where)
         loader = ModelLoader(where, weights, quiet, batch_invariant, goal)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
-        drafting = None if draft_model is None else opened(open_draft(draft_model, checkpoint, search=not named))
+        found = open_draft(draft_model, checkpoint, search=not named)
+        hidden = found if isinstance(found, HiddenDrafterWeights) else None
+        drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
         self.config, self.model = self.decoder.config, checkpoint.source
         self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
         draft = None if drafting is None else loader.draft(drafting, self.decoder, self.tokenizer, context)
-        self.draft_name = None if drafting is None else drafting.source
+        reader = None if hidden is None else loader.hidden_draft(hidden, checkpoint, self.decoder, context)
+        self.draft_name = None if found is None else found.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
         config = EngineConfig(
@@ -167,7 +171,7 @@ class LLM(OldLLMNames):
         self._costs = loader.costs(models, self.precision, config.capacity)
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
-            self.engine = Engine(self.decoder, self.tokenizer, config, draft, known, prefiller, keep, quiet)
+            self.engine = Engine(self.decoder, self.tokenizer, config, draft or reader, known, prefiller, keep, quiet)
         if self._costs is not None and known is None:
             self._costs.store(self.engine.speculator.controller)
         self.load_report = loader.finish(costs_read=known is not None)

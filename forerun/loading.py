@@ -25,6 +25,8 @@ from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
+from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
 from forerun.text.tokenizer import Tokenizer
 
@@ -69,6 +71,13 @@ class ModelLoader:
         with self.stage("tokenizer"):
             tokenizer = checkpoint.tokenizer()
         return tokenizer, *self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
+
+    def hidden_draft(
+        self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int
+    ) -> HiddenDraftModel:
+        """A drafter on the hidden states of that target, which the checkpoint holds."""
+        with self.stage("weights"):
+            return build_hidden_draft(weights, checkpoint, target, context)
 
     def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""

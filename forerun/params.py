@@ -30,7 +30,21 @@ GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
 PREFILL_MODES = ("exact", "speculative", "provisional")
 PREFILL_SOURCES = ("auto", "draft", "self", "chunk")
 PREFILL_CHOOSERS = ("auto", "draft", "lower", "deviation", "tail", "cross", "start", "random")
-DRAFTERS = ("auto", "off", "model", "parallel", "lookup", "suffix", "copy", "grammar", "self", "cross")
+DRAFTERS = (
+    "auto",
+    "off",
+    "model",
+    "parallel",
+    "block",
+    "heads",
+    "eagle3",
+    "lookup",
+    "suffix",
+    "copy",
+    "grammar",
+    "self",
+    "cross",
+)
 VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded")
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from forerun.cache.pool import DraftKV, PagePool
 from forerun.errors import BadRequest
 from forerun.models.decoder import Decoder
+from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.hidden_draft import HiddenDraftModel
 from forerun.text.tokenizer import Tokenizer
 
 
@@ -36,16 +38,27 @@ class DraftContext:
     draft: DraftModel | None = None
     draft_runner: Runner | None = None  # runs the draft model on its K/V of the same pages
     draft_kv: DraftKV | None = None
+    hidden: HiddenDraftModel | None = None  # a drafter on the target's hidden states
+    hidden_kv: DraftKV | None = None  # its own K/V, where it has layers
     make_room: Callable[[int], bool] | None = None  # evicts cached pages until so many are free
     quiet: bool = True  # no progress while forwards are timed
 
     @classmethod
     def build(
-        cls, pool: PagePool, runner: Runner, tokenizer: Tokenizer | None, max_context: int, draft: DraftModel | None
+        cls,
+        pool: PagePool,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        max_context: int,
+        draft: DraftModel | HiddenDraftModel | None,
     ) -> DraftContext:
-        """Gives the draft model, if there is one, its K/V on the pool's pages."""
+        """Gives what drafts, if there is something, its K/V on the pool's pages and the target's hidden states."""
         if draft is None:
             return cls(pool, runner, tokenizer, max_context)
+        if isinstance(draft, HiddenDraftModel):
+            own = None if draft.layers is None else pool.add_draft_kv(draft.layers, draft.dtype, draft.device)
+            runner.features = HiddenFeatures(draft.depths, draft.width, draft.project, pool, draft.dtype, draft.device)
+            return cls(pool, runner, tokenizer, max_context, hidden=draft, hidden_kv=own)
         draft_kv = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
         return cls(
@@ -57,6 +70,28 @@ class DraftContext:
         self.runner.warm_up()
         if self.draft_runner is not None:
             self.draft_runner.warm_up()
+
+    @property
+    def paid_drafter(self) -> str | None:
+        """The drafter that runs the model which drafts here; None where there is none."""
+        if self.hidden is not None:
+            return self.hidden.kind
+        if self.draft is None:
+            return None
+        return "cross" if not self.draft.same_tokens else "model" if self.draft.parallel is None else "parallel"
+
+    def hidden_problem(self, kind: str) -> BadRequest | None:
+        """Why a drafter on hidden states of this kind cannot work."""
+        if self.hidden is not None and self.hidden.kind == kind:
+            return None
+        found = "there is none" if self.hidden is None else f"{self.hidden.source} is of kind {self.hidden.kind!r}"
+        made = (
+            "load a folder of the `speculators` package" if kind == "eagle3" else f"forerun train drafter --kind {kind}"
+        )
+        return BadRequest(
+            f"the drafter {kind!r} reads the target's hidden states with a model trained for it: {found}",
+            f"{made}; then give it as draft_model=..., or --draft-model",
+        )
 
     def draft_problem(self, user: str, through_text: bool) -> BadRequest | None:
         """Why `user` cannot work with the draft model: it needs the target's tokens, or goes through the text."""

@@ -95,10 +95,7 @@ class DrafterPool:
                     raise BadRequest(f"no drafter is called {name!r}", hint)
             return names if params.grammar is None or "grammar" in names else ["grammar", *names]
         free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar" or params.grammar is not None]
-        draft = self.ctx.draft
-        if draft is None:
-            return free
-        return [*free, "cross" if not draft.same_tokens else "model" if draft.parallel is None else "parallel"]
+        return free if self.ctx.paid_drafter is None else [*free, self.ctx.paid_drafter]
 
     def check(self, params: SamplingParams) -> None:
         """Raise where a request names a drafter that does not exist or cannot work here."""

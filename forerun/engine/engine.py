@@ -37,6 +37,7 @@ from forerun.engine.stats import Stats
 from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.runner import Runner
+from forerun.models.hidden_draft import HiddenDraftModel
 from forerun.prefill.upgrade import Upgrader
 from forerun.text.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class Engine:
         decoder: Decoder,
         tokenizer: Tokenizer | None,
         config: EngineConfig,
-        draft: DraftModel | None = None,
+        draft: DraftModel | HiddenDraftModel | None = None,
         controller: Controller | None = None,
         prefiller: Callable[[DraftContext], Prefiller] | None = None,
         tiers: Callable[[PagePool], Tiers] | None = None,

@@ -113,8 +113,8 @@ class Decoder:
         watch: Watch | None = None,
     ) -> Tensor:
         """The hidden states [T, hidden] after these layers; the backend must have planned this batch."""
-        if taps is None and watch is None:
-            fused = self.attention.run_layers(x, self.layers, kv, layers)
+        if watch is None and (taps is None or not taps.kv):
+            fused = self._run_fused(x, kv, layers, taps, output)
             if fused is not None:
                 return fused
         for i in layers:
@@ -127,6 +127,19 @@ class Decoder:
             output.hidden[layers.stop] = self.hidden(x)
         if watch is not None and layers.stop == self.config.num_layers:
             watch(layers.stop, x, None, None)
+        return x
+
+    def _run_fused(self, x: Tensor, kv: KV, layers: range, taps: Taps | None, output: Output | None) -> Tensor | None:
+        """In one call of the backend from one tapped depth to the next; None where it has no such call."""
+        depths = taps.hidden & set(range(layers.start, layers.stop + 1)) if taps and output else frozenset[int]()
+        first = layers.start
+        for stop in sorted(depths | {layers.stop}):
+            found = x if stop == first else self.attention.run_layers(x, self.layers, kv, range(first, stop))
+            if found is None:
+                return None
+            x, first = found, stop
+            if output and stop in depths:
+                output.hidden[stop] = self.hidden(x)
         return x
 
     def write_kv(self, x: Tensor, i: int, kv: KV) -> None:

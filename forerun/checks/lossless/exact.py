@@ -44,7 +44,10 @@ from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.dequant import as_stored
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.formats.pard import hf_values
+from forerun.models.hidden_draft import build_hidden_draft
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -134,7 +137,32 @@ def tiny_worlds() -> tuple[DraftContext, ...]:
         parallel = ParallelDrafting(mask_token=2, tokens=DRAFT_DEPTH) if same else None
         model = DraftModel(draft, theirs, same, "a tiny draft", parallel)
         worlds.append(DraftContext.build(pool, Runner(target, pool, MAX_CONTEXT), mine, MAX_CONTEXT, model))
-    return tuple(worlds)
+    return (*worlds, *(_hidden_world(kind) for kind in ("heads", "dspark", "eagle3")))
+
+
+def _hidden_world(kind: str) -> DraftContext:
+    """With a random drafter on the target's hidden states."""
+    checkpoint, target = _TinyCheckpoint(1), _decoder(1)
+    family = "qwen3" if kind == "dspark" else "llama"
+    layers = replace(checkpoint.config, family=family, num_layers=1, qk_norm=kind == "dspark")
+    config = {
+        "speculators_model_type": kind,
+        "transformer_layer_config": hf_values(layers),
+        "aux_hidden_state_layer_ids": [1, 2],
+        "block_size": DRAFT_DEPTH,
+        "mask_token_id": 2,
+        "markov_rank": 4,
+        "enable_confidence_head": True,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": DRAFT_DEPTH}]},
+    }
+    weights = HiddenDrafterWeights(config, {}, f"a tiny {kind}")
+    draw = torch.Generator().manual_seed(7)
+    for name, shape in weights.shapes(target.config).items():
+        random = torch.empty(shape).normal_(0.0, 0.25, generator=draw)
+        weights.tensors[name] = random + 1.0 if name.endswith("norm.weight") else random
+    pool = PagePool(target.config, MAX_CONTEXT // PAGE_TOKENS, PAGE_TOKENS, torch.float32, CPU)
+    model = build_hidden_draft(weights, checkpoint, target, MAX_CONTEXT)
+    return DraftContext.build(pool, Runner(target, pool, MAX_CONTEXT), tiny_tokenizer(), MAX_CONTEXT, model)
 
 
 def cases() -> list[TinyCase]:

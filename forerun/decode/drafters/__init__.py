@@ -1,15 +1,30 @@
 """The drafters that come with Forerun; importing them here registers their names."""
 
-from forerun.decode.drafters import copying, cross, grammar, lookup, model, parallel, selfdraft, suffix
+from forerun.decode.drafters import (
+    block,
+    copying,
+    cross,
+    eagle,
+    grammar,
+    heads,
+    lookup,
+    model,
+    parallel,
+    selfdraft,
+    suffix,
+)
 from forerun.decode.drafters.base import Drafter, DraftRequest, register, registered
 from forerun.renamed import moved_names
 
 __all__ = [
     "DraftRequest",
     "Drafter",
+    "block",
     "copying",
     "cross",
+    "eagle",
     "grammar",
+    "heads",
     "lookup",
     "model",
     "parallel",

@@ -26,6 +26,7 @@ from forerun.errors import OutOfPages
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import Decoder, Output, Taps, Watch
 from forerun.models.execution.batch_split import clone_output, join_outputs, joins_decoding, split_spans
+from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Runner:
     def __init__(self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None) -> None:
         """`kv`: the decoder's plane of the pool, where it is not the pool's own model."""
         self.decoder, self.pool, self.kv = decoder, pool, pool.kv if kv is None else kv
+        self.features: HiddenFeatures | None = None  # what a drafter reads of every token that runs
         self.graphs: GraphRunner | None = None
         if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
             from forerun.models.cuda.graphs import GraphRunner
@@ -129,8 +131,16 @@ class Runner:
             outputs = [clone_output(self.forward(part)) for part in firsts]
             return join_outputs(spans, parts, [*outputs, self.forward(last)])
         batch = self.batch(spans)
+        if self.features is not None and whole:
+            return self._forward_with_features(batch, self.features)
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
+
+    def _forward_with_features(self, batch: HostBatch, features: HiddenFeatures) -> Output:
+        """On CUDA kernel by kernel: neither the one launch nor captured graphs leave hidden states."""
+        output = self.decoder.forward(batch.to(self.decoder.device), self.kv, features.taps)
+        features.record(batch.slot_mapping, output.hidden)
+        return output
 
     @torch.inference_mode()
     def resume(self, span: Span, x: Tensor, layer: int) -> None:
@@ -244,6 +254,8 @@ class Runner:
         """Copy K/V of a sequence's entries to other entries of it: an accepted branch becomes its continuation."""
         size = self.pool.page_size
         slots = [[pages[e // size] * size + e % size for e in entries] for entries in (source, target)]
+        if self.features is not None:
+            self.features.move(*slots)
         if self.graphs is not None:
             self.graphs.move(*slots)
             return

@@ -7,26 +7,31 @@ and drafters need not know. Trained drafters are found by the fingerprints of th
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import BadDrafter
 from forerun.models.cpu.quantise import quantise
-from forerun.models.fetch.store import home, resolve
+from forerun.models.fetch.store import resolve
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes, open_checkpoint
 from forerun.models.formats.dequant import as_stored
+from forerun.models.formats.drafter_file import (
+    TRAIN_HINT,
+    drafter_folders,
+    not_whole,
+    read_drafter,
+    restored,
+    rounded,
+    write_drafter,
+)
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, is_speculators
 from forerun.models.formats.parallel import ParallelDrafting
 
 if TYPE_CHECKING:
@@ -34,11 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forerun")
 
-ADAPTER_VERSION = 1
 NAME_DIGITS = 12  # of each model's sampled fingerprint in a file's name
-_METADATA_KEY = "forerun_drafter"
-_HINT = "train one: forerun train drafter --target ... --draft ... --out FILE"
-_PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass
@@ -54,60 +55,35 @@ class DrafterFile:
     path: Path | None = None
 
     def save(self, path: Path) -> None:
-        """Matrices as int8 with a scale for each row: the changes are small, their rounding far smaller."""
         tensors = {"mask": self.mask.detach().float().cpu().contiguous()}
         for name, (a, b) in self.low_rank.items():
-            for part, value in (("a", a), ("b", b)):
-                scale = value.detach().float().cpu().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127.0
-                tensors[f"{name}.{part}"] = (value.detach().float().cpu() / scale).round().to(torch.int8).contiguous()
-                tensors[f"{name}.{part}_scale"] = scale[:, 0].contiguous()
-        about: dict[str, Any] = {name: getattr(self, name) for name in ("kind", "target", "draft", "names", "facts")}
-        about |= {"version": ADAPTER_VERSION, "parallel": asdict(self.parallel)}
-        about["checksum"] = _checksum(tensors, about)
-        part_path = path.with_name(path.name + ".part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, part_path, metadata={_METADATA_KEY: json.dumps(about)})
-            part_path.chmod(0o644)
-            part_path.replace(path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                part_path.unlink()
-            raise BadDrafter(f"cannot write the drafter {path}: {error}", "make room there, then try again") from None
+            tensors |= rounded(f"{name}.a", a) | rounded(f"{name}.b", b)
+        about = {name: getattr(self, name) for name in ("kind", "target", "draft", "names", "facts")}
+        write_drafter(path, tensors, about | {"parallel": asdict(self.parallel)})
 
     @classmethod
     def load(cls, path: Path) -> DrafterFile:
-        if not path.is_file():
-            raise BadDrafter(f"there is no drafter {path}", _HINT)
+        return cls.of(path, *read_drafter(path))
+
+    @classmethod
+    def of(cls, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> DrafterFile:
+        """What `read_drafter` found."""
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if _METADATA_KEY not in header:
-                    raise BadDrafter(f"{path} holds tensors, but is not a trained drafter", _HINT)
-                about = json.loads(header[_METADATA_KEY])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about["version"] != ADAPTER_VERSION:
-                raise BadDrafter(f"{path} is a drafter of version {about['version']}, this is {ADAPTER_VERSION}", _HINT)
-            intact = about.pop("checksum") == _checksum(tensors, about)
             names = sorted({name.rsplit(".", 1)[0] for name in tensors if name != "mask"})
-            low_rank = {name: (_read(tensors, f"{name}.a"), _read(tensors, f"{name}.b")) for name in names}
+            low_rank = {name: (restored(tensors, f"{name}.a"), restored(tensors, f"{name}.b")) for name in names}
             parallel = ParallelDrafting(**about["parallel"])
             told = {name: about[name] for name in ("kind", "target", "draft", "names", "facts")}
-            found = cls(**told, parallel=parallel, low_rank=low_rank, mask=tensors["mask"], path=path)
-        except OSError as error:
-            raise BadDrafter(f"cannot read {path}: {error.strerror or error}", "give a file that can be read") from None
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise BadDrafter(f"{path} is not a whole drafter: {error}", "copy it anew, or train again") from None
-        if not intact:
-            raise BadDrafter(f"{path} is damaged: its checksum does not fit", "copy it anew, or train again")
-        return found
+            return cls(**told, parallel=parallel, low_rank=low_rank, mask=tensors["mask"], path=path)
+        except (KeyError, TypeError, ValueError) as error:
+            raise not_whole(path, error) from None
 
     def check(self, target: Checkpoint, draft: Checkpoint) -> None:
         """Raise unless it was trained for these models."""
         self.check_draft(draft)
         if self.target != fingerprint(target):
             raise BadDrafter(
-                f"the drafter {self.path} was trained for {self.names.get('target')}, not for {target.source}", _HINT
+                f"the drafter {self.path} was trained for {self.names.get('target')}, not for {target.source}",
+                TRAIN_HINT,
             )
 
     def check_draft(self, draft: Checkpoint) -> None:
@@ -116,7 +92,7 @@ class DrafterFile:
         if self.draft != fingerprint(draft):
             raise BadDrafter(
                 f"the drafter {self.path} changes {self.names.get('draft')}, not {draft.source}",
-                f"use it with {self.names.get('draft')}, or {_HINT}",
+                f"use it with {self.names.get('draft')}, or {TRAIN_HINT}",
             )
 
     def _check_shapes(self, draft: Checkpoint) -> None:
@@ -128,19 +104,8 @@ class DrafterFile:
             raise BadDrafter(
                 f"the drafter {self.path} has other shapes or another vocabulary than {draft.source}: it changes "
                 f"{self.names.get('draft')}",
-                f"use it with {self.names.get('draft')}, or {_HINT}",
+                f"use it with {self.names.get('draft')}, or {TRAIN_HINT}",
             )
-
-
-def _read(tensors: dict[str, Tensor], name: str) -> Tensor:
-    return tensors[name].float() * tensors[f"{name}_scale"][:, None]
-
-
-def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class AdaptedCheckpoint:
@@ -198,47 +163,60 @@ class AdaptedCheckpoint:
 # -- finding one -------------------------------------------------------------------------------------------------------
 
 
-def drafter_folders() -> tuple[Path, ...]:
-    """Where drafters lie that are found without being named: in the package, in its checkout, in the user's cache."""
-    return _PACKAGE / "data" / "drafters", _PACKAGE.parent / "artifacts" / "drafters", home() / "drafters"
+def drafter_name(*models: Checkpoint) -> str:
+    """The file name under which a drafter for these models, the target first, is found."""
+    return "-".join(sampled_fingerprint(model)[:NAME_DIGITS] for model in models) + ".safetensors"
 
 
-def drafter_name(target: Checkpoint, draft: Checkpoint) -> str:
-    """The file name under which a drafter for these models is found."""
-    digits = [sampled_fingerprint(model)[:NAME_DIGITS] for model in (target, draft)]
-    return f"{digits[0]}-{digits[1]}.safetensors"
-
-
-def find_drafter(target: Checkpoint, draft: Checkpoint) -> DrafterFile | None:
-    """The drafter trained for these two models, if there is one: samples of their weights name the file, all of their
+def find_drafter(target: Checkpoint, draft: Checkpoint | None = None) -> DrafterFile | HiddenDrafterWeights | None:
+    """The drafter trained for these models, if there is one: samples of their weights name the file, all of their
     weights decide."""
-    folders = [folder for folder in drafter_folders() if folder.is_dir()]
+    folders = [folder for folder in drafter_folders() if folder.is_dir() and any(folder.iterdir())]
     if not folders:
         return None
-    name = drafter_name(target, draft)
+    name = drafter_name(target) if draft is None else drafter_name(target, draft)
     for folder in folders:
         if (folder / name).is_file():
             try:
-                found = DrafterFile.load(folder / name)
-                found.check(target, draft)
-                return found
-            except BadDrafter as error:  # it was not asked for: the draft model works without it
+                return _load_checked(folder / name, target, draft)
+            except BadDrafter as error:  # it was not asked for: the models work without it
                 log.warning("a trained drafter for %s is left out: %s", target.source, error)
     return None
 
 
-def open_draft(model: str | Path | Checkpoint, target: Checkpoint, search: bool = True) -> Checkpoint:
-    """A draft model by name, with the drafter trained for it and the target where there is one, or a trained drafter's
-    file. An opened checkpoint stays as it is. `search`: False leaves drafters that are not named out."""
+def _load_checked(path: Path, target: Checkpoint, draft: Checkpoint | None) -> DrafterFile | HiddenDrafterWeights:
+    about, tensors = read_drafter(path)
+    if about.get("kind") != "parallel":
+        hidden = HiddenDrafterWeights.of(path, about, tensors)
+        hidden.check(target)
+        return hidden
+    found = DrafterFile.of(path, about, tensors)
+    found.check(target, draft or open_checkpoint(resolve(found.names["draft"])))
+    return found
+
+
+def open_draft(
+    model: str | Path | Checkpoint | HiddenDrafterWeights | None, target: Checkpoint, search: bool = True
+) -> Checkpoint | HiddenDrafterWeights | None:
+    """What drafts for a target: a draft model by name, with the drafter trained for both where there is one; a trained
+    drafter's file; a folder of the `speculators` package; without a name, a drafter trained for the target alone. What
+    is open stays as it is. `search`: False leaves drafters that are not named out."""
+    if model is None:
+        found = find_drafter(target) if search else None
+        return found if isinstance(found, HiddenDrafterWeights) else None
     if not isinstance(model, (str, Path)):
         return model
+    if is_speculators(Path(model)):
+        hidden = HiddenDrafterWeights.load(Path(model))
+        hidden.check(target)
+        return hidden
     if str(model).endswith(".safetensors"):
-        drafter = DrafterFile.load(Path(model))
-        base = open_checkpoint(resolve(drafter.names["draft"]))
-        drafter.check(target, base)
-        return AdaptedCheckpoint(base, drafter)
+        drafter = _load_checked(Path(model), target, None)
+        if isinstance(drafter, HiddenDrafterWeights):
+            return drafter
+        return AdaptedCheckpoint(open_checkpoint(resolve(drafter.names["draft"])), drafter)
     checkpoint = open_checkpoint(resolve(str(model)))
     if not search or getattr(checkpoint, "parallel", None) is not None:
         return checkpoint
     found = find_drafter(target, checkpoint)
-    return checkpoint if found is None else AdaptedCheckpoint(checkpoint, found)
+    return AdaptedCheckpoint(checkpoint, found) if isinstance(found, DrafterFile) else checkpoint

@@ -1,0 +1,165 @@
+"""A block of tokens in one pass, over K/V made of the target's hidden states (DFlash, DSpark, SpecBlock).
+
+The last token and a mask for each further one run through one to three layers. Their K/V of tokens before lies on the
+same pages as the target's and is made of the vectors that the target's forwards left; tokens without a vector count as
+zeros, which training knows. With a sliding window only the last few hundred tokens are read, so neither the length of
+the text nor a drafted prompt matters. A Markov head corrects a position by the token before it, for the most probable
+tokens of both; the confidence head's estimate becomes a node's probability. Knows no verifier.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import slots_of
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import DraftRequest, register
+from forerun.decode.drafters.best_first import CHILDREN, Marginals, Ranked, temperatures
+from forerun.decode.drafters.hidden import HiddenDrafter
+from forerun.decode.drafters.tree_builder import TreeBuilder
+from forerun.models.execution.runner import Span
+from forerun.models.hidden_draft import BlockModel, BlockRows
+
+CANDIDATES = 32  # most probable tokens of a position that the Markov head corrects: others keep their order
+CONTEXT_CHUNK = 2048  # tokens whose K/V is made at a time
+
+
+@dataclass
+class _Context:
+    """Of one sequence: entries up to `end` have K/V here."""
+
+    pages: array[int]
+    end: int
+
+
+class BlockMarginals:
+    """Of one sequence: rows of its block, and tables over the most probable tokens of each position."""
+
+    def __init__(self, model: BlockModel, rows: BlockRows, number: int, depth: int, tables: _Tables) -> None:
+        self.depth, self._model, self._logits, self._number = depth, model, rows.logits[number], number
+        self._tables = tables
+        self._places: list[dict[int, int]] = [
+            {token: place for place, token in enumerate(tokens)} for tokens in tables.tokens[number]
+        ]
+
+    def row(self, depth: int, before: int) -> Tensor:
+        logits = self._logits[depth]
+        if self._model.has_markov:
+            logits = logits + self._model.bias(torch.tensor([before], device=logits.device))[0]
+        return self._model.full_vocab(logits[None])[0]
+
+    def top(self, depth: int, before: int) -> Ranked:
+        place = self._places[depth - 1].get(before, 0) if depth and self._model.has_markov else 0
+        found = self._tables.children[self._number][depth][place]
+        return [(token, prob) for token, prob in found if prob > 0.0]
+
+
+@dataclass
+class _Tables:
+    tokens: list[list[list[int]]]  # by sequence and depth: the most probable tokens
+    children: list[list[list[list[tuple[int, float]]]]]  # by sequence, depth and place of the token before
+
+
+@register
+class BlockDrafter(HiddenDrafter):
+    name = "block"
+
+    def __init__(self, ctx: DraftContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.hidden, BlockModel) and ctx.hidden_kv is not None and ctx.hidden.layers is not None
+        self._model, self._kv = ctx.hidden, ctx.hidden_kv.kv
+        self._window = max(self.max_context if window is None else window for window in ctx.hidden.layers.windows)
+        self._contexts: dict[int, _Context] = {}
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        self._contexts.pop(seq_id, None)
+
+    @torch.inference_mode()
+    def _pass(self, requests: list[DraftRequest], trees: list[TreeBuilder]) -> tuple[list[Marginals], int]:
+        for request in requests:
+            self._write_context(request)
+        count = min(self._model.first_row + self.tokens_per_round, min(r.max_nodes for r in requests) + 1)
+        spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
+        rows = self._model.run(self._target.batch(spans), self._kv, count)
+        tables = self._rank(rows, [request.tokens[-1] for request in requests], trees)
+        drafted = count - self._model.first_row
+        found: list[Marginals] = [
+            BlockMarginals(self._model, rows, i, min(drafted, self._depth(request)), tables)
+            for i, request in enumerate(requests)
+        ]
+        return found, len(spans) * count
+
+    def _write_context(self, request: DraftRequest) -> None:
+        """K/V of what the target has run since the last pass, as far back as the window sees."""
+        end, context = len(request.tokens) - 1, self._contexts.get(request.seq_id)
+        if context is None or context.pages is not request.pages or context.end > end:
+            context = self._contexts[request.seq_id] = _Context(request.pages, 0)
+        first = max(context.end, end - self._window)
+        known = self._features.known_from(request.pages, first, end)
+        if known > first:
+            self._write(request.pages, first, known, None)
+        for lo in range(known, end, CONTEXT_CHUNK):
+            hi = min(lo + CONTEXT_CHUNK, end)
+            self._write(request.pages, lo, hi, self._features.rows(request.pages, lo, hi))
+        context.end = end
+
+    def _write(self, pages: array[int], first: int, end: int, features: Tensor | None) -> None:
+        """K/V of entries; without vectors, zeros."""
+        device = self._model.device
+        slots = torch.from_numpy(slots_of(pages, first, end, self._pool.page_size)).to(device)
+        if features is None:
+            for layer in self._kv:
+                for cache in layer:
+                    cache.index_fill_(0, slots, 0.0)
+        else:
+            self._model.write_context(features, torch.arange(first, end, device=device), slots, self._kv)
+
+    def _rank(self, rows: BlockRows, lasts: list[int], trees: list[TreeBuilder]) -> _Tables:
+        """Children of every token that may stand before a position: [N, depths, places, CHILDREN]."""
+        model, logits = self._model, rows.logits
+        heat = temperatures(trees, logits.device)
+        logits = logits if heat is None else logits / heat[:, None, None]
+        top = logits.topk(min(CANDIDATES, logits.shape[-1]), -1)  # [N, D, C]
+        tokens = model.ids[top.indices]
+        first = torch.tensor(lasts, device=logits.device)[:, None, None].expand(-1, 1, tokens.shape[-1])
+        before = torch.cat((first, tokens[:, :-1]), 1)  # [N, D, C]
+        if not model.has_markov:
+            before = before[..., :1]
+        shift = top.values[..., :1]
+        exps = (top.values - shift).exp()  # [N, D, C]
+        rest = (logits - shift).exp().sum(-1) - exps.sum(-1)  # of tokens that are no candidates
+        corrected = exps[..., None, :].expand(*before.shape, -1)
+        if model.has_markov:
+            bias = model.bias(before, top.indices)  # [N, D, C before, C]
+            corrected = corrected * (bias if heat is None else bias / heat[:, None, None, None]).exp()
+        probs = corrected / (corrected.sum(-1, keepdim=True) + rest.clamp(min=0.0)[..., None, None])
+        best = probs.topk(min(CHILDREN, probs.shape[-1]), -1)
+        values = _with_confidence(best.values, model.confidence(rows.hidden, before)).clamp(max=1.0)
+        chosen = tokens[..., None, :].expand(*before.shape, -1).gather(-1, best.indices)
+        pairs = [
+            [
+                [list(zip(ids, ps, strict=True)) for ids, ps in zip(*level, strict=True)]
+                for level in zip(*seq, strict=True)
+            ]
+            for seq in zip(chosen.tolist(), values.tolist(), strict=True)
+        ]
+        return _Tables(tokens.tolist(), pairs)
+
+    @torch.inference_mode()
+    def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
+        span = Span([0] * tokens, context, pages, range(tokens))
+        self._model.run(self._target.batch([span]), self._kv, tokens).logits.topk(1)
+
+
+def _with_confidence(values: Tensor, confidence: Tensor | None) -> Tensor:
+    """Probabilities [..., CHILDREN], best first, where the first one is right with this confidence [...]: the others
+    share what is left as before, and none overtakes it."""
+    if confidence is None:
+        return values
+    sure = confidence[..., None]
+    others = values * (1.0 - sure) / (1.0 - values[..., :1]).clamp(min=1e-6)
+    return torch.cat((sure, torch.minimum(others, sure)[..., 1:]), -1)

@@ -1,0 +1,77 @@
+"""What drafters on the target's hidden states have in common: their model, the vectors of the tokens that ran.
+
+The target's forwards leave a vector for every token (`HiddenFeatures`). A drafter of this kind reads the last one, or
+K/V made of the last few hundred, and drafts all positions in one pass. Where the last token has none (its K/V was
+drafted or read back from disk) nothing is drafted in that step. Knows no verifier.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from array import array
+
+from forerun.core import Draft
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
+from forerun.decode.drafters.best_first import Marginals, grow
+from forerun.decode.drafters.tree_builder import TreeBuilder
+from forerun.errors import BadRequest
+
+TIMED_REPEATS = 2
+
+
+class HiddenDrafter(Drafter):
+    free = False
+    can_sample = True
+
+    def __init__(self, ctx: DraftContext) -> None:
+        assert ctx.runner.features is not None and ctx.hidden is not None
+        self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
+        self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
+        self.rounds: list[DraftRound] = []
+
+    @classmethod
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
+        return ctx.hidden_problem(cls.name)
+
+    @abstractmethod
+    def _pass(self, requests: list[DraftRequest], trees: list[TreeBuilder]) -> tuple[list[Marginals], int]:
+        """One pass for all of them: what it says of each, and how many rows it ran."""
+
+    @abstractmethod
+    def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
+        """A pass of so many rows on pages of its own, to be timed."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        self.rounds = []
+        trees = [TreeBuilder(request, self.name) for request in requests]
+        ready = [tree for tree in trees if self._ready(tree.request)]
+        if ready:
+            start = time.perf_counter()
+            found, rows = self._pass([tree.request for tree in ready], ready)
+            for tree, marginals in zip(ready, found, strict=True):
+                grow(tree, marginals)
+            self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
+        return [tree.draft for tree in trees]
+
+    def _ready(self, request: DraftRequest) -> bool:
+        """Whether there is room, and the token before the last one left its vector."""
+        length, last = len(request.tokens), len(request.tokens) - 2
+        fits = request.max_nodes > 0 and length + self.tokens_per_round < self.max_context
+        return fits and last >= 0 and self._features.known_from(request.pages, last, last + 1) == last
+
+    def _depth(self, request: DraftRequest) -> int:
+        return min(request.max_depth, request.max_nodes, self.tokens_per_round)
+
+    def time_round(self, tokens: int, context: int) -> float:
+        pages = array("i", self._pool.allocate(self._pool.pages_for(context + tokens + 1)))
+        times = []
+        try:
+            for _ in range(TIMED_REPEATS + 1):
+                start = time.perf_counter()
+                self._run_blank(tokens, context, pages)
+                times.append(time.perf_counter() - start)
+        finally:
+            self._pool.release(pages)
+        return min(times[1:])

@@ -1,0 +1,81 @@
+"""What a drafter reads of the target: a vector for every token, made of the hidden states at a few depths.
+
+Vectors lie on the pages of the tokens, as K/V does: shared prefixes, copied pages and accepted branches carry them
+along. A page that came back from a tier, or whose K/V was drafted, has none until its tokens run again. Knows no
+drafter: what becomes of the hidden states is a function that is given.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.cache.pool import PagePool, slots_of
+from forerun.models.decoder import Taps
+
+
+@dataclass(frozen=True)
+class FeatureShape:
+    """A vector as the pool stores it: its two halves are the K and the V of one layer with one head."""
+
+    kv_size: int
+    num_layers: int = 1
+    num_kv_heads: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_size
+
+
+class HiddenFeatures:
+    def __init__(
+        self,
+        depths: Sequence[int],
+        width: int,
+        project: Callable[[list[Tensor]], Tensor],
+        pool: PagePool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`project`: hidden states at each of the depths, [T, hidden] each, to vectors [T, width]."""
+        assert width % 2 == 0
+        self.depths, self.taps, self._project = tuple(depths), Taps(hidden=frozenset(depths)), project
+        self._size = pool.page_size
+        self._on_pages = pool.add_draft_kv(FeatureShape(width // 2), dtype, device)
+        self._halves = self._on_pages.kv[0]
+
+    def record(self, slots: np.ndarray, hidden: dict[int, Tensor]) -> None:
+        """The tokens at these slots have run."""
+        rows = self._project([hidden[depth] for depth in self.depths])  # [T, width]
+        places = torch.from_numpy(slots).to(rows.device)
+        for cache, half in zip(self._halves, rows.chunk(2, -1), strict=True):
+            cache[:, 0].index_copy_(0, places, half.to(cache.dtype))
+        filled = self._on_pages.filled
+        for page, entry in zip((slots // self._size).tolist(), (slots % self._size).tolist(), strict=True):
+            if entry == filled[page]:
+                filled[page] = entry + 1
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Of an accepted branch, from slots to slots."""
+        for cache in self._halves:
+            cache[torch.tensor(target, device=cache.device)] = cache[torch.tensor(source, device=cache.device)]
+
+    def known_from(self, pages: array[int], first: int, end: int) -> int:
+        """The least entry from `first` on such that it and all up to `end` have vectors; `end`: the last has none."""
+        filled, size = self._on_pages.filled, self._size
+        page = (end - 1) // size
+        if end <= first or filled[pages[page]] < (end - 1) % size + 1:
+            return end
+        while page * size > first and filled[pages[page - 1]] == size:
+            page -= 1
+        return max(first, page * size)
+
+    def rows(self, pages: array[int], first: int, end: int) -> Tensor:
+        """[end - first, width] of a sequence's entries."""
+        places = torch.from_numpy(slots_of(pages, first, end, self._size)).to(self._halves[0].device)
+        return torch.cat([cache[:, 0].index_select(0, places) for cache in self._halves], -1)

@@ -1,0 +1,287 @@
+"""Drafters on the target's hidden states, as models beside the decoder they draft for: heads, blocks, EAGLE-3.
+
+Each turns the hidden states of a few depths into one vector a token (`project`), and vectors into logits over its own
+vocabulary. Layers run on the decoder's own attention and matrix products. Knows batches and weights; no tree, no
+request and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.core import KV, HostBatch
+from forerun.models.build import attention_backend, cuda_precision
+from forerun.models.config import ModelConfig
+from forerun.models.cpu.attention import PagedCpuAttention
+from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
+from forerun.models.decoder import Decoder, Layer
+from forerun.models.formats.checkpoint import Checkpoint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
+from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_norm
+
+Q8_COLUMNS = 32  # of a block: matrices whose rows are no multiple stay in float32
+COMPARED_ROWS = 64  # of an embedding, to see whether it is the target's
+
+
+def draft_precision(target: Decoder) -> Precision:
+    """As the target computes: on its C kernels in 8 bits, on CUDA in its own dtype, else in float32."""
+    if target.device.type == "cuda":
+        return cuda_precision(target.dtype)
+    if isinstance(target.attention, PagedCpuAttention):
+        return Precision("file", BlockLinear, torch.float32)
+    return CPU_PRECISIONS["float32"] if target.dtype == torch.float32 else Precision("bf16", Linear, target.dtype)
+
+
+class HiddenDraftModel:
+    """What all kinds have: the vocabulary they draft from, and the target's head over it."""
+
+    layers: ModelConfig | None = None  # of those that keep K/V of their own
+
+    def __init__(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int) -> None:
+        self.kind, self.tokens, self.source = weights.kind, weights.tokens, weights.source
+        self.depths, self.width = weights.depths(target.config), target.config.hidden_size
+        self.target, self.device, self.dtype, self.max_context = target, target.device, target.dtype, context
+        self.ids, self.vocab = weights.draft_ids.to(target.device), target.config.vocab_size
+        self._precision, self._tensors = draft_precision(target), weights.tensors
+        self._load(weights, checkpoint)
+        self._tensors = {}  # they have been packed
+
+    def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
+        raise NotImplementedError
+
+    def project(self, hidden: list[Tensor]) -> Tensor:
+        """Hidden states at `depths`, [T, hidden] each, to what is kept of each token: [T, width]."""
+        raise NotImplementedError
+
+    def full_vocab(self, logits: Tensor) -> Tensor:
+        """[N, draft vocabulary] to [N, V]; tokens that are never drafted are impossible."""
+        if logits.shape[-1] == self.vocab:
+            return logits
+        return logits.new_full((*logits.shape[:-1], self.vocab), float("-inf")).index_copy_(-1, self.ids, logits)
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _linear(self, weight: Tensor) -> Linear:
+        weight = weight.to(self.device)
+        if self._precision.linear is BlockLinear:
+            return Q8Linear(weight.float()) if weight.shape[1] % Q8_COLUMNS == 0 else Linear(weight.float())
+        return self._precision.linear(weight.to(self._precision.dtype))
+
+    def _norm(self, name: str, eps: float) -> Norm:
+        return self._tensors[name].to(self.device, self.dtype), eps
+
+    def _head(self, checkpoint: Checkpoint) -> Linear:
+        own = self._tensors.get("lm_head.weight")
+        name = "embed" if checkpoint.config.tie_embeddings else "head"
+        return self._linear(checkpoint.rows(name, self.ids.cpu()) if own is None else own)
+
+    def _embedding(self, checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
+        """Its own where it was trained, else the target's."""
+        own = self._tensors.get("embed_tokens.weight")
+        if own is not None:
+            ids = torch.linspace(0, len(own) - 1, COMPARED_ROWS).long()
+            if not torch.allclose(own[ids].float(), checkpoint.rows("embed", ids).float(), rtol=2e-2, atol=1e-4):
+                table = own.to(self.device, self.dtype)
+                return lambda tokens: table[tokens]
+        return lambda tokens: self.target.lookup(tokens).to(self.dtype)
+
+    def _layer(self, i: int, eps: float, qk_norm: bool) -> Layer:
+        def part(name: str) -> Tensor:
+            return self._tensors[f"layers.{i}.{name}.weight"]
+
+        return Layer(
+            attn_norm=self._norm(f"layers.{i}.input_layernorm.weight", eps),
+            qkv=self._linear(torch.cat([part(f"self_attn.{n}_proj") for n in "qkv"])),
+            o=self._linear(part("self_attn.o_proj")),
+            mlp_norm=self._norm(f"layers.{i}.post_attention_layernorm.weight", eps),
+            gate_up=self._linear(torch.cat((part("mlp.gate_proj"), part("mlp.up_proj")))),
+            down=self._linear(part("mlp.down_proj")),
+            qk_norms=(
+                self._norm(f"layers.{i}.self_attn.q_norm.weight", eps),
+                self._norm(f"layers.{i}.self_attn.k_norm.weight", eps),
+            )
+            if qk_norm
+            else None,
+        )
+
+    def _decoder(self, config: ModelConfig, checkpoint: Checkpoint) -> Decoder:
+        return Decoder(
+            config=config,
+            lookup=self._embedding(checkpoint),
+            layers=[self._layer(i, config.norm_eps, config.qk_norm) for i in range(config.num_layers)],
+            final_norm=self._norm("norm.weight", config.norm_eps),
+            head=self._head(checkpoint),
+            attention=attention_backend(config, self.device, self._precision, self.max_context, same_bits=False),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+class HeadsModel(HiddenDraftModel):
+    """Medusa: the last hidden state through one residual block for each token to come."""
+
+    def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
+        blocks = [self._tensors[f"heads.{j}.weight"] for j in range(self.tokens)]
+        self._blocks, self._vocab_head = self._linear(torch.cat(blocks)), self._head(checkpoint)
+        norm = checkpoint.tensor("final_norm").float().to(self.device, self.dtype)
+        self._final_norm: Norm = (norm, checkpoint.config.norm_eps)
+
+    def project(self, hidden: list[Tensor]) -> Tensor:
+        return rms_norm(hidden[0].to(self.dtype), self._final_norm)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[N, width] of the tokens before the last ones -> [N, tokens, draft vocabulary] float32."""
+        added = F.silu(self._blocks(features).float()).unflatten(-1, (self.tokens, -1))  # [N, tokens, hidden]
+        rows = (features.float()[:, None] + added).flatten(0, 1).to(self.dtype)
+        return self._vocab_head(rows).float().unflatten(0, (-1, self.tokens))
+
+
+@dataclass
+class BlockRows:
+    """Of one pass: logits of each drafted position before the tokens between are known, and what its heads read."""
+
+    logits: Tensor  # [N, tokens, draft vocabulary] float32
+    hidden: Tensor  # [N, tokens, hidden]
+
+
+class BlockModel(HiddenDraftModel):
+    """DFlash and DSpark: few layers over K/V made of the target's hidden states; the last token and masks after it are
+    rows of one pass. A low-rank Markov head adds what the token before makes likely, a confidence head rates it."""
+
+    def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
+        self.layers = config = weights.layers
+        self.decoder = self._decoder(config, checkpoint)
+        self._fc, self._hidden_norm = self._linear(self._tensors["fc.weight"]), self._norm("hidden_norm.weight", 1e-6)
+        self._hidden_norm = (self._hidden_norm[0], config.norm_eps)
+        parts = [
+            [self._tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "kv"] for i in range(config.num_layers)
+        ]
+        self._context_kv = [self._linear(torch.cat(pair)) for pair in parts]
+        self.first_row = 0 if weights.samples_anchor else 1
+        whole = bool(weights.config.get("sliding_window_non_causal", False))
+        self._sees_block = [window is None or whole for window in config.windows]  # of each layer: in both directions
+        mask = self._tensors.get("mask")
+        if mask is None:
+            mask = self._mask_row(int(weights.config["mask_token_id"]), checkpoint)
+        self._mask = mask.to(self.device, self.dtype)
+        w1, w2 = (self._tensors.get(f"markov_head.markov_w{n}.weight") for n in (1, 2))
+        self._previous = None if w1 is None else w1.to(self.device, torch.float32)  # [V, r]
+        self._next = None if w2 is None else w2.to(self.device, torch.float32)  # [draft vocabulary, r]
+        self._confidence = None
+        if "confidence_head.proj.weight" in self._tensors:
+            names = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+            self._confidence = tuple(self._tensors[name].to(self.device, torch.float32) for name in names)
+
+    def _mask_row(self, token: int, checkpoint: Checkpoint) -> Tensor:
+        own = self._tensors.get("embed_tokens.weight")
+        return checkpoint.rows("embed", torch.tensor([token]))[0] if own is None else own[token]
+
+    def project(self, hidden: list[Tensor]) -> Tensor:
+        return rms_norm(self._fc(torch.cat([h.to(self.dtype) for h in hidden], -1)), self._hidden_norm)
+
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, kv: KV) -> None:
+        """K/V of tokens that the target has run: [T, width] at positions [T], to slots [T]."""
+        c, attention = self.decoder.config, self.decoder.attention
+        for i, linear in enumerate(self._context_kv):
+            k, v = linear(features).unflatten(-1, (2 * c.num_kv_heads, c.head_dim)).chunk(2, 1)  # [T, Hkv, D]
+            norms = self.decoder.layers[i].qk_norms
+            attention.write(k if norms is None else rms_norm(k, norms[1]), v, i, kv[i], positions, slots)
+
+    @torch.inference_mode()
+    def run(self, batch: HostBatch, kv: KV, rows: int) -> BlockRows:
+        """A pass of blocks of `rows` rows each: the first row of a block is a token, the others are masks."""
+        decoder, count = self.decoder, len(batch.tokens) // rows
+        x = self._mask.expand(len(batch.tokens), -1).clone()
+        x[::rows] = decoder.lookup(torch.from_numpy(batch.tokens[::rows].copy()).to(self.device)).to(self.dtype)
+        plans = {False: batch, True: _whole_blocks(batch, rows)}
+        planned = {way: plans[way].to(self.device) for way in set(self._sees_block)}
+        for i, way in enumerate(self._sees_block):
+            if i == 0 or way != self._sees_block[i - 1]:
+                decoder.attention.plan(planned[way])
+            x = decoder.run_layers(x, planned[way], kv, range(i, i + 1))
+        hidden = rms_norm(x.unflatten(0, (count, rows))[:, self.first_row :], decoder.final_norm)
+        logits = decoder.head(hidden.flatten(0, 1)).float().unflatten(0, hidden.shape[:2])
+        return BlockRows(logits, hidden.float())
+
+    # -- what depends on the token before ------------------------------------------------------------------------------
+
+    @property
+    def has_markov(self) -> bool:
+        return self._previous is not None
+
+    def bias(self, before: Tensor, columns: Tensor | None = None) -> Tensor:
+        """What tokens [..., P] before a position add to its logits: [..., P, draft vocabulary], or to `columns`
+        [..., C] alone: [..., P, C]."""
+        assert self._previous is not None and self._next is not None
+        rows = self._next if columns is None else self._next[columns]  # [.., C, r]
+        return self._previous[before] @ rows.transpose(-1, -2)
+
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """How probable it is that the draft is right after tokens [..., P], of rows hidden [..., h]: [..., P]."""
+        if self._confidence is None:
+            return None
+        weight, bias = self._confidence
+        score = (hidden @ weight[0, : hidden.shape[-1]])[..., None] + bias
+        if weight.shape[1] > hidden.shape[-1] and self._previous is not None:
+            score = score + self._previous[before] @ weight[0, hidden.shape[-1] :]
+        return score.expand(*before.shape).sigmoid()
+
+
+def _whole_blocks(batch: HostBatch, rows: int) -> HostBatch:
+    """The same rows where each sees all of its own block."""
+    last = batch.kv_lens.reshape(-1, rows)[:, -1:]
+    return replace(batch, kv_lens=last.repeat(rows, 1).reshape(-1).copy())
+
+
+class EagleModel(HiddenDraftModel):
+    """EAGLE-3: a token's embedding beside a vector of the token before it, the target's or, while drafting, its own."""
+
+    def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
+        self.layers = config = weights.layers
+        self.decoder = self._decoder(config, checkpoint)
+        self._fc, eps = self._linear(self._tensors["fc.weight"]), config.norm_eps
+        self._input_norm = self._norm("input_norm.weight", eps) if weights.config.get("norm_before_fc") else None
+        each = range(len(self.depths)) if weights.config.get("fc_norm") else ()
+        self._each_norm = [self._norm(f"fc_norm.{i}.weight", eps) for i in each]
+        self._hidden_norm = self._norm("layers.0.hidden_norm.weight", eps)
+        self._norm_before_residual = bool(weights.config.get("norm_before_residual", False))
+        self._norm_output = bool(weights.config.get("norm_output", False))
+
+    def project(self, hidden: list[Tensor]) -> Tensor:
+        parts = [h.to(self.dtype) for h in hidden]
+        if self._each_norm:
+            parts = [rms_norm(part, norm) for part, norm in zip(parts, self._each_norm, strict=True)]
+        joined = torch.cat(parts, -1)
+        return self._fc(joined if self._input_norm is None else rms_norm(joined, self._input_norm))
+
+    @torch.inference_mode()
+    def run(self, batch: HostBatch, before: Tensor, kv: KV) -> tuple[Tensor, Tensor]:
+        """`before`: [T, width] of the token before each. Logits [N, V] float32 of the wanted rows, and what each row
+        hands on [T, width]."""
+        decoder, rows = self.decoder, batch.to(self.device)
+        decoder.attention.plan(rows)
+        w = decoder.layers[0]
+        embedded, normed = rms_norm(decoder.lookup(rows.tokens), w.attn_norm), rms_norm(before, self._hidden_norm)
+        q = decoder.attention.store(w.qkv(torch.cat((embedded, normed), -1)), 0, kv[0], w.qk_norms)
+        residual = normed if self._norm_before_residual else before
+        x = w.o(decoder.attention.attend(q, 0, kv[0]), add=residual.contiguous())
+        x = decoder.run_blocks(x, kv, (1,))
+        x = decoder.run_layers(x, rows, kv, range(1, decoder.config.num_layers))
+        hidden = rms_norm(x, decoder.final_norm)
+        logits = decoder.head(hidden.index_select(0, rows.logits_indices)).float()
+        return self.full_vocab(logits), hidden if self._norm_output else x
+
+
+_MODELS: dict[str, type[HiddenDraftModel]] = {"heads": HeadsModel, "block": BlockModel, "eagle3": EagleModel}
+
+
+def build_hidden_draft(
+    weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int
+) -> HiddenDraftModel:
+    """`weights.check(checkpoint)` passed; `target` is the decoder of that checkpoint."""
+    return _MODELS[weights.kind](weights, checkpoint, target, context)
