@@ -120,7 +120,7 @@ def test_known_names_are_those_that_exist() -> None:
     from forerun.decode.verifiers import LOSSLESS, LOSSY
     from forerun.prefill.choosers import CHOOSERS
 
-    assert set(PREFILL_CHOOSERS) == {"auto", *CHOOSERS}
+    assert set(PREFILL_CHOOSERS) == {"auto", "cross", *CHOOSERS}
     assert set(VERIFIERS) == {"auto", *LOSSLESS, *LOSSY}
     assert set(PREFILL_SOURCES) == {"auto", "draft", "self", "chunk"}
 

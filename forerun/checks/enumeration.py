@@ -80,6 +80,7 @@ class TinyTarget:
     params: SamplingParams
     constraint: Callable[[Tokens], Constraint] | None = None  # for the answer so far
     prompt: Tokens = (0, 1)
+    nodes: int = 6  # of a draft for it: what is drawn at random must stay few enough to count
     known: dict[tuple[Tokens, Tokens], Tensor] = field(default_factory=dict, compare=False)  # distributions, for speed
 
     def view(self, answer: Tokens, draft: Draft, rng: Rng) -> _View:

@@ -14,7 +14,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.commands.screen import Screen
-from forerun.commands.stats import load_line, threads_line, usage_lines, usage_record
+from forerun.commands.stats import load_line, threads_line, usage_lines
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _whole(
             {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "logprobs": c.logprobs}
             for c in completion.choices
         ]
-        record: dict[str, Any] = {"choices": choices, "usage": usage_record(completion.usage)}
+        record: dict[str, Any] = {"choices": choices, "usage": completion.usage.record()}
         if session is not None:
             record["session"] = session
         escape = sys.stdout.encoding.lower() not in ("utf-8", "utf8")  # what the terminal cannot show stays readable

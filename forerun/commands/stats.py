@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -118,14 +117,3 @@ def _shares(usage: Usage) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
-
-
-def usage_record(usage: Usage) -> dict[str, Any]:
-    """Every figure, the derived ones too."""
-    derived = {
-        "tokens_per_second": usage.tokens_per_second,
-        "accepted_length": usage.accepted_length,
-        "other_s": usage.other_s,
-        "confirmed_share": usage.confirmed_share,
-    }
-    return asdict(usage) | derived

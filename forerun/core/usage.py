@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forerun.renamed import renamed_attribute
@@ -132,3 +132,8 @@ class Usage:
         """Decode speed: tokens after the first ones over the time after them."""
         decode_s, tokens = self.total_s - self.ttft_s, self.completion_tokens - 1 - self.with_first
         return tokens / decode_s if decode_s > 0 and tokens > 0 else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Every figure, the derived ones too."""
+        derived = ("tokens_per_second", "accepted_length", "other_s", "confirmed_share")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,6 +1,6 @@
 """Prompts and documents that ship with the package, all written for it: benches and demos work without any download.
 
-Knows where they are and how they are read; `--data FILE` of the benches goes through `read_prompts` too.
+Knows where they are and how they are read.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-
-from forerun.errors import BadRequest
 
 HERE = resources.files(__name__)
 
@@ -29,35 +26,7 @@ def text(name: str) -> str:
     return HERE.joinpath(name).read_text(encoding="utf-8")
 
 
-def read_prompts(path: Path | None = None) -> list[ShippedPrompt]:
-    """The shipped prompts, or those of a file: JSON lines with a `prompt` field, or plain text as one prompt."""
-    if path is None:
-        return _parse_lines(text("prompts.jsonl"), "prompts.jsonl")
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 text file or a .jsonl file of prompts") from None
-    if not content.strip():
-        raise BadRequest(f"{path} is empty", "give a UTF-8 text file or a .jsonl file of prompts")
-    if path.suffix == ".jsonl":
-        return _parse_lines(content, str(path))
-    return [ShippedPrompt(path.stem, "document", content)]
-
-
-def _parse_lines(content: str, source: str) -> list[ShippedPrompt]:
-    prompts = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            prompt = ShippedPrompt(str(record.get("id", number)), str(record.get("kind", "prompt")), record["prompt"])
-        except (ValueError, KeyError, AttributeError):
-            raise BadRequest(
-                f"{source}, line {number}: not a JSON object with a `prompt` field",
-                'one request a line: {"prompt": "..."}',
-            ) from None
-        if not isinstance(prompt.text, str) or not prompt.text:
-            raise BadRequest(f"{source}, line {number}: `prompt` is empty or not text", "give every prompt some text")
-        prompts.append(prompt)
-    return prompts
+def read_prompts() -> list[ShippedPrompt]:
+    """The shipped prompts."""
+    records = [json.loads(line) for line in text("prompts.jsonl").splitlines()]
+    return [ShippedPrompt(record["id"], record["kind"], record["prompt"]) for record in records]

@@ -114,12 +114,12 @@ class TextStream:
             self.stopped, self._held = True, ""
             at, self.found = min(found)
             return text[:at]
-        keep = max(_overlap(text, s) for s in self._stop)
+        keep = max(overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

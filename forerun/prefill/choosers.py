@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from forerun.cache.pool import slots_of
 from forerun.core.batch import send
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import Runner, Span
+from forerun.params import PREFILL_CHOOSERS
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillState
 
@@ -30,62 +30,37 @@ if TYPE_CHECKING:
     from forerun.prefill.sources import KVSource
 
 
-class TokenScorer(Protocol):
-    """Scores of tokens from outside the source, such as those of a draft model of another tokenizer."""
-
-    def scores(self, state: PrefillState) -> np.ndarray:
-        """[len(state.tokens)] how much the tail attends to each token."""
-
-    def cost(self, tokens: int) -> float:
-        """Work of scoring a prompt of so many tokens, in tokens of the target's own prefill."""
+Chooser = Callable[[PrefillState, "KVSource", Runner], "np.ndarray | None"]  # scores [len(state.tokens)], if any
 
 
-@dataclass
-class ChooserInput:
-    """What a chooser may use for one prompt."""
-
-    state: PrefillState
-    source: KVSource
-    runner: Runner
-    scorers: dict[str, TokenScorer]
-
-
-Chooser = Callable[[ChooserInput], "np.ndarray | None"]  # scores [len(state.tokens)], or None where there are none
-
-
-def by_source(given: ChooserInput) -> np.ndarray | None:
+def by_source(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray | None:
     """What the source measured while reading: draft attention, attention of lower layers, deviation of copied K/V."""
-    return given.source.scores(given.state)
+    return source.scores(state)
 
 
-def by_tail(given: ChooserInput) -> np.ndarray:
+def by_tail(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray:
     """What the tail repeats, then what the target's own tail attends to over the drafted K/V."""
-    repeated = copy_scores(given.state.ids, given.state.end)  # first, while a device may still be reading the prompt
-    return tail_attention(given.runner, given.state, given.source.base) + repeated
+    repeated = copy_scores(state.ids, state.end)  # first, while a device may still be reading the prompt
+    return tail_attention(runner, state, source.base) + repeated
 
 
-def by_scorer(given: ChooserInput) -> np.ndarray | None:
-    scorer = given.scorers.get("cross")
-    return None if scorer is None else scorer.scores(given.state)
-
-
-def by_start(given: ChooserInput) -> np.ndarray:
+def by_start(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray:
     """First tokens first: of each span that was copied from elsewhere, else of the prompt."""
-    copied = given.source.scores(given.state) if given.source.name == "chunk" else None
-    return -np.arange(len(given.state.tokens), dtype=np.float64) if copied is None else copied
+    copied = source.scores(state) if source.name == "chunk" else None
+    return -np.arange(len(state.tokens), dtype=np.float64) if copied is None else copied
 
 
-def at_random(given: ChooserInput) -> np.ndarray:
+def at_random(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray:
     """The baseline: the same for every prompt of a length."""
-    return np.random.default_rng(len(given.state.tokens)).random(len(given.state.tokens))
+    return np.random.default_rng(len(state.tokens)).random(len(state.tokens))
 
 
+# Beside these there is `cross`: scores of a draft model of another tokenizer (`cross_scores.py`)
 CHOOSERS: dict[str, Chooser] = {
     "draft": by_source,
     "lower": by_source,
     "deviation": by_source,
     "tail": by_tail,
-    "cross": by_scorer,
     "start": by_start,
     "random": at_random,
 }
@@ -97,11 +72,11 @@ def chooser_for(asked: str) -> str:
     return "tail" if asked == "auto" else asked
 
 
-def chooser_problem(name: str, source: str, scorers: dict[str, TokenScorer]) -> BadRequest | None:
+def chooser_problem(name: str, source: str, has_cross: bool) -> BadRequest | None:
     """Why a chooser does not go with a source, if that is so."""
-    if name not in CHOOSERS:
-        return BadRequest(f"the chooser of prefill is {name!r}", f"use one of auto, {', '.join(CHOOSERS)}")
-    if name == "cross" and name not in scorers:
+    if name not in PREFILL_CHOOSERS:
+        return BadRequest(f"the chooser of prefill is {name!r}", f"use one of {', '.join(PREFILL_CHOOSERS)}")
+    if name == "cross" and not has_cross:
         return BadRequest(
             "the chooser 'cross' needs a draft model of another tokenizer, and none is open",
             "open the model with such a draft, or use chooser=auto",

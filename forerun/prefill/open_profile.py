@@ -83,6 +83,6 @@ def prefiller_factory(profile: Profile | None) -> Callable[[DraftContext], Prefi
             return Prefiller(ctx, profile)
         from forerun.prefill.cross_scores import CrossScores
 
-        return Prefiller(ctx, profile, scorers={"cross": CrossScores(ctx)})
+        return Prefiller(ctx, profile, cross=CrossScores(ctx))
 
     return make

@@ -25,15 +25,8 @@ from forerun.models.execution.runner import Runner
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
-from forerun.prefill.choosers import (
-    CHOOSERS,
-    ChooserInput,
-    TokenScorer,
-    chooser_for,
-    chooser_problem,
-    tail_rows,
-    warm_up,
-)
+from forerun.prefill.choosers import CHOOSERS, chooser_for, chooser_problem, tail_rows, warm_up
+from forerun.prefill.cross_scores import CrossScores
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import (
     CheckSpan,
@@ -55,7 +48,7 @@ COMPARED_TOKENS = 16  # last ones of the tail: two rounds are compared by their 
 
 
 class Prefiller:
-    """`make` and `scorers` are for sources and scores of one's own."""
+    """`make`: for sources of one's own. `cross`: scores of a draft model of another tokenizer, where there is one."""
 
     def __init__(
         self,
@@ -63,10 +56,10 @@ class Prefiller:
         profile: Profile | None,
         policy: Policy | None = None,
         make: Callable[[str, DraftContext, Profile | None], KVSource] = sources.make_source,
-        scorers: dict[str, TokenScorer] | None = None,
+        cross: CrossScores | None = None,
     ) -> None:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
-        self._make, self._scorers = make, scorers or {}
+        self._make, self._cross = make, cross
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
         self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
         self._sources: dict[str, KVSource] = {}
@@ -85,7 +78,7 @@ class Prefiller:
             source = self.source(settings)
         except ForerunError as error:
             return error
-        problem = chooser_problem(chooser_for(settings.chooser), source.name, self._scorers)
+        problem = chooser_problem(chooser_for(settings.chooser), source.name, self._cross is not None)
         problem = problem or refusal_of(source, num_tokens)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
@@ -174,8 +167,8 @@ class Prefiller:
         """Work until all is read and scored."""
         chooser, tokens = state.report.chooser, len(state.tokens)
         scoring = state.costs.tail if chooser == "tail" else 0.0
-        if chooser in self._scorers:
-            scoring = self._scorers[chooser].cost(tokens)
+        if chooser == "cross" and self._cross is not None:
+            scoring = self._cross.cost(tokens)
         return state.source.cost(tokens - state.read) + scoring
 
     # -- drafting ------------------------------------------------------------------------------------------------------
@@ -227,7 +220,10 @@ class Prefiller:
 
     def _plan(self, state: PrefillState) -> None:
         start = time.perf_counter()
-        scores = CHOOSERS[state.report.chooser](ChooserInput(state, state.source, self._runner, self._scorers))
+        if state.report.chooser == "cross":
+            scores = None if self._cross is None else self._cross.scores(state)
+        else:
+            scores = CHOOSERS[state.report.chooser](state, state.source, self._runner)
         state.spent += self._reading_cost(state)  # all is read: what is left is the scoring
         state.report.token_layers += int(state.costs.tail) * state.layers if state.report.chooser == "tail" else 0
         state.report.read_s += time.perf_counter() - start

@@ -23,7 +23,7 @@ from forerun.serve.context import IGNORED_HEADER, ServerContext, context_size
 from forerun.serve.derived import unknown_fields
 from forerun.serve.dialects.routes import add_chat, add_responses
 from forerun.serve.encoders import CompletionEncoder
-from forerun.serve.errors import ApiError, on_api_error, on_http_error, on_invalid
+from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
 from forerun.serve.fill import FillPrompt
 from forerun.serve.logs import RequestIdMiddleware
 from forerun.serve.metrics import Metrics, MetricsMiddleware
@@ -37,9 +37,7 @@ from forerun.serve.text_api import add_text_api
 from forerun.serve.tools import ToolDialect
 from forerun.text.tokenizer import Tokenizer
 
-_ERROR = {"description": "An error in OpenAI's form"}
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 409, 413, 429, 500, 503), _ERROR)
-_ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
+_ERRORS = described_errors(400, 401, 404, 408, 409, 413, 429, 500, 503)
 
 
 def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
@@ -119,7 +117,7 @@ def _add_sessions(app: FastAPI, sessions: ServerSessions) -> None:
         found = await sessions.names(request.state.key)
         return {"object": "list", "data": [{"object": "forerun.session", "name": name} for name in found]}
 
-    @app.delete("/forerun/sessions/{name:path}", responses={404: _ERROR, 409: _ERROR})
+    @app.delete("/forerun/sessions/{name:path}", responses=described_errors(404, 409))
     async def delete(name: str, request: Request) -> dict[str, Any]:
         """Delete a session, on disk too."""
         await sessions.delete(name, request.state.key)
@@ -134,7 +132,7 @@ def _add_models(app: FastAPI, config: ServeConfig, created: int) -> None:
         """The model of this server."""
         return {"object": "list", "data": [entry]}
 
-    @app.get("/v1/models/{model:path}", responses={404: _ERROR})
+    @app.get("/v1/models/{model:path}", responses=described_errors(404))
     async def model(model: str) -> dict[str, Any]:
         """One model."""
         if model != config.model_name:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os.path
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import forerun
@@ -320,8 +320,7 @@ def usage_object(usage: Usage, written_tokens: int) -> dict[str, Any]:
 
 def usage_record(usage: Usage) -> dict[str, Any]:
     """All counts and times, with the derived figures."""
-    derived = ("tokens_per_second", "accepted_length", "other_s", "confirmed_share")
-    return _finite(asdict(usage) | {name: getattr(usage, name) for name in derived})
+    return _finite(usage.record())
 
 
 def _finite(value: Any) -> Any:

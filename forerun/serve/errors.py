@@ -29,6 +29,12 @@ _SHOULD = "Input should be "  # pydantic's message where a value has the wrong t
 _CODES = {405: "method_not_allowed", 413: "body_too_large", 408: "timeout"}
 
 
+def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What the OpenAPI document has about a path's errors."""
+    found: dict[int | str, dict[str, Any]] = dict.fromkeys(statuses, {"description": "An error in OpenAI's form"})
+    return found | {422: {"description": "Never sent: a body that does not fit the schema gets 400"}}
+
+
 class ApiError(Exception):
     """A response other than 2xx."""
 

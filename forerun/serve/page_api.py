@@ -23,7 +23,7 @@ from forerun.decode.drafter_pool import AUTO_FREE_DRAFTERS
 from forerun.params import PREFILL_MODES, Prefill, SamplingParams
 from forerun.serve.context import ServerContext
 from forerun.serve.derived import StrictModel, documented
-from forerun.serve.errors import ApiError
+from forerun.serve.errors import ApiError, described_errors
 from forerun.text.tokenizer import Tokenizer
 
 MAX_TREE_RUNS = 200
@@ -38,10 +38,7 @@ _HEADERS = {
     "cache-control": "no-cache",  # cached, but revalidated: a new version is shown at once
 }
 MAX_COUNTED_CHARS = 1 << 20  # of a conversation whose tokens are only counted: some seconds of tokenising
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
-    (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
-)
-_ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
+_ERRORS = described_errors(400, 401, 408, 413)
 
 
 class _ChatMessage(StrictModel):

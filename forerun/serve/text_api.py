@@ -14,16 +14,14 @@ import forerun
 from forerun.errors import BadRequest
 from forerun.serve.context import ServerContext
 from forerun.serve.derived import LenientModel
+from forerun.serve.errors import described_errors
 from forerun.serve.schema import Message
 from forerun.serve.tool_schema import MAX_TOOLS, Tool
 from forerun.serve.tools import ToolDialect, chat_prompt
 
 MAX_COUNTED_CHARS = 1 << 20  # of a text that is only tokenised: some seconds
 MAX_DETOKENIZED = 1_000_000
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
-    (400, 401, 408, 413), {"description": "An error in OpenAI's form"}
-)
-_ERRORS[422] = {"description": "Never sent: a body that does not fit the schema gets 400"}
+_ERRORS = described_errors(400, 401, 408, 413)
 
 
 class TokenizeBody(LenientModel):

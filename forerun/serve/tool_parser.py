@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from forerun.engine.output import overlap
+
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -106,7 +108,7 @@ class ToolCallParser:
             self._state, self._marked = self._head, True
             return True
         # White space before a call is no content, nor is an incomplete mark
-        held = _overlap(self._buffer, CALL_BEGIN)
+        held = overlap(self._buffer, CALL_BEGIN)
         kept = self._buffer[: len(self._buffer) - held].rstrip()
         if kept:
             self._emit_content(kept)
@@ -216,11 +218,3 @@ class ToolCallParser:
         if arguments:
             self.calls[-1].arguments += arguments
             self._deltas.append(ToolCallDelta(call=len(self.calls) - 1, arguments=arguments))
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
-    for size in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0

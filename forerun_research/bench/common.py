@@ -19,6 +19,7 @@ from rich.table import Table
 from forerun import data
 from forerun.errors import BadRequest
 from forerun.runtime.threads import choose_threads
+from forerun_research.bench.prompts import read_prompts
 from forerun_research.bench.shapes import SHAPES, random_ids
 from forerun_research.bench.sides import Sample, SideProcess, SideSpec
 
@@ -71,7 +72,7 @@ class Setup:
 def long_text(path: Path | None = None) -> str:
     """Text to cut prompts of any length from: the shipped documents, or all prompts of a file, one after the other."""
     if path is not None:
-        return "\n\n".join(prompt.text for prompt in data.read_prompts(path))
+        return "\n\n".join(prompt.text for prompt in read_prompts(path))
     return "\n\n".join(data.text(f"documents/{name}") for name in ("handbook.txt", "depot.py"))
 
 
@@ -100,7 +101,7 @@ class Prompts:
         """Different requests as a service would get them; past the end of the prompts they are numbered anew."""
         if self.setup.shape is not None:
             return [random_ids(self.vocab, 64 + 37 * i % 448, seed=i) for i in range(count)]
-        prompts = data.read_prompts(self.setup.data)
+        prompts = read_prompts(self.setup.data)
         texts = [prompts[i % len(prompts)].text for i in range(count)]
         return [self._ask(text if i < len(prompts) else f"({i}) {text}") for i, text in enumerate(texts)]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from forerun import data
 from forerun.errors import BadRequest
 from forerun.params import Prefill
 from forerun_research.bench import common
+from forerun_research.bench.prompts import read_prompts
 from forerun_research.bench.shapes import SHAPES
 from forerun_research.bench.sides import Sample, SideProcess
 
@@ -65,7 +65,7 @@ class Documents(common.Prompts):
 
 def _texts(folder: Path) -> list[str]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    texts = [text for path in files for text in (prompt.text for prompt in data.read_prompts(path)) if text.strip()]
+    texts = [text for path in files for text in (prompt.text for prompt in read_prompts(path)) if text.strip()]
     if not texts:
         raise BadRequest(f"{folder} has no text file", f"give a folder with {', '.join(SUFFIXES)} files")
     return texts

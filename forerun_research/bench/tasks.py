@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun import data
 from forerun.errors import BadRequest
 from forerun.text.tokenizer import Tokenizer
+from forerun_research.bench.prompts import read_prompts
 
 _EDIT = "This file has a bug. Fix it and write the whole file again, changing nothing else.\n\n```python\n{}```"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -51,7 +51,7 @@ class BenchTask:
 def read_tasks(paths: Sequence[Path] = ()) -> list[BenchTask]:
     """Tasks of files and folders, in order; of the package when none are given."""
     if not paths:
-        return [BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts()]
+        return [BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in read_prompts()]
     return [task for path in paths for file in _files(path) for task in _read_file(file)]
 
 
@@ -87,7 +87,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read_file(path: Path) -> Iterator[BenchTask]:
     if not path.name.endswith(_SUFFIXES):
-        yield from (BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in data.read_prompts(path))
+        yield from (BenchTask(prompt.id, prompt.kind, (prompt.text,)) for prompt in read_prompts(path))
         return
     found = False
     for number, line in enumerate(_content(path).splitlines(), 1):

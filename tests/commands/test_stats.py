@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from forerun.commands.stats import load_line, threads_line, usage_lines, usage_record
+from forerun.commands.stats import load_line, threads_line, usage_lines
 from forerun.core import PrefillReport, Tally, Usage
 from forerun.core.usage import LoadReport
 
@@ -55,7 +55,7 @@ def test_lossy_rules_are_called_lossy() -> None:
 
 
 def test_the_record_has_derived_figures_and_is_json() -> None:
-    record = json.loads(json.dumps(usage_record(spoken())))
+    record = json.loads(json.dumps(spoken().record()))
     assert record["drafters"]["model"] == {"drafted": 20, "accepted": 10}
     assert (record["accepted_length"], record["other_s"], record["tokens_per_second"]) == (3.0, 0.25, 10.0)
 
@@ -94,15 +94,15 @@ def test_provisional_tokens_are_counted() -> None:
     usage = spoken()
     usage.provisional, usage.confirmed, usage.provisional_s = 20, 15, 0.25
     assert "first provisional token 0.25 s · 15 of 20 provisional tokens confirmed" in usage_lines(usage, "stop")
-    record = usage_record(usage)
-    assert record["confirmed_share"] == 0.75 and usage_record(spoken())["confirmed_share"] == 0.0
+    record = usage.record()
+    assert record["confirmed_share"] == 0.75 and spoken().record()["confirmed_share"] == 0.0
 
 
 def test_the_record_has_the_prefill_report() -> None:
     usage = spoken()
-    assert usage_record(usage)["prefill"] is None
+    assert usage.record()["prefill"] is None
     usage.prefill = drafted()
-    record = json.loads(json.dumps(usage_record(usage)))
+    record = json.loads(json.dumps(usage.record()))
     assert record["prefill"]["recomputed"] == 120 and record["prefill"]["scores"]["key"] == [0.1, 0.3]
 
 
@@ -112,7 +112,7 @@ def test_tokens_from_slower_tiers_are_named() -> None:
     usage.written = 16
     said = "150 from the pool, 50 from host memory, 700 from disk, 100 approximate, 200 computed, 16 written"
     assert f"prompt 1,200 tokens ({said}) · first" in usage_lines(usage, "stop")
-    assert usage_record(usage)["served"]["disk"] == 700
+    assert usage.record()["served"]["disk"] == 700
 
 
 def test_the_line_about_loading() -> None:

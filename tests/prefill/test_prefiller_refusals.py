@@ -120,7 +120,7 @@ class Stranger:
 
 def test_scores_from_elsewhere_choose_and_are_paid_for(ctx: DraftContext):
     source, profile = Fake(ctx), make_profile(share=10 / (END - 16))
-    cross = Prefiller(ctx, profile, POLICY, lambda *_: source, {"cross": Stranger(90)})
+    cross = Prefiller(ctx, profile, POLICY, lambda *_: source, Stranger(90))  # type: ignore[arg-type]
     state = drive(cross, start(cross, ctx, Prefill("speculative", chooser="cross")))
     assert (state.depths[90:100] == state.layers).all()
     plain = drive(cross, start(cross, ctx, Prefill("speculative", chooser="start")))

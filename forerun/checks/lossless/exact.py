@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import tokenizers
@@ -58,14 +58,6 @@ PAGE_TOKENS = 4
 MAX_CONTEXT = 256
 CPU = torch.device("cpu")
 _ids = itertools.count()
-
-
-@dataclass(frozen=True)
-class TinyCase:
-    """A target, and how many nodes a draft for it may have: what is drawn at random must stay few enough to count."""
-
-    target: TinyTarget
-    nodes: int
 
 
 # ---- a tiny world ----
@@ -165,18 +157,17 @@ def _hidden_world(kind: str) -> DraftContext:
     return DraftContext.build(pool, Runner(target, pool, MAX_CONTEXT), tiny_tokenizer(), MAX_CONTEXT, model)
 
 
-def cases() -> list[TinyCase]:
+def tiny_targets() -> list[TinyTarget]:
     """One of each kind that shapes a distribution, greedy included."""
-    ask = SamplingParams
-    found = [
-        TinyCase(TinyTarget("temperature", tiny_logits(0.3), ask(temperature=0.6)), 5),
-        TinyCase(TinyTarget("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)), 6),
-        TinyCase(TinyTarget("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9)), 3),
-        TinyCase(TinyTarget("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3)), 3),
-        TinyCase(TinyTarget("grammar", tiny_logits(0.9), ask(1.0), _grammar), 3),
-        TinyCase(TinyTarget("greedy", tiny_logits(0.2), ask(temperature=0.0)), 6),
+    ask, more = SamplingParams, partial(TinyTarget, prompt=TINY_PROMPT)
+    return [
+        more("temperature", tiny_logits(0.3), ask(temperature=0.6), nodes=5),
+        more("top-k", tiny_logits(0.7), ask(temperature=1.4, top_k=2)),
+        more("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9), nodes=3),
+        more("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3), nodes=3),
+        more("grammar", tiny_logits(0.9), ask(1.0), _grammar, nodes=3),
+        more("greedy", tiny_logits(0.2), ask(temperature=0.0)),
     ]
-    return [replace(case, target=replace(case.target, prompt=TINY_PROMPT)) for case in found]
 
 
 @cache
@@ -194,21 +185,13 @@ def _grammar(answer: Tokens) -> AnswerGrammar:
 # ---- drafting, every outcome of it ----
 
 
-def draft_law(
-    drafter: Drafter, ctx: DraftContext, case: TinyCase, answer: Tokens, sampled: bool
-) -> list[tuple[float, Draft]]:
-    """All that a drafter can propose after this answer, with probabilities."""
-
-    return list(outcomes(lambda rng: _propose(drafter, ctx, case, answer, sampled, rng)))
-
-
-def _propose(drafter: Drafter, ctx: DraftContext, case: TinyCase, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
-    target, pool = case.target, ctx.pool
+def _propose(drafter: Drafter, ctx: DraftContext, target: TinyTarget, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
+    pool = ctx.pool
     tokens = [*target.prompt, *answer]
     constraint = target.constraint(answer) if target.constraint is not None else None
     context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
-    pages = array("i", pool.allocate(pool.pages_for(len(tokens) + case.nodes + 1)))
-    request = DraftRequest(next(_ids), context, DRAFT_DEPTH, case.nodes, pages, sampled=sampled, rng=rng)
+    pages = array("i", pool.allocate(pool.pages_for(len(tokens) + target.nodes + 1)))
+    request = DraftRequest(next(_ids), context, DRAFT_DEPTH, target.nodes, pages, sampled=sampled, rng=rng)
     try:
         if not drafter.free:  # it may read what the target has computed
             ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
@@ -230,17 +213,17 @@ class Proposals:
         self.drafts = 0  # different ones, empty ones not counted
         self._laws: dict[tuple[str, bool, Tokens], tuple[torch.Tensor, list[Draft]]] = {}
 
-    def of(self, case: TinyCase, sampled: bool) -> MakeDraft:
+    def of(self, target: TinyTarget, sampled: bool) -> MakeDraft:
         def make(tokens: list[int], rng: Rng) -> Draft:
-            weights, drafts = self._law(case, sampled, tuple(tokens[len(case.target.prompt) :]))
+            weights, drafts = self._law(target, sampled, tuple(tokens[len(target.prompt) :]))
             return drafts[rng.pick(weights)] if len(drafts) > 1 else drafts[0]
 
         return make
 
-    def _law(self, case: TinyCase, sampled: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
-        key = (case.target.name, sampled, answer)
+    def _law(self, target: TinyTarget, sampled: bool, answer: Tokens) -> tuple[torch.Tensor, list[Draft]]:
+        key = (target.name, sampled, answer)
         if key not in self._laws:
-            law = draft_law(self.drafter, self.ctx, case, answer, sampled)
+            law = list(outcomes(lambda rng: _propose(self.drafter, self.ctx, target, answer, sampled, rng)))
             self.drafts += sum(len(draft) > 0 for _, draft in law)
             self._laws[key] = torch.tensor([c for c, _ in law], dtype=torch.float64), [draft for _, draft in law]
         return self._laws[key]
@@ -253,8 +236,8 @@ def check_exact(
     on_progress: Callable[[str], None] = lambda text: None, drafters: Sequence[str] | None = None
 ) -> Iterator[Finding]:
     """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
-    targets = cases()
-    plain = {case.target.name: target_distribution(case.target, COMPARED_TOKENS) for case in targets}
+    tiny = tiny_targets()
+    plain = {target.name: target_distribution(target, COMPARED_TOKENS) for target in tiny}
     for name in registered() if drafters is None else drafters:
         kind = registered()[name]
         on_progress(f"exact: every outcome of {name}")
@@ -263,12 +246,12 @@ def check_exact(
             yield Finding("exact", name, True, "cannot work on four tokens", checked=False)
             continue
         try:
-            yield _finding(Proposals(kind(ctx), ctx), targets, plain)
+            yield _finding(Proposals(kind(ctx), ctx), tiny, plain)
         except Exception as error:  # an engine would go on without it; here it is a finding
             yield Finding("exact", name, False, f"failed on four tokens: {type(error).__name__}: {error}")
 
 
-def _finding(proposals: Proposals, targets: list[TinyCase], plain: dict[str, Law]) -> Finding:
+def _finding(proposals: Proposals, targets: list[TinyTarget], plain: dict[str, Law]) -> Finding:
     found = {name: _differences(proposals, make(), targets, plain) for name, make in LOSSLESS.items()}
     worst = {name: max(differences.values()) for name, differences in found.items()}
     wrong = [name for name in worst if worst[name] >= MAX_DIFFERENCE]
@@ -285,14 +268,14 @@ def _finding(proposals: Proposals, targets: list[TinyCase], plain: dict[str, Law
 
 
 def _differences(
-    proposals: Proposals, verifier: Verifier, targets: list[TinyCase], plain: dict[str, Law]
+    proposals: Proposals, verifier: Verifier, targets: list[TinyTarget], plain: dict[str, Law]
 ) -> dict[str, float]:
     """By target: the largest difference in the probability of any answer."""
     found: dict[str, float] = {}
-    for case in targets:
-        sampled = verifier.uses_proposals and not case.target.params.greedy
+    for target in targets:
+        sampled = verifier.uses_proposals and not target.params.greedy
         # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
         steps = 1 if sampled and not proposals.drafter.free else 2
-        law = output_distribution(proposals.of(case, sampled), case.target, verifier, COMPARED_TOKENS, steps)
-        found[case.target.name] = difference(law, plain[case.target.name])
+        law = output_distribution(proposals.of(target, sampled), target, verifier, COMPARED_TOKENS, steps)
+        found[target.name] = difference(law, plain[target.name])
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.models.cpu.library import Matrix, Part, library
 from forerun.models.cpu.quantise import format_of, q8_0, quantise
-from forerun.models.formats.gguf import TYPES
+from forerun.models.formats.dequant import block_size
 from forerun.models.linear import Linear, Norm
 
 # Formats that the kernels read: type number in GGUF files, values of a block and of an activation scale
@@ -32,7 +32,7 @@ FORMATS = {
 ROW_GROUP = 16  # rows that the kernels interleave
 QUANTISED_WEIGHTS = 1 << 21  # of a float matrix at a time
 GATES = {"silu": 1, "gelu_tanh": 2}  # of layers.c
-ROW_BYTES = {name: size for name, _, size in TYPES.values()}  # of a block
+ROW_BYTES = {name: block_size(name)[1] for name in FORMATS}  # of a block
 
 
 def problem(formats: set[str]) -> str:

@@ -103,19 +103,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def resolve(name: str, *, download: bool = True) -> Path:
     """The file or folder of a model, fetched first where that is needed and allowed."""
-    path = _existing(name)
-    if path is not None:
-        return path
-    if name.lower() in KNOWN:
-        stored = _stored(name.lower())
-        if stored.exists():
-            return stored
-        if not download:
-            raise ModelNotFound(f"{name} is not on this machine", f"fetch it: forerun models pull {name.lower()}")
-        return pull(name)
-    if hub.is_hub_id(name) and not name.endswith(".gguf"):
-        return hub.snapshot(name, download=download)
-    raise _unknown(name)
+    return _existing(name) or pull(name, download=download)
 
 
 def _existing(name: str) -> Path | None:
@@ -129,13 +117,15 @@ def _existing(name: str) -> Path | None:
         return None
 
 
-def pull(name: str) -> Path:
-    """Fetch a known model or a hub id, unless it is here already."""
+def pull(name: str, *, download: bool = True) -> Path:
+    """A known model or a hub id, fetched unless it is here already; `download`: whether that is allowed."""
     if name.lower() not in KNOWN:
-        if hub.is_hub_id(name):
-            return hub.snapshot(name, download=True)
+        if hub.is_hub_id(name) and not name.endswith(".gguf"):
+            return hub.snapshot(name, download=download)
         raise _unknown(name)
     target = _stored(name.lower())
+    if not target.exists() and not download:
+        raise ModelNotFound(f"{name} is not on this machine", f"fetch it: forerun models pull {name.lower()}")
     if not target.exists():
         _fetch(name.lower(), target)
     return target

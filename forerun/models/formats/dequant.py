@@ -35,6 +35,11 @@ class BlockFormat:
     quants: Callable[[torch.Tensor], torch.Tensor]  # [n, size] uint8 -> n * weights whole numbers, in order
 
 
+def block_size(kind: str) -> tuple[int, int]:
+    """Weights and bytes of a block of this type; a float is a block of one."""
+    return (1, _FLOATS[kind].itemsize) if kind in _FLOATS else (FORMATS[kind].weights, FORMATS[kind].size)
+
+
 def dequantise(raw: torch.Tensor, kind: str) -> torch.Tensor:
     """Rows of type `kind` as numbers: raw [rows, row_bytes] uint8 -> [rows, cols] float32."""
     if kind in _FLOATS:

@@ -15,27 +15,17 @@ from typing import Any
 import torch
 
 from forerun.errors import CorruptModel, UnsupportedModel
+from forerun.models.formats.dequant import block_size
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
-# id: (name, weights per block, bytes per block); what dequant.py turns into numbers
-TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
-}
+# Types that dequant.py turns into numbers
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 30: "BF16",
+}  # fmt: skip
 # Types that exist in other people's files: an error can name them
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
@@ -186,12 +176,12 @@ class GGUFFile:
 
     def _tensor_info(self, name: str, dims: list[int], kind: int, offset: int, size: int) -> TensorInfo:
         if kind not in TYPES:
-            known = ", ".join(entry[0] for entry in TYPES.values())
+            known = ", ".join(TYPES.values())
             raise UnsupportedModel(
                 f"{self.path.name}: tensor {name!r} has type {OTHER_TYPES.get(kind, kind)}, supported are {known}",
                 "use another quantisation of the model, for example Q4_K_M or Q8_0",
             )
-        type_name, block, block_bytes = TYPES[kind]
+        type_name, (block, block_bytes) = TYPES[kind], block_size(TYPES[kind])
         cols, rows = dims[0], 1
         for dim in dims[1:]:
             rows *= dim
