@@ -100,6 +100,7 @@ def _about(ctx: ServerContext) -> dict[str, Any]:
         "weights": llm.precision.name,
         "device": llm.decoder.device.type,
         "max_body_bytes": config.max_body_bytes,
+        "max_chars": ctx.limit.max_chars,
         "prefill": {mode: str(problem) if problem else None for mode, problem in problems.items()},
         "speculation": [
             "auto",

@@ -114,7 +114,7 @@ def test_files_that_are_no_documents(visit: Visit, content: bytes, words: str):
 
 
 def test_a_document_that_does_not_fit_is_an_error_before_the_question(visit: Visit):
-    visit.attach("tide " * 9000, "long.txt")
+    visit.attach("tide " * 4500, "long.txt")
     expect(visit.page.locator("#problem")).to_contain_text("the context holds")
     visit.page.click("#remove")
     assert visit.text("#document") == "or drop one anywhere"

@@ -1,6 +1,8 @@
 // A streamed answer on the page: provisional text in grey, black once confirmed, struck out when retracted.
-// All text is inserted as text: nothing in a document or an answer can become markup.
+// All text is inserted as text: nothing in a document or an answer can become markup. A complete answer is shown as
+// Markdown, where it has some; a button shows the text.
 
+import { rendered } from "./markdown.js";
 import { element, seconds, rate } from "./dom.js";
 
 export class AnswerView {
@@ -85,6 +87,25 @@ export class AnswerView {
   /** The answer was stopped: provisional text that is left is retracted. */
   abandon() {
     if (this._provisional.textContent) this.retract(this._provisional.textContent, this.live.provisional - this.live.confirmed);
+  }
+
+  /** The answer is complete, or was stopped. */
+  finish() {
+    const nodes = rendered(this.text);
+    const markdown = element("div", "rendered");
+    markdown.append(...nodes);
+    if (!this.text || (nodes.every((node) => node.tagName === "P" && !node.childElementCount))) return; // plain text
+    const toggle = element("button", "plain as-text", "Show as text");
+    toggle.type = "button";
+    toggle.addEventListener("click", () => this._asText(toggle, markdown, !markdown.hidden));
+    this.node.append(markdown, toggle);
+    this._asText(toggle, markdown, false);
+  }
+
+  _asText(toggle, markdown, is) {
+    markdown.hidden = is;
+    this._head.hidden = this._rest.hidden = !is;
+    toggle.textContent = is ? "Show as Markdown" : "Show as text";
   }
 
   /** Tokens per second after the first chunk; null before the second. */

@@ -1,10 +1,13 @@
 // The page as a whole: the conversation, the question, and the updates of all panels.
 
+import { Alive } from "./alive.js";
 import { AnswerView } from "./answer.js";
+import { Decisions } from "./decisions.js";
 import { DepthMap } from "./depth.js";
 import { Attached, onDrop } from "./document.js";
 import { Figures } from "./figures.js";
 import { Race, pointless } from "./race.js";
+import { reproduceNode } from "./reproduce.js";
 import { ServerError, hasKey, json, setKey } from "./server.js";
 import { Settings } from "./settings.js";
 import { streamAnswer } from "./stream.js";
@@ -19,9 +22,11 @@ const panels = {
   figures: new Figures(at("figures")),
   timeline: new Timeline(at("timeline")),
   depth: new DepthMap(at("depth")),
+  decisions: new Decisions(at("decisions")),
   tree: new TreeView(at("tree")),
 };
 const settings = new Settings(at);
+const alive = new Alive(at("gone"), () => (loaded = load()));
 const attached = new Attached(at("document"), at("remove"), problem);
 let messages = []; // the conversation so far, as it is sent
 let running = null; // the AbortController of the open request
@@ -53,13 +58,16 @@ async function askQuestion() {
   turn.append(line);
   const ended = await runExclusive(async (signal) => {
     panels.figures.waiting();
-    const reason = await streamAnswer(settings.body(asked), view.listener, signal);
+    const body = settings.body(asked);
+    turn.append(reproduceNode(body));
+    const reason = await streamAnswer(body, view.listener, signal);
     return `Answer complete: ${plural(view.live.tokens, "token")}, first token after ${seconds(view.live.shown)}`
       + `${reason === "length" ? "; it reached the longest answer allowed" : ""}.`;
   });
   if (!turn.isConnected) return; // a new conversation was started meanwhile
   view.abandon();
   view.node.setAttribute("aria-busy", "false");
+  view.finish();
   panels.figures.rest(view);
   line.textContent = view.line;
   reveal(line);
@@ -136,6 +144,7 @@ async function inspect(asked, view) {
     panels.timeline.stopped();
   } else {
     panels.timeline.final(figures);
+    panels.decisions.final(figures);
     try {
       const { pieces } = await json("/forerun/tokens", { messages: asked });
       if (!view.node.isConnected) return;
@@ -197,6 +206,7 @@ function failed(error) {
     problem(hasKey() ? error.message : "");
     return;
   }
+  if (error instanceof ServerError && !error.status) alive.check(); // nothing came, or the connection broke
   problem(error instanceof ServerError ? error.message : `Something on this page failed: ${error.message}`);
   if (!(error instanceof ServerError)) console.error(error);
 }
@@ -217,7 +227,7 @@ async function load() {
     at("about").textContent = facts.join(" · ");
     document.title = `Forerun · ${about.model}`;
     settings.offer(about);
-    attached.limit(about.max_body_bytes);
+    attached.limit(about.max_body_bytes, about.max_chars, about.context);
     await showTree();
   } catch (error) {
     at("about").textContent = "";
@@ -246,7 +256,7 @@ at("new").addEventListener("click", () => {
   messages = [];
   at("turns").replaceChildren();
   at("welcome").hidden = false;
-  for (const panel of [panels.figures, panels.timeline, panels.depth]) panel.clear();
+  for (const panel of [panels.figures, panels.timeline, panels.depth, panels.decisions]) panel.clear();
   for (const name of ["timeline", "depth"]) stale(name, false);
   problem("");
   setStatus("");

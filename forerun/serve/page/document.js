@@ -1,7 +1,10 @@
 // The document of the next question: read as text in the browser, tokenised by the server, never shown as markup.
 
-import { json } from "./server.js";
+import { ServerError, json } from "./server.js";
 import { count } from "./dom.js";
+
+const PIECE_CHARS = 1 << 17; // counted at once: a fraction of a second
+const PIECE_SLACK_TOKENS = 64; // words at the edges of pieces
 
 export class Attached {
   constructor(line, remove, problem) {
@@ -9,14 +12,17 @@ export class Attached {
     this._remove = remove;
     this._problem = problem;
     this._maxBytes = 8e6;
+    this._maxChars = Infinity;
     this._version = 0;
     remove.addEventListener("click", () => this.clear());
     this.clear();
   }
 
-  /** Largest request in bytes. */
-  limit(bytes) {
+  /** Largest request in bytes; characters and tokens that the context can hold. */
+  limit(bytes, chars, tokens) {
     this._maxBytes = bytes;
+    this._maxChars = chars;
+    this._maxTokens = tokens;
   }
 
   clear() {
@@ -44,6 +50,11 @@ export class Attached {
       this._problem(`${file.name} is not a text file in UTF-8.`);
       return;
     }
+    if (text.length > this._maxChars) {
+      this._problem(`${file.name} has ${count(text.length)} characters, the context holds ${count(this._maxChars)} at the very `
+        + `most (${count(this._maxTokens)} tokens). Choose a shorter one.`);
+      return;
+    }
     if (text.includes("\0") || !text.trim()) {
       this._problem(text.trim() ? `${file.name} is not a text file.` : `${file.name} is empty.`);
       return;
@@ -57,6 +68,7 @@ export class Attached {
     const mine = ++this._version;
     this._show(`${name} · counting tokens…`);
     try {
+      if (this.text.length > PIECE_CHARS && !(await this._countPieces(name, mine))) return;
       const asked = { messages: [...before, { role: "user", content: this.text }] };
       const { tokens, context } = await json("/forerun/tokens", asked);
       if (mine !== this._version) return;
@@ -66,9 +78,28 @@ export class Attached {
         this._problem(`${name} has ${count(tokens)} tokens with the conversation, the context holds ${count(context)}. `
           + "Choose a shorter one, or begin a new conversation.");
       }
-    } catch {
-      if (mine === this._version) this._show(name); // the question can be sent all the same
+    } catch (error) {
+      if (mine !== this._version) return;
+      this._show(name); // the question can be sent all the same
+      if (error instanceof ServerError && error.status === 400) this._problem(error.message);
     }
+  }
+
+  /** Tokens of a long text, piece by piece; false as soon as they are too many. */
+  async _countPieces(name, mine) {
+    let tokens = 0;
+    for (let at = 0; at < this.text.length; at += PIECE_CHARS) {
+      this._show(`${name} · counting tokens… ${Math.round((100 * at) / this.text.length)}%`);
+      const prompt = this.text.slice(at, at + PIECE_CHARS).toWellFormed();
+      tokens += (await json("/tokenize", { prompt, add_special_tokens: false })).count;
+      if (mine !== this._version) return false;
+      if (tokens - PIECE_SLACK_TOKENS > this._maxTokens) {
+        this.clear();
+        this._problem(`${name} has more than ${count(tokens)} tokens, the context holds ${count(this._maxTokens)}. Choose a shorter one.`);
+        return false;
+      }
+    }
+    return true;
   }
 
   _show(text) {
