@@ -36,11 +36,13 @@ def stored(name: str, rows: int = ROWS, seed: int = 0) -> tuple[torch.Tensor, np
 
 
 def rounded(x: torch.Tensor, per: int) -> np.ndarray:
-    """Activations as the kernels round them."""
-    groups = x.numpy().reshape(len(x), -1, per)
+    """Activations as the kernels round them: 32 values share a scale; in blocks of 256 scales are powers of two apart."""
+    groups = x.numpy().reshape(len(x), -1, per // 32, 32)
     peak = np.abs(groups).max(-1, keepdims=True)
-    inverse = np.where(peak > 0, np.float32(127) / np.maximum(peak, 1e-30), 0).astype(np.float32)
-    return (np.rint(groups * inverse) * (peak / np.float32(127))).reshape(x.shape)
+    top = peak.max(-2, keepdims=True)
+    power = np.minimum(np.floor(np.log2(top / np.maximum(peak, 1e-30), where=top > 0, out=np.zeros_like(peak))), 14)
+    inverse = (np.where(top > 0, np.float32(127) / np.maximum(top, 1e-30), 0) * 2.0**power).astype(np.float32)
+    return (np.rint(groups * inverse) * (top / np.float32(127) / 2.0**power)).reshape(x.shape)
 
 
 def inputs(rows: int) -> torch.Tensor:
@@ -59,6 +61,16 @@ def test_the_product_is_that_of_the_blocks(name: str) -> None:
     got = linear(x).numpy()
     assert (linear.out_features, linear.in_features) == (ROWS, COLS)
     assert np.abs(got - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_value_takes_the_scale_of_the_32_beside_it_alone(name: str) -> None:
+    raw, weight = stored(name)
+    x = inputs(4)[1:3]
+    x[0, 300], x[1, 5] = 900.0, -40000.0
+    expected = rounded(x, FORMATS[name][1]).astype(np.float64) @ weight.astype(np.float64).T
+    assert np.abs(BlockLinear([(name, raw)])(x).numpy() - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -1,8 +1,9 @@
 /* Matrix products on the blocks of GGUF files: Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
  *
  * Weights are packed once: rows interleaved by 16, the blocks' own bits otherwise, so that a product needs no horizontal
- * sums. Activations are rounded to int8 with a scale for every 256 values (K formats) or 32 (the others). A row's result
- * is computed in one order whatever rows run beside it, so its bits do not depend on the batch.
+ * sums. Activations are rounded to int8 with a scale for every 32 values; for K formats the eight scales of a superblock
+ * are one scale times powers of two, which cost an integer addition to apply. A row's result is computed in one order
+ * whatever rows run beside it, so its bits do not depend on the batch.
  * Knows no model: a matrix, rows of activations, a pool of threads.
  */
 #include "blocks.h"
@@ -13,10 +14,8 @@
 
 #define SUPER 256 /* values of a superblock */
 #define GROUP 32  /* values of a plain block */
-#define PREFETCH_BYTES 4096 /* how far ahead of the products weights are fetched */
-/* Activation rows of a tile. More (8) keep no more data in registers and read weights from memory at half the speed:
- * 8 rows of 64 MB Q4_K take 5.5 ms in one tile, 3.5 in two, of which the second fetches the next weights (1 row: 1.6). */
-#define TILE 4
+#define PREFETCH_BYTES 6144 /* how far ahead of the products weights are fetched: without, 8 rows take 1.7 times as long, one 1.2 */
+#define MAX_SHIFT 14 /* scales of a superblock's groups: at most 2**14 apart */
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* as in GGUF files */
 
@@ -157,71 +156,126 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
 
 /* ---- activations ------------------------------------------------------------------------------------------------ */
 
-/* One row as int8: `per` values share a scale; sums of 32 (per == 32) or of 16 values (per == 256, as Q6_K has them).
- * With eps >= 0 the row is RMS-normalised first; `norm` may be null. */
-static void quantise_row(const float *x, const float *norm, float eps, int64_t n, int per, int8_t *q, float *scales,
-                         int16_t *sums) {
-    Vec factor = v_set(1.0f);
-    if (eps >= 0) {
-        Vec total = v_set(0);
-        for (int64_t i = 0; i < n; i += LANES) total = v_fma(v_load(x + i), v_load(x + i), total);
-        factor = v_set((float)(1.0 / sqrt((double)v_sum(total) / n + eps)));
+/* A prepared row: int8 values, then what the kernels need of them, each array aligned to 64 bytes. */
+typedef struct {
+    int8_t *q;
+    float *scales;    /* by block */
+    int16_t *sums;    /* by group; of superblocks, times the group's power of two, in units of 2**(shift of the block) */
+    int32_t *powers;  /* of superblocks alone: log2 of a group's scale to the block's, as an addition to a float's exponent */
+    int32_t *shifts;  /* by block: that of its sums, likewise */
+    int32_t *offsets; /* by 16 values: -32 times their sum, for Q6_K (with 8 lanes: a pair of int16 that adds up to it) */
+} Row;
+
+static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
+static int64_t row_parts(uint8_t *at, int64_t cols, int per, Row *row) {
+    uint8_t *start = at;
+    *row = (Row){0};
+    row->q = (int8_t *)at, at += align64(cols);
+    row->scales = (float *)at, at += align64(cols / per * 4);
+    row->sums = (int16_t *)at, at += align64(cols / GROUP * 2);
+    if (per == SUPER) {
+        row->powers = (int32_t *)at, at += align64(cols / GROUP * 4);
+        row->shifts = (int32_t *)at, at += align64(cols / SUPER * 4);
+        row->offsets = (int32_t *)at, at += align64(cols / 16 * 4);
     }
-    const int span = per == SUPER ? 16 : 32;
-    for (int64_t b = 0; b < n / per; b++) {
-        Vec v[SUPER / LANES], peak = v_set(0);
-        for (int i = 0; i < per / LANES; i++) {
-            v[i] = v_mul(v_load(x + b * per + i * LANES), factor);
-            if (norm) v[i] = v_mul(v[i], v_load(norm + b * per + i * LANES));
-            peak = v_max(peak, v_abs(v[i]));
-        }
-        float top = v_peak(peak);
-        Vec inverse = v_set(top > 0 ? 127.0f / top : 0.0f);
-        scales[b] = top / 127.0f;
-        int8_t *o = q + b * per;
-        for (int i = 0; i < per / LANES; i++) v_store_int8(o + i * LANES, v_mul(v[i], inverse));
-        const __m128i ones = _mm_set1_epi8(1), pairs = _mm_set1_epi16(1);
-        for (int g = 0; g < per / span; g++) {
-            __m128i sum = _mm_setzero_si128();
-            for (int i = 0; i < span; i += 16)
-                sum = _mm_add_epi16(sum, _mm_maddubs_epi16(ones, _mm_loadu_si128((const __m128i *)(o + g * span + i))));
-            sum = _mm_madd_epi16(sum, pairs);
-            sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
-            sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
-            sums[b * (per / span) + g] = (int16_t)_mm_cvtsi128_si32(sum);
-        }
+    return at - start;
+}
+int64_t fr_row_bytes(int64_t cols, int per) {
+    Row row;
+    return row_parts((uint8_t *)64, cols, per, &row);
+}
+
+INLINE int32_t sum16(const int8_t *q) {
+    __m128i sum = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)q));
+    sum = _mm_madd_epi16(sum, _mm_set1_epi16(1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
+}
+
+INLINE int32_t offset_of(int32_t sum) { return LANES == 16 ? -32 * sum : (int32_t)((-16 * sum & 0xffff) * 0x10001u); }
+
+/* 32 values with a scale of their own. */
+INLINE void quantise_group(const Vec *v, int64_t b, const Row *row) {
+    Vec peak = v_abs(v[0]);
+    for (int i = 1; i < GROUP / LANES; i++) peak = v_max(peak, v_abs(v[i]));
+    float top = v_peak(peak);
+    Vec inverse = v_set(top > 0 ? 127.0f / top : 0.0f);
+    int8_t *q = row->q + b * GROUP;
+    for (int i = 0; i < GROUP / LANES; i++) v_store_int8(q + i * LANES, v_mul(v[i], inverse));
+    row->scales[b] = top / 127.0f;
+    row->sums[b] = (int16_t)(sum16(q) + sum16(q + 16));
+}
+
+/* 256 values: the scale of their peak, of which a group of 32 takes the smallest half, quarter, ... that covers it. */
+INLINE void quantise_super(const Vec *v, int64_t b, const Row *row) {
+    float peaks[8], top = 0;
+    int32_t power[8], sum[8], largest = 0, shift = 0;
+    for (int g = 0; g < 8; g++) {
+        Vec peak = v_abs(v[g * GROUP / LANES]);
+        for (int i = 1; i < GROUP / LANES; i++) peak = v_max(peak, v_abs(v[g * GROUP / LANES + i]));
+        peaks[g] = v_peak(peak), top = peaks[g] > top ? peaks[g] : top;
+    }
+    if (top < 1e-30f) top = 0; /* what its inverse could not hold */
+    __m256i exponent = _mm256_castps_si256(_mm256_div_ps(_mm256_set1_ps(top), _mm256_loadu_ps(peaks))); /* not a number: large */
+    exponent = _mm256_sub_epi32(_mm256_srli_epi32(exponent, 23), _mm256_set1_epi32(127));
+    exponent = _mm256_sub_epi32(_mm256_set1_epi32(MAX_SHIFT), _mm256_min_epi32(exponent, _mm256_set1_epi32(MAX_SHIFT)));
+    _mm256_storeu_si256((__m256i *)power, exponent);
+    _mm256_storeu_si256((__m256i *)(row->powers + 8 * b), _mm256_slli_epi32(exponent, 23));
+    row->scales[b] = top / (127.0f * (1 << MAX_SHIFT));
+    float inverse = top > 0 ? 127.0f / top : 0.0f;
+    for (int g = 0; g < 8; g++) {
+        int8_t *q = row->q + b * SUPER + g * GROUP;
+        Vec factor = v_set(inverse * (float)(1 << (MAX_SHIFT - power[g])));
+        for (int i = 0; i < GROUP / LANES; i++) v_store_int8(q + i * LANES, v_mul(v[g * GROUP / LANES + i], factor));
+        int32_t s0 = sum16(q), s1 = sum16(q + 16);
+        row->offsets[16 * b + 2 * g] = offset_of(s0), row->offsets[16 * b + 2 * g + 1] = offset_of(s1);
+        sum[g] = (s0 + s1) * (1 << power[g]);
+        largest |= sum[g] < 0 ? -sum[g] : sum[g];
+    }
+    while (largest >> shift > INT16_MAX) shift++;
+    row->shifts[b] = shift << 23;
+    for (int g = 0; g < 8; g++) {
+        int32_t rounded = (sum[g] + (1 << shift >> 1)) >> shift;
+        row->sums[8 * b + g] = (int16_t)(rounded > INT16_MAX ? INT16_MAX : rounded);
     }
 }
 
-/* Bytes of a prepared row: int8 values, scales, sums; each part aligned to 64. */
-static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
-int64_t fr_row_bytes(int64_t cols, int per) {
-    int span = per == SUPER ? 16 : 32;
-    return align64(cols) + align64(cols / per * 4) + align64(cols / span * 2);
-}
-static void row_parts(const uint8_t *row, int64_t cols, int per, const int8_t **q, const float **scales, const int16_t **sums) {
-    *q = (const int8_t *)row;
-    *scales = (const float *)(row + align64(cols));
-    *sums = (const int16_t *)(row + align64(cols) + align64(cols / per * 4));
-}
+/* One row as int8. With eps >= 0 it is RMS-normalised first; `norm` may be null. */
 void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int per, uint8_t *out) {
-    const int8_t *q; const float *scales; const int16_t *sums;
-    row_parts(out, cols, per, &q, &scales, &sums);
-    quantise_row(x, norm, eps, cols, per, (int8_t *)q, (float *)scales, (int16_t *)sums);
+    Row row;
+    row_parts(out, cols, per, &row);
+    Vec factor = v_set(1.0f);
+    if (eps >= 0) {
+        Vec total = v_set(0);
+        for (int64_t i = 0; i < cols; i += LANES) total = v_fma(v_load(x + i), v_load(x + i), total);
+        factor = v_set((float)(1.0 / sqrt((double)v_sum(total) / cols + eps)));
+    }
+    for (int64_t b = 0; b < cols / per; b++) {
+        Vec v[SUPER / LANES];
+        for (int i = 0; i < per / LANES; i++) {
+            v[i] = v_mul(v_load(x + b * per + i * LANES), factor);
+            if (norm) v[i] = v_mul(v[i], v_load(norm + b * per + i * LANES));
+        }
+        if (per == SUPER) quantise_super(v, b, &row);
+        else quantise_group(v, b, &row);
+    }
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
-typedef struct { const int8_t *q; const float *scales; const int16_t *sums; } Row;
-/* Weights that are needed later, while these are multiplied: `ahead` bytes on, 0: none. */
-INLINE void prefetch(const uint8_t *w, int64_t bytes, int64_t ahead) {
-    if (ahead)
-        for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)w + ahead + i, _MM_HINT_T1);
+/* The weights from `w` on, into a core's second cache. */
+INLINE void fetch(const uint8_t *w, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)w + i, _MM_HINT_T1);
+}
+/* Those PREFETCH_BYTES on, while these are multiplied. */
+INLINE void fetch_ahead(const uint8_t *w, int64_t bytes, int ahead) {
+    if (ahead) fetch(w + PREFETCH_BYTES, bytes);
 }
 INLINE int32_t word(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
 
 #if LANES == 16
 #define ISA "avx512_vnni"
+#define TILE 8 /* activation rows of a tile: as many as there are registers for */
 INLINE __m512 half16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
 /* The 8 vectors of a group: 4 consecutive quants of each of 16 rows. */
@@ -252,18 +306,22 @@ INLINE void load_group(const uint8_t *w, int bits, __m512i *v) {
         }
     }
 }
+/* A float times the power of two that `power` adds to its exponent; zero becomes about 1e-34. */
+INLINE __m512 times_power(__m512 a, const int32_t *power) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(*power)));
+}
 INLINE __m512i dot4(__m512i acc, const __m512i *v, const int8_t *x) {
     for (int s = 0; s < 4; s++) acc = _mm512_dpbusd_epi32(acc, v[s], _mm512_set1_epi32(word(x + 4 * s)));
     return acc;
 }
 
 INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const Row *x, int T,
-                       float *y, int64_t ldy, int64_t ahead) {
+                       float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
         __m512i v[8];
-        prefetch(w, k->packed_bytes, ahead);
+        fetch_ahead(w, k->packed_bytes, ahead);
         __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
         load_group(w + (mins ? 4 : 2) * ROWS, bits, v);
         for (int t = 0; t < T; t++) {
@@ -278,12 +336,12 @@ INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int64_t ahead) {
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     const int group = 256 + (bits == 5 ? 64 : 0);
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-        prefetch(w, k->packed_bytes, ahead);
+        fetch_ahead(w, k->packed_bytes, ahead);
         __m512 part[TILE], d = half16(w), dm = half16(w + 2 * ROWS);
         __m512i min[TILE];
         for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps(), min[t] = _mm512_setzero_si512();
@@ -294,29 +352,28 @@ INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks
             for (int t = 0; t < T; t++) {
                 const int8_t *q = x[t].q + SUPER * b + GROUP * j;
                 __m512i i = dot4(dot4(_mm512_setzero_si512(), v, q), v + 4, q + 16);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i), sc, part[t]);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i), times_power(sc, x[t].powers + 8 * b + j), part[t]);
             }
         }
         for (int p = 0; p < 4; p++) {
             __m512i m = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(w + 12 * ROWS + 2 * ROWS * p)));
             for (int t = 0; t < T; t++) {
-                const int16_t *s = x[t].sums + 16 * b + 4 * p;
-                uint32_t both = (uint16_t)(s[0] + s[1]) | (uint32_t)(uint16_t)(s[2] + s[3]) << 16;
-                min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32((int32_t)both));
+                min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32(word(x[t].sums + 8 * b + 2 * p)));
             }
         }
         for (int t = 0; t < T; t++) {
-            __m512 f = _mm512_fmsub_ps(part[t], d, _mm512_mul_ps(_mm512_cvtepi32_ps(min[t]), dm));
+            __m512 f = _mm512_mul_ps(part[t], d);
+            f = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min[t]), times_power(dm, x[t].shifts + b), f);
             acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(x[t].scales[b]), acc[t]);
         }
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
-INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int64_t ahead) {
+INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-        prefetch(w, k->packed_bytes, ahead);
+        fetch_ahead(w, k->packed_bytes, ahead);
         __m512 part[TILE], d = half16(w);
         for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps();
         for (int j = 0; j < 8; j++) {
@@ -327,11 +384,10 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *
             __m512 sc1 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(s + ROWS))));
             for (int t = 0; t < T; t++) {
                 const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                const int16_t *sum = x[t].sums + 16 * b + 2 * j;
-                __m512i i0 = dot4(_mm512_set1_epi32(-32 * sum[0]), v, q);
-                __m512i i1 = dot4(_mm512_set1_epi32(-32 * sum[1]), v + 4, q + 16);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i0), sc0, part[t]);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i1), sc1, part[t]);
+                const int32_t *offset = x[t].offsets + 16 * b + 2 * j, *power = x[t].powers + 8 * b + j;
+                __m512i i0 = dot4(_mm512_set1_epi32(offset[0]), v, q), i1 = dot4(_mm512_set1_epi32(offset[1]), v + 4, q + 16);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i0), times_power(sc0, power), part[t]);
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i1), times_power(sc1, power), part[t]);
             }
         }
         for (int t = 0; t < T; t++)
@@ -341,6 +397,7 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *
 }
 #else
 #define ISA "avx2"
+#define TILE 4
 INLINE __m256 half8(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 
 /* As above for rows 8h to 8h + 7. */
@@ -372,6 +429,9 @@ INLINE void load_group(const uint8_t *w, int bits, int h, __m256i *v) {
         }
     }
 }
+INLINE __m256 times_power(__m256 a, const int32_t *power) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(*power)));
+}
 /* Sums of pairs in 16 bits: 4 vectors of quants up to 31 cannot overflow them (4 * 2 * 31 * 127 < 2**15). */
 INLINE __m256i dot16(const __m256i *v, const int8_t *x) {
     __m256i acc = _mm256_maddubs_epi16(v[0], _mm256_set1_epi32(word(x)));
@@ -390,7 +450,7 @@ INLINE __m256i dot_signed(__m256i acc, const __m256i *v, const int8_t *x) { /* q
 }
 
 INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const Row *x, int T,
-                       float *y, int64_t ldy, int64_t ahead) {
+                       float *y, int64_t ldy, int ahead) {
     const __m256i ones = _mm256_set1_epi16(1);
     for (int h = 0; h < 2; h++) {
         const uint8_t *w = w0;
@@ -398,7 +458,7 @@ INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
         for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
             __m256i v[8];
-            if (!h) prefetch(w, k->packed_bytes, ahead);
+            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
             __m256 d = half8(w + 16 * h), m = mins ? half8(w + 2 * ROWS + 16 * h) : _mm256_setzero_ps();
             load_group(w + (mins ? 4 : 2) * ROWS, bits, h, v);
             for (int t = 0; t < T; t++) {
@@ -423,38 +483,38 @@ INLINE __m256i twice(__m128i bytes8) { /* 8 bytes as pairs of equal int16 */
 }
 INLINE __m256i twice_signed(__m128i bytes8) { return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes8, bytes8)); }
 
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int64_t ahead) {
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     const int group = 256 + (bits == 5 ? 64 : 0);
     for (int h = 0; h < 2; h++) {
         const uint8_t *w = w0;
         __m256 acc[TILE];
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
         for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-            __m256i part[TILE], min[TILE];
-            if (!h) prefetch(w, k->packed_bytes, ahead);
-            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_si256(), min[t] = _mm256_setzero_si256();
+            __m256 part[TILE];
+            __m256i min[TILE];
+            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
+            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps(), min[t] = _mm256_setzero_si256();
             for (int j = 0; j < 8; j++) {
                 __m256i v[8];
                 load_group(w + 20 * ROWS + group * j, bits, h, v);
                 __m256i sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
                 for (int t = 0; t < T; t++) {
                     const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                    __m256i lo = dot16(v, q), hi = dot16(v + 4, q + 16);
-                    if (bits == 4) part[t] = _mm256_add_epi32(part[t], _mm256_madd_epi16(_mm256_add_epi16(lo, hi), sc));
-                    else part[t] = _mm256_add_epi32(part[t], _mm256_add_epi32(_mm256_madd_epi16(lo, sc), _mm256_madd_epi16(hi, sc)));
+                    __m256i lo = dot16(v, q), hi = dot16(v + 4, q + 16), i;
+                    if (bits == 4) i = _mm256_madd_epi16(_mm256_add_epi16(lo, hi), sc);
+                    else i = _mm256_add_epi32(_mm256_madd_epi16(lo, sc), _mm256_madd_epi16(hi, sc));
+                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i), x[t].powers + 8 * b + j));
                 }
             }
             for (int p = 0; p < 4; p++) {
                 __m256i m = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 12 * ROWS + 2 * ROWS * p + 16 * h)));
-                for (int t = 0; t < T; t++) {
-                    const int16_t *s = x[t].sums + 16 * b + 4 * p;
-                    uint32_t both = (uint16_t)(s[0] + s[1]) | (uint32_t)(uint16_t)(s[2] + s[3]) << 16;
-                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32((int32_t)both)));
-                }
+                for (int t = 0; t < T; t++)
+                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32(word(x[t].sums + 8 * b + 2 * p))));
             }
             __m256 d = half8(w + 16 * h), dm = half8(w + 2 * ROWS + 16 * h);
             for (int t = 0; t < T; t++) {
-                __m256 f = _mm256_fmsub_ps(_mm256_cvtepi32_ps(part[t]), d, _mm256_mul_ps(_mm256_cvtepi32_ps(min[t]), dm));
+                __m256 f = _mm256_mul_ps(part[t], d);
+                f = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(min[t]), times_power(dm, x[t].shifts + b), f);
                 acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(x[t].scales[b]), acc[t]);
             }
         }
@@ -468,15 +528,15 @@ INLINE __m256i dot6(const __m256i *v, const int8_t *x, __m256i sc) { /* quants u
                                  _mm256_maddubs_epi16(v[3], _mm256_set1_epi32(word(x + 12))));
     return _mm256_add_epi32(_mm256_madd_epi16(a, sc), _mm256_madd_epi16(b, sc));
 }
-INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int64_t ahead) {
+INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     for (int h = 0; h < 2; h++) {
         const uint8_t *w = w0;
         __m256 acc[TILE];
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
         for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-            __m256i part[TILE];
-            if (!h) prefetch(w, k->packed_bytes, ahead);
-            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_si256();
+            __m256 part[TILE];
+            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
+            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps();
             for (int j = 0; j < 8; j++) {
                 __m256i v[8];
                 load_group(w + 18 * ROWS + 384 * j, 6, h, v);
@@ -485,17 +545,17 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row 
                 __m256i sc1 = twice_signed(_mm_loadl_epi64((const __m128i *)(s + ROWS)));
                 for (int t = 0; t < T; t++) {
                     const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                    const int16_t *sum = x[t].sums + 16 * b + 2 * j;
+                    const int32_t *offset = x[t].offsets + 16 * b + 2 * j;
                     __m256i i = _mm256_add_epi32(dot6(v, q, sc0), dot6(v + 4, q + 16, sc1));
-                    /* -32 * sum: a pair of int16 that adds up to it with equal scales */
-                    __m256i o0 = _mm256_madd_epi16(sc0, _mm256_set1_epi16((int16_t)(-16 * sum[0])));
-                    __m256i o1 = _mm256_madd_epi16(sc1, _mm256_set1_epi16((int16_t)(-16 * sum[1])));
-                    part[t] = _mm256_add_epi32(part[t], _mm256_add_epi32(i, _mm256_add_epi32(o0, o1)));
+                    __m256i o = _mm256_add_epi32(_mm256_madd_epi16(sc0, _mm256_set1_epi32(offset[0])),
+                                                 _mm256_madd_epi16(sc1, _mm256_set1_epi32(offset[1])));
+                    __m256 f = _mm256_cvtepi32_ps(_mm256_add_epi32(i, o));
+                    part[t] = _mm256_add_ps(part[t], times_power(f, x[t].powers + 8 * b + j));
                 }
             }
             __m256 d = half8(w + 16 * h);
             for (int t = 0; t < T; t++)
-                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(part[t]), d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
+                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(part[t], d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
     }
@@ -504,7 +564,7 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row 
 
 const char *fr_isa(void) { return ISA; }
 
-INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int64_t ahead) {
+INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     switch (k->type) {
     case Q4_0: plain_tile(k, 4, 0, 8, w, blocks, x, T, y, ldy, ahead); break;
     case Q4_1: plain_tile(k, 4, 1, 0, w, blocks, x, T, y, ldy, ahead); break;
@@ -516,24 +576,26 @@ INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, 
     case Q6_K: q6_tile(k, w, blocks, x, T, y, ldy, ahead); break;
     }
 }
-typedef void Tile(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t, int64_t);
-#define FIXED(T) static __attribute__((noinline)) void tile##T(const Kind *k, const uint8_t *w, int64_t b, const Row *x, float *y, int64_t ldy, int64_t ahead) { tile(k, w, b, x, T, y, ldy, ahead); }
+typedef void Tile(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t, int);
+#define FIXED(T) static __attribute__((noinline)) void tile##T(const Kind *k, const uint8_t *w, int64_t b, const Row *x, float *y, int64_t ldy, int ahead) { tile(k, w, b, x, T, y, ldy, ahead); }
 FIXED(1) FIXED(2) FIXED(3) FIXED(4)
+#if TILE == 8
+FIXED(5) FIXED(6) FIXED(7) FIXED(8)
+static Tile *const TILES[] = {0, tile1, tile2, tile3, tile4, tile5, tile6, tile7, tile8};
+#else
 static Tile *const TILES[] = {0, tile1, tile2, tile3, tile4};
+#endif
 
 /* Row groups from..to of a packed matrix times `count` prepared rows: y [count, (to - from) ROWS]. */
 void fr_product(int type, const uint8_t *w, int64_t cols, int64_t from, int64_t to, const uint8_t *x, int64_t count, float *y) {
     const Kind *k = kind_of(type);
     int64_t blocks = cols / k->per, bytes = fr_row_bytes(cols, k->per), ldy = (to - from) * ROWS;
+    fetch(w + from * blocks * k->packed_bytes, PREFETCH_BYTES);
     for (int64_t g = from; g < to; g++)
         for (int64_t t = 0; t < count; t += TILE) {
             Row row[TILE];
             int n = count - t < TILE ? (int)(count - t) : TILE;
-            for (int i = 0; i < n; i++)
-                row_parts(x + (t + i) * bytes, cols, k->per, &row[i].q, &row[i].scales, &row[i].sums);
-            /* one row: hardware fetches them in time; one tile: its own weights, a little ahead; of several tiles the last:
-             * those of the next group */
-            int64_t ahead = count == 1 ? 0 : count <= TILE ? PREFETCH_BYTES : t + TILE >= count ? blocks * k->packed_bytes : 0;
-            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, y + t * ldy + (g - from) * ROWS, ldy, ahead);
+            for (int i = 0; i < n; i++) row_parts((uint8_t *)x + (t + i) * bytes, cols, k->per, row + i);
+            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, y + t * ldy + (g - from) * ROWS, ldy, !t);
         }
 }

@@ -9,7 +9,11 @@
 
 #include <math.h>
 
-#define CHUNK_BYTES (48 << 10) /* of weights that a thread takes at a time: a few microseconds of reading */
+/* Weights that a thread takes at a time. A chunk begins with memory's latency: 512 KB are read a quarter faster than 48.
+ * The last ones of a product are short, so that threads end together. */
+#define CHUNK_BYTES (48 << 10)
+#define LONG_CHUNK_BYTES (512 << 10)
+#define LONG_CHUNKS 4          /* that a thread has at least, of a small matrix */
 #define PROMPT_ROWS 32         /* more rows: compute counts, not reading; a chunk is PROMPT_GROUPS of weight rows */
 #define PROMPT_GROUPS 4
 
@@ -26,6 +30,7 @@ typedef struct {
     uint8_t *prepared[2]; /* rows by 32 and by 256 */
     const float *bias, *add; float *y;
     int64_t first[MAX_PARTS], groups[MAX_PARTS]; /* chunk at which a part begins, row groups of its chunks */
+    int64_t tail_chunk, tail_from, tail_groups;  /* of the last part: the first short chunk, where it begins, groups of each */
 } Call;
 
 /* act(gate) * up for gate, up = the halves of a row of 2 n */
@@ -59,8 +64,9 @@ static Place place_of(const Call *c, int64_t chunk) {
     int64_t p = 0, column = 0;
     while (p + 1 < c->num_parts && chunk >= c->first[p + 1]) column += c->parts[p++].rows;
     const Part *part = c->parts + p;
-    int64_t all = (part->rows + ROWS - 1) / ROWS, from = (chunk - c->first[p]) * c->groups[p];
-    int64_t to = from + c->groups[p] < all ? from + c->groups[p] : all;
+    int64_t all = (part->rows + ROWS - 1) / ROWS, groups = c->groups[p], from = (chunk - c->first[p]) * groups;
+    if (chunk >= c->tail_chunk) groups = c->tail_groups, from = c->tail_from + (chunk - c->tail_chunk) * groups;
+    int64_t to = from + groups < all ? from + groups : all;
     return (Place){part, column, from, to, from * ROWS, to * ROWS < part->rows ? to * ROWS : part->rows};
 }
 
@@ -89,15 +95,22 @@ static void commit_chunk(const void *arg, int64_t chunk, const void *buffer) {
 }
 
 static void product(const Matrix *m, Input in, int64_t count, const float *add, float *y) {
-    Call c = {m->parts, m->num_parts, m->rows, in, count, {0, 0}, m->bias, add, y, {0}, {0}};
-    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[2] = {0, 0};
+    Call c = {m->parts, m->num_parts, m->rows, in, count, {0, 0}, m->bias, add, y, {0}, {0}, 0, 0, 0};
+    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[2] = {0, 0}, threads = pool_threads(), length = 0;
+    for (int64_t p = 0; p < m->num_parts; p++) length += m->parts[p].bytes;
+    length /= LONG_CHUNKS * threads;
+    length = length < CHUNK_BYTES ? CHUNK_BYTES : length > LONG_CHUNK_BYTES ? LONG_CHUNK_BYTES : length;
     for (int64_t p = 0; p < m->num_parts; p++) {
         const Part *part = m->parts + p;
-        int64_t all = (part->rows + ROWS - 1) / ROWS, bytes = part->bytes / all;
-        int64_t groups = count > PROMPT_ROWS ? PROMPT_GROUPS : CHUNK_BYTES / bytes;
-        c.first[p] = chunks, c.groups[p] = groups < 1 ? 1 : groups;
-        chunks += (all + c.groups[p] - 1) / c.groups[p];
-        widest = c.groups[p] > widest ? c.groups[p] : widest;
+        int64_t all = (part->rows + ROWS - 1) / ROWS, bytes = part->bytes / all, tail = 0;
+        int64_t groups = count > PROMPT_ROWS ? PROMPT_GROUPS : length > bytes ? length / bytes : 1;
+        if (p + 1 == m->num_parts && count <= PROMPT_ROWS) /* about a long chunk of each thread */
+            tail = all - (all > groups * threads ? (all - groups * threads) / groups * groups : 0);
+        c.first[p] = chunks, c.groups[p] = groups;
+        chunks += (all - tail + groups - 1) / groups;
+        c.tail_chunk = chunks, c.tail_from = all - tail, c.tail_groups = CHUNK_BYTES > bytes ? CHUNK_BYTES / bytes : 1;
+        chunks += (tail + c.tail_groups - 1) / c.tail_groups;
+        widest = groups > widest ? groups : widest;
         row_bytes[part->per == 256] = fr_row_bytes(cols, part->per);
     }
     Arena *arena;

@@ -208,6 +208,8 @@ static void run_together(const Job *job, int others) {
     waited_ns += now_ns() - start;
 }
 
+int pool_threads(void) { return atomic_load_explicit(&wanted, memory_order_relaxed) + 1; }
+
 void pool_run(const Job *job) {
     int others = atomic_load_explicit(&wanted, memory_order_relaxed);
     if (job->chunks <= 1 || !others || pthread_mutex_trylock(&calling)) {

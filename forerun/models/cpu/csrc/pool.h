@@ -13,6 +13,7 @@ typedef struct {
     size_t arg_bytes, buffer_bytes;
     int64_t chunks;
 } Job;
+int pool_threads(void); /* that take chunks, the caller's included */
 void pool_run(const Job *job); /* all chunks, in any order, on this thread and the pool's */
 
 typedef struct { void *memory; size_t bytes; int lent; } Arena;
