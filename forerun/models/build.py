@@ -37,7 +37,6 @@ from forerun.models.linear import (
     Int8Rows,
     Linear,
     Norm,
-    PackedFloat16,
     PackedInt8,
     Precision,
     Rotation,
@@ -255,12 +254,7 @@ def attention_backend(
         from forerun.models.cuda.attention import PagedAttention
 
         return PagedAttention(config, device, max_context)
-    # with 16-bit layers torch needs its threads, which the kernels' own would take from it
-    if (
-        precision.linear is BlockLinear
-        and "16" not in precision.plan.split(",")
-        and not PagedCpuAttention.problem(config)
-    ):
+    if precision.linear is BlockLinear and not PagedCpuAttention.problem(config):
         return PagedCpuAttention(config, device, max_context)
     rounds = precision.name in ("int8", "file", "mixed")  # where a difference in the last bit would grow
     return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
@@ -330,12 +324,9 @@ class LayerBuilder:
     def file_linear(self, *names: str, bias: Tensor | None = None, rows: int | None = None) -> Linear:
         """Matrices one above the other in the file's own blocks, or as planned; of one alone the first `rows` if
         given."""
-        if self.plan is not None and self._bits(names[0]) == 16:
-            linear: Linear = PackedFloat16(self.weights(*names), bias)
-        else:
-            blocks = [self._blocks(name, rows) for name in names]
-            streamed = self.plan is not None and self.plan.streams(names[0])
-            linear = StreamedLinear(blocks, bias, self.packed, names) if streamed else BlockLinear(blocks, bias)
+        blocks = [self._blocks(name, rows) for name in names]
+        streamed = self.plan is not None and self.plan.streams(names[0])
+        linear = StreamedLinear(blocks, bias, self.packed, names) if streamed else BlockLinear(blocks, bias)
         self.checkpoint.release()
         return linear
 

@@ -1,7 +1,7 @@
 """Linear layers on the blocks of a GGUF file, multiplied by the C library as they are: 4 bits are read as 4 bits.
 
 Prompts and answers run through the same kernel, and a row's result does not depend on the rows beside it. Activations
-are rounded to int8 for every block of 256 values (K formats) or 32. Knows no file: it is given bytes.
+are rounded to int8, 32 values with a scale; beside float16 they stay float32. Knows no file: it is given bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from forerun.models.cpu.quantise import format_of, q8_0, quantise
 from forerun.models.formats.dequant import block_size
 from forerun.models.linear import Linear, Norm
 
-# Formats that the kernels read: type number in GGUF files, values of a block and of an activation scale
+# Formats that the kernels read: type number in GGUF files, values of a block
 FORMATS = {
+    "F16": (1, 1),
     "Q4_0": (2, 32),
     "Q4_1": (3, 32),
     "Q5_0": (6, 32),
@@ -76,7 +77,7 @@ class PackedBlocks:
 
     @classmethod
     def quantised(cls, weight: Tensor, bits: int) -> PackedBlocks:
-        """A float matrix in 4 or 8 bits, some rows at a time: no copy of all of it is made."""
+        """A float matrix in 4, 8 or 16 bits, some rows at a time: no copy of all of it is made."""
         kernels = library()
         assert kernels is not None
         (rows, cols), format = weight.shape, format_of(weight.shape[1], bits)

@@ -23,6 +23,7 @@ from forerun.errors import BadRequest
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.block_linear import FORMATS
 from forerun.models.cpu.importance import (
+    BITS,
     UnitCost,
     WeightGoal,
     WeightPlan,
@@ -194,10 +195,9 @@ def unit_bytes(config: ModelConfig) -> list[dict[int, int]]:
     """What each layer, then the head, takes in memory in 16, 8 and 4 bits."""
     kernels = library()
     assert kernels is not None
-    sizes: list[dict[int, int]] = [dict.fromkeys((16, 8, 4), 0) for _ in range(config.num_layers + 1)]
+    sizes: list[dict[int, int]] = [dict.fromkeys(BITS, 0) for _ in range(config.num_layers + 1)]
     for unit, rows, cols in _matrices(config):
-        sizes[unit][16] += 2 * rows * cols
-        for bits in (8, 4):
+        for bits in BITS:
             sizes[unit][bits] += kernels.fr_packed_bytes(FORMATS[format_of(cols, bits)][0], rows, cols)
     return sizes
 

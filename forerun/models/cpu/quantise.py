@@ -1,4 +1,4 @@
-"""Float matrices as blocks of GGUF formats: 8 bits (Q8_0) and 4 bits (Q4_K, or Q4_1 where rows are no multiple of 256).
+"""Float matrices in GGUF formats: 16 bits (F16), 8 (Q8_0) and 4 (Q4_K, or Q4_1 where rows are no multiple of 256).
 
 A block's scale and minimum are searched for: a few ranges are tried, each is fitted to the levels it gives by least
 squares, the one with the least squared error is taken. Knows no model and no kernel.
@@ -19,17 +19,24 @@ RANGE_STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[str, Tensor]:
-    """A matrix [rows, cols] in 4 or 8 bits as a file would store it: its format and bytes [rows, row bytes]."""
+    """A matrix [rows, cols] in 4, 8 or 16 bits as a file would store it: its format and bytes [rows, row bytes]."""
     rows, cols = weight.shape
     format = format_of(cols, bits)
-    make: Callable[[Tensor], Tensor] = {"Q8_0": q8_0, "Q4_K": q4_k, "Q4_1": q4_1}[format]
+    make: Callable[[Tensor], Tensor] = {"F16": f16, "Q8_0": q8_0, "Q4_K": q4_k, "Q4_1": q4_1}[format]
     step = max(1, CHUNK_WEIGHTS // cols)
     return format, torch.cat([make(weight[at : at + step].float()) for at in range(0, rows, step)])
 
 
 def format_of(cols: int, bits: int) -> str:
     """The format of a matrix with rows of so many values."""
-    return "Q8_0" if bits == 8 else "Q4_K" if cols % 256 == 0 else "Q4_1"
+    if bits == 4:
+        return "Q4_K" if cols % 256 == 0 else "Q4_1"
+    return "Q8_0" if bits == 8 else "F16"
+
+
+def f16(weight: Tensor) -> Tensor:
+    """[rows, cols] -> [rows, bytes]."""
+    return weight.clamp(-65504, 65504).half().contiguous().view(torch.uint8)
 
 
 def q8_0(weight: Tensor) -> Tensor:

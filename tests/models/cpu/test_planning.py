@@ -15,6 +15,7 @@ from forerun.cli import main
 from forerun.errors import BadRequest
 from forerun.inputs import weight_goal
 from forerun.models.cpu import planning
+from forerun.models.cpu.attention import FusedLayers, PagedCpuAttention
 from forerun.models.cpu.importance import UnitCost, WeightGoal
 from forerun.models.cpu.layer_kl import FIRST_COMPARED, FLOAT, Sweep
 from forerun.models.cpu.planning import plan_weights, unit_bytes
@@ -140,6 +141,17 @@ def test_enough_memory_is_16_bits(tiny_folder: Callable[[str], Path]) -> None:
         assert set(llm.precision.plan.split(",")) == {"16"} and "KL" not in llm.load_report.bits
         assert llm.generate("The lamp", max_tokens=3)[0].choices[0].token_ids
     assert not list(planning.folder().glob("*"))
+
+
+def test_16_bit_layers_run_in_one_call_with_the_others(tiny_folder: Callable[[str], Path]) -> None:
+    folder = tiny_folder("qwen3")
+    with LLM(folder, memory=(whole(folder, 16) + whole(folder, 8)) // 2, quiet=True) as llm:
+        assert {"16", "8"} <= set(llm.precision.plan.split(","))
+        runner = llm.engine.runner
+        assert isinstance(runner.decoder.attention, PagedCpuAttention)
+        assert FusedLayers.possible(runner.decoder.layers, runner.kv)
+        whole_prompt = llm.engine.score(PROMPTS[0])
+        assert torch.equal(llm.engine.score(PROMPTS[0][:7]), whole_prompt[:7])  # bits do not depend on the batch
 
 
 def test_what_cannot_be_quantised_is_refused(

@@ -1,9 +1,9 @@
-/* Matrix products on the blocks of GGUF files: Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+/* Matrix products on the blocks of GGUF files: Q4_K, Q5_K, Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and on float16.
  *
  * Weights are packed once: rows interleaved by 16, the blocks' own bits otherwise, so that a product needs no horizontal
  * sums. Activations are rounded to int8 with a scale for every 32 values; for K formats the eight scales of a superblock
- * are one scale times powers of two, which cost an integer addition to apply. A row's result is computed in one order
- * whatever rows run beside it, so its bits do not depend on the batch.
+ * are one scale times powers of two, which cost an integer addition to apply. With float16 they stay float32. A row's
+ * result is computed in one order whatever rows run beside it, so its bits do not depend on the batch.
  * Knows no model: a matrix, rows of activations, a pool of threads.
  */
 #include "blocks.h"
@@ -17,10 +17,11 @@
 #define PREFETCH_BYTES 6144 /* how far ahead of the products weights are fetched: without, 8 rows take 1.7 times as long, one 1.2 */
 #define MAX_SHIFT 14 /* scales of a superblock's groups: at most 2**14 apart */
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* as in GGUF files */
+enum { F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* as in GGUF files */
 
 typedef struct { int type, per, bits, file_bytes, packed_bytes, mins; } Kind; /* per: values of a block */
 static const Kind KINDS[] = {
+    {F16, 1, 16, 2, 2 * ROWS, 0},
     {Q4_0, 32, 4, 18, 2 * ROWS + 16 * ROWS, 0},
     {Q4_1, 32, 4, 20, 4 * ROWS + 16 * ROWS, 1},
     {Q5_0, 32, 5, 22, 2 * ROWS + 20 * ROWS, 0},
@@ -130,6 +131,9 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
                 unpack_block(type, s, q);
                 uint8_t *body = o;
                 switch (type) {
+                case F16:
+                    memcpy(o + 2 * r, s, 2);
+                    break;
                 case Q4_0: case Q5_0: case Q8_0:
                     memcpy(o + 2 * r, s, 2), body += 2 * ROWS;
                     break;
@@ -159,7 +163,7 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
 /* A prepared row: int8 values, then what the kernels need of them, each array aligned to 64 bytes. */
 typedef struct {
     int8_t *q;
-    float *scales;    /* by block */
+    float *scales;    /* by block; for float16: the values themselves */
     int16_t *sums;    /* by group; of superblocks, times the group's power of two, in units of 2**(shift of the block) */
     int32_t *powers;  /* of superblocks alone: log2 of a group's scale to the block's, as an addition to a float's exponent */
     int32_t *shifts;  /* by block: that of its sums, likewise */
@@ -170,6 +174,10 @@ static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
 static int64_t row_parts(uint8_t *at, int64_t cols, int per, Row *row) {
     uint8_t *start = at;
     *row = (Row){0};
+    if (per == 1) {
+        row->scales = (float *)at;
+        return align64(cols * 4);
+    }
     row->q = (int8_t *)at, at += align64(cols);
     row->scales = (float *)at, at += align64(cols / per * 4);
     row->sums = (int16_t *)at, at += align64(cols / GROUP * 2);
@@ -240,7 +248,7 @@ INLINE void quantise_super(const Vec *v, int64_t b, const Row *row) {
     }
 }
 
-/* One row as int8. With eps >= 0 it is RMS-normalised first; `norm` may be null. */
+/* One row as the kernels of a format read it. With eps >= 0 it is RMS-normalised first; `norm` may be null. */
 void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int per, uint8_t *out) {
     Row row;
     row_parts(out, cols, per, &row);
@@ -250,13 +258,15 @@ void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int 
         for (int64_t i = 0; i < cols; i += LANES) total = v_fma(v_load(x + i), v_load(x + i), total);
         factor = v_set((float)(1.0 / sqrt((double)v_sum(total) / cols + eps)));
     }
-    for (int64_t b = 0; b < cols / per; b++) {
+    const int size = per == 1 ? LANES : per;
+    for (int64_t b = 0; b < cols / size; b++) {
         Vec v[SUPER / LANES];
-        for (int i = 0; i < per / LANES; i++) {
-            v[i] = v_mul(v_load(x + b * per + i * LANES), factor);
-            if (norm) v[i] = v_mul(v[i], v_load(norm + b * per + i * LANES));
+        for (int i = 0; i < size / LANES; i++) {
+            v[i] = v_mul(v_load(x + b * size + i * LANES), factor);
+            if (norm) v[i] = v_mul(v[i], v_load(norm + b * size + i * LANES));
         }
-        if (per == SUPER) quantise_super(v, b, &row);
+        if (per == 1) v_store(row.scales + b * LANES, v[0]);
+        else if (per == SUPER) quantise_super(v, b, &row);
         else quantise_group(v, b, &row);
     }
 }
@@ -315,6 +325,20 @@ INLINE __m512i dot4(__m512i acc, const __m512i *v, const int8_t *x) {
     return acc;
 }
 
+/* Columns in pairs, each with a sum of its own. */
+INLINE void float_tile(const uint8_t *w, int64_t cols, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+    __m512 even[TILE], odd[TILE];
+    for (int t = 0; t < T; t++) even[t] = odd[t] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS) {
+        fetch_ahead(w, 4 * ROWS, ahead);
+        __m512 w0 = half16(w), w1 = half16(w + 2 * ROWS);
+        for (int t = 0; t < T; t++) {
+            even[t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(x[t].scales[c]), even[t]);
+            odd[t] = _mm512_fmadd_ps(w1, _mm512_set1_ps(x[t].scales[c + 1]), odd[t]);
+        }
+    }
+    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, _mm512_add_ps(even[t], odd[t]));
+}
 INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const Row *x, int T,
                        float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
@@ -449,6 +473,22 @@ INLINE __m256i dot_signed(__m256i acc, const __m256i *v, const int8_t *x) { /* q
     return acc;
 }
 
+INLINE void float_tile(const uint8_t *w0, int64_t cols, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+    for (int h = 0; h < 2; h++) {
+        const uint8_t *w = w0 + 16 * h;
+        __m256 even[TILE], odd[TILE];
+        for (int t = 0; t < T; t++) even[t] = odd[t] = _mm256_setzero_ps();
+        for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS) {
+            if (!h) fetch_ahead(w, 4 * ROWS, ahead);
+            __m256 v0 = half8(w), v1 = half8(w + 2 * ROWS);
+            for (int t = 0; t < T; t++) {
+                even[t] = _mm256_fmadd_ps(v0, _mm256_set1_ps(x[t].scales[c]), even[t]);
+                odd[t] = _mm256_fmadd_ps(v1, _mm256_set1_ps(x[t].scales[c + 1]), odd[t]);
+            }
+        }
+        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, _mm256_add_ps(even[t], odd[t]));
+    }
+}
 INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const Row *x, int T,
                        float *y, int64_t ldy, int ahead) {
     const __m256i ones = _mm256_set1_epi16(1);
@@ -566,6 +606,7 @@ const char *fr_isa(void) { return ISA; }
 
 INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
     switch (k->type) {
+    case F16: float_tile(w, blocks, x, T, y, ldy, ahead); break;
     case Q4_0: plain_tile(k, 4, 0, 8, w, blocks, x, T, y, ldy, ahead); break;
     case Q4_1: plain_tile(k, 4, 1, 0, w, blocks, x, T, y, ldy, ahead); break;
     case Q5_0: plain_tile(k, 5, 0, 16, w, blocks, x, T, y, ldy, ahead); break;

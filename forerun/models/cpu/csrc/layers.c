@@ -25,9 +25,11 @@ typedef struct { const float *x; int64_t stride; const float *norm; float eps; i
 enum { NONE = 0, SILU = 1, GELU = 2 };
 
 #define MAX_PARTS 8
+static const int PERS[] = {1, 32, 256}; /* values of a block: what a row of activations is prepared for */
+static int per_index(const Part *part) { return (part->per > 1) + (part->per > 32); }
 typedef struct {
     const Part *parts; int64_t num_parts, ldy; Input in; int64_t count;
-    uint8_t *prepared[2]; /* rows by 32 and by 256 */
+    uint8_t *prepared[3]; /* rows for formats of each of PERS */
     const float *bias, *add; float *y;
     int64_t first[MAX_PARTS], groups[MAX_PARTS]; /* chunk at which a part begins, row groups of its chunks */
     int64_t tail_chunk, tail_from, tail_groups;  /* of the last part: the first short chunk, where it begins, groups of each */
@@ -52,11 +54,9 @@ static void prepare_chunk(const void *arg, int64_t t, void *none) {
     const float *x = c->in.x + t * c->in.stride;
     float gated[c->in.gate ? cols : 1] __attribute__((aligned(64)));
     if (c->in.gate) gate_row(x, cols, c->in.gate, gated), x = gated;
-    for (int i = 0; i < 2; i++)
-        if (c->prepared[i]) {
-            int per = i ? 256 : 32;
-            fr_prepare(x, c->in.norm, c->in.eps, cols, per, c->prepared[i] + t * fr_row_bytes(cols, per));
-        }
+    for (int i = 0; i < 3; i++)
+        if (c->prepared[i])
+            fr_prepare(x, c->in.norm, c->in.eps, cols, PERS[i], c->prepared[i] + t * fr_row_bytes(cols, PERS[i]));
 }
 
 typedef struct { const Part *part; int64_t column, from, to, lo, hi; } Place; /* row groups from..to, rows lo..hi */
@@ -74,7 +74,7 @@ static Place place_of(const Call *c, int64_t chunk) {
 static void product_chunk(const void *arg, int64_t chunk, void *buffer) {
     const Call *c = arg;
     Place at = place_of(c, chunk);
-    fr_product(at.part->type, at.part->packed, at.part->cols, at.from, at.to, c->prepared[at.part->per == 256], c->count, buffer);
+    fr_product(at.part->type, at.part->packed, at.part->cols, at.from, at.to, c->prepared[per_index(at.part)], c->count, buffer);
 }
 
 static void commit_chunk(const void *arg, int64_t chunk, const void *buffer) {
@@ -95,8 +95,8 @@ static void commit_chunk(const void *arg, int64_t chunk, const void *buffer) {
 }
 
 static void product(const Matrix *m, Input in, int64_t count, const float *add, float *y) {
-    Call c = {m->parts, m->num_parts, m->rows, in, count, {0, 0}, m->bias, add, y, {0}, {0}, 0, 0, 0};
-    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[2] = {0, 0}, threads = pool_threads(), length = 0;
+    Call c = {m->parts, m->num_parts, m->rows, in, count, {0}, m->bias, add, y, {0}, {0}, 0, 0, 0};
+    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[3] = {0}, threads = pool_threads(), length = 0;
     for (int64_t p = 0; p < m->num_parts; p++) length += m->parts[p].bytes;
     length /= LONG_CHUNKS * threads;
     length = length < CHUNK_BYTES ? CHUNK_BYTES : length > LONG_CHUNK_BYTES ? LONG_CHUNK_BYTES : length;
@@ -111,12 +111,12 @@ static void product(const Matrix *m, Input in, int64_t count, const float *add, 
         c.tail_chunk = chunks, c.tail_from = all - tail, c.tail_groups = CHUNK_BYTES > bytes ? CHUNK_BYTES / bytes : 1;
         chunks += (tail + c.tail_groups - 1) / c.tail_groups;
         widest = groups > widest ? groups : widest;
-        row_bytes[part->per == 256] = fr_row_bytes(cols, part->per);
+        row_bytes[per_index(part)] = fr_row_bytes(cols, part->per);
     }
     Arena *arena;
-    uint8_t *prepared = arena_take(count * (row_bytes[0] + row_bytes[1]), &arena);
-    if (row_bytes[0]) c.prepared[0] = prepared;
-    if (row_bytes[1]) c.prepared[1] = prepared + count * row_bytes[0];
+    uint8_t *prepared = arena_take(count * (row_bytes[0] + row_bytes[1] + row_bytes[2]), &arena);
+    for (int i = 0; i < 3; prepared += count * row_bytes[i++])
+        if (row_bytes[i]) c.prepared[i] = prepared;
     if (count < 4)
         for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t, 0);
     else
