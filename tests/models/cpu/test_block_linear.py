@@ -36,7 +36,7 @@ def stored(name: str, rows: int = ROWS, seed: int = 0) -> tuple[torch.Tensor, np
 
 
 def rounded(x: torch.Tensor, per: int) -> np.ndarray:
-    """Activations as the kernels round them: 32 values share a scale; in blocks of 256 these are powers of two apart."""
+    """Activations as the kernels round them: a scale for 32 values; in blocks of 256 they are powers of two apart."""
     if per == 1:
         return x.numpy()
     groups = x.numpy().reshape(len(x), -1, per // 32, 32)
