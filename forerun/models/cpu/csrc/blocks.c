@@ -164,10 +164,13 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
 typedef struct {
     int8_t *q;
     float *scales;    /* by block; for float16: the values themselves */
-    int16_t *sums;    /* by group; of superblocks, times the group's power of two, in units of 2**(shift of the block) */
-    int32_t *powers;  /* of superblocks alone: log2 of a group's scale to the block's, as an addition to a float's exponent */
+    int32_t *offsets; /* -16 times the sum of 32 values; of superblocks: -32 times that of 16, for Q6_K (with 8 lanes: a
+                       * pair of int16 that adds up to it) */
+    float *totals;    /* by block of 32: its sum, scaled */
+    /* of superblocks */
+    int32_t *powers;  /* by group: log2 of its scale to the block's, as an addition to a float's exponent */
+    int16_t *sums;    /* by group, times its power of two, in units of 2**(shift of the block) */
     int32_t *shifts;  /* by block: that of its sums, likewise */
-    int32_t *offsets; /* by 16 values: -32 times their sum, for Q6_K (with 8 lanes: a pair of int16 that adds up to it) */
 } Row;
 
 static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
@@ -180,12 +183,13 @@ static int64_t row_parts(uint8_t *at, int64_t cols, int per, Row *row) {
     }
     row->q = (int8_t *)at, at += align64(cols);
     row->scales = (float *)at, at += align64(cols / per * 4);
-    row->sums = (int16_t *)at, at += align64(cols / GROUP * 2);
+    row->offsets = (int32_t *)at, at += align64(cols / (per == SUPER ? 16 : GROUP) * 4);
     if (per == SUPER) {
         row->powers = (int32_t *)at, at += align64(cols / GROUP * 4);
+        row->sums = (int16_t *)at, at += align64(cols / GROUP * 2);
         row->shifts = (int32_t *)at, at += align64(cols / SUPER * 4);
-        row->offsets = (int32_t *)at, at += align64(cols / 16 * 4);
-    }
+    } else
+        row->totals = (float *)at, at += align64(cols / GROUP * 4);
     return at - start;
 }
 int64_t fr_row_bytes(int64_t cols, int per) {
@@ -211,7 +215,8 @@ INLINE void quantise_group(const Vec *v, int64_t b, const Row *row) {
     int8_t *q = row->q + b * GROUP;
     for (int i = 0; i < GROUP / LANES; i++) v_store_int8(q + i * LANES, v_mul(v[i], inverse));
     row->scales[b] = top / 127.0f;
-    row->sums[b] = (int16_t)(sum16(q) + sum16(q + 16));
+    int32_t sum = sum16(q) + sum16(q + 16);
+    row->offsets[b] = -16 * sum, row->totals[b] = row->scales[b] * (float)sum;
 }
 
 /* 256 values: the scale of their peak, of which a group of 32 takes the smallest half, quarter, ... that covers it. */
@@ -349,13 +354,14 @@ INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint
         __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
         load_group(w + (mins ? 4 : 2) * ROWS, bits, v);
         for (int t = 0; t < T; t++) {
-            int sum = x[t].sums[b];
             const int8_t *q = x[t].q + GROUP * b;
-            __m512i i = dot4(_mm512_set1_epi32(-offset * sum), v, q);
-            i = dot4(i, v + 4, q + 16);
-            __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(i), d);
-            if (mins) f = _mm512_fmadd_ps(m, _mm512_set1_ps((float)sum), f);
-            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(x[t].scales[b]), acc[t]);
+            __m512i i = _mm512_setzero_si512();
+            if (offset) i = _mm512_set1_epi32(x[t].offsets[b]);
+            if (offset == 8) i = _mm512_srai_epi32(i, 1);
+            if (offset == 128) i = _mm512_slli_epi32(i, 3);
+            i = dot4(dot4(i, v, q), v + 4, q + 16);
+            if (mins) acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(x[t].totals[b]), acc[t]);
+            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i), d), _mm512_set1_ps(x[t].scales[b]), acc[t]);
         }
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
@@ -502,17 +508,16 @@ INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint
             __m256 d = half8(w + 16 * h), m = mins ? half8(w + 2 * ROWS + 16 * h) : _mm256_setzero_ps();
             load_group(w + (mins ? 4 : 2) * ROWS, bits, h, v);
             for (int t = 0; t < T; t++) {
-                int sum = x[t].sums[b];
                 const int8_t *q = x[t].q + GROUP * b;
                 __m256i i;
                 if (bits == 8) i = dot_signed(_mm256_setzero_si256(), v, q);
                 else {
                     i = _mm256_add_epi32(_mm256_madd_epi16(dot16(v, q), ones), _mm256_madd_epi16(dot16(v + 4, q + 16), ones));
-                    if (offset) i = _mm256_sub_epi32(i, _mm256_set1_epi32(offset * sum));
+                    __m256i o = _mm256_set1_epi32(x[t].offsets[b]);
+                    if (offset) i = _mm256_add_epi32(i, offset == 8 ? _mm256_srai_epi32(o, 1) : o);
                 }
-                __m256 f = _mm256_mul_ps(_mm256_cvtepi32_ps(i), d);
-                if (mins) f = _mm256_fmadd_ps(m, _mm256_set1_ps((float)sum), f);
-                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(x[t].scales[b]), acc[t]);
+                if (mins) acc[t] = _mm256_fmadd_ps(m, _mm256_set1_ps(x[t].totals[b]), acc[t]);
+                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
             }
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
