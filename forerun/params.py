@@ -9,8 +9,10 @@ derive from these classes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from forerun.errors import BadRequest
@@ -26,7 +28,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 100.0
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # by generation_config.json
-GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "trie")
+GRAMMAR_SAMPLING = ("masked", "conditional")
 PREFILL_MODES = ("exact", "speculative", "provisional")
 PREFILL_SOURCES = ("auto", "draft", "self", "chunk")
 PREFILL_CHOOSERS = ("auto", "draft", "lower", "deviation", "tail", "cross", "start", "random")
@@ -48,19 +51,32 @@ DRAFTERS = (
 VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded")
 
 
+_REGEX_SPECIAL = re.compile(r"[.^$*+?()\[\]{}|\\/&~#-]")
+GrammarSampling = Literal["masked", "conditional"]
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What an answer must look like. Compiled when a request comes in, because only then a tokenizer is at hand.
 
     `Grammar.json({"type": "object", ...})`, `Grammar.json(MyPydanticModel)`, `Grammar.json()` for any JSON object,
-    `Grammar.regex("[0-9]+")`, `Grammar.lark("start: ...")`.
+    `Grammar.regex("[0-9]+")`, `Grammar.lark("start: ...")`, `Grammar.trie("items.trie")`, `Grammar.choice(["a", "b"])`.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "lark"] = option(
+    kind: Literal["json_schema", "json_object", "regex", "lark", "trie"] = option(
         help="What `source` is.", choices=GRAMMAR_KINDS, closed=True
     )
     source: Converted[str, Any] = option(
-        "", help="The schema (JSON text, a dict or a pydantic model), the pattern, or the Lark grammar."
+        "",
+        help="The schema (JSON text, a dict or a pydantic model), the pattern, the Lark grammar, or the path of a file "
+        "of `forerun trie build`.",
+    )
+    sampling: GrammarSampling = option(
+        "masked",
+        help="masked: token by token among those that fit. conditional: from the model's own answers, given that they "
+        "fit; costs a look ahead (docs/structured.md).",
+        choices=GRAMMAR_SAMPLING,
+        closed=True,
     )
 
     def __post_init__(self) -> None:
@@ -72,19 +88,32 @@ class Grammar:
             raise BadRequest(f"the source of a {self.kind} grammar is text, got {source!r:.80}", "pass a str")
 
     @classmethod
-    def json(cls, schema: Any = None) -> Grammar:
+    def json(cls, schema: Any = None, sampling: GrammarSampling = "masked") -> Grammar:
         """JSON that fits `schema` (a dict, a pydantic model or JSON text); without one, any JSON object."""
-        return cls("json_object") if schema is None else cls("json_schema", schema)
+        return cls("json_object", "", sampling) if schema is None else cls("json_schema", schema, sampling)
 
     @classmethod
-    def regex(cls, pattern: str) -> Grammar:
+    def regex(cls, pattern: str, sampling: GrammarSampling = "masked") -> Grammar:
         """Text that the pattern matches as a whole."""
-        return cls("regex", pattern)
+        return cls("regex", pattern, sampling)
 
     @classmethod
-    def lark(cls, grammar: str) -> Grammar:
+    def lark(cls, grammar: str, sampling: GrammarSampling = "masked") -> Grammar:
         """Text of a grammar in Lark's notation."""
-        return cls("lark", grammar)
+        return cls("lark", grammar, sampling)
+
+    @classmethod
+    def trie(cls, path: str | Path, sampling: GrammarSampling = "masked") -> Grammar:
+        """An item of a file that `forerun trie build` wrote."""
+        return cls("trie", str(path), sampling)
+
+    @classmethod
+    def choice(cls, texts: Iterable[str], sampling: GrammarSampling = "masked") -> Grammar:
+        """One of these texts."""
+        found = list(texts)
+        if isinstance(texts, str) or not found or not all(isinstance(text, str) and text for text in found):
+            raise BadRequest(f"the texts of a choice are {texts!r:.80}", "give a list of texts that are not empty")
+        return cls("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in found), sampling)
 
 
 _GRAMMARS = "pass Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
@@ -286,6 +315,8 @@ class SamplingParams:
     def _check_values(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", _GRAMMARS)
+        if self.grammar is not None and self.grammar.sampling == "conditional":
+            self._check_conditional()
         if not isinstance(self.prediction, str) and any(type(token) is not int for token in self.prediction):
             raise BadRequest(f"prediction must be text or token ids, got {self.prediction!r:.80}", "leave it out")
         if not self.cache and self.prefill.source == "chunk":
@@ -309,6 +340,21 @@ class SamplingParams:
             if type(token) is not int or token < 0:
                 raise BadRequest(f"logit_bias has the key {token!r:.80}, keys are token ids", "give ints of at least 0")
             check_number(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    def _check_conditional(self) -> None:
+        """Conditional sampling is defined by the model's own distribution of whole answers."""
+        cut = {"top_k": self.top_k != 0, "top_p": self.top_p < 1.0, "min_p": self.min_p > 0.0}
+        given = [f"{name} {getattr(self, name)}" for name, there in cut.items() if there]
+        if given:
+            raise BadRequest(
+                f"{' and '.join(given)} beside a grammar with sampling 'conditional': they would cut whole answers off",
+                "leave them out, or use sampling='masked'",
+            )
+        if not self.prefill.exact:
+            raise BadRequest(
+                f"prefill is {self.prefill.mode!r} beside a grammar with sampling 'conditional'",
+                "use prefill='exact', or sampling='masked'",
+            )
 
     @classmethod
     def from_generation_config(cls, settings: Mapping[str, Any]) -> SamplingParams:

@@ -18,7 +18,7 @@ import typer
 from forerun.errors import BadRequest
 from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.options import field_of, limits, parse_bytes
-from forerun.params import RECOMMENDED, Grammar, Prefill, SamplingParams, Speculation
+from forerun.params import RECOMMENDED, Grammar, GrammarSampling, Prefill, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -205,6 +205,10 @@ class AnswerOptions:
     json_object: bool = _shaping(False, "--json-object", help="Answer with a JSON object.")
     regex: str | None = _shaping(None, help="Answer with text that this pattern matches as a whole.")
     lark: str | None = _shaping(None, help="Answer in this Lark grammar: a file, or the grammar itself.")
+    trie: str | None = _shaping(None, help="Answer with an item of this file of `trie build`.")
+    conditional: bool = _shaping(
+        False, "--conditional", help="Draw from the model given the grammar, not token by token under a mask."
+    )
 
     def params(self, **more: Any) -> SamplingParams:
         """`more`: values that only some commands have."""
@@ -242,19 +246,23 @@ class AnswerOptions:
             "--json-object": self.json_object,
             "--regex": self.regex is not None,
             "--lark": self.lark is not None,
+            "--trie": self.trie is not None,
         }
         named = [name for name, there in given.items() if there]
         if len(named) > 1:
             raise BadRequest(f"{' and '.join(named)} cannot go together", "give one shape for the answer")
+        if self.conditional and not named:
+            raise BadRequest("--conditional is about a grammar", f"add one: {', '.join(given)}")
+        sampling: GrammarSampling = "conditional" if self.conditional else "masked"
         if self.json_schema is not None:
-            return Grammar.json(_file_or_text(self.json_schema, "--json-schema", text_starts="{"))
+            return Grammar.json(_file_or_text(self.json_schema, "--json-schema", text_starts="{"), sampling)
         if self.json_object:
-            return Grammar.json()
+            return Grammar.json(sampling=sampling)
         if self.regex is not None:
-            return Grammar.regex(self.regex)
+            return Grammar.regex(self.regex, sampling)
         if self.lark is not None:
-            return Grammar.lark(_file_or_text(self.lark, "--lark", text_has=":"))
-        return None
+            return Grammar.lark(_file_or_text(self.lark, "--lark", text_has=":"), sampling)
+        return None if self.trie is None else Grammar.trie(self.trie, sampling)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ Nothing here knows a model, a cache policy or a device policy.
 
 from forerun.core.batch import EXTRA_KV_SLOTS, KV, HostBatch, KVShape, TokenBatch
 from forerun.core.draft import ROOT, Draft, Verdict
-from forerun.core.usage import PrefillReport, Tally, TokenLogprob, Usage
+from forerun.core.usage import ConditionalReport, PrefillReport, Tally, TokenLogprob, Usage
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
 
 __all__ = [
     "EXTRA_KV_SLOTS",
     "KV",
     "ROOT",
+    "ConditionalReport",
     "Draft",
     "Grammar",
     "HostBatch",

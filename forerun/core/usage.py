@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.renamed import renamed_attribute
@@ -62,6 +62,29 @@ class PrefillReport:
     repair_s = renamed_attribute("repair_s", "recompute_s")
 
 
+@dataclass
+class ConditionalReport:
+    """What looking ahead for a grammar with sampling 'conditional' took; part of `Usage`."""
+
+    exact: bool  # whether the answer is drawn from the model conditioned on its grammar, to rounding
+    error: float  # where it is not: most total variation from that distribution; 1 for a greedy answer
+    scored_tokens: int  # that the model ran, beside the prompt
+    answers: int = 0  # of a finite language; 0: it is infinite or too large, and the answer was drawn by rejection
+    tries: int = 0  # of rejection
+    seconds: float = 0.0  # of all answers of the request
+
+    def joined(self, other: ConditionalReport) -> ConditionalReport:
+        """Of several answers of one request, which look ahead together."""
+        drawn = self.answers == 0
+        return replace(
+            self,
+            exact=self.exact and other.exact,
+            error=max(self.error, other.error),
+            scored_tokens=self.scored_tokens + (other.scored_tokens if drawn else 0),
+            tries=self.tries + other.tries,
+        )
+
+
 _SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first")
 _SUMS = ("written", "completion_tokens", "preemptions", "steps", *_SPECULATION_COUNTS)
 
@@ -91,6 +114,7 @@ class Usage:
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
+    conditional: ConditionalReport | None = None  # None: no grammar, or one that is masked
     provisional: int = 0  # tokens shown before the prompt was computed
     confirmed: int = 0  # of those, tokens that stayed
     with_first: int = 0  # tokens that came together with the first one, as confirmed ones may
@@ -104,6 +128,9 @@ class Usage:
             mine = self.drafters.setdefault(drafter, Tally())
             mine.drafted += tally.drafted
             mine.accepted += tally.accepted
+        if part.conditional is not None:
+            own = self.conditional
+            self.conditional = part.conditional if own is None else own.joined(part.conditional)
         self.lengths += part.lengths
         self.timeline = self.timeline or part.timeline  # of one answer: those of several do not make one
         self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)

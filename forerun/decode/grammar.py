@@ -44,6 +44,8 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# How JSON is spaced where its texts are counted: with free white space even an enum has texts without end
+ONE_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON", "regex": "regex", "lark": "Lark"}
 _HINTS = {
     "json_schema": "see llguidance's list of supported JSON Schema keywords, and test the schema alone",
@@ -306,7 +308,10 @@ def _check_start(start: AnswerGrammar) -> None:
 def _lark(grammar: Grammar) -> str:
     """All kinds as Lark, the only form in which the parser takes options."""
     if grammar.kind == "json_schema":
-        return f"start: %json {json.dumps(parse_schema(grammar.source))}"
+        schema = parse_schema(grammar.source)
+        if grammar.sampling == "conditional" and isinstance(schema, dict):
+            schema |= ONE_SPACING
+        return f"start: %json {json.dumps(schema)}"
     if grammar.kind == "json_object":
         if grammar.source:
             raise BadRequest(f"a json_object grammar has no source, got {grammar.source:.60}", "use json_schema")

@@ -8,6 +8,7 @@ text.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,16 @@ class Constraint(Protocol):
     def allowed(self, path: Sequence[int]) -> Tensor:
         """Which tokens may follow the answer so far and then `path`: [V] bool on the CPU."""
         ...
+
+
+class Futures(ABC):
+    """A constraint that also has the probability that the answer can be completed after each token: sampling then draws
+    from the model conditioned on the grammar; see decode/trie_answer.py."""
+
+    @abstractmethod
+    def futures(self, path: Sequence[int]) -> Tensor:
+        """Logarithms [V] float64 on the CPU, -inf for tokens that are not allowed. Where sampling is greedy: of the
+        likeliest completion, at temperature 1."""
 
 
 @dataclass
@@ -130,6 +141,10 @@ def shape(logits: Tensor, rows: list[Row]) -> Tensor:
         if row.context.constraint is not None:
             allowed = row.context.constraint.allowed(row.path).to(logits.device)
             logits[i].masked_fill_(~allowed, float("-inf"))
+        if isinstance(constraint := row.context.constraint, Futures):
+            # divided by the temperature later on; greedy answers compare whole answers at temperature 1
+            scale = row.context.params.temperature or 1.0
+            logits[i] += scale * constraint.futures(row.path).to(logits.device, logits.dtype)
     return logits
 
 

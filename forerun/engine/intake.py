@@ -14,15 +14,19 @@ import numpy as np
 
 from forerun.core import SamplingParams
 from forerun.decode.speculator import Speculator
+from forerun.decode.trie import TokenTrie, open_trie
+from forerun.decode.trie_answer import TrieAnswer
 from forerun.engine.config import EngineConfig
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.speculative_prefill import SpeculativePrefill
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.config import ModelConfig
+from forerun.params import Grammar
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from forerun.decode.grammar import GrammarCompiler
+    from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
+    from forerun.decode.language import Languages
 
 
 class Intake:
@@ -39,6 +43,7 @@ class Intake:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.speculator, self.speculative_prefill = speculator, speculative_prefill
         self._grammars: GrammarCompiler | None = None
+        self._languages: Languages | None = None
 
     def receive(self, request: Request) -> None:
         """Check a request, once; raises where it cannot be answered."""
@@ -65,7 +70,9 @@ class Intake:
             self.speculator.check(params)
         if not params.prefill.exact:
             self.speculative_prefill.check(params.prefill, len(prompt_ids))
-        if params.grammar is not None:
+        if params.grammar is not None and params.grammar.kind == "trie":
+            TrieAnswer(open_trie(params.grammar.source), vocab, self.end_ids)
+        elif params.grammar is not None:
             self.grammars.compile(params.grammar)
         packed = _packed(prompt_ids, vocab)  # fast for long prompts: one by one only to name what is wrong
         for token in (*(prompt_ids if packed is None else ()), *params.logit_bias, *params.prediction):
@@ -89,8 +96,41 @@ class Intake:
             made += [seq] if provisional is None else [provisional, seq]
         if request.params.grammar is not None:
             for seq in made:
-                seq.grammar = seq.sampling_context.constraint = self.grammars.constraint(request.params.grammar)
+                seq.grammar = seq.sampling_context.constraint = self._constraint(request, seq)
         return made
+
+    def _constraint(self, request: Request, seq: Sequence) -> AnswerGrammar | TrieAnswer:
+        if request.conditional is not None:
+            answer, seq.usage.conditional = request.conditional[seq.index]
+            return answer
+        assert request.params.grammar is not None
+        return self.constraint(request.params.grammar)
+
+    def constraint(self, grammar: Grammar) -> AnswerGrammar | TrieAnswer:
+        """For one answer that is masked."""
+        if grammar.sampling == "conditional":
+            raise BadRequest(
+                "sampling 'conditional' looks ahead, and this request came without", "use sampling='masked' here"
+            )
+        if grammar.kind == "trie":
+            return TrieAnswer(open_trie(grammar.source), self.model.vocab_size, self.end_ids)
+        return self.grammars.constraint(grammar)
+
+    def trie(self, grammar: Grammar) -> TokenTrie | None:
+        """All answers of a grammar; None where there are too many to list."""
+        if grammar.kind == "trie":
+            return open_trie(grammar.source)
+        if self._languages is None:
+            from forerun.decode.language import Languages
+
+            self._languages = Languages(self.grammars)
+        return self._languages.trie(grammar)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        known = self.model.eos_ids if self.tokenizer is None else self.tokenizer.eos_ids
+        return sorted({token for token in known if 0 <= token < self.model.vocab_size})
 
     @property
     def grammars(self) -> GrammarCompiler:

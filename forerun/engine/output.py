@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from forerun.decode.trie_answer import TrieAnswer
 from forerun.decode.verify import StepOutput
 from forerun.engine.sequence import Event, FinishReason, Sequence
 from forerun.engine.stats import Stats
@@ -79,6 +80,8 @@ class OutputWriter:
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         stream = self._streams.get(seq)
         if (stream is not None and stream.stopped) or self.ends_with_eos(seq) or self._stop_token(seq):
+            return "stop"
+        if isinstance(seq.grammar, TrieAnswer) and seq.grammar.ends_at(seq.generated):
             return "stop"
         full = len(seq.tokens) >= self._max_length
         return "length" if full or seq.num_generated >= seq.params.max_tokens else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from forerun.core import Draft, SamplingParams, TokenLogprob, Usage
+from forerun.core import ConditionalReport, Draft, SamplingParams, TokenLogprob, Usage
 from forerun.decode.drafter_pool import SpeculationState
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
@@ -25,9 +25,11 @@ from forerun.models.execution.runner import Span
 
 if TYPE_CHECKING:
     from forerun.decode.grammar import AnswerGrammar
+    from forerun.decode.trie_answer import ConditionalAnswer, TrieAnswer
     from forerun.engine.provisional import ProvisionalAnswer
     from forerun.prefill.state import PrefillState
 
+ConditionalStart = tuple["ConditionalAnswer", ConditionalReport]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_TIMELINE_STEPS = 4096
@@ -62,6 +64,7 @@ class Request:
     sink: Callable[[Event], None]
     session: str | None = None  # on whose account it goes, and whose pages stay in the pool afterwards
     packed: array[int] | None = None  # the prompt as int32, once it was checked
+    conditional: list[ConditionalStart] | None = None  # of each answer, where its grammar's sampling is conditional
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -101,7 +104,7 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_ids)  # only ever grows
         self._packed = array("i", request.prompt_ids if request.packed is None else request.packed)
         self.sampling_context = Context(self.params, self.tokens, len(request.prompt_ids), seed)
-        self.grammar: AnswerGrammar | None = None
+        self.grammar: AnswerGrammar | TrieAnswer | None = None
         self.spec_state: SpeculationState | None = None  # None: plain decoding
         self.verifier: Verifier = MatchVerifier()
         self.phase = Phase.WAITING

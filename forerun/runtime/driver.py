@@ -22,6 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
 from forerun.runtime.lease import EngineLease
+from forerun.runtime.look_ahead import LookAhead
 from forerun.runtime.threads import Mailbox
 
 LEASE_POLL_S = 0.001  # between two checks whether leased pages have been released
@@ -76,6 +77,8 @@ class Driver:
         self.prepare(params)
         request = Request(ids, params, sink=lambda event: None, session=session)
         self.engine.intake.receive(request)
+        if params.grammar is not None and params.grammar.sampling == "conditional":
+            request.conditional = LookAhead(self, ids, params).run()
         return request
 
     def stream(self, request: Request) -> Iterator[Event]:

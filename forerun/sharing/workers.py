@@ -155,7 +155,7 @@ class Workers:
         seq.usage.served = {"pool": seq.usage.cached_tokens}
         seq.usage.queued_s = time.perf_counter() - seq.request.arrived
         if seq.params.grammar is not None:
-            seq.grammar = seq.sampling_context.constraint = self._engine.intake.grammars.constraint(seq.params.grammar)
+            seq.grammar = seq.sampling_context.constraint = self._engine.intake.constraint(seq.params.grammar)
 
     def _prefill(self, lease: EngineLease, known: int) -> list[Event]:
         """Compute the prompt; workers without a prefix draw their first token from its logits."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,7 +37,11 @@ from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters import Drafter, DraftRequest, registered
 from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
-from forerun.decode.sampling import Context, Rng
+from forerun.decode.language import Languages
+from forerun.decode.rejection_draws import Prefix, RejectionDraws
+from forerun.decode.sampling import Constraint, Context, Rng
+from forerun.decode.trie import TokenTrie
+from forerun.decode.trie_answer import ConditionalAnswer, score_nodes
 from forerun.decode.verifiers import LOSSLESS, Verifier
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
@@ -55,6 +60,8 @@ TINY_PROMPT = (0, 1, 2, 0, 1, 0, 0, 1)  # repeats itself, so that drafters that 
 COMPARED_TOKENS = 3  # tokens of an answer whose law is compared
 DRAFT_DEPTH = 3  # of a draft
 PAGE_TOKENS = 4
+END_IDS = (3,)
+REJECTION_TOKENS = 3  # of an answer drawn by rejection, its end included: tries are enumerated in all their orders
 MAX_CONTEXT = 256
 CPU = torch.device("cpu")
 _ids = itertools.count()
@@ -166,6 +173,7 @@ def tiny_targets() -> list[TinyTarget]:
         more("top-p", tiny_logits(0.4), ask(temperature=0.9, top_p=0.9), nodes=3),
         more("penalties", tiny_logits(0.5), ask(1.0, frequency_penalty=1.5, repetition_penalty=1.3), nodes=3),
         more("grammar", tiny_logits(0.9), ask(1.0), _grammar, nodes=3),
+        more("conditional", tiny_logits(1.1), ask(0.75), _conditional(ask(0.75), tiny_logits(1.1)), nodes=3),
         more("greedy", tiny_logits(0.2), ask(temperature=0.0)),
     ]
 
@@ -179,6 +187,32 @@ def _grammar(answer: Tokens) -> AnswerGrammar:
     """Letters whose beginning is certain but can be spelt in two ways."""
     constraint = _compiler().constraint(Grammar("regex", "ab(a|b)b*"))
     constraint.advance(answer)
+    return constraint
+
+
+@cache
+def _language() -> TokenTrie:
+    """One text begins another, and two share a token that the model likes for the sake of one of them."""
+    trie = Languages(_compiler()).trie(Grammar("regex", "ab(a|bb|ab)?|bba", "conditional"))
+    assert trie is not None
+    return trie
+
+
+def _conditional(params: SamplingParams, logits: Callable[[Tokens], torch.Tensor]) -> Callable[[Tokens], Constraint]:
+    """The model conditioned on a finite language, as a look ahead with these logits would find it."""
+    trie, parents = _language(), _language().parents()
+    paths: list[Tokens] = [()]
+    for node in range(1, len(trie)):
+        paths.append((*paths[parents[node]], int(trie.tokens[node])))
+    scale = params.temperature or 1.0
+    rows = ((n, torch.log_softmax(logits((*TINY_PROMPT, *path)) / scale, -1)) for n, path in enumerate(paths))
+    futures = score_nodes(trie, END_IDS, rows, best=params.greedy)
+
+    def constraint(answer: Tokens) -> ConditionalAnswer:
+        made = ConditionalAnswer(trie, VOCAB, END_IDS, futures)
+        made.advance(answer)
+        return made
+
     return constraint
 
 
@@ -229,6 +263,65 @@ class Proposals:
         return self._laws[key]
 
 
+# ---- conditional sampling against the model's own answers ----
+
+
+def conditional_law(logits: Callable[[Tokens], torch.Tensor], temperature: float, answers: Iterable[Tokens]) -> Law:
+    """By definition: the model's probability of each whole answer, over their sum."""
+    weights = {}
+    for answer in answers:
+        prob = 1.0
+        for at, token in enumerate(answer):
+            after = torch.softmax(logits((*TINY_PROMPT, *answer[:at])) / temperature, -1)
+            prob *= float(after[token])
+        weights[answer] = prob
+    total = sum(weights.values())
+    return {answer: weight / total for answer, weight in weights.items()}
+
+
+def check_conditional() -> Finding:
+    """A finite language through its trie, and a larger one by rejection, against the definition."""
+    logits, temperature, longest = tiny_logits(1.1), 0.75, 4
+    trie = _language()
+    texts = [tuple(_compiler().vocabulary.tokenizer.encode(trie.name(item))) for item in range(trie.num_items)]
+    target = TinyTarget("", logits, SamplingParams(temperature), _conditional(SamplingParams(temperature), logits))
+    sampled = target_distribution(replace(target, prompt=TINY_PROMPT), longest)
+    cut: Law = defaultdict(float)
+    for answer, prob in sampled.items():  # ends follow an end
+        cut[(*itertools.takewhile(lambda token: token not in END_IDS, answer), *END_IDS)] += prob
+    finite = difference(cut, conditional_law(logits, temperature, [(*text, *END_IDS) for text in texts]))
+    drawn: Law = defaultdict(float)
+    for prob, found in outcomes(lambda rng: _rejection(logits, temperature).draw(rng)):
+        drawn[tuple(found)] += prob
+    whole = [a for n in range(REJECTION_TOKENS) for a in itertools.product(range(3), repeat=n) if _accepted(a)]
+    rejected = difference(drawn, conditional_law(logits, temperature, [(*answer, *END_IDS) for answer in whole]))
+    worst, figures = max(finite, rejected), {"finite": finite, "rejection": rejected, "allowed": MAX_DIFFERENCE}
+    detail = f"{trie.num_items} texts scored: {finite:.1g}; {len(whole)} token sequences by rejection: {rejected:.1g}"
+    detail += f"; allowed {MAX_DIFFERENCE:.0e}"
+    return Finding("exact", "conditional grammar", worst < MAX_DIFFERENCE, detail, True, figures)
+
+
+_INFINITE = Grammar("regex", "(ab)+")
+
+
+def _accepted(answer: Tokens) -> bool:
+    constraint = _compiler().constraint(_INFINITE)
+    return constraint.accepts((), answer) == len(answer) and bool(constraint.allowed(answer)[list(END_IDS)].any())
+
+
+@cache
+def _allowed(path: Tokens) -> torch.Tensor:
+    return _compiler().constraint(_INFINITE).allowed(path)
+
+
+def _rejection(logits: Callable[[Tokens], torch.Tensor], temperature: float) -> RejectionDraws:
+    def logprobs(prefixes: list[Prefix]) -> torch.Tensor:
+        rows = [logits((*TINY_PROMPT, *prefix.path)) for prefix in prefixes]
+        return torch.log_softmax(torch.stack(rows) / temperature, -1)
+
+    return RejectionDraws(lambda path: _allowed(tuple(path)), logprobs, END_IDS, REJECTION_TOKENS, look_ahead_rows=2)
+
+
 # ---- the check ----
 
 
@@ -238,6 +331,8 @@ def check_exact(
     """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
     tiny = tiny_targets()
     plain = {target.name: target_distribution(target, COMPARED_TOKENS) for target in tiny}
+    on_progress("exact: conditional grammars")
+    yield check_conditional()
     for name in registered() if drafters is None else drafters:
         kind = registered()[name]
         on_progress(f"exact: every outcome of {name}")

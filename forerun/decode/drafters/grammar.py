@@ -18,6 +18,7 @@ from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import Drafter, DraftRequest, register
 from forerun.decode.grammar import AnswerGrammar, DeadEnd, Vocabulary
 from forerun.decode.sampling import Constraint
+from forerun.decode.trie_answer import TrieAnswer
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ class GrammarDrafter(Drafter):
         for request in requests:
             drafts.append(Draft())
             constraint = request.context.constraint
-            if isinstance(constraint, AnswerGrammar):
+            if isinstance(constraint, TrieAnswer):
+                forced = constraint.forced((), min(request.max_depth, request.max_nodes))
+                drafts[-1] = Draft.chain(forced, [1.0] * len(forced), self.name)
+            elif isinstance(constraint, AnswerGrammar):
                 if self._token_bytes is None or self._token_bytes.vocabulary is not constraint.vocabulary:
                     self._token_bytes = TokenBytes(constraint.vocabulary)
                 _grow(drafts[-1], constraint, self._token_bytes, min(request.max_depth, request.max_nodes))
@@ -82,7 +86,7 @@ class GrammarDrafter(Drafter):
 def prune(draft: Draft, constraint: Constraint | None) -> Draft:
     """The draft without the nodes that the grammar forbids and their descendants. A sampled draft stays whole, or it
     would not be lossless any more: its drafter masks the distribution it samples from."""
-    if draft.proposals or not isinstance(constraint, AnswerGrammar):
+    if draft.proposals or not isinstance(constraint, AnswerGrammar | TrieAnswer):
         return draft
     kept: set[int] = set()
     for leaf in sorted(set(range(len(draft))) - set(draft.parents)):
