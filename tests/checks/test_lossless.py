@@ -11,7 +11,7 @@ import torch
 
 from forerun.checks.finding import Finding
 from forerun.checks.lossless import sampled as lossless_sampled
-from forerun.checks.lossless.exact import check_exact
+from forerun.checks.lossless.exact import check_conditional, check_exact
 from forerun.checks.lossless.forced_drafting import registered_drafter
 from forerun.checks.lossless.greedy import check_greedy
 from forerun.checks.lossless.noise import compare
@@ -58,6 +58,11 @@ def failed(findings: Iterator[Finding]) -> list[str]:
 
 
 # ---- sound code passes ----
+
+
+def test_conditional_grammars_have_the_law_of_the_definition() -> None:
+    finding = check_conditional()
+    assert finding.passed and finding.data["finite"] < 1e-12 and finding.data["rejection"] < 1e-12
 
 
 def test_every_drafter_is_exact_with_every_verifier(home: None) -> None:

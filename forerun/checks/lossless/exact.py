@@ -331,8 +331,6 @@ def check_exact(
     """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
     tiny = tiny_targets()
     plain = {target.name: target_distribution(target, COMPARED_TOKENS) for target in tiny}
-    on_progress("exact: conditional grammars")
-    yield check_conditional()
     for name in registered() if drafters is None else drafters:
         kind = registered()[name]
         on_progress(f"exact: every outcome of {name}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from forerun.checks.finding import Finding
-from forerun.checks.lossless.exact import check_exact
+from forerun.checks.lossless.exact import check_conditional, check_exact
 from forerun.checks.lossless.greedy import check_greedy, choose_prompts
 from forerun.checks.lossless.sampled import COMPARED_TOKENS, DRAFT_NODES, check_sampled
 from forerun.errors import BadRequest
@@ -35,6 +35,8 @@ def check_lossless(
 ) -> Iterator[Finding]:
     """Findings one by one as they are known; `on_progress` is called with what is being done."""
     check_number("temperature", temperature, 0.0, 100.0, open_low=True, hint="the sampled part draws: use 0.8")
+    on_progress("exact: conditional grammars")
+    yield check_conditional()
     yield from check_exact(on_progress)
     on_progress("loading")
     with LLM(model, draft_model=draft, dtype=weights, device=device, threads=threads, quiet=True) as llm:
