@@ -49,7 +49,12 @@ class ModelLoader:
     """One start: what is opened, with the same settings, and what that took."""
 
     def __init__(
-        self, device: torch.device, weights: str, quiet: bool, batch_invariant: bool, goal: WeightGoal | None = None
+        self,
+        device: torch.device,
+        weights: str,
+        quiet: bool,
+        batch_invariant: bool | None,
+        goal: WeightGoal | None = None,
     ) -> None:
         """`goal`: what the bits of the target's layers are chosen for."""
         self.device, self.weights, self.quiet, self.batch_invariant = device, weights, quiet, batch_invariant

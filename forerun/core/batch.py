@@ -9,7 +9,7 @@ lengths are derived. `KV` is the cache as all parts of the engine see it. Knows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -90,6 +90,24 @@ class HostBatch:
     logits_indices: list[int]  # [N]
     bits: list[int] | None = None  # [T] bit j: the token sees entry tree_start + j, beside those before `kv_lens`
     tree_start: list[int] | None = None  # [S]
+    prompt: bool = False  # all tokens are of prompts: on CUDA other kernels than an answer's, with bits of their own
+
+    def padded(self, rows: int) -> HostBatch:
+        """With at least so many rows: those that are missing form a sequence that sees and writes nothing."""
+        count, missing = len(self.tokens), rows - len(self.tokens)
+        if missing <= 0:
+            return self
+        none = np.zeros(missing, dtype=np.int64)
+        return replace(
+            self,
+            tokens=np.concatenate((self.tokens, none)),
+            positions=np.concatenate((self.positions, none)),
+            slot_mapping=np.concatenate((self.slot_mapping, none - 1)),
+            kv_lens=np.concatenate((self.kv_lens, none.astype(np.int32))),
+            cu_seqlens=[*self.cu_seqlens, count + missing],
+            seq_lens=[*self.seq_lens, 0],
+            pages=[*self.pages, np.zeros(1, dtype=np.int32)],
+        )
 
     def to(self, device: torch.device) -> TokenBatch:
         """Copies that do not wait for what the device still does; on a CPU its tensors are the arrays themselves."""

@@ -79,6 +79,8 @@ class Engine:
         )
         if self.runner.decoding_rows is not None:
             self.scheduler.chunk_divisor = 1  # other chunks, other bits
+        if self.runner.prompts_apart:
+            self.scheduler.answer_rows = self.runner.decoding_rows
         ctx = DraftContext.build(self.pool, self.runner, tokenizer, config.max_model_len, draft)
         ctx.make_room, ctx.quiet = self.scheduler.make_room, quiet
         ctx.warm_up()

@@ -87,7 +87,7 @@ def draft_provisional(
     rows = runner.decoding_rows
     if rows is not None:
         verifying = [s for s in verifying if s.decodes]
-        beside = sum(s.count for s in batch if not s.isolated and runner.joins_decoding(s.count))
+        beside = sum(s.count for s in batch if not s.isolated and runner.joins_decoding(s.count, s.in_prompt))
         rows = max(0, rows - beside) // max(1, len(verifying))
     for scheduled in verifying:
         provisional = scheduled.seq.provisional

@@ -56,6 +56,8 @@ class Scheduler:
         self.on_release: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
         self._preempted = False
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
+        # Tokens of an answer that run at once after a preemption, apart from the prompt's; None: no difference
+        self.answer_rows: int | None = None
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -117,7 +119,12 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence) -> int:
         most = self.max_num_batched_tokens
-        return most if _without_provisional(seq) else max(1, most // self.chunk_divisor)
+        if self.answer_rows is not None:
+            prompt_left = len(seq.request.prompt_ids) - seq.computed
+            most = min(most, prompt_left if prompt_left > 0 else self.answer_rows)
+        return (
+            most if _without_provisional(seq) else max(1, min(most, self.max_num_batched_tokens // self.chunk_divisor))
+        )
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Drafts take what is

@@ -212,6 +212,11 @@ class ScheduledSequence:
         return self.count == 1 and self.samples and self.seq.num_generated > 0
 
     @property
+    def in_prompt(self) -> bool:
+        """Whether it runs tokens of the prompt."""
+        return self.seq.computed < len(self.seq.request.prompt_ids)
+
+    @property
     def isolated(self) -> bool:
         """Whether it runs as if there were no provisional sequence beside it: the answer must not depend on that."""
         return self.seq.provisional is not None and self.seq.phase is Phase.PREFILLING
@@ -235,7 +240,8 @@ class ScheduledSequence:
         want: range | tuple[()] = range(self.count - 1, self.count + len(draft)) if self.samples else ()
         known = seq.ready_logits if self.count == 1 and self.samples and not len(draft) else None
         ids = [*ids, *draft.tokens]
-        return Span(ids, seq.computed, seq.pages, want, len(seq.tokens), draft.parents, known, self.isolated)
+        tree = len(seq.tokens), draft.parents
+        return Span(ids, seq.computed, seq.pages, want, *tree, known, self.isolated, self.in_prompt)
 
 
 def complete_served(usage: Usage, approximate: int, reached: int) -> None:

@@ -121,12 +121,13 @@ def build_decoder(
     max_context: int,
     quiet: bool = False,
     is_draft: bool = False,
-    batch_invariant: bool = True,
+    batch_invariant: bool | None = None,
     report: LoadReport | None = None,
     plan: WeightPlan | None = None,
 ) -> tuple[Decoder, Precision]:
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
-    `batch_invariant`: False allows only the former, in attention. `plan`: bits of each layer, in place of `weights`."""
+    `batch_invariant`: False allows only the former, in attention; None allows it on CUDA where batches or prompts are
+    large. `plan`: bits of each layer, in place of `weights`."""
     precision = planned_precision(plan) if plan else choose_precision(weights, device, checkpoint.quantised)
     if plan is None and precision.linear is BlockLinear and (why := _no_blocks(checkpoint, asked=weights == "file")):
         log.log(
@@ -167,7 +168,7 @@ def build_decoder(
         layers=layers,
         final_norm=final_norm,
         head=head,
-        attention=builder.attention(max_context, same_bits=batch_invariant and not is_draft),
+        attention=builder.attention(max_context, same_bits=False if is_draft else batch_invariant),
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
@@ -248,16 +249,16 @@ def _workers(device: torch.device) -> ThreadPoolExecutor:
 
 
 def attention_backend(
-    config: ModelConfig, device: torch.device, precision: Precision, max_context: int, same_bits: bool
+    config: ModelConfig, device: torch.device, precision: Precision, max_context: int, same_bits: bool | None
 ) -> AttentionBackend:
     if device.type == "cuda" and precision.dtype == torch.bfloat16:
         from forerun.models.cuda.attention import PagedAttention
 
-        return PagedAttention(config, device, max_context)
+        return PagedAttention(config, device, max_context, same_bits)
     if precision.linear is BlockLinear and not PagedCpuAttention.problem(config):
         return PagedCpuAttention(config, device, max_context)
     rounds = precision.name in ("int8", "file", "mixed")  # where a difference in the last bit would grow
-    return SdpaAttention(config, device, max_context, same_bits=same_bits and rounds)
+    return SdpaAttention(config, device, max_context, same_bits=same_bits is not False and rounds)
 
 
 class LayerBuilder:
@@ -386,7 +387,7 @@ class LayerBuilder:
         assert self.plan is not None
         return self.plan.bits[int(name.split(".")[1]) if name.startswith("layers.") else -1]
 
-    def attention(self, max_context: int, same_bits: bool) -> AttentionBackend:
+    def attention(self, max_context: int, same_bits: bool | None) -> AttentionBackend:
         if self.plan is not None and self.plan.streamed and not PagedCpuAttention.problem(self.config):
             assert self.packed is not None
             return StreamedAttention(self.config, self.device, max_context, self.packed, self.plan.streamed)

@@ -68,7 +68,7 @@ class Upgrader:
                 return False
             pages.extend(pool.allocate((end - first) // self._size, after=pages[-1] if pages else None))
             self._approximate.copy_draft_kv_of(tokens, first, pages)
-            self._runner.forward([Span(tokens[first:end], first, pages, ())])
+            self._runner.forward([Span(tokens[first:end], first, pages, (), prompt=True)])
             self._tree.insert(tokens[:end], pages)
         finally:
             pool.release(pages)

@@ -34,7 +34,9 @@ def prompt_logprobs(
                 check_cancelled()
                 piece = ids[start : start + PIECE_TOKENS]
                 with lease.exclusive() as engine:
-                    logits = engine.runner.forward([Span(piece, start, pages, range(len(piece)))]).logits.float()
+                    logits = engine.runner.forward(
+                        [Span(piece, start, pages, range(len(piece)), prompt=True)]
+                    ).logits.float()
                 following = ids[start + 1 : start + 1 + len(piece)]
                 entries = [logprob(row, token, params) for row, token in zip(logits, following, strict=False)]
                 found += [entry for entry in entries if entry is not None]

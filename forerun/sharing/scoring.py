@@ -138,7 +138,7 @@ class _Scorer:
                 if not ids:
                     continue
                 want = range(max(0, len(self.prefix) - 1 - job.done), len(ids))
-                spans.append(Span(ids, job.done, job.pages, want))
+                spans.append(Span(ids, job.done, job.pages, want, prompt=True))
                 following = [*job.ids, job.last]
                 targets += [(job, following[job.done + w + 1]) for w in want]
                 job.done += len(ids)

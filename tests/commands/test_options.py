@@ -56,7 +56,7 @@ def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_num_batched_tokens": None,
         "enable_prefix_caching": True,
         "prefill_profile": None,
-        "batch_invariant": True,
+        "batch_invariant": None,
         "disk": None,
         "quiet": True,
     }

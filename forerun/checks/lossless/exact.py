@@ -228,7 +228,7 @@ def _propose(drafter: Drafter, ctx: DraftContext, target: TinyTarget, answer: To
     request = DraftRequest(next(_ids), context, DRAFT_DEPTH, target.nodes, pages, sampled=sampled, rng=rng)
     try:
         if not drafter.free:  # it may read what the target has computed
-            ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
+            ctx.runner.forward([Span(tokens[:-1], 0, pages, (), prompt=True)])
         draft = drafter.propose([request])[0]
     finally:
         drafter.finish(request.seq_id, tokens, len(target.prompt))

@@ -126,7 +126,7 @@ def _tail(runner: Runner, ids: list[int], count: int, others: list[list[int]]) -
             held.append(pages)
             first = len(sequence) - size
             for at in range(0, first, 256):
-                runner.forward([Span(sequence[at : min(first, at + 256)], at, pages, ())])
+                runner.forward([Span(sequence[at : min(first, at + 256)], at, pages, (), prompt=True)])
             spans.append(Span(sequence[first:], first, pages, (size - 1,)))
         return runner.forward(spans).logits[0].clone()
     finally:

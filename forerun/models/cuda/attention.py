@@ -1,7 +1,8 @@
 """The paged attention backend on CUDA, behind the same contract as the reference.
 
-A single fresh prompt whose pages lie side by side goes to torch's flash attention, everything else to the paged kernel;
-pages that several sequences start with are read for all of them at once where that pays (`share_prefix`). `plan` reads
+Everything goes to the paged kernel, but for a single fresh prompt whose pages lie side by side: torch's own attention
+takes it where equal bits are not asked for, or where the prompt is so long that they would cost more than 5%. Pages
+that several sequences start with are read for all of them at once where that pays (`share_prefix`). `plan` reads
 host-side lengths and tables only, so nothing here waits for the device.
 """
 
@@ -13,17 +14,35 @@ from torch import Tensor
 
 from forerun.core import TokenBatch
 from forerun.models.attention import AttentionBackend
+from forerun.models.config import ModelConfig
 from forerun.models.cuda.fused import rope_and_store
+from forerun.models.cuda.lanes import prompt_shape
 from forerun.models.cuda.paged import QueryPlan, paged_attention, plan_queries
 from forerun.models.cuda.shared import MIN_LAUNCH_SAVING_BYTES, SharedPlan, plan_shared
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 from forerun.models.linear import Norm
 
+MIN_FRESH_TOKENS = 4096  # of a prompt from which torch's attention saves more than 5% of its time, by default
+
 
 class PagedAttention(AttentionBackend):
+    """`batch_invariant`: whether a token's bits may depend on what else runs and how a prompt is cut. None: only in
+    large batches and long prompts, where the promise would cost more than 5%."""
+
     share_prefix = True
 
+    def __init__(
+        self, config: ModelConfig, device: torch.device, max_context: int, batch_invariant: bool | None = False
+    ) -> None:
+        super().__init__(config, device, max_context)
+        self.batch_invariant = batch_invariant
+
     def plan(self, batch: TokenBatch) -> None:
+        if batch.host is not None and batch.host.prompt:
+            plan = plan_queries(batch.cu_seqlens, max(batch.seq_lens), self.device, prompt=True)
+            self.use(batch, plan, prompt=True)
+            self._fresh = None if self.batch_invariant else self._fresh_slots(batch, MIN_FRESH_TOKENS)
+            return
         starts = batch.tree_start
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=self.device)
         shared = None
@@ -31,7 +50,7 @@ class PagedAttention(AttentionBackend):
             groups = plan_shared(batch.host, self.config, MIN_LAUNCH_SAVING_BYTES)
             shared = None if groups is None else SharedPlan.send(groups, self.device)
         self.use(batch, plan_queries(batch.cu_seqlens, max(batch.seq_lens), self.device), first, shared)
-        self._fresh = self._fresh_slots(batch)
+        self._fresh = self._fresh_slots(batch, MAX_DECODE_TOKENS + 1)
 
     def use(
         self,
@@ -39,19 +58,18 @@ class PagedAttention(AttentionBackend):
         queries: QueryPlan,
         tree_start: Tensor | None = None,
         shared: SharedPlan | None = None,
+        prompt: bool = False,
     ) -> None:
-        """Plan from buffers whose contents may change between replays of a captured graph."""
+        """Plan from buffers whose contents may change between replays of a captured graph. `prompt`: in tiles of one
+        shape, however many rows there are."""
         self._batch, self._queries, self._tree_start, self._fresh = batch, queries, tree_start, None
-        self._shared = shared
+        self._shared, self._shape = shared, prompt_shape(self.config.head_dim) if prompt else None
 
-    def _fresh_slots(self, batch: TokenBatch) -> slice | None:
-        """The slots of a lone prompt that is prefilled from its first token on contiguous pages."""
-        if (
-            batch.num_seqs != 1
-            or batch.seq_lens[0] != batch.num_tokens
-            or batch.num_tokens <= MAX_DECODE_TOKENS
-            or batch.tree is not None
-        ):
+    def _fresh_slots(self, batch: TokenBatch, least: int) -> slice | None:
+        """The slots of a lone prompt of at least so many tokens that is prefilled from its first token on contiguous
+        pages."""
+        alone = batch.num_seqs == 1 and batch.seq_lens[0] == batch.num_tokens
+        if not alone or batch.num_tokens < least or batch.tree is not None:
             return None
         first = batch.run_start
         return None if first is None else slice(first, first + batch.num_tokens)
@@ -80,6 +98,7 @@ class PagedAttention(AttentionBackend):
             tree=batch.tree,
             tree_start=self._tree_start,
             shared=self._shared,
+            many_shape=self._shape,
         )
         return out.view(q.shape[0], -1)
 

@@ -4,8 +4,9 @@ Few rows run as one launch of `Stack` where it fits the decoder. Others run kern
 do few rows whose sequences share so much that reading it once saves more than the one launch. A graph keeps addresses
 and grids, so one is captured per bucket of rows, sequences and tokens per sequence when it is first needed; groups of
 sequences are tables in its input, with room for as many as the bucket can have. All graphs share their input, their
-output and their memory, since one runs at a time. Batches that fit nothing run as usual. A second kind of graph leaves
-queries instead of logits, for the attention weights of the last tokens (`tail_attention`). Knows no request.
+output and their memory, since one runs at a time. Batches that fit nothing run as usual. Prompts have recordings of
+their own (`prompts`). A second kind of graph leaves queries instead of logits, for the attention weights of the last
+tokens (`tail_attention`). Knows no request.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
 from forerun.models.cuda.packing import MASK_BITS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
+from forerun.models.cuda.prompts import PromptRunner
 from forerun.models.cuda.recompute import RecomputeRunner
 from forerun.models.cuda.shared import (
     MIN_GRAPH_SAVING_BYTES,
@@ -170,8 +172,12 @@ class GraphRunner:
         self._mover = Mover(kv)
         self._chains: ChainRunner | None = None
         self.stack = self._stack(KERNEL_ROWS[0])
+        assert isinstance(decoder.attention, PagedAttention)
+        self.batch_invariant = decoder.attention.batch_invariant
 
     def run(self, batch: HostBatch) -> Output | None:
+        if batch.prompt:
+            return self.prompts.run(batch)
         enough, masks = masks_of(batch)
         if not enough or len(batch.tokens) > MAX_LAUNCH_ROWS:
             return None
@@ -209,6 +215,11 @@ class GraphRunner:
         return weights.cpu().numpy()  # waits for the device, as the next batch is laid out in the same memory
 
     @cached_property
+    def prompts(self) -> PromptRunner:
+        """For prompts whose bits depend on nothing else."""
+        return PromptRunner(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
+
+    @cached_property
     def recompute_runner(self) -> RecomputeRunner:
         """For many rows of one sequence that leave their K/V."""
         return RecomputeRunner(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
@@ -230,7 +241,10 @@ class GraphRunner:
         return Output(logits=logits[want], greedy=greedy[want])
 
     def most_rows(self, sequences: int) -> int:
-        """One sequence's buckets are few and captured at the start; several run as one launch or not so fast."""
+        """Where bits are promised, those that have them. Else one sequence's buckets are few and captured at the start;
+        several run as one launch or not so fast."""
+        if self.batch_invariant is not False:
+            return self.decoding_rows
         return MAX_LAUNCH_ROWS if sequences == 1 or self.stack is None else KERNEL_ROWS[-1]
 
     @property

@@ -56,6 +56,11 @@ def lanes_for(kv_heads: int) -> int:
     return max(8, min(64, next_power_of_2(128 // kv_heads)))
 
 
+def prompt_shape(dim: int) -> Shape:
+    """Of prompts whose bits depend on nothing else: the same for any number of rows."""
+    return PREFILL_SHAPE if dim <= 128 else WIDE_HEAD_SHAPE
+
+
 @lru_cache(maxsize=1024)
 def choose_shape(rows: int, heads: int, kv_heads: int, dim: int, seqs: int, max_context: int) -> Shape:
     """Of sequences with many new tokens, at most `rows` each. Only a lone sequence is cut: it needs no cell table."""

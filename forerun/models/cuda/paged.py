@@ -44,11 +44,15 @@ class QueryPlan:
     max_context: int  # no token sees an entry at or past this
 
 
-def plan_queries(cu_seqlens: Sequence[int], max_context: int, device: torch.device | str) -> QueryPlan:
+def plan_queries(
+    cu_seqlens: Sequence[int], max_context: int, device: torch.device | str, prompt: bool = False
+) -> QueryPlan:
+    """`prompt`: no sequence counts as one with few new tokens."""
     counts = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-    few = max((count for count in counts if count <= MAX_DECODE_TOKENS), default=0)
-    many = max((count for count in counts if count > MAX_DECODE_TOKENS), default=0)
-    cut = [count if count <= MAX_DECODE_TOKENS else 0 for count in counts]
+    most = 0 if prompt else MAX_DECODE_TOKENS
+    few = max((count for count in counts if count <= most), default=0)
+    many = max((count for count in counts if count > most), default=0)
+    cut = [count if count <= most else 0 for count in counts]
     cells = [0, *itertools.accumulate(cut)]
     both = torch.tensor([*cu_seqlens, *cells], dtype=torch.int32).to(device, non_blocking=True)
     return QueryPlan(both[: len(cu_seqlens)], both[len(cu_seqlens) : -1], cells[-1], few, many, max_context)
@@ -113,15 +117,31 @@ def _attend(
         best = tl.load(part_ml + cell * 2, mask=begun, other=float("-inf"))
         total = tl.load(part_ml + cell * 2 + 1, mask=begun, other=0.0)
         acc = tl.load(part + cell[:, None] * D + d[None, :], mask=begun[:, None] & d_ok[None, :], other=0.0)
+    table = block_tables + s * table_stride
+    if not cut and WINDOW == 0:  # blocks that every row sees whole need no mask; the same bits, in less time
+        block_whole = tl.min(tl.where(real, limit, high), axis=0) // KEYS
+        for block in range(block_first, block_whole):
+            entry = block * KEYS + tl.arange(0, KEYS)
+            page = tl.load(table + entry // PAGE * page_stride).to(tl.int64)
+            cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
+            if D == DP:
+                k_tile = tl.load(k_cache + cells)  # [KEYS, DP]
+                v_tile = tl.load(v_cache + cells)
+            else:
+                k_tile = tl.load(k_cache + cells, mask=d_ok[None, :], other=0.0)
+                v_tile = tl.load(v_cache + cells, mask=d_ok[None, :], other=0.0)
+            score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            best, total, acc = absorb(score, v_tile, best, total, acc, scale)
+        block_first = tl.maximum(block_first, block_whole)
     for block in range(block_first, block_end, LANES):
         entry = block * KEYS + tl.arange(0, KEYS)
         there = (entry >= low) & (entry < high)
-        page = tl.load(block_tables + s * table_stride + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
+        page = tl.load(table + entry // PAGE * page_stride, mask=there, other=0).to(tl.int64)
         cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
         cell_ok = there[:, None] & d_ok[None, :]
         k_tile = tl.load(k_cache + cells, mask=cell_ok, other=0.0)  # [KEYS, DP]
         v_tile = tl.load(v_cache + cells, mask=cell_ok, other=0.0)
-        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         visible = entry[None, :] < limit[:, None]
         if WINDOW > 0:
             visible = visible & (entry[None, :] > (place - WINDOW)[:, None])
@@ -131,7 +151,7 @@ def _attend(
             kin = tl.load(tree + token[:, None] * tree_width + off[None, :], mask=off_ok, other=0) != 0
             visible = visible | (kin & (entry[None, :] >= limit[:, None]))
         score = tl.where(visible, score, float("-inf"))
-        best, total, acc = absorb(score, v_tile, best, total, acc)
+        best, total, acc = absorb(score, v_tile, best, total, acc, scale)
 
     if cut:  # its cells are computed here, again where blocks are shared: kept in registers they slow the loop
         cell = ((tl.load(cells_at + s) + pair // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head) * lanes + lane

@@ -132,13 +132,14 @@ class SharedPlan:
 
 
 @triton.jit
-def absorb(score, v_tile, best, total, acc):
-    """One block of scores into a tile's running softmax: highest score, sum of exponentials, weighted sum of values."""
-    now = tl.maximum(best, tl.max(score, axis=1))
+def absorb(score, v_tile, best, total, acc, scale):
+    """One block of scores, not scaled yet, into a tile's running softmax: highest score, sum of exponentials, weighted
+    sum of values. Sums of products are fused by name: left to the compiler, one kernel would fuse and another not."""
+    now = tl.maximum(best, tl.max(score, axis=1) * scale)
     base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet: no inf - inf
-    prob = tl.exp2(score - base[:, None])
+    prob = tl.exp2(tl.fma(score, scale, -base[:, None]))
     keep = tl.exp2(best - base)
-    total = total * keep + tl.sum(prob, axis=1)
+    total = tl.fma(total, keep, tl.sum(prob, axis=1))
     acc = tl.dot(prob.to(v_tile.dtype), v_tile, acc * keep[:, None], input_precision="ieee")
     return now, total, acc
 
@@ -197,10 +198,10 @@ def _attend_shared(
         cells = ((page * PAGE + entry % PAGE) * KV_HEADS + kv_head)[:, None] * D + d[None, :]
         k_tile = tl.load(k_cache + cells, mask=d_ok, other=0.0)  # [KEYS, DP]
         v_tile = tl.load(v_cache + cells, mask=d_ok, other=0.0)
-        score_a = tl.dot(q_a, tl.trans(k_tile), input_precision="ieee") * scale
-        score_b = tl.dot(q_b, tl.trans(k_tile), input_precision="ieee") * scale
-        best_a, total_a, acc_a = absorb(score_a, v_tile, best_a, total_a, acc_a)
-        best_b, total_b, acc_b = absorb(score_b, v_tile, best_b, total_b, acc_b)
+        score_a = tl.dot(q_a, tl.trans(k_tile), input_precision="ieee")
+        score_b = tl.dot(q_b, tl.trans(k_tile), input_precision="ieee")
+        best_a, total_a, acc_a = absorb(score_a, v_tile, best_a, total_a, acc_a, scale)
+        best_b, total_b, acc_b = absorb(score_b, v_tile, best_b, total_b, acc_b, scale)
     _leave(part, part_ml, cell_a, d, real_a, best_a, total_a, acc_a, D)
     _leave(part, part_ml, cell_b, d, real_b, best_b, total_b, acc_b, D)
 

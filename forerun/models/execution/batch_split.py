@@ -1,14 +1,17 @@
 """Splits a batch on devices where a token's bits and time depend on what else is in it.
 
-A long prompt runs by itself, through the same kernels as if it were the only one, and so do the few rows of sequences
-that decode: one launch for all of them. The weights are read once for each part, so short prompts stay together.
-Knows spans and logits; neither models nor devices.
+Tokens of prompts and tokens of answers run apart, through kernels of their own. Where bits must not depend on the batch
+(`InvariantSplit`), all prompts of a step run together, since their kernels do not depend on the number of rows, and
+rows of answers run in launches of at most as many rows as give equal bits. Without that promise (`split_spans`) a long
+prompt runs by itself, short ones stay together, and so do the few rows of sequences that decode. Knows spans and
+logits; neither models nor devices.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +24,8 @@ if TYPE_CHECKING:
 # What kernels that decode are made for, on every device that has them.
 MAX_DECODE_TOKENS = 64  # new tokens of a sequence up to which it counts as decoding
 MAX_LAUNCH_ROWS = 64  # tokens of all sequences that run in one launch
+MIN_HEAD_ROWS = 32  # of the head, where bits are promised to prompts: more than kernels for few rows take
 MIN_LONE_PROMPT_TOKENS = 512  # keep a device busy: reading the weights again for others costs little beside it
-
-
-def joins_decoding(tokens: int) -> bool:
-    """Whether a span of so many tokens runs in one launch with those that decode."""
-    return tokens <= MAX_DECODE_TOKENS
 
 
 def split_spans(spans: Sequence[Span]) -> list[list[int]]:
@@ -36,10 +35,41 @@ def split_spans(spans: Sequence[Span]) -> list[list[int]]:
         if span.isolated or span.known is not None or (span.first == 0 and len(span.ids) >= MIN_LONE_PROMPT_TOKENS):
             alone.append([number])
         else:
-            (rows if joins_decoding(len(span.ids)) else chunks).append(number)
+            (rows if len(span.ids) <= MAX_DECODE_TOKENS else chunks).append(number)
     if sum(len(spans[number].ids) for number in rows) > MAX_LAUNCH_ROWS:  # no single launch either way
         chunks, rows = sorted(chunks + rows), []
     return [*alone, *(part for part in (chunks, rows) if part)]
+
+
+@dataclass(frozen=True)
+class InvariantSplit:
+    """Parts within which a token's bits depend on nothing else.
+
+    `launch_rows`: rows of answers that run the same instructions as one. `always`: also where that takes several
+    launches for sequences of one row each, which costs more than it is worth to most; else such batches stay whole.
+    """
+
+    launch_rows: int
+    always: bool
+
+    def __call__(self, spans: Sequence[Span]) -> list[list[int]]:
+        known = [[number] for number, span in enumerate(spans) if span.known is not None]
+        rest = [number for number, span in enumerate(spans) if span.known is None]
+        prompts = [number for number in rest if spans[number].prompt]
+        answers = [number for number in rest if not spans[number].prompt]
+        parts = [*known, *([prompts] if prompts else [])]
+        if not self.always and len(answers) > self.launch_rows:
+            return [*parts, answers]
+        launches: list[list[int]] = []
+        room = 0
+        for number in answers:
+            rows = len(spans[number].ids)
+            if not launches or rows > room:
+                launches.append([])
+                room = self.launch_rows
+            launches[-1].append(number)
+            room -= rows
+        return [*parts, *launches]
 
 
 def clone_output(output: Output) -> Output:

@@ -25,7 +25,14 @@ from forerun.core import KV, ROOT, HostBatch
 from forerun.errors import OutOfPages
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import Decoder, Output, Taps, Watch
-from forerun.models.execution.batch_split import clone_output, join_outputs, joins_decoding, split_spans
+from forerun.models.execution.batch_split import (
+    MAX_DECODE_TOKENS,
+    MIN_HEAD_ROWS,
+    InvariantSplit,
+    clone_output,
+    join_outputs,
+    split_spans,
+)
 from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
@@ -50,6 +57,7 @@ class Span:
     parents: list[int] = field(default_factory=list)
     known: Tensor | None = None  # [1, V] logits of its only token, which has run: nothing is left to do
     isolated: bool = False  # to be computed as if nothing else ran, where that makes a difference
+    prompt: bool = False  # tokens of a prompt, not of an answer: other kernels, where bits must not depend on the batch
 
     @property
     def entries(self) -> range:
@@ -94,6 +102,10 @@ class Runner:
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
         self.splits_batches = self.graphs is not None  # whether prompts and decoding rows run apart
+        self._split: Callable[[Seq[Span]], list[list[int]]] = split_spans
+        self.prompts_apart = self.graphs is not None and self.graphs.batch_invariant is not False
+        if self.graphs is not None and self.prompts_apart:
+            self._split = InvariantSplit(self.graphs.decoding_rows, self.graphs.batch_invariant is True)
 
     @contextmanager
     def host_threads(self) -> Iterator[None]:
@@ -125,7 +137,7 @@ class Runner:
         if len(spans) == 1 and spans[0].known is not None:
             return Output(spans[0].known)
         apart = whole and len(spans) > 1 and (self.splits_batches or any(span.known is not None for span in spans))
-        parts = split_spans(spans) if apart else []
+        parts = self._split(spans) if apart else []
         if len(parts) > 1:
             *firsts, last = ([spans[number] for number in part] for part in parts)
             outputs = [clone_output(self.forward(part)) for part in firsts]
@@ -133,7 +145,10 @@ class Runner:
         batch = self.batch(spans)
         if self.features is not None and whole:
             return self._forward_with_features(batch, self.features)
+        batch.prompt = whole and self.prompts_apart and all(span.prompt for span in spans)
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
+        if output is None and batch.prompt:
+            return self._run_prompts(batch)
         return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
 
     def _forward_with_features(self, batch: HostBatch, features: HiddenFeatures) -> Output:
@@ -141,6 +156,15 @@ class Runner:
         output = self.decoder.forward(batch.to(self.decoder.device), self.kv, features.taps)
         features.record(batch.slot_mapping, output.hidden)
         return output
+
+    def _run_prompts(self, batch: HostBatch) -> Output:
+        """Prompts that no recording fits, with as many rows as equal bits need, of the batch and of the head."""
+        assert self.graphs is not None
+        wanted = len(batch.logits_indices)
+        batch = batch.padded(self.graphs.prompts.min_rows)
+        batch.logits_indices = batch.logits_indices + [0] * max(0, MIN_HEAD_ROWS - wanted) if wanted else []
+        output = self.decoder.forward(batch.to(self.decoder.device), self.kv)
+        return Output(output.logits[:wanted])
 
     @torch.inference_mode()
     def resume(self, span: Span, x: Tensor, layer: int) -> None:
@@ -162,10 +186,10 @@ class Runner:
         and prompts are no exception."""
         return None if self.graphs is None else self.graphs.decoding_rows
 
-    def joins_decoding(self, tokens: int) -> bool:
+    def joins_decoding(self, tokens: int, prompt: bool) -> bool:
         """Whether a span of so many tokens counts among `decoding_rows`, as it runs in the launch of those that
         decode."""
-        return joins_decoding(tokens)
+        return not prompt if self.prompts_apart else tokens <= MAX_DECODE_TOKENS
 
     @property
     def can_chain(self) -> bool:
@@ -246,6 +270,8 @@ class Runner:
             for context in (0, 100):
                 if context + tokens < limit:
                     self.time_forward(tokens, context, 0, branches)
+        if self.prompts_apart:
+            self.graphs.prompts.prepare()
         pages = array("i", self.pool.allocate(1))
         self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
         self.pool.release(pages)
@@ -270,7 +296,9 @@ class Runner:
         try:
             parts = [
                 # a copy: the next forward may reuse the memory of these
-                self.forward([Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])))]).logits.clone()
+                self.forward(
+                    [Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])), prompt=True)]
+                ).logits.clone()
                 for lo in range(0, len(ids), chunk)
             ]
         finally:
