@@ -19,7 +19,7 @@ from forerun.cache.approximate import ApproximateCache
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.core import SamplingParams, Usage
+from forerun.core import Draft, SamplingParams, Usage, Verdict
 from forerun.decode.control.controller import Controller
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafter_pool import DraftTask
@@ -30,6 +30,7 @@ from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
 from forerun.engine.provisional import draft_provisional, emit_provisional
+from forerun.engine.run_ahead import RunAhead, StepInFlight
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Phase, Request, ScheduledSequence, Sequence
 from forerun.engine.speculative_prefill import SpeculativePrefill
@@ -95,6 +96,10 @@ class Engine:
         self._cancelled: deque[int] = deque()
         self.stats, self.leases = Stats(), PageLeases(self.pool, make_room)
         self.max_length = min(config.max_model_len, config.capacity)  # of a prompt and its answer
+        self._run_ahead = RunAhead(self.runner, self.scheduler, self.max_length, self._stays_plain)
+        self._in_flight: StepInFlight | None = None
+        self._last_read = 0.0  # when the tokens of a step that was launched ahead were read
+        self._draft_next = False  # the coming step drafts: decided when it was not launched ahead
         self.output = OutputWriter(tokenizer, decoder.config.eos_ids, self.max_length, self.stats)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -106,6 +111,9 @@ class Engine:
 
     def _step(self) -> bool:
         self.process_inbox()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None and in_flight.live:
+            return self._finish_step(in_flight)
         # a piece of each prompt whose K/V is drafted, not computed
         spent = self.speculative_prefill.advance() if self.scheduler.drafting else 0
         batch = self.scheduler.schedule(spent)
@@ -114,6 +122,9 @@ class Engine:
         if any(s.verifies_provisional for s in batch):
             batch = draft_provisional(batch, self.scheduler, self.runner, self._max_nodes)
         self._draft_tokens(batch)  # for the sequences that decode with speculation
+        in_flight = self._run_ahead.begin(batch)
+        if in_flight is not None:
+            return self._finish_step(in_flight)
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
         sampling = [s for s in batch if s.samples]
         outputs = iter(verify(output, [VerifyInput(s.seq.sampling_context, s.draft, s.verifier) for s in sampling]))
@@ -121,10 +132,33 @@ class Engine:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
         return True
 
+    def _finish_step(self, step: StepInFlight) -> bool:
+        """Launch the step after one that is on its way, then read that one's tokens and do what is to be done."""
+        self._in_flight = self._run_ahead.follow(step)
+        tokens, now = step.pending.read(), time.perf_counter()
+        seconds, self._last_read = now - max(step.launched, self._last_read), now
+        rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
+        if any(seq.spec_state is not None for seq, _ in rows):
+            longest = max(len(seq.tokens) for seq, _ in rows)
+            self.speculator.observe([Draft() for _ in rows], longest, seconds)
+        for seq, token in rows:
+            seq.usage.verify_s += seconds
+            self._advance(ScheduledSequence(seq, 1), StepOutput(Verdict([], token), [token]))
+        if self._in_flight is not None and not self._in_flight.live:
+            self._in_flight = None
+        return True
+
+    def _stays_plain(self, sequences: list[Sequence]) -> bool:
+        """Whether the coming step of these drafts nothing. A decision for drafting is kept for that step."""
+        states = [seq.spec_state for seq in sequences if seq.spec_state is not None]
+        self._draft_next = bool(states) and self.speculator.should_draft(states)
+        return not self._draft_next
+
     def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
         speculating = [s for s in batch if s.seq.spec_state is not None and s.decodes and not s.verifies_provisional]
         states = [s.seq.spec_state for s in speculating if s.seq.spec_state is not None]
-        if not speculating or not self.speculator.should_draft(states):
+        decided, self._draft_next = self._draft_next, False
+        if not speculating or not (decided or self.speculator.should_draft(states)):
             return
         rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(batch)))
         if any(len(s.draft) for s in batch):  # provisional tokens: they stay within what is sure to be exact

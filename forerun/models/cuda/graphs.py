@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,7 +26,7 @@ from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.launch import Recorder, record
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
-from forerun.models.cuda.packing import MASK_BITS, MAX_STEPS, Bucket, lay_pages, masks_of
+from forerun.models.cuda.packing import MASK_BITS, MAX_DECODE_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.prompts import PromptRunner
 from forerun.models.cuda.recompute import RecomputeRunner
@@ -46,19 +46,32 @@ from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 
 class _Buffers:
-    """Input and output that all graphs of a decoder share, for up to MAX_LAUNCH_ROWS rows."""
+    """Input and output that all graphs of a decoder share, for up to MAX_DECODE_ROWS rows. The host's input is laid out
+    in two buffers in turns, since one may still be read when the next batch is laid out."""
 
-    def __init__(self, decoder: Decoder, max_pages: int, page_size: int) -> None:
-        self.max_pages, self.page_size = max_pages, page_size
+    def __init__(self, decoder: Decoder, max_pages: int, page_size: int, chosen: Tensor) -> None:
+        self.max_pages, self.page_size, self.chosen = max_pages, page_size, chosen
         # masks (two words), tokens ... tree_start, cu_seqlens; then pages
-        size = 8 * MAX_LAUNCH_ROWS + 1 + max_pages * MAX_LAUNCH_ROWS
-        size += _shared_size(decoder.config, MAX_LAUNCH_ROWS, MAX_LAUNCH_ROWS)  # before the pages
-        self.staging = torch.zeros(size, dtype=torch.int32).pin_memory()
-        self.host = self.staging.numpy()
+        size = 8 * MAX_DECODE_ROWS + 1 + max_pages * MAX_DECODE_ROWS
+        size += _shared_size(decoder.config, MAX_DECODE_ROWS, MAX_DECODE_ROWS)  # before the pages
+        self._staging = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(2)]
+        self._hosts = [staging.numpy() for staging in self._staging]
+        self._turn = 0
         self.inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
-        self.logits = torch.zeros(MAX_LAUNCH_ROWS, decoder.config.vocab_size, device=decoder.device)
-        self.greedy = torch.zeros(MAX_LAUNCH_ROWS, dtype=torch.int64).pin_memory()
+        self.logits = torch.zeros(MAX_DECODE_ROWS, decoder.config.vocab_size, device=decoder.device)
+        self.greedy = torch.zeros(3, MAX_DECODE_ROWS, dtype=torch.int64).pin_memory()
         self.pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def host(self) -> np.ndarray:
+        return self._hosts[self._turn]
+
+    def next_host(self) -> None:
+        """From now on the other buffer is laid out."""
+        self._turn ^= 1
+
+    def send(self, used: int) -> None:
+        self.inputs[:used].copy_(self._staging[self._turn][:used], non_blocking=True)
 
 
 def _shared_size(config: ModelConfig, seqs: int, rows: int) -> int:
@@ -91,9 +104,10 @@ class _Graph:
             page_size=buffers.page_size,
             logits_indices=torch.arange(rows, device=decoder.device),
         )
-        self.plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, bucket.few, 0, pages * buffers.page_size)
+        longest = min(bucket.context, pages * buffers.page_size)
+        self.plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, bucket.few, 0, longest)
         self._fill_idle()
-        inputs.copy_(buffers.staging)
+        buffers.send(len(inputs))
         self.graph, _ = record(lambda: self._forward(decoder, kv), buffers.pool)
 
     def _fill_idle(self) -> None:
@@ -114,13 +128,18 @@ class _Graph:
 
     def _forward(self, decoder: Decoder, kv: KV) -> None:
         self._plan(decoder)
-        batch = self.batch
-        x = decoder.run_layers(decoder.embed(batch.tokens), batch, kv, range(decoder.config.num_layers))
-        logits = self.buffers.logits[: self.bucket.rows]
+        batch, chosen, rows = self.batch, self.buffers.chosen, self.bucket.rows
+        tokens = batch.tokens
+        if self.bucket.few == 1:  # negative: what the step before chose for row -1 - token
+            tokens = torch.where(tokens < 0, chosen[(-1 - tokens).clamp_min(0)], tokens.long())
+        x = decoder.run_layers(decoder.embed(tokens), batch, kv, range(decoder.config.num_layers))
+        logits = self.buffers.logits[:rows]
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
-        self.buffers.greedy[: self.bucket.rows].copy_(logits.argmax(-1), non_blocking=True)
+        chosen[:rows].copy_(logits.argmax(-1))
 
-    def replay(self, batch: HostBatch, groups: Groups | None = None) -> None:
+    def replay(self, batch: HostBatch, groups: Groups | None = None, out: int = 0) -> None:
+        """Enqueue a batch; the tokens chosen go to row `out` of the buffers' `greedy`."""
+        self.buffers.next_host()
         count, rows, seqs, host = len(batch.tokens), self.bucket.rows, self.bucket.seqs, self.buffers.host
         self._fill_idle()
         if batch.bits is not None and batch.tree_start is not None:
@@ -136,8 +155,23 @@ class _Graph:
         if groups is not None:
             groups.lay(host[self.groups_at : self.head], seqs, rows)
         used = self.head + lay_pages(batch, host[self.head :], seqs, self.buffers.max_pages) * seqs
-        self.buffers.inputs[:used].copy_(self.buffers.staging[:used], non_blocking=True)
+        self.buffers.send(used)
         self.graph.replay()
+        self.buffers.greedy[out, :count].copy_(self.buffers.chosen[:count], non_blocking=True)
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Tokens that the device is about to choose."""
+
+    done: torch.cuda.Event
+    greedy: Tensor  # [rows] in pinned memory
+    launch: int  # number of the launch: what it left on the device is there as long as it is the last one
+
+    def read(self) -> list[int]:
+        """Waits for the device."""
+        self.done.synchronize()
+        return self.greedy.tolist()
 
 
 class _QueryGraph(_Graph):
@@ -165,6 +199,8 @@ class GraphRunner:
         self.decoder, self.kv, self.max_context, self.page_size = decoder, kv, max_context, page_size
         self.max_pages = -(-max_context // page_size)
         self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
+        self._chosen = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int64, device=decoder.device)  # by the last launch
+        self.launches, self._turn = 0, 0
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
         self._query_graph: _QueryGraph | None = None
@@ -179,8 +215,9 @@ class GraphRunner:
         if batch.prompt:
             return self.prompts.run(batch)
         enough, masks = masks_of(batch)
-        if not enough or len(batch.tokens) > MAX_LAUNCH_ROWS:
+        if not enough or len(batch.tokens) > MAX_DECODE_ROWS:
             return None
+        self.launches += 1
         stack = self._stack(len(batch.tokens))
         groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
         if stack is not None and groups is None:
@@ -192,9 +229,34 @@ class GraphRunner:
             if graph is None:
                 return None
             graph.replay(batch, groups)
-            logits, greedy = graph.buffers.logits, graph.buffers.greedy
+            logits, greedy = graph.buffers.logits, graph.buffers.greedy[0]
         torch.cuda.current_stream().synchronize()
         return self._output(batch.logits_indices, logits, greedy)
+
+    def launch(self, batch: HostBatch) -> PendingTokens | None:
+        """Enqueue one token of each sequence and return without waiting; None where no single launch or graph fits. A
+        negative token is what the launch before has chosen for row -1 - token. At most two may be on their way, and
+        logits are not kept."""
+        rows = len(batch.tokens)
+        stack = self._stack(rows)
+        if rows > MAX_DECODE_ROWS or (stack is None and self.batch_invariant is True and rows > self.decoding_rows):
+            return None
+        groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
+        self._turn ^= 1
+        out = 1 + self._turn  # row 0 is for those that wait
+        if stack is not None and groups is None:
+            stack.run(batch, None, out=out)
+            greedy = stack.greedy[out, :rows]
+        else:
+            graph = self._graph(batch, groups is not None)
+            if graph is None:
+                return None
+            graph.replay(batch, groups, out)
+            greedy = graph.buffers.greedy[out, :rows]
+        self.launches += 1
+        done = torch.cuda.Event()
+        done.record()
+        return PendingTokens(done, greedy, self.launches)
 
     def tail_attention(self, batch: HostBatch) -> np.ndarray | None:
         """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads
@@ -277,7 +339,8 @@ class GraphRunner:
             self.stacks[rows] = None
             if fits(self.decoder, self.page_size, rows):
                 try:
-                    self.stacks[rows] = Stack(self.decoder, self.kv, self.max_context, self.page_size, rows)
+                    made = Stack(self.decoder, self.kv, self.max_context, self.page_size, rows, chosen=self._chosen)
+                    self.stacks[rows] = made
                 except CompileError as error:  # a driver older than the compiler refuses it
                     warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
         return self.stacks[rows]
@@ -292,5 +355,5 @@ class GraphRunner:
 
     def _room(self) -> _Buffers:
         if self._buffers is None:
-            self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size)
+            self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size, self._chosen)
         return self._buffers

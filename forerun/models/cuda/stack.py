@@ -43,7 +43,7 @@ class _Params(ctypes.Structure):
 
     _pointers_ = (
         *("layers", "final_norm", "head", "embed", "rotations", "batch", "x", "y", "squares", "q", "attended", "gated"),
-        *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "probs"),
+        *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "probs", "chosen"),
         *("joins", "arrived", "meeting"),
     )
     _fields_ = [
@@ -127,7 +127,8 @@ class Stack:
     """The compiled launch with its input, output and scratch memory. One batch at a time.
 
     `head_rows`: only so many of the vocabulary, from its first, can be chosen. Without `keep_logits` there are no
-    logits, only the likeliest tokens and their probabilities.
+    logits, only the likeliest tokens and their probabilities. `chosen`: where these tokens stay on the device, so that
+    the next launch can read them; several launches may share it.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Stack:
         rows: int = KERNEL_ROWS[0],
         head_rows: int | None = None,
         keep_logits: bool = True,
+        chosen: Tensor | None = None,
     ) -> None:
         c, self.device = decoder.config, decoder.device
         self.decoder, self.rows = decoder, rows
@@ -155,6 +157,7 @@ class Stack:
         # written by the device straight into the host's memory: nothing to copy when a launch has ended
         self.greedy = torch.zeros(MAX_STEPS, rows, dtype=torch.int64).pin_memory()
         self.probs = torch.zeros(MAX_STEPS, rows).pin_memory()
+        self.chosen = torch.zeros(rows, dtype=torch.int64, device=self.device) if chosen is None else chosen
         # where the table of embeddings is the head's, the launch reads it itself
         self.looks_up = c.tie_embeddings and c.embed_scale == 1.0 and decoder.basis is None
         final_norm, eps = decoder.final_norm
@@ -162,7 +165,7 @@ class Stack:
             "layers": torch.tensor(addresses, dtype=torch.int64, device=self.device), "final_norm": final_norm,
             "head": decoder.head.weight, "embed": decoder.head.weight if self.looks_up else None,
             "rotations": decoder.attention.ropes[c.rope].table, "batch": self.packed.device, "logits": self.logits,
-            "greedy": self.greedy, "probs": self.probs, **self._scratch(c),
+            "greedy": self.greedy, "probs": self.probs, "chosen": self.chosen, **self._scratch(c),
         }  # fmt: skip
         self._kept = [parts, given]  # the launch knows addresses only
         self._x = given["x"]
@@ -214,21 +217,32 @@ class Stack:
         }
 
     @torch.inference_mode()
-    def run(self, batch: HostBatch, masks: list[int] | None, steps: int = 1, least: Sequence[float] = ()) -> None:
-        """Enqueue a batch of at most `rows` tokens; the caller waits for the stream before it reads or calls again.
+    def run(
+        self,
+        batch: HostBatch,
+        masks: list[int] | None,
+        steps: int = 1,
+        least: Sequence[float] = (),
+        out: int = 0,
+    ) -> None:
+        """Enqueue a batch of at most `rows` tokens. The tokens chosen go to greedy[out]; a token of the batch that is
+        negative is the one that the launch before chose for row -1 - token. Two batches may be on their way at once.
 
         With several steps, step i + 1 follows step i only where the guesses of a sequence up to there are all right
         with at least the probability least[i], as the model sees it; otherwise greedy[i + 1, 0] is negative.
         """
         if not 1 <= steps <= MAX_STEPS or len(batch.tokens) > self.rows:
             raise ValueError(f"{len(batch.tokens)} rows and {steps} steps, at most are {self.rows} and {MAX_STEPS}")
-        used = self.packed.fill(batch, masks, steps, least)
+        used = self.packed.fill(batch, masks, steps, least, out)
         nvrtc.copy_to_device(self.packed.device.data_ptr(), self.packed.host_address, used)
         if not self.looks_up:
             if steps > 1:
                 raise ValueError("several steps need a table of embeddings that is also the head")
             assert self._x is not None
-            self._x[: len(batch.tokens)] = self.decoder.embed(self.packed.tokens[: len(batch.tokens)])
+            tokens = self.packed.tokens[: len(batch.tokens)]
+            if batch.tokens.min() < 0:
+                tokens = torch.where(tokens < 0, self.chosen[(-1 - tokens).clamp_min_(0)], tokens)
+            self._x[: len(batch.tokens)] = self.decoder.embed(tokens)
         self.launch()
 
 

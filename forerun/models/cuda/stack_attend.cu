@@ -1,6 +1,9 @@
 // Attention of a few new tokens of each sequence over the paged cache. A unit of work is 16 (token, head) pairs of one
 // KV head and one lane of the keys: block b of 64 keys belongs to lane b % LANES. Eight warps share a unit: each scores
 // 8 keys, then each sums HEAD_DIM / 8 columns of V. The last lane of a tile to finish joins all of them in lane order.
+//
+// The rows of a draft tree have a tile each, and read the keys of their ancestors at the entries where these would lie if
+// the path were all there is: sums are cut and ordered as in plain decoding, so a drafted token gets the same bits.
 
 #define KEYS 64
 #define HEAD_ROW ((HEAD_DIM + 8) * 2)  // bytes of a head in shared memory, padded
@@ -9,6 +12,7 @@
 #define SCORE_ROW (KEYS + 4)
 #define KEPT 32                        // units and blocks of a program whose places are kept for all layers
 #define PAGES (KEYS / PAGE)            // of a block
+#define TOKEN_TILES ((GROUP + 15) / 16)  // of a row of a tree
 
 struct Tiles {  // of one block of keys
     unsigned char k[KEYS * HEAD_ROW], v[KEYS * HEAD_ROW], q[16 * HEAD_ROW];
@@ -23,6 +27,7 @@ struct Sequences {
     int start[TOKENS + 1], old[TOKENS], high[TOKENS], lanes[TOKENS], tiles[TOKENS], first_unit[TOKENS + 1];
     // old: entries written by earlier launches; high: entries that any row sees
     u64 bits[TOKENS];
+    int tree[TOKENS];  // of each sequence: whether a row of it has bits
     int limit[TOKENS], position[TOKENS], slot[TOKENS], token[TOKENS];
     float prob[TOKENS], path[TOKENS];  // of each row's likeliest token; of all of a sequence's guesses so far
     int pages[KEPT][PAGES];  // of this program's first blocks
@@ -57,6 +62,19 @@ __device__ __forceinline__ Unit find_unit(const Sequences& q, int number) {
     return u;
 }
 
+// The token and the head of its group that row `row` of a unit stands for. False: none.
+__device__ __forceinline__ bool find_pair(const Sequences& q, const Unit& u, int row, int& token, int& head) {
+    int tree = q.tree[u.s], pair = (tree ? u.tile % TOKEN_TILES : u.tile) * 16 + row;
+    token = q.start[u.s] + (tree ? u.tile / TOKEN_TILES : pair / GROUP);
+    head = tree ? pair : pair % GROUP;
+    return tree ? pair < GROUP : token < q.start[u.s + 1];
+}
+
+__device__ __forceinline__ int nth_bit(u64 bits, int n) {
+    for (; n; n--) bits &= bits - 1;
+    return __ffsll(bits) - 1;
+}
+
 __device__ __forceinline__ int page_at(const Params& p, const Sequences& seqs, int s, int entry) {
     return entry < seqs.high[s] ? ((const int*)(p.batch + 1))[(i64)(entry / PAGE) * seqs.page_stride + s] : 0;
 }
@@ -65,8 +83,15 @@ __device__ __forceinline__ int page_at(const Params& p, const Sequences& seqs, i
 __device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seqs, const Unit& u, int item, int block,
                                            int from, int below, const Layer& layer, Tiles& to) {
     constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = THREADS / PIECES;  // pieces of 16 bytes per key, keys at once
-    u32 at = threadIdx.x / PIECES * HEAD_ROW + threadIdx.x % PIECES * 16;
-    u32 k_to = shared_address(to.k) + at, v_to = shared_address(to.v) + at;
+    u32 to_row = threadIdx.x / PIECES * HEAD_ROW + threadIdx.x % PIECES * 16;
+    u32 k_to = shared_address(to.k) + to_row, v_to = shared_address(to.v) + to_row;
+    // of a tree's row: from which entry on it reads its ancestors, and where they end
+    int limit = 0x7fffffff, high = seqs.high[u.s];
+    u64 bits = 0;
+    if (seqs.tree[u.s]) {
+        int token = seqs.start[u.s] + u.tile / TOKEN_TILES;
+        limit = seqs.limit[token], bits = seqs.bits[token], high = limit + __popcll(bits);
+    }
     int pages[PAGES];
 #pragma unroll
     for (int i = 0; i < PAGES; i++)
@@ -75,23 +100,26 @@ __device__ __forceinline__ void fetch_keys(const Params& p, const Sequences& seq
     for (int i = 0; i < KEYS / AT_ONCE; i++) {
         int key = i * AT_ONCE + threadIdx.x / PIECES, entry = block * KEYS + key;
         if (entry < from || entry >= below) continue;
-        bool real = entry < seqs.high[u.s];  // beyond lies memory that was never written: 0 * NaN would be NaN
-        int page = pages[0];
+        bool real = entry < high;  // beyond lies memory that was never written: 0 * NaN would be NaN
+        int page = pages[0], at = key % PAGE;
 #pragma unroll
         for (int j = 1; j < PAGES; j++)
             if (key / PAGE == j) page = pages[j];
-        i64 cell = (((i64)page * PAGE + key % PAGE) * KV_HEADS + u.kv_head) * HEAD_DIM + threadIdx.x % PIECES * 8;
+        if (real && entry >= limit) {
+            int ancestor = limit + nth_bit(bits, entry - limit);
+            page = ((const int*)(p.batch + 1))[(i64)(ancestor / PAGE) * seqs.page_stride + u.s], at = ancestor % PAGE;
+        }
+        i64 cell = (((i64)page * PAGE + at) * KV_HEADS + u.kv_head) * HEAD_DIM + threadIdx.x % PIECES * 8;
         copy16(k_to + i * AT_ONCE * HEAD_ROW, layer.k + (real ? cell : 0), real);
         copy16(v_to + i * AT_ONCE * HEAD_ROW, layer.v + (real ? cell : 0), real);
     }
 }
 
 __device__ __forceinline__ void fetch_queries(const Params& p, const Sequences& seqs, const Unit& u, Tiles& to) {
-    int row = threadIdx.x / (HEAD_DIM / 8), piece = threadIdx.x % (HEAD_DIM / 8), pair = u.tile * 16 + row;
+    int row = threadIdx.x / (HEAD_DIM / 8), piece = threadIdx.x % (HEAD_DIM / 8), token, head;
     if (row >= 16) return;
-    int token = seqs.start[u.s] + pair / GROUP;
-    bool real = token < seqs.start[u.s + 1];
-    i64 cell = real ? ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + piece * 8 : 0;
+    bool real = find_pair(seqs, u, row, token, head);
+    i64 cell = real ? ((i64)token * HEADS + u.kv_head * GROUP + head) * HEAD_DIM + piece * 8 : 0;
     copy16(shared_address(to.q) + row * HEAD_ROW + piece * 16, p.q + cell, real);
 }
 
@@ -111,13 +139,9 @@ __device__ __forceinline__ void score_block(const Params& p, const Sequences& se
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        int row = lane / 4 + i / 2 * 8, key = warp * 8 + lane % 4 * 2 + i % 2;
-        int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
-        bool seen = false;
-        if (token < seqs.start[u.s + 1]) {
-            int past = block * KEYS + key - seqs.limit[token];  // bits are looked at in the last blocks only
-            seen = past < 0 || (past < 64 && (seqs.bits[token] >> past & 1));
-        }
+        int row = lane / 4 + i / 2 * 8, key = warp * 8 + lane % 4 * 2 + i % 2, token, head;
+        bool seen = find_pair(seqs, u, row, token, head);
+        if (seen) seen = block * KEYS + key < seqs.limit[token] + __popcll(seqs.bits[token]);
         score[row * SCORE_ROW + key] = seen ? c[i] * p.scale_log2 : -INF;
     }
 }
@@ -204,9 +228,9 @@ __device__ __forceinline__ void join_lanes(const Params& p, const Sequences& seq
             acc[e + 2] += weight * __uint_as_float(v.z), acc[e + 3] += weight * __uint_as_float(v.w);
         }
     }
-    int pair = u.tile * 16 + row, token = seqs.start[u.s] + pair / GROUP;
-    if (token < seqs.start[u.s + 1]) {
-        u16* out = p.attended + ((i64)token * HEADS + u.kv_head * GROUP + pair % GROUP) * HEAD_DIM + d;
+    int token, head;
+    if (find_pair(seqs, u, row, token, head)) {
+        u16* out = p.attended + ((i64)token * HEADS + u.kv_head * GROUP + head) * HEAD_DIM + d;
         float by = whole == 0.f ? 0.f : 1.f / whole;
 #pragma unroll
         for (int e = 0; e < EACH; e += 2) *(u32*)(out + e) = to_pair(acc[e] * by, acc[e + 1] * by);

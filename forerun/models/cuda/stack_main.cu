@@ -25,12 +25,16 @@ __device__ __forceinline__ void fetch_all(const Params& p, Ring ring, const Shar
 __device__ __forceinline__ void cut_sequences(Sequences& q) {
     int t = threadIdx.x;
     if (t < q.count) {
-        int high = 0;
+        int high = 0, tree = 0;
         q.old[t] = q.start[t] < q.start[t + 1] ? max(q.limit[q.start[t]] - 1, 0) : 0;
-        for (int i = q.start[t]; i < q.start[t + 1]; i++) high = max(high, q.limit[i] + 64 - __clzll(q.bits[i]));
-        q.high[t] = high;
+        for (int i = q.start[t]; i < q.start[t + 1]; i++) {
+            high = max(high, q.limit[i] + __popcll(q.bits[i]));
+            tree |= q.bits[i] != 0;
+        }
+        int rows = q.start[t + 1] - q.start[t];
+        q.high[t] = high, q.tree[t] = tree;
         q.lanes[t] = min(LANES, (high + KEYS - 1) / KEYS);
-        q.tiles[t] = ((q.start[t + 1] - q.start[t]) * GROUP + 15) / 16;
+        q.tiles[t] = tree ? rows * TOKEN_TILES : (rows * GROUP + 15) / 16;
     }
     meet();
     if (t == 0) {
@@ -44,7 +48,7 @@ __device__ __forceinline__ void find_sequences(const Params& p, Sequences& q) {
     const Batch& b = *p.batch;
     int t = threadIdx.x;
     if (t < b.rows) {
-        q.token[t] = b.tokens[t], q.position[t] = b.positions[t], q.slot[t] = b.slot_mapping[t];
+        q.token[t] = b.tokens[t] < 0 ? (int)p.chosen[-1 - b.tokens[t]] : b.tokens[t], q.position[t] = b.positions[t], q.slot[t] = b.slot_mapping[t];
         q.limit[t] = b.kv_lens[t], q.bits[t] = b.bits[t];
     }
     if (t <= b.seqs) q.start[t] = b.cu_seqlens[t];
@@ -113,7 +117,9 @@ __device__ __forceinline__ void choose(const Params& p, Sequences& q, int step, 
     if (r || token >= q.rows) return;
     int chosen = best.at < VOCAB ? best.at : 0;
     q.token[token] = chosen, q.prob[token] = 1.f / best.sum;
-    if (tell) p.greedy[step * TOKENS + token] = chosen, p.probs[step * TOKENS + token] = q.prob[token];
+    if (!tell) return;
+    int at = (p.batch->out + step) * TOKENS + token;
+    p.greedy[at] = chosen, p.probs[at] = q.prob[token], p.chosen[token] = chosen;
 }
 
 // The last program to come here ends the launch, with the choice of the last step or without one.
@@ -124,7 +130,7 @@ __device__ __forceinline__ void end(const Params& p, Shared& sh, int step, bool 
     if (!sh.flags[0]) return;
     if (!chosen) choose(p, sh.seqs, step, true);
     if (threadIdx.x == 0) {
-        if (chosen) p.greedy[step * TOKENS] = -1;
+        if (chosen) p.greedy[(p.batch->out + step) * TOKENS] = -1;
         p.meeting[0] = p.meeting[1] = 0;
     }
 }

@@ -37,7 +37,7 @@ from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.graphs import GraphRunner
+    from forerun.models.cuda.graphs import GraphRunner, PendingTokens
     from forerun.models.cuda.stack import Chains
 
 
@@ -173,6 +173,37 @@ class Runner:
         batch = self.batch([span]).to(self.decoder.device)
         self.decoder.attention.plan(batch)
         self.decoder.run_layers(x, batch, self.kv, range(layer, self.decoder.config.num_layers))
+
+    def launch(self, tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]) -> PendingTokens | None:
+        """Enqueue one token of each sequence, at its entry [S], on its pages, without waiting for the tokens that
+        follow: the likeliest ones. A negative token is what the launch before has chosen for row -1 - token. None where
+        the device or the batch does not allow it."""
+        if self.graphs is None:
+            return None
+        size, count = self.pool.page_size, len(tokens)
+        slots = np.array([own[e // size] for own, e in zip(pages, entries, strict=True)], dtype=np.int64) * size
+        batch = HostBatch(
+            tokens=tokens,
+            positions=entries,
+            slot_mapping=slots + entries % size,
+            kv_lens=(entries + 1).astype(np.int32),
+            cu_seqlens=list(range(count + 1)),
+            seq_lens=(entries + 1).tolist(),
+            pages=pages,
+            page_size=size,
+            logits_indices=list(range(count)),
+        )
+        return self.graphs.launch(batch)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether `launch` can be asked."""
+        return self.graphs is not None
+
+    @property
+    def launches(self) -> int:
+        """Launches so far that leave what they chose on the device, over what the one before had left."""
+        return 0 if self.graphs is None else self.graphs.launches
 
     def most_rows(self, sequences: int) -> int:
         """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from forerun.core import HostBatch
-from forerun.models.cuda.packing import Bucket, Packed, lay_pages, layout, masks_of
+from forerun.models.cuda.packing import MAX_DECODE_ROWS, Bucket, Packed, lay_pages, layout, masks_of
 from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 CPU = torch.device("cpu")
@@ -37,16 +37,16 @@ def test_layout_is_that_of_the_c_struct(rows):
     kind = layout(rows)
     assert kind.fields is not None
     offsets = {name: entry[1] for name, entry in kind.fields.items()}
-    assert (offsets["rows"], offsets["steps"], offsets["bits"]) == (0, 12, 16)
-    assert offsets["tokens"] == 16 + 8 * rows and offsets["cu_seqlens"] == 16 + 28 * rows
-    assert kind.itemsize == 88 + 32 * rows  # a multiple of 8, as C rounds it up
+    assert (offsets["rows"], offsets["steps"], offsets["out"], offsets["bits"]) == (0, 12, 16, 24)
+    assert offsets["tokens"] == 24 + 8 * rows and offsets["cu_seqlens"] == 24 + 28 * rows
+    assert kind.itemsize == 96 + 32 * rows  # a multiple of 8, as C rounds it up
 
 
 def test_fill_lays_pages_out_page_by_page():
     given = batch([3, 1], [40, 20])
     packed = Packed(layout(16), 16 * 8, 128, 16, CPU)
     used = packed.fill(given, [0, 0, 1 << 63, 5], 4)
-    words = packed._staging.numpy()[packed.head : used].view(np.int32)
+    words = packed._staging[packed._turn].memory.numpy()[packed.head : used].view(np.int32)
     assert words.reshape(3, 2).tolist() == [[0, 100], [1, 101], [2, 0]]
     field = packed.field
     assert [int(field[name][0]) for name in ("rows", "seqs", "page_stride", "steps")] == [4, 2, 2, 4]
@@ -56,8 +56,10 @@ def test_fill_lays_pages_out_page_by_page():
     assert field["room"][:2].tolist() == [48, 32]
     assert field["kv_lens"][:4].tolist() == [38, 39, 40, 20]
     assert field["least"].tolist() == [0.0] * 16
-    packed.fill(given, None, 4, [0.5, 0.25])
-    assert field["least"].tolist() == [0.5, 0.25] + [0.0] * 14
+    packed.fill(given, None, 4, [0.5, 0.25], out=2)
+    assert packed.field["least"].tolist() == [0.5, 0.25] + [0.0] * 14
+    assert int(packed.field["out"][0]) == 2
+    assert field["least"].tolist() == [0.0] * 16  # the batch before may still be read
 
 
 def test_fill_leaves_nothing_of_the_batch_before():
@@ -123,3 +125,6 @@ def test_buckets_are_few_and_know_trees():
     tree = Bucket.of(batch([2], bits=[0, 1], tree_start=[101]))
     assert tree is not None and tree.tree
     assert Bucket.of(batch([MAX_LAUNCH_ROWS + 1])) is None
+    many = Bucket.of(batch([1] * (MAX_LAUNCH_ROWS + 1)))
+    assert many is not None and many.rows == many.seqs == 96
+    assert Bucket.of(batch([1] * (MAX_DECODE_ROWS + 1))) is None

@@ -1,0 +1,111 @@
+"""Plain decoding one step ahead of the host: the next step is launched before the tokens of the last one are read.
+
+For batches in which every sequence runs its last token and takes the likeliest one: no draft, no grammar, no penalties,
+no log-probabilities. The next step needs to know no token, since the device keeps what it chose; it needs the entries,
+which follow each other, and pages. What the host does with a step's tokens (text, stop strings, events) then overlaps
+the next step. An answer that turns out to have ended has one row too many on its way, which is dropped: it wrote behind
+the answer's last entry, and whatever gets that page next writes later. Knows no text and no events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
+from forerun.models.execution.runner import Runner
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.graphs import PendingTokens
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """One step on its way: a row for each sequence, at its entry."""
+
+    sequences: list[Sequence]
+    entries: np.ndarray  # [S] int64
+    pages: list[np.ndarray]  # [S] page ids, int32
+    pending: PendingTokens
+    launched: float
+
+    @property
+    def live(self) -> bool:
+        """Whether a sequence is left that has not ended."""
+        return any(seq.phase is Phase.DECODING for seq in self.sequences)
+
+
+def decodes_plainly(scheduled: ScheduledSequence) -> bool:
+    """Whether a step of this sequence needs nothing of the host."""
+    seq = scheduled.seq
+    plain = seq.sampling_context.plain and seq.params.logprobs is None and seq.grammar is None
+    lone = seq.provisional is None and seq.final is None and seq.ready_logits is None
+    return scheduled.decodes and plain and lone and not len(scheduled.draft)
+
+
+class RunAhead:
+    """`max_length`: tokens that a prompt and its answer may have together. `stays_plain`: whether sequences are decoded
+    without drafts in the coming step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        max_length: int,
+        stays_plain: Callable[[list[Sequence]], bool],
+    ) -> None:
+        self._runner, self._scheduler, self._max_length = runner, scheduler, max_length
+        self._stays_plain = stays_plain
+
+    def begin(self, batch: list[ScheduledSequence]) -> StepInFlight | None:
+        """Launch a batch that has been scheduled; None: it runs as usual."""
+        if not self._runner.can_launch or not all(decodes_plainly(s) for s in batch):
+            return None
+        sequences = [s.seq for s in batch]
+        tokens = np.array([seq.tokens[-1] for seq in sequences], dtype=np.int64)
+        entries = np.array([seq.computed for seq in sequences], dtype=np.int64)
+        pages = [self._pages(seq, entry) for seq, entry in zip(sequences, entries.tolist(), strict=True)]
+        return self._launch(sequences, tokens, entries, pages)
+
+    def follow(self, step: StepInFlight) -> StepInFlight | None:
+        """Launch the step after one that is on its way; None where something else has to be scheduled first."""
+        scheduler = self._scheduler
+        if scheduler.waiting or self._runner.launches != step.pending.launch:
+            return None
+        rows = [row for row, seq in enumerate(step.sequences) if self._goes_on(seq)]
+        sequences = [step.sequences[row] for row in rows]
+        running = sum(seq.phase is Phase.DECODING for seq in step.sequences)
+        if not sequences or running != len(scheduler.running) or not self._stays_plain(sequences):
+            return None
+        entries, pages = step.entries[rows] + 1, [step.pages[row] for row in rows]
+        size = scheduler.pool.page_size
+        crossing = [i for i, own in enumerate(pages) if entries[i] >= len(own) * size]  # into a page that is new to it
+        missing = [sequences[i] for i in crossing if entries[i] >= len(sequences[i].pages) * size]
+        if missing and not scheduler.make_room(len(missing)):
+            return None
+        for seq in missing:
+            seq.pages.extend(scheduler.pool.allocate(1, after=seq.pages[-1]))
+        for i in crossing:
+            pages[i] = self._pages(sequences[i], int(entries[i]))
+        return self._launch(sequences, -1 - np.array(rows, dtype=np.int64), entries, pages)
+
+    def _pages(self, seq: Sequence, entry: int) -> np.ndarray:
+        """Those up to this entry: what a draft has reserved beyond may be given back before the next step."""
+        return np.array(seq.pages[: entry // self._scheduler.pool.page_size + 1], dtype=np.int32)
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether this sequence has another token after the one that is on its way, unless that one ends it."""
+        room = min(seq.params.max_tokens - seq.num_generated, self._max_length - len(seq.tokens))
+        return seq.phase is Phase.DECODING and room > 1
+
+    def _launch(
+        self, sequences: list[Sequence], tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]
+    ) -> StepInFlight | None:
+        now = time.perf_counter()
+        pending = self._runner.launch(tokens, entries, pages)
+        return None if pending is None else StepInFlight(sequences, entries, pages, pending, now)
