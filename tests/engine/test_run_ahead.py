@@ -83,7 +83,7 @@ def test_the_next_step_is_launched_before_a_step_is_read(folder: Path):
 
 
 def test_answers_that_end_leave_one_row_too_many_which_is_dropped(folder: Path):
-    plain, (engine, log) = make_engine(folder), launching(folder)
+    plain, (engine, _) = make_engine(folder), launching(folder)
     answers = run(plain, PROMPTS, GREEDY)
     stop = SamplingParams(max_tokens=40, ignore_eos=True, speculation="off", stop_token_ids=(answers[0][12],))
     assert run(engine, PROMPTS, stop) == run(plain, PROMPTS, stop)

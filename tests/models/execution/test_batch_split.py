@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from forerun.models.execution.batch_split import (
     MAX_DECODE_TOKENS,
     MAX_LAUNCH_ROWS,
     MIN_LONE_PROMPT_TOKENS,
+    InvariantSplit,
     clone_output,
     join_outputs,
     split_spans,
@@ -65,6 +67,26 @@ def span(tokens: int, first: int = 0, isolated: bool = False, want: int = 1) -> 
 )
 def test_who_runs_together(spans: list[Span], expected: list[list[int]]):
     assert split_spans(spans) == expected
+
+
+def prompt(tokens: int, first: int = 0) -> Span:
+    return Span([1] * tokens, first, array("i"), range(tokens - 1, tokens), prompt=True)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_equal_bits_prompts_run_together_and_answers_in_launches_of_whole_spans(always: bool):
+    split = InvariantSplit(8, always)
+    assert split([span(1, 9), prompt(700), prompt(3, 64), span(5, 9)]) == [[1, 2], [0, 3]]
+    assert split([span(5, 9), span(4, 9), span(1, 9)]) == [[0], [1, 2]]
+    assert split([span(9, 9), span(1, 9)]) == [[0], [1]]
+    known = replace(span(1, 9), known=torch.zeros(1, 4))
+    assert split([known, span(1, 9), prompt(9)]) == [[0], [2], [1]]
+
+
+def test_equal_bits_in_large_batches_have_to_be_asked_for():
+    many = [span(1, 9)] * 20
+    assert InvariantSplit(8, always=False)(many) == [list(range(20))]
+    assert InvariantSplit(8, always=True)(many) == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
 
 
 def test_every_span_runs_once_and_parts_are_not_parted_again():
