@@ -197,8 +197,8 @@ class Runner:
 
     @property
     def can_launch(self) -> bool:
-        """Whether `launch` can be asked."""
-        return self.graphs is not None
+        """Whether `launch` can be asked: it leaves tokens, and no hidden states."""
+        return self.graphs is not None and self.features is None
 
     @property
     def launches(self) -> int:
