@@ -21,6 +21,12 @@ class Choice:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.finish_reason = event.finish_reason or self.finish_reason
+
 
 @dataclass
 class Completion:
@@ -49,11 +55,7 @@ def collect(request: Request, events: Iterable[Event]) -> Completion:
     for event in events:
         if event.provisional:  # what is confirmed of it comes again
             continue
-        choice = choices[event.index]
-        choice.text += event.text
-        choice.token_ids += event.token_ids
-        choice.logprobs += event.logprobs
-        choice.finish_reason = event.finish_reason or choice.finish_reason
+        choices[event.index].add(event)
         if event.usage is not None:
             parts[event.index] = event.usage
     return Completion(prompt_ids, choices, parts[0] if [*parts] == [0] else _merge(parts, len(prompt_ids)))

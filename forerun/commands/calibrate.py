@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.screen import print_table
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -115,20 +116,17 @@ def _record(profile: Profile, out: Path) -> dict[str, Any]:
 
 
 def _show(profile: Profile, out: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     title = f"{profile.names['target']}, drafted by {'itself' if profile.kind == 'self' else profile.names['source']}"
-    table = Table("recomputed", "cost", "agreement", "KL", "", title=title, title_justify="left")
-    for point in profile.curve:
-        mark = "default" if point.share == profile.share else ""
-        table.add_row(f"{point.share:.0%}", f"{point.cost:.2f}", f"{point.top1:.3f}", f"{point.kl:.4f}", mark)
-    console = Console(highlight=False)
-    console.print(table)
+    marks = {profile.share: "default"}
+    rows = [
+        (f"{p.share:.0%}", f"{p.cost:.2f}", f"{p.top1:.3f}", f"{p.kl:.4f}", marks.get(p.share, ""))
+        for p in profile.curve
+    ]
+    print_table(("recomputed", "cost", "agreement", "KL", ""), rows, title=title)
     if not profile.facts["quality_reached"]:
         aim = profile.facts["settings"]["quality"]
-        console.print(
+        print(
             f"No share reaches an agreement of {aim:g} at a sensible cost: the default is the best of those that do "
             "not cost too much. More text, more --minutes or a larger --base may reach it."
         )
-    console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", markup=False)
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

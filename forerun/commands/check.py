@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.screen import print_table
 
 if TYPE_CHECKING:
     from forerun.checks.finding import Finding
@@ -102,18 +103,13 @@ def _run(
 
 
 def _show(findings: list[Finding], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, table = Console(highlight=False), Table("part", "what", "", "", title=title, title_justify="left")
-    for finding in findings:
-        verdict = "[red]FAIL[/red]" if finding.verdict == "FAIL" else finding.verdict
-        table.add_row(finding.part, finding.name, verdict, finding.detail)
-    console.print(table)
+    shown = {"FAIL": "[red]FAIL[/red]"}
+    rows = [(f.part, f.name, shown.get(f.verdict, f.verdict), f.detail) for f in findings]
+    print_table(("part", "what", "", ""), rows, title=title)
     for finding in findings:
         for difference in finding.data.get("differences", ()):
             if isinstance(difference, dict) and "prompt" in difference:
-                console.print(f"{finding.name}: {describe(difference)}", markup=False)
+                print(f"{finding.name}: {describe(difference)}")
 
 
 def describe(found: dict[str, object]) -> str:

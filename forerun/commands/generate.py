@@ -131,7 +131,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         parts.append(read_text(file))
     if prompt is not None:
-        parts.append(_standard_input() if prompt == "-" else prompt)
+        parts.append(read_text(Path(prompt)) if prompt == "-" else prompt)
     text = "\n\n".join(parts)
     if not text.strip():
         raise BadRequest("the prompt is empty", "give at least one word of text")
@@ -139,17 +139,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(path: Path) -> str:
+    """`-`: standard input."""
     try:
-        return path.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 text file") from None
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"standard input is not UTF-8 text ({error})", "pipe UTF-8 text") from None
+        named = "standard input" if str(path) == "-" else path
+        raise BadRequest(f"cannot read {named}: {error}", "give UTF-8 text") from None
 
 
 def _streamed(source: Plain | Session, params: SamplingParams, stats: bool) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.screen import print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from forerun.checks.quality import Quality
     from forerun.models.config import ModelConfig
 
@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="List, fetch, describe and remove m
 
 Name = Annotated[str, typer.Argument(help="A known name (see `forerun models list`) or a hub id.")]
 AnyModel = Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file or a hub id.")]
+PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # tables without lines
 
 
 def gigabytes(count: int) -> str:
@@ -32,15 +33,10 @@ def list_() -> None:
 
     Example: forerun models list
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from forerun.models.fetch.store import list_models
 
-    table = Table("name", "size", "from", "what it is", box=None, pad_edge=False)
-    for entry in list_models():
-        table.add_row(entry.name, gigabytes(entry.bytes), entry.source, entry.description)
-    Console(highlight=False).print(table)
+    rows = [(entry.name, gigabytes(entry.bytes), entry.source, entry.description) for entry in list_models()]
+    print_table(("name", "size", "from", "what it is"), rows, **PLAIN)
     print("\nA folder with safetensors, a .gguf file or a hub id (org/name) works wherever a name does.")
 
 
@@ -90,9 +86,6 @@ def cache(
 
     forerun models cache --verify
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from forerun.models import packed_cache
     from forerun.models.fetch.store import home
 
@@ -113,12 +106,10 @@ def cache(
             path.unlink(missing_ok=True)
         print(f"removed {gigabytes(freed)} from {home()}")
         return
-    table = Table("model", "weights", "size", "last used", box=None, pad_edge=False)
-    for entry in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        table.add_row(entry.model or "damaged", entry.weights, gigabytes(entry.bytes), used)
     if entries:
-        Console(highlight=False).print(table)
+        used = [time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) for entry in entries]
+        rows = [(e.model or "damaged", e.weights, gigabytes(e.bytes), u) for e, u in zip(entries, used, strict=True)]
+        print_table(("model", "weights", "size", "last used"), rows, **PLAIN)
     total, limit = sum(entry.bytes for entry in entries), packed_cache.limit_bytes()
     print(f"{gigabytes(total)} of packed weights in {packed_cache.folder()}, at most {gigabytes(limit)}")
     print(f"{gigabytes(sum(path.stat().st_size for path in small))} of kernels and measurements in {home()}")
@@ -142,28 +133,21 @@ def info(
 
     forerun models info ./model.gguf --quality
     """
-    from rich.console import Console
-    from rich.table import Table
-
+    from forerun.checks.quality import measure_modes
     from forerun.models.fetch.store import resolve
     from forerun.models.formats.checkpoint import open_checkpoint
 
     path = resolve(name)
     config = open_checkpoint(path).config
-    rows = _measure(name, tokens, threads) if quality else []
+    rows = measure_modes(name, tokens=tokens, threads=threads) if quality else []
     if as_json:
-        import json
-
         print(json.dumps({"model": name, "path": str(path), "config": asdict(config), "quality": rows}, default=asdict))
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in [("model", name), ("path", str(path)), *describe(config)]:
-        table.add_row(key, value)
-    console = Console(highlight=False)
-    console.print(table)
+    print_table(("", ""), [("model", name), ("path", str(path)), *describe(config)], show_header=False, **PLAIN)
     if rows:
-        console.print()
-        console.print(quality_table(rows))
+        columns = ("weights", "text", "KL to float32", "top-1 agreement", "perplexity", "(float32)")
+        print()
+        print_table(columns, map(quality_row, rows), box=None)
 
 
 def describe(config: ModelConfig) -> list[tuple[str, str]]:
@@ -190,23 +174,6 @@ def parameters(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + tables
 
 
-def _measure(name: str, tokens: int, threads: int | None) -> list[Quality]:
-    from forerun.checks.quality import measure_modes
-
-    return measure_modes(name, tokens=tokens, threads=threads)
-
-
-def quality_table(rows: list[Quality]) -> Table:
-    from rich.table import Table
-
-    table = Table("weights", "text", "KL to float32", "top-1 agreement", "perplexity", "(float32)", box=None)
-    for row in rows:
-        table.add_row(
-            row.weights,
-            f"{row.text}, {row.tokens} tokens",
-            f"{row.kl:.4f}",
-            f"{row.top1:.1%}",
-            f"{row.perplexity:.2f}",
-            f"{row.reference_perplexity:.2f}",
-        )
-    return table
+def quality_row(row: Quality) -> tuple[str, ...]:
+    figures = f"{row.kl:.4f}", f"{row.top1:.1%}", f"{row.perplexity:.2f}", f"{row.reference_perplexity:.2f}"
+    return row.weights, f"{row.text}, {row.tokens} tokens", *figures

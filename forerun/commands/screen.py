@@ -1,11 +1,12 @@
 """An answer in a terminal as it comes. Provisional text is dim, and is replaced by the answer itself as soon as all of
-it is confirmed or retracted; where output is no terminal, only the answer is written.
+it is confirmed or retracted; where output is no terminal, only the answer is written. And tables.
 """
 
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import Event
@@ -55,3 +56,13 @@ def rows(text: str, columns: int) -> int:
     from rich.cells import cell_len
 
     return sum(max(1, -(-cell_len(line) // max(1, columns))) for line in lines)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title_justify="left", **options)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.commands.extras import research
+from forerun.commands.generate import read_text
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -73,19 +73,12 @@ def read_records(paths: list[Path]) -> Stats:
 
     found = Stats()
     for path in paths:
-        for number, line in enumerate(_text(path).splitlines(), 1):
+        for number, line in enumerate(read_text(path).splitlines(), 1):
             if line.strip():
                 _book(found, line, f"{path}, line {number}")
     if not found.requests:
         raise BadRequest(f"{', '.join(map(str, paths))}: no answer", "give lines of `forerun generate --json`")
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}", "give a file of JSON lines") from None
 
 
 def _book(found: Stats, line: str, where: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.screen import print_table
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -24,34 +26,33 @@ def train() -> None:
     """Train drafters for a model, on this machine."""
 
 
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a drafter is trained on, and how; see `TrainJob` and `TrainSettings`."""
+
+    kind: str = opt.shown("parallel", help="parallel: several tokens in one forward, by masks.")
+    text: list[Path] | None = opt.shown(
+        None, help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."
+    )
+    answers: int = opt.shown(2000, min=0, help="Answers of the target itself to train on, made first.")
+    text_tokens: int = opt.shown(2_000_000, min=0, help="Most tokens of --text used.")
+    minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
+    tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")
+    rank: int = opt.shown(32, min=1, help="Of the changes: more learns more, the file grows.")
+    window: int = opt.shown(512, min=32, help="Tokens of a training window.")
+    batch_tokens: int = opt.shown(8192, min=32, help="Tokens of a training step.")
+    mask_token: int | None = opt.shown(None, help="Id of the mask. Default: one that no text uses.")
+    no_measure: bool = opt.shown(False, "--no-measure", help="Leave the figures at the end out.")
+    seed: int = opt.shown(0, help="Decides which text is used, and in which order.")
+
+
 @app.command()
+@opt.grouped
 def drafter(
     target: Annotated[str, typer.Option("--target", help="The model whose answers are to be drafted.")],
     draft: Annotated[str, typer.Option("--draft", "-d", help="A smaller model of the same family, which is trained.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The drafter's file; FILE.state lies beside it until done.")],
-    kind: Annotated[
-        str, typer.Option("--kind", help="parallel: several tokens in one forward, by masks.")
-    ] = "parallel",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
-    ] = None,
-    answers: Annotated[
-        int, typer.Option("--answers", min=0, help="Answers of the target itself to train on, made first.")
-    ] = 2000,
-    text_tokens: Annotated[int, typer.Option("--text-tokens", min=0, help="Most tokens of --text used.")] = 2_000_000,
-    minutes: Annotated[
-        float, typer.Option("--minutes", help="Time for training, beside answers and measuring.")
-    ] = 30.0,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, max=32, help="Tokens drafted in one forward.")] = 10,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the changes: more learns more, the file grows.")] = 32,
-    window: Annotated[int, typer.Option("--window", min=32, help="Tokens of a training window.")] = 512,
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=32, help="Tokens of a training step.")] = 8192,
-    mask_token: Annotated[
-        int | None, typer.Option("--mask-token", help="Id of the mask. Default: one that no text uses.")
-    ] = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Leave the figures at the end out.")] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Decides which text is used, and in which order.")] = 0,
+    how: TrainOptions,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     as_json: opt.AsJson = False,
@@ -63,8 +64,8 @@ def drafter(
     Example: forerun train drafter --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     --text src/ --answers 4000 --minutes 60 --out coder.safetensors
     """
-    if kind not in KINDS:
-        raise BadRequest(f"--kind is {kind!r}", f"use one of {', '.join(KINDS)}")
+    if how.kind not in KINDS:
+        raise BadRequest(f"--kind is {how.kind!r}", f"use one of {', '.join(KINDS)}")
     if out.suffix != ".safetensors":
         raise BadRequest(f"--out is {out}", "give a file that ends in .safetensors")
     import torch
@@ -75,11 +76,10 @@ def drafter(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    job = TrainJob(target, draft, out, tuple(text or ()), answers, text_tokens, mask_token)
-    settings = TrainSettings(
-        tokens=tokens, rank=rank, minutes=minutes, window=window, batch_tokens=batch_tokens, seed=seed
-    )
-    made = train_drafter(job, settings, choose_device(device), measure=not no_measure)
+    job = TrainJob(target, draft, out, tuple(how.text or ()), how.answers, how.text_tokens, how.mask_token)
+    names = ("tokens", "rank", "minutes", "window", "batch_tokens", "seed")
+    settings = TrainSettings(**{name: getattr(how, name) for name in names})
+    made = train_drafter(job, settings, choose_device(device), measure=not how.no_measure)
     if as_json:
         print(json.dumps(_record(made, out)))
     else:
@@ -114,16 +114,12 @@ def _record(made: DrafterFile, out: Path) -> dict[str, Any]:
 
 
 def _show(made: DrafterFile, out: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
     if "figures" in made.facts:
+        rows = [
+            (r["kind"], str(r["context"]), r["way"], f"{r['tokens_per_round']:.2f}", f"{r['tokens_per_s']:.1f}")
+            for r in made.facts["figures"]
+        ]
         title = f"{made.names['target']}, drafted by {made.names['draft']}"
-        table = Table("kind", "context", "way", "tokens a round", "tokens/s", title=title, title_justify="left")
-        for row in made.facts["figures"]:
-            figures = f"{row['tokens_per_round']:.2f}", f"{row['tokens_per_s']:.1f}"
-            table.add_row(row["kind"], str(row["context"]), row["way"], *figures)
-        console.print(table)
-        console.print(made.facts["worth"], markup=False)
-    console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", markup=False)
+        print_table(("kind", "context", "way", "tokens a round", "tokens/s"), rows, title=title)
+        print(made.facts["worth"])
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

@@ -13,7 +13,7 @@ from forerun.errors import BadRequest
 from forerun.models.decoder import Decoder
 from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.runner import Runner
-from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.formats.pard import ParallelDrafting
 from forerun.models.hidden_draft import HiddenDraftModel
 from forerun.text.tokenizer import Tokenizer
 

@@ -31,7 +31,6 @@ class Constraint(Protocol):
 
     def allowed(self, path: Sequence[int]) -> Tensor:
         """Which tokens may follow the answer so far and then `path`: [V] bool on the CPU."""
-        ...
 
 
 class Futures(ABC):
@@ -92,11 +91,9 @@ class Rng(Protocol):
 
     def flip(self, prob: float) -> bool:
         """True with this probability."""
-        ...
 
     def pick(self, weights: Tensor) -> int:
         """An index, with probability proportional to its weight."""
-        ...
 
 
 class SeededRng:

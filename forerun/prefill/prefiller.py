@@ -53,9 +53,9 @@ class Prefiller:
     def __init__(
         self,
         ctx: DraftContext,
-        profile: Profile | None,
+        profile: Profile,
         policy: Policy | None = None,
-        make: Callable[[str, DraftContext, Profile | None], KVSource] = sources.make_source,
+        make: Callable[[str, DraftContext, Profile], KVSource] = sources.make_source,
         cross: CrossScores | None = None,
     ) -> None:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
@@ -63,10 +63,9 @@ class Prefiller:
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
         self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
         self._sources: dict[str, KVSource] = {}
-        if profile is not None:  # without one nothing is drafted
-            warm_up(ctx.runner, self.policy.tail)
-            ctx.runner.all_layers_kv.prepare()
-            self._recomputer.warm_up(profile.maps.base)
+        warm_up(ctx.runner, self.policy.tail)
+        ctx.runner.all_layers_kv.prepare()
+        self._recomputer.warm_up(profile.maps.base)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -92,7 +91,6 @@ class Prefiller:
 
     def _least_cost(self, settings: Prefill, source: KVSource, num_tokens: int) -> float:
         """Of a new prompt, as a share of exact prefill's."""
-        assert self.profile is not None
         end, layers = num_tokens - self.policy.tail, self._config.num_layers
         state = PrefillState(-1, array("i", bytes(4 * num_tokens)), array("i"), 0, end, settings, layers)
         self._assign(state, source)
@@ -102,21 +100,20 @@ class Prefiller:
 
     def key(self, settings: Prefill) -> str:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
-        assert self.profile is not None
         share, name = share_for(self.profile, settings.budget, settings.quality), self._source_name(settings)
         return f"{self._profile_key} {name} {chooser_for(settings.chooser)} {-1.0 if share is None else share:.3f}"
 
     @cached_property
     def _profile_key(self) -> str:
-        return "" if self.profile is None else self.profile.key  # reads all of its maps
+        return self.profile.key  # reads all of its maps
 
     def has_source(self, settings: Prefill) -> bool:
-        """Whether there is nothing to make: the source exists, or cannot be without a profile."""
-        return self.profile is None or self._source_name(settings) in self._sources
+        """Whether there is nothing to make."""
+        return self._source_name(settings) in self._sources
 
     def source(self, settings: Prefill) -> KVSource:
         """Made when it is first asked for, between steps; raises where it cannot be."""
-        if self.profile is None or (self.profile.kind == "chunk" and settings.source != "chunk"):
+        if self.profile.kind == "chunk" and settings.source != "chunk":
             raise BadProfile(
                 f"prefill {settings.mode!r} needs a profile of this model, and there is none",
                 "make one (forerun calibrate --target ... --out FILE) and open the model with it (--prefill-profile);"
@@ -129,7 +126,6 @@ class Prefiller:
         return self._sources[name]
 
     def _source_name(self, settings: Prefill) -> str:
-        assert self.profile is not None
         return self.profile.kind if settings.source == "auto" else settings.source
 
     def open(self, state: PrefillState) -> PrefillState:
@@ -147,7 +143,6 @@ class Prefiller:
             return state
         source.open(state)
         state.opened = True
-        assert self.profile is not None
         why = why_exact(state, self.profile, source, state.costs, self.policy, self._reading_cost(state))
         if why:
             state.fall_back(why)
@@ -208,7 +203,6 @@ class Prefiller:
     def _first_check(self, state: PrefillState) -> None:
         """Check a first span, so that a prompt whose drafts are no good is not read to its end."""
         state.first_checked = True
-        assert self.profile is not None
         if not self.profile.thresholds or state.source.leaves_gaps:  # a gap is no sample of the rest
             return
         scores, entries = self._recomputer.first_check(state)
@@ -227,7 +221,6 @@ class Prefiller:
         state.spent += self._reading_cost(state)  # all is read: what is left is the scoring
         state.report.token_layers += int(state.costs.tail) * state.layers if state.report.chooser == "tail" else 0
         state.report.read_s += time.perf_counter() - start
-        assert self.profile is not None
         if scores is None:
             chooser = state.report.chooser
             made = PrefillPlan(exact=f"the source {state.source.name!r} has no scores for the chooser {chooser!r}")
@@ -260,7 +253,6 @@ class Prefiller:
     def _check(self, state: PrefillState) -> None:
         """A round of recomputation is over: done, another round where checks failed, or exact prefill."""
         report, checker = state.report, state.checker
-        assert self.profile is not None
         state.describe()  # what is so if checks pass: now, while a device is still at it
         if checker is None:
             state.finish()

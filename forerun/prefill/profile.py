@@ -131,12 +131,9 @@ def checksum(maps: Maps, about: dict[str, Any] | None = None) -> str:
     return digest.hexdigest()
 
 
-def require_profile(profile: Profile | None, kind: str) -> Profile:
-    """The profile; raises unless it is one for this source."""
-    if profile is None:
-        raise BadProfile(f"the source {kind!r} needs a profile", "name one: prefill_profile=... (--prefill-profile)")
+def require_profile(profile: Profile, kind: str) -> None:
+    """Raise unless it is one for this source."""
     if profile.kind != kind:
         raise BadProfile(
             f"the profile is one for the source {profile.kind!r}, not for {kind!r}", f"use source={profile.kind}"
         )
-    return profile

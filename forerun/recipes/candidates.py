@@ -9,14 +9,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.core import SamplingParams, TokenLogprob, Usage
-from forerun.engine.sequence import FinishReason
+from forerun.core import SamplingParams, Usage
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
 from forerun.options import check_number
+from forerun.outputs import Choice
 from forerun.sharing.branches import Branch, checked_score, gather_or_cancel, run_branch, run_sync
 from forerun.sharing.rollout_config import SAMPLING, answer_seed, group_seed
 
@@ -24,14 +24,10 @@ MAX_CANDIDATES = 256
 
 
 @dataclass
-class Candidate:
+class Candidate(Choice):
     """One answer. `error`: what the caller's function raised about it; then it has neither score nor vote."""
 
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason | None
-    usage: Usage
+    usage: Usage = field(default_factory=Usage)
     score: float | None = None
     vote: Hashable = None
     error: Exception | None = None
@@ -152,7 +148,7 @@ async def _run(
 
     async def one(index: int) -> Candidate:
         b = await run_branch(llm, Branch(ids, replace(params, logprobs=logprobs, seed=answer_seed(seed, index))))
-        candidate = Candidate(b.text, b.token_ids, b.logprobs, b.finish_reason, b.usage)
+        candidate = Candidate(**vars(b.answer), usage=b.usage)
         try:
             await loop.run_in_executor(thread, evaluate, candidate)
         except BadRequest as error:

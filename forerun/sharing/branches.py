@@ -13,10 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from forerun.core import SamplingParams, TokenLogprob, Usage
-from forerun.engine.sequence import Event, FinishReason
+from forerun.core import SamplingParams, Usage
+from forerun.engine.sequence import Event
 from forerun.errors import BadRequest
 from forerun.llm import LLM
+from forerun.outputs import Choice
 from forerun.runtime.threads import run_in_thread
 
 T = TypeVar("T")
@@ -28,10 +29,7 @@ class Branch:
 
     prompt_ids: list[int]
     params: SamplingParams
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
+    answer: Choice = field(default_factory=Choice)
     usage: Usage = field(default_factory=Usage)
     request_id: int | None = None
     stopped: bool = False
@@ -44,10 +42,7 @@ class Branch:
 
     def add_event(self, event: Event) -> None:
         self.request_id = event.request_id
-        self.token_ids += event.token_ids
-        self.logprobs += event.logprobs
-        self.text += event.text
-        self.finish_reason = event.finish_reason or self.finish_reason
+        self.answer.add(event)
         self.usage = event.usage or self.usage
 
 

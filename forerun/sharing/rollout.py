@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from forerun.errors import BadRequest
 from forerun.llm import LLM, Messages, Prompt
+from forerun.outputs import Choice
 from forerun.params import MAX_LOGPROBS
 from forerun.sharing.branches import Branch, checked_score, gather_or_cancel, run_branch
 from forerun.sharing.branching import Brancher, BranchPoint, step_starts
@@ -180,14 +181,14 @@ class Rollout:
             return
         seed = answer_seed(self.config.tree_seed, node.id)
         params = replace(self.params, max_tokens=start.max_tokens, seed=seed)
-        start.branch = branch = Branch(start.prompt_ids, params, node.token_ids, node.logprobs)
+        start.branch = branch = Branch(start.prompt_ids, params, Choice("", node.token_ids, None, node.logprobs))
         self._running[node.id] = start
         start.group.add(node.id, node.token_ids)
         await run_branch(self.llm, branch, lambda _: self._check_progress(start))
         del self._running[node.id]
         self._stop(start.group.remove(node.id), "alike")
-        node.finish_reason = branch.finish_reason
-        cut = branch.finish_reason == "length" and not start.full_length
+        node.finish_reason = branch.answer.finish_reason
+        cut = node.finish_reason == "length" and not start.full_length
         node.status = start.status or ("truncated" if cut else "finished")
         if node.status == "finished":
             await self._score(node)

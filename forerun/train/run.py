@@ -18,7 +18,7 @@ from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.formats.pard import ParallelDrafting
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files
 from forerun.prefill.calibration.resume import CalibrationState

@@ -63,7 +63,6 @@ class Trainer:
         groups = [{"params": network.parameters()}]
         self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._ids = min(LOSS_IDS, network.config.vocab_size)
-        self._mask_token = mask_token
         shortest = settings.window + 1
         if len(stream) < 4 * shortest:
             raise BadRequest(

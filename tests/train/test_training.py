@@ -21,8 +21,7 @@ from forerun.models.formats import adapter
 from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile, drafter_name
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.parallel import ParallelDrafting
-from forerun.models.formats.pard import write_pard
+from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train import run
 from forerun.train.answers import collect_answers

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -55,9 +56,8 @@ class OracleDrafter(Drafter):
             kind = (at + depth) % 4
             wrong = (token + 1 + kind) % self._vocab
             if kind in (1, 2) and len(draft) + 2 < room:  # a wrong token, and what would follow it
-                false = draft.add(
-                    wrong, node, 0.95, self.name
-                )  # likelier than the right one, so that it is laid out first
+                # likelier than the right one, so that it is laid out first
+                false = draft.add(wrong, node, 0.95, self.name)
                 draft.add(token, false, 0.95, self.name)
             if kind == 3 and depth:  # right tokens end here
                 break
@@ -121,26 +121,24 @@ def check_greedy(
     on_progress("greedy: plain answers, one by one")
     asked = ask_plain(llm, prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
     batch = f"batch of {len(prompts)}"
-    yield _run(llm, asked, "off", f"plain, {batch}", together=True, on_progress=on_progress)
-    yield _run(llm, asked, "auto", "auto, one by one", together=False, on_progress=on_progress)
-    yield _run(llm, asked, "auto", f"auto, {batch}", together=True, on_progress=on_progress)
+    run = partial(_run, llm, on_progress=on_progress)
+    yield run(asked, "off", f"plain, {batch}")
+    yield run(asked, "auto", "auto, one by one", together=False)
+    yield run(asked, "auto", f"auto, {batch}")
     for name in usable(llm):
         if name != "grammar":
-            yield _run(llm, asked, name, f"{name}, {batch}", together=True, pays=True, on_progress=on_progress)
-    yield from _oracle(llm, asked, batch, on_progress)
+            yield run(asked, name, f"{name}, {batch}", pays=True)
+    OracleDrafter.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
+    with registered_drafter(OracleDrafter):
+        try:
+            for together, how in ((False, "one by one"), (True, batch)):
+                yield run(asked, OracleDrafter.name, f"right and wrong drafts, {how}", together, pays=True)
+        finally:
+            remove_drafter(llm.engine, OracleDrafter.name)
     on_progress("greedy: plain answers within a grammar")
-    shaped = ask_plain(
-        llm, prompts[: max(2, len(prompts) // 2)], replace(asked.params, grammar=ANSWER_GRAMMAR, ignore_eos=False)
-    )
-    yield _run(
-        llm,
-        shaped,
-        "auto",
-        f"auto with a grammar, batch of {len(shaped.prompts)}",
-        together=True,
-        pays=True,
-        on_progress=on_progress,
-    )
+    within = replace(asked.params, grammar=ANSWER_GRAMMAR, ignore_eos=False)
+    shaped = ask_plain(llm, prompts[: max(2, len(prompts) // 2)], within)
+    yield run(shaped, "auto", f"auto with a grammar, batch of {len(shaped.prompts)}", pays=True)
 
 
 def usable(llm: LLM) -> list[str]:
@@ -148,23 +146,13 @@ def usable(llm: LLM) -> list[str]:
     return [name for name, kind in registered().items() if kind.problem(ctx) is None]
 
 
-def _oracle(llm: LLM, asked: PlainAnswers, batch: str, on_progress: Callable[[str], None]) -> Iterator[Finding]:
-    OracleDrafter.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
-    with registered_drafter(OracleDrafter):
-        try:
-            for together, how in ((False, "one by one"), (True, batch)):
-                name = f"right and wrong drafts, {how}"
-                yield _run(llm, asked, OracleDrafter.name, name, together, pays=True, on_progress=on_progress)
-        finally:
-            remove_drafter(llm.engine, OracleDrafter.name)
-
-
 def _run(
     llm: LLM,
     asked: PlainAnswers,
     drafter: str,
     name: str,
-    together: bool,
+    together: bool = True,
+    *,
     on_progress: Callable[[str], None],
     pays: bool = False,
 ) -> Finding:

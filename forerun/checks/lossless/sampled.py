@@ -20,7 +20,8 @@ from forerun.checks.lossless.statistics import Cells, Fit, Tokens, cells, detect
 from forerun.core import ROOT, Draft, Usage
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
-from forerun.decode.sampling import DRAFT_STREAM, SeededRng, distribution
+from forerun.decode.drafters.tree_builder import TreeBuilder
+from forerun.decode.sampling import distribution
 from forerun.decode.verifiers import LOSSLESS
 from forerun.engine.sequence import Event, Request
 from forerun.errors import ForerunError
@@ -54,28 +55,16 @@ class SketchDrafter(Drafter):
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> Draft:
-        answer, draft = tuple(request.tokens[request.context.num_prompt :]), Draft()
-        level, width = [ROOT], 2
-        for _ in range(min(request.max_depth, 2)):
-            below: list[int] = []
+        answer = tuple(request.tokens[request.context.num_prompt :])
+        tree = TreeBuilder(replace(request, max_depth=min(request.max_depth, 2)), self.name)
+        level = [ROOT]
+        for _ in range(tree.request.max_depth):
+            first = len(tree.draft)
             for node in level:
-                if len(draft) + width <= request.max_nodes:
-                    below += self._draw(request, draft, answer, node, width)
-            level, width = below, 1
-        return draft
-
-    def _draw(self, request: DraftRequest, draft: Draft, answer: Tokens, node: int, width: int) -> list[int]:
-        path = tuple(draft.tokens[i] for i in draft.path(node))
-        q = rough(self.laws.get((*answer, *path), self.laws[()]))
-        draft.proposals[node] = q
-        rng = SeededRng(request.context.seed, len(request.tokens), DRAFT_STREAM + ((node + 2) << 40))
-        rest, kids = q.double(), []
-        for _ in range(min(width, int((q > 0).sum()))):
-            token = rng.pick(rest)
-            kids.append(draft.add(token, node, float(q[token]), self.name))
-            rest = rest.clone()
-            rest[token] = 0.0
-        return kids
+                path = tuple(tree.draft.tokens[i] for i in tree.draft.path(node))
+                tree.add_sampled(node, rough(self.laws.get((*answer, *path), self.laws[()])))
+            level = list(range(first, len(tree.draft)))
+        return tree.draft
 
 
 def rough(probs: Tensor) -> Tensor:

@@ -89,12 +89,7 @@ def survival(statistic: float, freedom: int) -> float:
     """Chance that chi-square exceeds this."""
     if math.isinf(statistic):
         return 0.0
-    return _upper(freedom / 2.0, statistic / 2.0)
-
-
-def _upper(a: float, x: float) -> float:
-    number = torch.special.gammaincc(torch.tensor(a, dtype=torch.float64), torch.tensor(x, dtype=torch.float64))
-    return float(number)
+    return float(torch.special.gammaincc(*torch.tensor((freedom / 2.0, statistic / 2.0), dtype=torch.float64)))
 
 
 def detectable(samples: int, num_cells: int, significance: float, power: float) -> float:

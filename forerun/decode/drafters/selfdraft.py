@@ -7,13 +7,8 @@ them. Knows no verifier; `layer_search` finds which blocks to run.
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Sequence
 
-import numpy as np
-
-from forerun.cache.pool import PagePool
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import DraftRequest, register
 from forerun.decode.drafters.model import ModelDrafter, _State
@@ -37,17 +32,7 @@ class PartialRunner:
         """Drafting in one launch runs whole models only."""
 
     def time_forward(self, tokens: int, context: int, repeats: int) -> float:
-        """Median seconds of one forward, on K/V of its own: requests may hold all of the pool's pages."""
-        decoder, size = self.runner.decoder, self.runner.pool.page_size
-        pages = -(-(context + tokens) // size)
-        kv = PagePool(decoder.config, pages, size, decoder.dtype, decoder.device).kv
-        batch = self.runner.batch([Span([0] * tokens, context, array("i", range(pages)), range(tokens))])
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            decoder.forward(batch.to(decoder.device), kv, blocks=self.blocks).logits[-1, 0].item()
-            times.append(time.perf_counter() - start)
-        return float(np.median(times[1:]))
+        return self.runner.time_forward(tokens, context, repeats, blocks=self.blocks)
 
 
 @register

@@ -22,11 +22,9 @@ class TargetView(Protocol):
 
     def probs(self, node: int) -> Tensor:
         """Distribution [V] of the token after `node` (or ROOT); one-hot where sampling is greedy."""
-        ...
 
     def draw(self, node: int) -> int:
         """The token that plain decoding draws after `node`, with the random number of its position."""
-        ...
 
 
 class Verifier(ABC):

@@ -336,9 +336,11 @@ class Runner:
             self.pool.release(pages)
         return torch.cat(parts)
 
-    def time_forward(self, tokens: int, context: int, repeats: int = 5, branches: int = 0) -> float:
+    def time_forward(
+        self, tokens: int, context: int, repeats: int = 5, branches: int = 0, blocks: Seq[int] | None = None
+    ) -> float:
         """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others; the last
-        `branches` of them are branches of a tree."""
+        `branches` of them are branches of a tree. `blocks`: of a forward that runs these only."""
         if self.pool.pages_for(context + tokens) > self.pool.free:
             raise OutOfPages(
                 f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
@@ -351,7 +353,7 @@ class Runner:
         try:
             for _ in range(repeats + 1):
                 start = time.perf_counter()
-                self.forward([span]).logits[-1, 0].item()  # reading one value waits for the device
+                self.forward([span], blocks=blocks).logits[-1, 0].item()  # reading one value waits for the device
                 times.append(time.perf_counter() - start)
         finally:
             self.pool.release(pages)

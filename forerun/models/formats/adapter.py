@@ -32,7 +32,7 @@ from forerun.models.formats.drafter_file import (
 )
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, is_speculators
-from forerun.models.formats.parallel import ParallelDrafting
+from forerun.models.formats.pard import ParallelDrafting
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer

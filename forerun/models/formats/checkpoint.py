@@ -36,21 +36,17 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, dequantised to float32, or in its own float dtype."""
-        ...
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of a matrix as float32 [len(ids), in], without dequantising the rest."""
-        ...
 
     def stored(self, name: str) -> tuple[str, torch.Tensor]:
         """A matrix as the file has it, rows in canonical order: its type (`dequantise`) and bytes [out, row_bytes]."""
-        ...
 
     def tokenizer(self) -> Tokenizer: ...
 
     def release(self) -> None:
         """Let the operating system drop pages read so far (they stay mapped and can be read again)."""
-        ...
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from forerun.errors import CorruptModel, ModelNotFound
 from forerun.models.formats.checkpoint import check_shapes, checked, expected_shapes, reading
 from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.hf_config import hf_name, read_config
-from forerun.models.formats.parallel import read_parallel
+from forerun.models.formats.pard import read_parallel
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer

@@ -1,12 +1,15 @@
-"""Writes a draft model as a PARD folder: an ordinary model folder whose config.json names the mask.
+"""Draft models that draft several tokens in one forward, as PARD folders: ordinary model folders whose config.json
+names the mask as `pard_token`.
 
-vLLM reads it as `{"method": "draft_model", "parallel_drafting": true}`, this package as `draft_model=FOLDER`. Reading
-is `hf.py`'s. Gemma, whose norms and scales are stored otherwise, is refused.
+How many tokens one drafts is not part of that format, and `num_speculative_tokens` is what this package adds. vLLM
+reads such a folder as `{"method": "draft_model", "parallel_drafting": true}`, this package as `draft_model=FOLDER`.
+Gemma, whose norms and scales are stored otherwise, is not written. Knows no drafter.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,37 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.core.progress import track
-from forerun.errors import UnsupportedModel
+from forerun.errors import CorruptModel, UnsupportedModel
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.hf_config import ARCHITECTURES, hf_name
-from forerun.models.formats.parallel import ParallelDrafting
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DEFAULT_PARALLEL_TOKENS = 8  # of a PARD folder that does not name a number: what its authors train and recommend
+MAX_PARALLEL_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class ParallelDrafting:
+    mask_token: int
+    tokens: int = DEFAULT_PARALLEL_TOKENS  # drafted in one forward: one by the last token, the others by masks
+
+
+def read_parallel(root: dict[str, Any], vocab: int, source: str) -> ParallelDrafting | None:
+    """What a config.json says; None where the model was not trained for it."""
+    mask, tokens = root.get("pard_token"), root.get("num_speculative_tokens", DEFAULT_PARALLEL_TOKENS)
+    if mask is None:
+        return None
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < vocab:
+        raise CorruptModel(
+            f"{source}: pard_token is {mask!r}, the vocabulary has {vocab} tokens", "fetch or train the drafter again"
+        )
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_PARALLEL_TOKENS:
+        raise CorruptModel(
+            f"{source}: num_speculative_tokens is {tokens!r}, between 1 and {MAX_PARALLEL_TOKENS} are possible",
+            "fetch or train the drafter again",
+        )
+    return ParallelDrafting(mask, tokens)
 
 
 def write_pard(checkpoint: Checkpoint, parallel: ParallelDrafting, folder: Path, quiet: bool = False) -> None:

@@ -53,7 +53,7 @@ class KVSource(ABC):
         return seen.reduce() if seen is not None and seen.complete else None
 
 
-def make_source(name: str, ctx: DraftContext, profile: Profile | None) -> KVSource:
+def make_source(name: str, ctx: DraftContext, profile: Profile) -> KVSource:
     """The source of this name; raises where the profile or the models it needs are missing or do not fit."""
     if name == "draft":
         from forerun.prefill.sources.draft import DraftSource

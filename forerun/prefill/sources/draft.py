@@ -35,8 +35,8 @@ class DraftSource(KVSource):
     name = "draft"
     float8 = True  # whether long prompts may be read in float8, where the device can: the result is a draft anyway
 
-    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        profile = require_profile(profile, self.name)
+    def __init__(self, ctx: DraftContext, profile: Profile) -> None:
+        require_profile(profile, self.name)
         if (problem := ctx.draft_problem(f"the source {self.name!r}", through_text=False)) is not None:
             raise problem
         assert ctx.draft is not None and ctx.draft_runner is not None and ctx.draft_kv is not None

@@ -19,8 +19,8 @@ from forerun.prefill.state import PrefillState
 class SelfDraftSource(KVSource):
     name = "self"
 
-    def __init__(self, ctx: DraftContext, profile: Profile | None) -> None:
-        profile = require_profile(profile, self.name)
+    def __init__(self, ctx: DraftContext, profile: Profile) -> None:
+        require_profile(profile, self.name)
         self._runner = ctx.runner
         self._writer = KVWriter(ctx.runner, ctx.runner.decoder, profile.maps)
         self.base = profile.maps.base

@@ -48,18 +48,24 @@ _ANSWER = re.compile(r"^\s*Answer:\s*(.+)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass
-class PlanResult:
-    """A task's answer and how it came about."""
+class LoopResult:
+    """A task's answer and the calls on the way to it."""
 
-    plan: Plan
     calls: list[CallResult]
     answer: str
     usage: PlanUsage
-    tries: int = 1  # plans that were asked for; 0: it was given
 
     @property
     def latency_s(self) -> float:
         return self.usage.total_s
+
+
+@dataclass
+class PlanResult(LoopResult):
+    """The same, with the plan that was carried out."""
+
+    plan: Plan
+    tries: int = 1  # plans that were asked for; 0: it was given
 
     @property
     def results(self) -> dict[str, str]:
@@ -110,7 +116,7 @@ def solve(
         results = results_text({call.name: call.result for call in calls})
         asked = [*messages, {"role": "user", "content": results}]
         text = chat.ask(asked, limits.answer_tokens)
-    return PlanResult(made, calls, text, chat.close(), tries)
+    return PlanResult(calls, text, chat.close(), made, tries)
 
 
 def _planned(
@@ -147,19 +153,6 @@ def _check(plan: Plan, tools: Mapping[str, Tool], fills: bool, limits: Limits) -
     plan.check(tools, limits.max_calls)
     if fills and not plan.answer:
         raise PlanError("the plan has no answer line", "end it with a line such as Answer: text with #E1")
-
-
-@dataclass
-class LoopResult:
-    """A task's answer and the calls on the way to it."""
-
-    calls: list[CallResult]
-    answer: str
-    usage: PlanUsage
-
-    @property
-    def latency_s(self) -> float:
-        return self.usage.total_s
 
 
 def interleaved(
