@@ -146,7 +146,8 @@ class LLM(OldLLMNames):
         goal = weight_goal(memory, quality, weights, where)
         loader = ModelLoader(where, weights, quiet, batch_invariant, goal)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
-        found = open_draft(draft_model, checkpoint, search=not named)
+        by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
+        found = open_draft(draft_model, checkpoint, search=by_name and not named)
         hidden = found if isinstance(found, HiddenDrafterWeights) else None
         drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)

@@ -1,4 +1,4 @@
-"""`forerun train drafter`: make a draft model draft several tokens in one forward, and measure what that is worth."""
+"""`forerun train`: train drafters that draft several tokens in one pass, measure them, write them for other engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from forerun.commands.screen import print_table
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
-    from forerun.models.formats.adapter import DrafterFile
+    from forerun.train.run import Drafter
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters for a model, on this machine.")
 
-KINDS = ("parallel",)
+KINDS = ("parallel", "block", "heads")
+RATES = {"parallel": 4e-4, "block": 8e-4, "heads": 1e-3}  # of Adam, at its highest
 
 
 @app.callback()
@@ -30,15 +31,23 @@ def train() -> None:
 class TrainOptions:
     """What a drafter is trained on, and how; see `TrainJob` and `TrainSettings`."""
 
-    kind: str = opt.shown("parallel", help="parallel: several tokens in one forward, by masks.")
+    kind: str | None = opt.shown(
+        None,
+        help="parallel: --draft learns to draft by masks. block: small layers on the target's hidden states. "
+        "heads: a matrix for each token (Medusa). Default: parallel with --draft, else block.",
+    )
     text: list[Path] | None = opt.shown(
         None, help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."
     )
     answers: int = opt.shown(2000, min=0, help="Answers of the target itself to train on, made first.")
+    answer_minutes: float | None = opt.shown(None, help="Stop making answers after this time.")
     text_tokens: int = opt.shown(2_000_000, min=0, help="Most tokens of --text used.")
     minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
     tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")
-    rank: int = opt.shown(32, min=1, help="Of the changes: more learns more, the file grows.")
+    rank: int = opt.shown(32, min=1, help="Of the changes, or of a block's Markov head: the file grows with it.")
+    layers: int = opt.shown(1, min=1, max=3, help="Layers of a block.")
+    vocab: int = opt.shown(16384, min=64, help="Tokens that a block or heads can draft: the most frequent ones.")
+    attention_window: int = opt.shown(512, min=16, help="Tokens before it that a block reads.")
     window: int = opt.shown(512, min=32, help="Tokens of a training window.")
     batch_tokens: int = opt.shown(8192, min=32, help="Tokens of a training step.")
     mask_token: int | None = opt.shown(None, help="Id of the mask. Default: one that no text uses.")
@@ -50,22 +59,30 @@ class TrainOptions:
 @opt.grouped
 def drafter(
     target: Annotated[str, typer.Option("--target", help="The model whose answers are to be drafted.")],
-    draft: Annotated[str, typer.Option("--draft", "-d", help="A smaller model of the same family, which is trained.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The drafter's file; FILE.state lies beside it until done.")],
     how: TrainOptions,
+    draft: Annotated[
+        str | None, typer.Option("--draft", "-d", help="A smaller model of the same family, which is trained.")
+    ] = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Train a draft model to draft several tokens in one forward (PARD), and measure in the engine what it is worth.
+    """Train a drafter that drafts several tokens in one pass, and measure in the engine what it is worth.
 
-    The file is used with: --draft-model FILE. Ctrl-C leaves a state beside it: the same command resumes from there.
+    With --draft a smaller model of the family learns it (PARD); without, small layers or heads are trained on the
+    target's own hidden states. The file is used with: --draft-model FILE. Ctrl-C leaves a state beside it: the same
+    command resumes from there.
 
     Example: forerun train drafter --target qwen2.5-coder-1.5b-instruct --draft qwen2.5-coder-0.5b-instruct
     --text src/ --answers 4000 --minutes 60 --out coder.safetensors
     """
-    if how.kind not in KINDS:
-        raise BadRequest(f"--kind is {how.kind!r}", f"use one of {', '.join(KINDS)}")
+    kind = how.kind or ("block" if draft is None else "parallel")
+    if kind not in KINDS:
+        raise BadRequest(f"--kind is {kind!r}", f"use one of {', '.join(KINDS)}")
+    if (kind == "parallel") != (draft is not None):
+        need = "changes a draft model, and --draft is not given" if draft is None else "reads the target alone"
+        raise BadRequest(f"--kind {kind} {need}", "use --kind parallel with --draft, block or heads without")
     if out.suffix != ".safetensors":
         raise BadRequest(f"--out is {out}", "give a file that ends in .safetensors")
     import torch
@@ -76,9 +93,10 @@ def drafter(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    job = TrainJob(target, draft, out, tuple(how.text or ()), how.answers, how.text_tokens, how.mask_token)
-    names = ("tokens", "rank", "minutes", "window", "batch_tokens", "seed")
-    settings = TrainSettings(**{name: getattr(how, name) for name in names})
+    common = {name: getattr(how, name) for name in ("answers", "text_tokens", "mask_token", "answer_minutes")}
+    job = TrainJob(target, draft, out, tuple(how.text or ()), **common)
+    names = ("tokens", "rank", "layers", "vocab", "attention_window", "minutes", "window", "batch_tokens", "seed")
+    settings = TrainSettings(kind=kind, rate=RATES[kind], **{name: getattr(how, name) for name in names})
     made = train_drafter(job, settings, choose_device(device), measure=not how.no_measure)
     if as_json:
         print(json.dumps(_record(made, out)))
@@ -108,18 +126,37 @@ def pard(
     print(f"{folder}: drafts {made.parallel.tokens} tokens in one forward for {made.names['target']}")
 
 
-def _record(made: DrafterFile, out: Path) -> dict[str, Any]:
+@app.command()
+def speculators(
+    drafter: Annotated[Path, typer.Argument(help="A file of `forerun train drafter --kind block`.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the folder.")],
+    target: Annotated[str | None, typer.Option("--target", help="The target, if not found by name.")] = None,
+) -> None:
+    """Write a trained block drafter as a DSpark folder of the `speculators` package, which vLLM reads too.
+
+    Example: forerun train speculators block.safetensors block-dspark/
+    """
+    from forerun.models.fetch.store import resolve
+    from forerun.models.formats.checkpoint import open_checkpoint
+    from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, write_speculators
+
+    made = HiddenDrafterWeights.load(drafter)
+    write_speculators(made, open_checkpoint(resolve(target or made.target_name)), folder)
+    print(f"{folder}: drafts {made.tokens} tokens in one pass for {made.target_name}")
+
+
+def _record(made: Drafter, out: Path) -> dict[str, Any]:
     about = {"drafter": str(out), "kind": made.kind, "names": made.names, "bytes": out.stat().st_size}
-    return about | {"mask_token": made.parallel.mask_token, "tokens": made.parallel.tokens, "facts": made.facts}
+    return about | {"tokens": made.tokens, "facts": made.facts}
 
 
-def _show(made: DrafterFile, out: Path) -> None:
+def _show(made: Drafter, out: Path) -> None:
     if "figures" in made.facts:
         rows = [
             (r["kind"], str(r["context"]), r["way"], f"{r['tokens_per_round']:.2f}", f"{r['tokens_per_s']:.1f}")
             for r in made.facts["figures"]
         ]
-        title = f"{made.names['target']}, drafted by {made.names['draft']}"
+        title = f"{made.names['target']}, drafted by {made.names.get('draft', made.kind)}"
         print_table(("kind", "context", "way", "tokens a round", "tokens/s"), rows, title=title)
         print(made.facts["worth"])
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

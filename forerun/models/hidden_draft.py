@@ -156,8 +156,8 @@ class BlockModel(HiddenDraftModel):
     def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
         self.layers = config = weights.layers
         self.decoder = self._decoder(config, checkpoint)
-        self._fc, self._hidden_norm = self._linear(self._tensors["fc.weight"]), self._norm("hidden_norm.weight", 1e-6)
-        self._hidden_norm = (self._hidden_norm[0], config.norm_eps)
+        self._fc = self._linear(self._tensors["fc.weight"])
+        self._hidden_norm = self._norm("hidden_norm.weight", config.norm_eps)
         parts = [
             [self._tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "kv"] for i in range(config.num_layers)
         ]
@@ -165,9 +165,8 @@ class BlockModel(HiddenDraftModel):
         self.first_row = 0 if weights.samples_anchor else 1
         whole = bool(weights.config.get("sliding_window_non_causal", False))
         self._sees_block = [window is None or whole for window in config.windows]  # of each layer: in both directions
-        mask = self._tensors.get("mask")
-        if mask is None:
-            mask = self._mask_row(int(weights.config["mask_token_id"]), checkpoint)
+        own, token = self._tensors.get("embed_tokens.weight"), int(weights.config["mask_token_id"])
+        mask = checkpoint.rows("embed", torch.tensor([token]))[0] if own is None else own[token]
         self._mask = mask.to(self.device, self.dtype)
         w1, w2 = (self._tensors.get(f"markov_head.markov_w{n}.weight") for n in (1, 2))
         self._previous = None if w1 is None else w1.to(self.device, torch.float32)  # [V, r]
@@ -176,10 +175,6 @@ class BlockModel(HiddenDraftModel):
         if "confidence_head.proj.weight" in self._tensors:
             names = ("confidence_head.proj.weight", "confidence_head.proj.bias")
             self._confidence = tuple(self._tensors[name].to(self.device, torch.float32) for name in names)
-
-    def _mask_row(self, token: int, checkpoint: Checkpoint) -> Tensor:
-        own = self._tensors.get("embed_tokens.weight")
-        return checkpoint.rows("embed", torch.tensor([token]))[0] if own is None else own[token]
 
     def project(self, hidden: list[Tensor]) -> Tensor:
         return rms_norm(self._fc(torch.cat([h.to(self.dtype) for h in hidden], -1)), self._hidden_norm)

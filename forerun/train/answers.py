@@ -35,10 +35,11 @@ QUESTION_SHARE = 0.6  # of the answers that are to questions; the others continu
 
 
 def collect_answers(
-    llm: LLM, path: Path, count: int, texts: Sequence[Path], max_tokens: int, seed: int, deadline: float | None = None
+    llm: LLM, path: Path, count: int, texts: Sequence[Path], max_tokens: int, seed: int, minutes: float | None = None
 ) -> None:
-    """Until the file holds `count` answers: lines of token ids, prompt and answer together. `deadline`: a time of
-    `time.monotonic` after which no further group starts."""
+    """Until the file holds `count` answers: lines of token ids, prompt and answer together. `minutes`: after so many no
+    further group starts."""
+    deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
     done = _count_lines(path)
     rng = random.Random(f"{seed} {done}")
     excerpts = _excerpts(llm.tokenizer, texts, rng) if texts else None

@@ -1,4 +1,4 @@
-"""Rows of a training pass: the text's own tokens, then masks that stand for the tokens after some of its positions.
+"""Rows of a training pass: the text's own tokens, masks that stand for the tokens after some of its positions, blocks.
 
 Depth j is trained at a share of all positions that falls with j (PARD's conditional drop of tokens): a mask sees the
 text up to its position and the masks before it there, and nothing of other positions' masks. Knows no model.
@@ -15,15 +15,19 @@ MASKED_SCORE = -30_000.0  # added to the score of an entry that a row may not at
 ALIGNED_ROWS = 8  # the number of masks is a multiple of it: kernels read unaligned scores slowly
 MAX_ANCHORS = 512  # positions of a window with masks: longer windows train context, not more masks
 
+BLOCK_ANCHORS = 96  # of a window, each with a whole block of rows
+CUT_SHARE = 0.1  # of steps whose windows have no hidden states up to some position
+
 
 @dataclass(frozen=True)
 class RowLayout:
     """Of all windows of a batch: row r stands at `positions[r]` and predicts the token after it."""
 
-    length: int  # the text's own rows come first
+    length: int  # the text's own rows come first; 0 where only masks predict
     anchors: Tensor  # [M] of each mask, the position it follows
-    depths: Tensor  # [M] 1 for the first mask after an anchor
+    depths: Tensor  # [M] 1 for the first mask after an anchor; 0 where the anchor itself is a row
     hidden: Tensor  # [M, length + M] added to the masks' attention scores
+    first_known: int = 0  # of blocks: positions before it have no hidden states, as behind a drafted prompt
 
     @property
     def positions(self) -> Tensor:
@@ -59,3 +63,19 @@ def draw_layout(
     chain = (anchors[:, None] == anchors) & (depths <= depths[:, None])
     seen = torch.cat((text, chain), 1)
     return RowLayout(length, anchors, depths, torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE))
+
+
+def draw_blocks(length: int, tokens: int, window: int, generator: torch.Generator) -> RowLayout:
+    """Blocks of `tokens` rows, the first of each at its anchor: a row sees the positions before the anchor, within the
+    window, and its own block up to itself."""
+    possible = length - tokens  # anchors 1 .. length - tokens: a position before, and the last row's target inside
+    count = min(BLOCK_ANCHORS, possible) // ALIGNED_ROWS * ALIGNED_ROWS or possible
+    chosen = torch.randperm(possible, generator=generator)[:count].sort().values + 1
+    anchors, depths = chosen.repeat_interleave(tokens), torch.arange(tokens).repeat(len(chosen))
+    entry = torch.arange(length)
+    text = (entry < anchors[:, None]) & (entry > (anchors + depths)[:, None] - window)
+    own = (anchors[:, None] == anchors) & (depths <= depths[:, None])
+    seen = torch.cat((text, own), 1)
+    cut = torch.rand(2, generator=generator).tolist()
+    first = int(cut[1] * length) if cut[0] < CUT_SHARE else 0
+    return RowLayout(0, anchors, depths, torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE), first)

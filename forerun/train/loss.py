@@ -1,4 +1,4 @@
-"""The loss of a parallel drafter: cross entropy to the target's own distributions, where the draft is still of use.
+"""The loss of every kind of drafter: cross entropy to the target's own distributions, where the draft is still of use.
 
 A row at depth j counts by the target's probability of the j tokens before it, which is the chance that a draft gets
 there (PARD-2). The head's gradient is written out, some rows at a time: logits of all rows would not fit in memory.
@@ -6,7 +6,8 @@ there (PARD-2). The head's gradient is written out, some rows at a time: logits 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train.layout import RowLayout
 
-LOSS_IDS = 65_535  # first token ids that the loss compares, beside the mask: rarer ones would triple its cost
+LOSS_IDS = 65_535  # first token ids that the loss compares: rarer ones would triple its cost
 TEXT_WEIGHT = 0.4  # of the text's own rows: the draft model predicts those well before any training
 CHUNK_ROWS = 4096  # of logits at a time
 
@@ -23,26 +24,35 @@ CHUNK_ROWS = 4096  # of logits at a time
 class Teaching:
     """The target's distributions over windows [B, length]."""
 
-    probs: Tensor  # [B, length, ids + 1]; the last column is the mask's
+    probs: Tensor  # [B, length, columns] of the ids that are compared; further columns are zero
     log_next: Tensor  # [B, length] log probability of the token that follows in the text
+    hidden: list[Tensor] = field(default_factory=list)  # [B, length, hidden] at the depths that were asked for
 
 
 @torch.no_grad()
-def teach(target: DenseModel, tokens: Tensor, following: Tensor, ids: int) -> Teaching:
-    """`following`: the token after each position, [B, length]."""
-    hidden = target.trace(tokens, keep_kv=False).hidden[-1]
-    head = (target.embed if target.config.tie_embeddings else target.weights["head"])[:ids]
-    flat, wanted = target._norm(hidden, "final_norm").flatten(0, 1), following.flatten()
-    probs = torch.zeros(len(flat), ids + 1, dtype=target.dtype, device=flat.device)
+def teach(
+    target: DenseModel,
+    tokens: Tensor,
+    following: Tensor,
+    ids: Tensor,
+    extra_columns: int = 0,
+    depths: Sequence[int] = (),
+) -> Teaching:
+    """`following`: the token after each position, [B, length]. `ids`: [columns] those that are compared."""
+    traced = target.trace(tokens, keep_kv=False).hidden
+    head = (target.embed if target.config.tie_embeddings else target.weights["head"])[:LOSS_IDS]
+    flat, wanted = target._norm(traced[-1], "final_norm").flatten(0, 1), following.flatten()
+    probs = torch.zeros(len(flat), len(ids) + extra_columns, dtype=target.dtype, device=flat.device)
     log_next = torch.full((len(flat),), -12.0, device=flat.device)  # of tokens beyond the ids
     for lo in range(0, len(flat), CHUNK_ROWS):
         part = slice(lo, lo + CHUNK_ROWS)
         logs = (flat[part] @ head.T).float().log_softmax(-1)
-        probs[part, :ids] = logs.exp().to(probs.dtype)
-        inside = wanted[part] < ids
-        found = logs.gather(1, wanted[part].clamp(max=ids - 1)[:, None])[:, 0]
+        probs[part, : len(ids)] = (logs if len(ids) == len(head) else logs[:, ids]).exp().to(probs.dtype)
+        inside = wanted[part] < len(head)
+        found = logs.gather(1, wanted[part].clamp(max=len(head) - 1)[:, None])[:, 0]
         log_next[part] = torch.where(inside, found, log_next[part])
-    return Teaching(probs.view(*tokens.shape, -1), log_next.view(tokens.shape))
+    hidden = [traced[depth] for depth in depths]
+    return Teaching(probs.view(*tokens.shape, -1), log_next.view(tokens.shape), hidden)
 
 
 def row_weights(log_next: Tensor, layout: RowLayout) -> Tensor:
@@ -53,29 +63,51 @@ def row_weights(log_next: Tensor, layout: RowLayout) -> Tensor:
     return weights
 
 
+@dataclass
+class Outcome:
+    loss: float
+    accepted: Tensor  # [B, rows] how probable it is that what a row drafts is accepted: the overlap with the target
+    weights: Tensor  # [B, rows] of the loss, 1 together
+
+
 def backward(
-    hidden: Tensor, head: Tensor, teaching: Teaching, layout: RowLayout, by_depth: Tensor | None = None
-) -> float:
-    """Adds the loss's gradient to everything `hidden` [B, rows, width] depends on; returns the loss. `by_depth`
-    [depths, 2] collects agreement of the likeliest tokens, by depth: hits and rows."""
+    hidden: Tensor,
+    head: Tensor,
+    teaching: Teaching,
+    layout: RowLayout,
+    by_depth: Tensor | None = None,
+    learned: Tensor | None = None,
+) -> Outcome:
+    """Adds the loss's gradient to everything `hidden` [B, rows, width] depends on. `by_depth` [depths, 2] collects
+    agreement of the likeliest tokens, by depth: hits and rows. `learned`: [columns, r] a parameter that stands beside
+    the head and reads the last r values of a row."""
     batch, rows = hidden.shape[:2]
     weights = row_weights(teaching.log_next, layout).flatten()
     weights = weights / weights.sum()
-    first = torch.arange(batch, device=hidden.device)[:, None] * layout.length
+    first = torch.arange(batch, device=hidden.device)[:, None] * teaching.log_next.shape[1]
     source = (first + layout.positions).flatten()  # of each row, where the teaching has its distribution
     flat, wanted = hidden.detach().flatten(0, 1), teaching.probs.flatten(0, 1)
     gradient, total = torch.empty_like(flat), torch.zeros((), device=flat.device)
+    accepted = torch.empty(len(flat), device=flat.device)
+    if learned is not None:
+        head = torch.cat((head, learned.detach().to(head.dtype)), 1)
+        learned.grad = torch.zeros_like(learned) if learned.grad is None else learned.grad
     own = torch.zeros(layout.length, dtype=torch.long, device=flat.device)
     depths = torch.cat((own, layout.depths)).repeat(batch) if by_depth is not None else None
     for lo in range(0, batch * rows, CHUNK_ROWS):
         part = slice(lo, lo + CHUNK_ROWS)
-        target = wanted[source[part]]  # [rows, ids + 1]
+        target = wanted[source[part]]  # [rows, columns]
         logits = (flat[part] @ head.T).float()
-        total += (weights[part] * (logits.logsumexp(-1) - (logits * target).sum(-1))).sum()
+        mass = target.sum(-1, keepdim=True)  # below 1 where the target's token is none of the columns
+        total += (weights[part] * (logits.logsumexp(-1) * mass[:, 0] - (logits * target).sum(-1))).sum()
         if by_depth is not None and depths is not None:
             hits = (logits.argmax(-1) == target.argmax(-1)).float()
             by_depth.index_add_(0, depths[part], torch.stack((hits, torch.ones_like(hits)), 1))
-        change = logits.softmax(-1).sub_(target).mul_(weights[part, None])
-        gradient[part] = change.to(head.dtype) @ head
+        probs = logits.softmax(-1)
+        accepted[part] = torch.minimum(probs, target).sum(-1)
+        change = probs.mul_(mass).sub_(target).mul_(weights[part, None]).to(head.dtype)
+        gradient[part] = change @ head
+        if learned is not None and learned.grad is not None:
+            learned.grad += (change.T @ flat[part, -learned.shape[1] :]).float()
     hidden.backward(gradient.view_as(hidden))
-    return float(total)
+    return Outcome(float(total), accepted.view(batch, rows), weights.view(batch, rows))

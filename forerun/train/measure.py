@@ -31,7 +31,7 @@ class DraftFigure:
 
     kind: str
     context: int
-    way: str  # plain, untrained, parallel
+    way: str  # plain, untrained (the draft as it was, or none), or the kind of drafter
     tokens_per_round: float  # accepted tokens and the target's own, where a draft of full depth is verified each step
     tokens_per_s: float  # as `auto` decodes, one request at a time
 
@@ -88,16 +88,16 @@ def run_figures(
     return figures
 
 
-def worth(figures: Sequence[DraftFigure]) -> tuple[bool, str]:
+def worth(figures: Sequence[DraftFigure], trained_way: str) -> tuple[bool, str]:
     """Whether the drafter pays here, and a sentence that says why."""
 
     def mean(way: str) -> float:
         rates = [figure.tokens_per_s for figure in figures if figure.way == way]
         return len(rates) / sum(1.0 / rate for rate in rates) if rates else 0.0
 
-    plain, untrained, trained = (mean(way) for way in ("plain", "untrained", "parallel"))
+    plain, untrained, trained = (mean(way) for way in ("plain", "untrained", trained_way))
     told = f"{trained / plain:.2f} times plain decoding" + (
-        f", {trained / untrained:.2f} times the untrained draft" if untrained else ""
+        f", {trained / untrained:.2f} times without training" if untrained else ""
     )
     pays = trained >= MIN_GAIN * max(plain, untrained)
     return pays, f"{'worth using here' if pays else 'not worth using here'}: {told} (tokens a second over all prompts)"

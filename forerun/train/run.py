@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from forerun.errors import BadRequest
@@ -18,11 +21,15 @@ from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.formats.pard import ParallelDrafting
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
+from forerun.models.formats.pard import ParallelDrafting, hf_values
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.train.answers import collect_answers, token_stream
+from forerun.train.block import BlockNetwork
+from forerun.train.heads import HeadsNetwork
+from forerun.train.loss import LOSS_IDS
 from forerun.train.measure import (
     LONG_CONTEXT_TOKENS,
     DraftFigure,
@@ -32,7 +39,7 @@ from forerun.train.measure import (
     run_figures,
     worth,
 )
-from forerun.train.network import DraftNetwork
+from forerun.train.parallel import DraftNetwork
 from forerun.train.trainer import Trainer, TrainSettings
 
 ANSWER_TOKENS = 256  # of each of the target's answers, at most
@@ -42,12 +49,13 @@ MEASURED_CONTEXT = LONG_CONTEXT_TOKENS + 1024  # tokens that a measured request 
 @dataclass(frozen=True)
 class TrainJob:
     target: str
-    draft: str
+    draft: str | None  # None: a drafter on the target's own hidden states
     out: Path
     texts: tuple[Path, ...] = ()
     answers: int = 0
     text_tokens: int = 2_000_000
     mask_token: int | None = None
+    answer_minutes: float | None = None  # after which no further answers are begun
 
 
 def choose_mask(target: Checkpoint, draft: Checkpoint, given: int | None) -> int:
@@ -69,35 +77,115 @@ def choose_mask(target: Checkpoint, draft: Checkpoint, given: int | None) -> int
 
 def open_pair(job: TrainJob) -> tuple[Checkpoint, Checkpoint]:
     """Both models, opened and checked against each other."""
-    target, draft = (open_checkpoint(resolve(name)) for name in (job.target, job.draft))
+    target, draft = (open_checkpoint(resolve(str(name))) for name in (job.target, job.draft))
     if not target.tokenizer().same_tokens(draft.tokenizer()):
         raise BadRequest(
             f"the tokens of {draft.source} are not those of {target.source}", "train a draft model of the same family"
         )
+    check_texts(job)
+    return target, draft
+
+
+def check_texts(job: TrainJob) -> None:
     if not job.texts and not job.answers:
         raise BadRequest("there is nothing to train on", "give --answers N, --text FILES, or both")
     if job.texts:
         find_files(job.texts)  # raises where there is no text
-    return target, draft
 
 
-def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, measure: bool = True) -> DrafterFile:
-    target, draft = open_pair(job)
-    mask = choose_mask(target, draft, job.mask_token)
-    prints = fingerprint(target), fingerprint(draft)
-    inputs = {"target": prints[0], "draft": prints[1], "mask": mask}
-    inputs |= {name: value for name, value in asdict(settings).items() if name != "minutes"}
+Drafter = DrafterFile | HiddenDrafterWeights
+
+
+class ParallelRun:
+    """A draft model that is changed: see `train_drafter`."""
+
+    def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
+        self.job, self.settings = job, settings
+        self.target, self.draft = open_pair(job)
+        self.mask = choose_mask(self.target, self.draft, job.mask_token)
+        self.prints = fingerprint(self.target), fingerprint(self.draft)
+        self.inputs = {"target": self.prints[0], "draft": self.prints[1], "mask": self.mask}
+
+    def network(self, teacher: DenseModel, stream: np.ndarray) -> DraftNetwork:
+        s = self.settings
+        return DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, s.rank, s.seed)
+
+    def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile:
+        names = {"target": _name(self.job.target, self.target), "draft": _name(str(self.job.draft), self.draft)}
+        parallel, mask = ParallelDrafting(self.mask, self.settings.tokens), network.mask.detach().cpu()
+        return DrafterFile("parallel", *self.prints, names, parallel, network.changes(), mask, facts)
+
+    def ways(self, out: Path) -> tuple[tuple[str, str, Checkpoint | None], ...]:
+        """How figures are taken: name, drafter, and what is opened as the draft."""
+        adapted = AdaptedCheckpoint(self.draft, DrafterFile.load(out))
+        return ("plain", "off", None), ("untrained", "model", self.draft), ("parallel", "parallel", adapted)
+
+
+class HiddenRun:
+    """A drafter on the target's own hidden states."""
+
+    def __init__(self, job: TrainJob, settings: TrainSettings) -> None:
+        self.job, self.settings = job, settings
+        self.target = open_checkpoint(resolve(job.target))
+        check_texts(job)
+        self.print = fingerprint(self.target)
+        self.inputs = {"target": self.print}
+
+    def network(self, teacher: DenseModel, stream: np.ndarray) -> HeadsNetwork | BlockNetwork:
+        counts = np.bincount(stream, minlength=self.target.config.vocab_size)
+        order = np.argsort(-counts, kind="stable")[: self.settings.vocab]
+        ids = torch.from_numpy(np.sort(order[order < LOSS_IDS]))
+        self.covered = float(counts[ids.numpy()].sum() / max(1, len(stream)))
+        if self.settings.kind == "heads":
+            return HeadsNetwork(teacher, ids, self.settings)
+        return BlockNetwork(teacher, ids, self.settings, self._mask_token())
+
+    def made(self, network: HeadsNetwork | BlockNetwork, facts: dict[str, Any]) -> HiddenDrafterWeights:
+        config, tensors = network.saved()
+        ids = network.ids.cpu()
+        if len(ids) < self.target.config.vocab_size:
+            tensors["d2t"] = ids - torch.arange(len(ids))
+        architecture = hf_values(self.target.config)["architectures"]
+        config["speculators_config"] = {
+            "algorithm": config["speculators_model_type"],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.settings.tokens}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": _name(self.job.target, self.target), "architectures": architecture},
+        }
+        facts |= {"vocabulary": len(ids), "covered": round(self.covered, 4)}
+        return HiddenDrafterWeights(config, tensors, self.job.out.name, self.print, facts, self.job.out)
+
+    def _mask_token(self) -> int:
+        """A special token, or one that no text uses, whose embedding is not zero: the mask is read from the target."""
+        tokenizer, vocab = self.target.tokenizer(), self.target.config.vocab_size
+        if self.job.mask_token is not None:
+            return choose_mask(self.target, self.target, self.job.mask_token)
+        special = sorted(set(tokenizer.special_ids) - set(tokenizer.eos_ids), reverse=True)
+        possible = torch.tensor([*special, *range(tokenizer.vocab_size, vocab), vocab - 1])
+        usable = self.target.rows("embed", possible).norm(dim=1) > 0.0
+        return int(possible[usable][0])
+
+    def ways(self, out: Path) -> tuple[tuple[str, str, HiddenDrafterWeights | None], ...]:
+        kind = self.settings.kind
+        return ("plain", "off", None), ("untrained", "lookup", None), (kind, kind, HiddenDrafterWeights.load(out))
+
+
+def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, measure: bool = True) -> Drafter:
+    run: Any = ParallelRun(job, settings) if settings.kind == "parallel" else HiddenRun(job, settings)
+    target = run.target
+    inputs = run.inputs | {name: value for name, value in asdict(settings).items() if name != "minutes"}
     state = CalibrationState(job.out, inputs)
     answers = job.out.with_name(job.out.name + ".answers.jsonl")
     if job.answers:
-        with LLM(target, device=device.type, max_model_len=2048, max_num_seqs=256) as llm:
-            collect_answers(llm, answers, job.answers, job.texts, ANSWER_TOKENS, settings.seed)
+        options: dict[str, Any] = {"max_model_len": min(2048, target.config.max_context), "max_num_seqs": 256}
+        with LLM(target, device=device.type, **options) as llm:
+            collect_answers(llm, answers, job.answers, job.texts, ANSWER_TOKENS, settings.seed, job.answer_minutes)
         _free(llm)
     stream = token_stream(target.tokenizer(), answers, job.texts, job.text_tokens, settings.seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    network = DraftNetwork.open(draft, device, dtype, mask, settings.rank, settings.seed)
     teacher = DenseModel.from_checkpoint(target, device, dtype)
-    trainer = Trainer(network, teacher, stream, settings, mask)
+    network = run.network(teacher, stream)
+    trainer = Trainer(network, teacher, stream, settings)
     if "trainer" in state.values:
         trainer.load(state.values["trainer"])
     with state.defer_interrupt():
@@ -111,44 +199,30 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
         "text": [path.name for path in job.texts],
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
-    names = {"target": _name(job.target, target), "draft": _name(job.draft, draft)}
-    drafter = DrafterFile(
-        "parallel",
-        *prints,
-        names,
-        ParallelDrafting(mask, settings.tokens),
-        network.changes(),
-        network.mask.detach().cpu(),
-        facts,
-    )
+    drafter = run.made(network, facts)
     drafter.save(job.out)
     del trainer, network, teacher
     _free()
     if measure:
-        figures = measure_drafter(target, draft, DrafterFile.load(job.out), device)
-        drafter.facts |= {"figures": as_records(figures), "worth": worth(figures)[1]}
+        figures = measure_drafter(target, run.ways(job.out), settings.tokens, device)
+        drafter.facts |= {"figures": as_records(figures), "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
     state.remove()
     return drafter
 
 
 def measure_drafter(
-    target: Checkpoint, draft: Checkpoint, drafter: DrafterFile, device: torch.device
+    target: Checkpoint, ways: Sequence[tuple[str, str, Any]], depth: int, device: torch.device
 ) -> list[DraftFigure]:
-    """The trained drafter beside plain decoding and the untrained draft, at two lengths of context."""
+    """The trained drafter beside plain decoding and what there was before, at two lengths of context."""
     figures: list[DraftFigure] = []
-    ways: tuple[tuple[str, str, Checkpoint | None], ...] = (
-        ("plain", "off", None),
-        ("untrained", "model", draft),
-        ("parallel", "parallel", AdaptedCheckpoint(draft, drafter)),
-    )
-    for way, name, model in ways:
+    for way, name, draft in ways:
         context = min(MEASURED_CONTEXT, target.config.max_context)
-        with LLM(target, draft_model=model, device=device.type, max_model_len=context, quiet=True) as llm:
+        with LLM(target, draft_model=draft, device=device.type, max_model_len=context, quiet=True) as llm:
             short = held_out_prompts(llm)
             room = context - 256 - max(len(ids) for found in short.values() for ids in found)
             for prompts in (short, after_long_text(llm, short, min(LONG_CONTEXT_TOKENS, room))):
-                figures += run_figures(llm, way, name, drafter.parallel.tokens, prompts, _show_progress)
+                figures += run_figures(llm, way, name, depth, prompts, _show_progress)
         _free(llm)
     return figures
 

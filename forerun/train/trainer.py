@@ -1,4 +1,4 @@
-"""Trains a parallel drafter for a given time on a stream of tokens, and resumes where an earlier run stopped.
+"""Trains a drafter of any kind for a given time on a stream of tokens, and resumes where an earlier run stopped.
 
 Windows of two lengths are cut from the stream: short ones with masks everywhere, and every fourth step long ones, so
 that drafts are as good after a long prompt. Knows no files: the state is handed in.
@@ -10,39 +10,70 @@ import math
 import sys
 import time
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import BadRequest
+from forerun.models.config import ModelConfig
 from forerun.options import check_number
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.resume import CalibrationState
-from forerun.train.layout import draw_layout
-from forerun.train.loss import LOSS_IDS, backward, teach
-from forerun.train.network import DraftNetwork
+from forerun.train.layout import RowLayout
+from forerun.train.loss import Outcome, backward, teach
 
 LINE_INTERVAL_S = 5.0  # between two lines of progress
 LONG_EVERY = 4  # steps: one of so many has long windows
 
 
+class TrainableDrafter(Protocol):
+    """What the loop needs of a kind of drafter."""
+
+    device: torch.device
+    config: ModelConfig
+    ids: Tensor  # [columns] token ids that the loss compares
+    extra_columns: int  # of the head, for what must never be drafted
+    depths: tuple[int, ...]  # at which the target's hidden states are read
+    learned: Tensor | None  # [columns, r] trained beside the head, on the last r values of a row
+
+    def parameters(self) -> list[Tensor]: ...
+
+    def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout: ...
+
+    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
+        """What the head reads, [B, rows, width], of windows [B, length] and hidden states at the depths."""
+        ...
+
+    def head(self) -> Tensor:
+        """[columns, width], not trained."""
+        ...
+
+    def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
+        """Add the gradient of what predicts acceptance, if there is such a thing."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainSettings:
+    kind: str = "parallel"
     tokens: int = 10  # drafted in one forward
-    rank: int = 32  # of the changes to the draft's matrices
+    rank: int = 32  # of the changes to a draft's matrices; of a block's Markov head
+    layers: int = 1  # of a block
+    vocab: int = 16384  # tokens that heads and blocks can draft: the text's most frequent ones
+    attention_window: int = 512  # of a block: tokens before it that it reads
     minutes: float = 30.0
     rate: float = 4e-4  # of Adam, at its highest
     warmup: float = 0.03  # share of the time
     batch_tokens: int = 8192  # of one step
     window: int = 512
     long_window: int = 2048
-    keep: float = 0.7  # depth j is trained at a share keep ** j of the positions,
-    floor: float = 0.15  # and at least at this one
     seed: int = 0
 
     def __post_init__(self) -> None:
         limits = {"tokens": (2, 32), "rank": (1, 512), "window": (32, 32768), "batch_tokens": (32, 1 << 20)}
+        limits |= {"layers": (1, 3), "vocab": (64, 1 << 20), "attention_window": (16, 32768)}
         for name, (low, high) in limits.items():
             check_number(f"training: {name}", getattr(self, name), low, high, whole=True)
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
@@ -54,7 +85,7 @@ class TrainSettings:
 
 class Trainer:
     def __init__(
-        self, network: DraftNetwork, target: DenseModel, stream: np.ndarray, settings: TrainSettings, mask_token: int
+        self, network: TrainableDrafter, target: DenseModel, stream: np.ndarray, settings: TrainSettings
     ) -> None:
         """`stream`: [N] int32 token ids, documents one after the other."""
         self.network, self.target, self.settings, self._stream = network, target, settings, stream
@@ -62,7 +93,6 @@ class Trainer:
         self.agreement = torch.zeros(settings.tokens, 2, device=network.device)  # recent, by depth: hits and rows
         groups = [{"params": network.parameters()}]
         self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._ids = min(LOSS_IDS, network.config.vocab_size)
         shortest = settings.window + 1
         if len(stream) < 4 * shortest:
             raise BadRequest(
@@ -106,13 +136,14 @@ class Trainer:
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + self.steps)
         windows = self._windows(length + 1, max(1, s.batch_tokens // length), generator).to(self.network.device)
         tokens, following = windows[:, :-1], windows[:, 1:]
-        window = next((w for w in self.network.config.windows if w is not None), None)
-        layout = draw_layout(length, s.tokens, s.keep, s.floor, generator, window)
-        device = self.network.device
+        layout, device = self.network.layout(length, s.tokens, generator), self.network.device
         layout = replace(layout, **{n: getattr(layout, n).to(device) for n in ("anchors", "depths", "hidden")})
-        teaching = teach(self.target, tokens, following, self._ids)
+        network = self.network
+        teaching = teach(self.target, tokens, following, network.ids, network.extra_columns, network.depths)
         self.agreement *= 0.98
-        loss = backward(self.network.rows(tokens, layout), self._head(), teaching, layout, self.agreement)
+        rows = network.rows(tokens, teaching.hidden, layout)
+        outcome = backward(rows, network.head(), teaching, layout, self.agreement, network.learned)
+        network.learn_confidence(rows.detach(), outcome)
         for group in self._optimizer.param_groups:
             group["lr"] = s.rate * s.factor(done)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -120,13 +151,7 @@ class Trainer:
         self._optimizer.zero_grad()
         self.steps += 1
         self.trained_tokens += tokens.numel()
-        return loss
-
-    def _head(self) -> Tensor:
-        """[ids + 1, hidden]: the mask, which must never be drafted, is the last column."""
-        network = self.network
-        head = network.embed if network.config.tie_embeddings else network.weights["head"]
-        return torch.cat((head[: self._ids], network.mask.detach()[None].to(head.dtype)))
+        return outcome.loss
 
     def _windows(self, length: int, count: int, generator: torch.Generator) -> Tensor:
         first = torch.randint(0, len(self._stream) - length + 1, (count,), generator=generator).tolist()

@@ -10,6 +10,7 @@ import pytest
 from forerun.cli import main
 from forerun.models.formats.adapter import DrafterFile
 from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.train.trainer import Trainer
 from tests import tiny
 
@@ -42,6 +43,24 @@ def test_a_drafter_and_its_pard_folder(world: Path, tmp_path: Path, capsys: pyte
     assert open_checkpoint(tmp_path / "pard").parallel == DrafterFile.load(out).parallel  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", ["block", "heads"])
+def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]):
+    out, small = tmp_path / "drafter.safetensors", ("--minutes", "0.01", "--no-measure", "--json", "--vocab", "200")
+    target = ("--target", str(world / "target"), "--text", str(world / "text.txt"))
+    wanted = () if kind == "block" else ("--kind", kind)  # block is what comes without a name
+    with pytest.raises(SystemExit) as left:
+        main(["train", "drafter", *target, "--out", str(out), *SMALL, *small, *wanted])
+    told = json.loads(capsys.readouterr().out)
+    assert not left.value.code and told["kind"] == kind and told["facts"]["vocabulary"] == 200
+    folder = ["train", "speculators", str(out), str(tmp_path / "folder"), "--target", str(world / "target")]
+    with pytest.raises(SystemExit) as left:
+        main(folder)
+    assert bool(left.value.code) == (kind == "heads")
+    if kind == "block":
+        again = HiddenDrafterWeights.load(tmp_path / "folder")
+        assert again.config == HiddenDrafterWeights.load(out).config and again.tokens == 3
+
+
 def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out, state = tmp_path / "drafter.safetensors", tmp_path / "drafter.safetensors.state"
     step = Trainer.step
@@ -68,6 +87,7 @@ def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: py
     ("args", "why"),
     [
         (("--kind", "magic"), "--kind"),
+        (("--kind", "block"), "reads the target alone"),
         (("--mask-token", "520"), "520 tokens"),
         (("--minutes", "0"), "minutes"),
         (("--text", "/no/such/file"), "cannot read"),

@@ -27,7 +27,7 @@ from forerun.train import run
 from forerun.train.answers import collect_answers
 from forerun.train.layout import draw_layout
 from forerun.train.loss import TEXT_WEIGHT, Teaching, backward, row_weights, teach
-from forerun.train.network import DraftNetwork
+from forerun.train.parallel import DraftNetwork
 from forerun.train.run import TrainJob, choose_mask, train_drafter
 from forerun.train.trainer import Trainer, TrainSettings
 from tests import tiny
@@ -96,7 +96,9 @@ def test_rows_of_training_are_what_the_engine_computes(pair: tuple[Path, Path]):
     adapted = AdaptedCheckpoint(open_checkpoint(pair[1]), drafter_file(pair, made))
     tokens = torch.randint(0, 500, (1, 24), generator=torch.Generator().manual_seed(1))
     layout = draw_layout(24, TOKENS, 0.8, 0.5, torch.Generator().manual_seed(2))
-    logits = F.linear(made.rows(tokens, layout), made.embed if made.config.tie_embeddings else made.weights["head"])[0]
+    logits = F.linear(
+        made.rows(tokens, [], layout), made.embed if made.config.tie_embeddings else made.weights["head"]
+    )[0]
     text = engine_logits(adapted, tokens[0].tolist())
     torch.testing.assert_close(logits[:24, :512], text[:, :512], rtol=1e-3, atol=1e-3)
     for row in range(0, len(layout.anchors), 5):
@@ -116,7 +118,7 @@ def test_the_loss_and_its_gradient_are_those_of_weighted_cross_entropy():
     head = torch.randn(31, 16, generator=generator)
     probs = torch.randn(2, 40, 31, generator=generator).softmax(-1)
     teaching = Teaching(probs, -torch.rand(2, 40, generator=generator))
-    loss = backward(hidden, head, teaching, layout)
+    loss = backward(hidden, head, teaching, layout).loss
     other = hidden.detach().clone().requires_grad_()
     weights = row_weights(teaching.log_next, layout)
     cross = -(probs[:, layout.positions] * F.linear(other, head).log_softmax(-1)).sum(-1)
@@ -140,7 +142,7 @@ def test_a_mask_counts_by_the_probability_of_the_tokens_before_it():
 def test_the_target_teaches_its_own_distributions(pair: tuple[Path, Path]):
     target = DenseModel.from_checkpoint(open_checkpoint(pair[0]), CPU, torch.float32)
     tokens = torch.randint(0, 500, (2, 17))
-    teaching = teach(target, tokens[:, :-1], tokens[:, 1:], 520)
+    teaching = teach(target, tokens[:, :-1], tokens[:, 1:], torch.arange(520), 1)
     probs = target.logits(target.trace(tokens[:, :-1]).hidden[-1]).softmax(-1)
     torch.testing.assert_close(teaching.probs[..., :520], probs, rtol=1e-4, atol=1e-5)
     assert not teaching.probs[..., 520].any()
@@ -150,10 +152,10 @@ def test_the_target_teaches_its_own_distributions(pair: tuple[Path, Path]):
 def test_training_learns_and_resumes_where_it_stopped(pair: tuple[Path, Path]):
     stream = np.tile(np.arange(100, 132, dtype=np.int32), 40)  # what follows is always the same
     target = DenseModel.from_checkpoint(open_checkpoint(pair[0]), CPU, torch.float32)
-    trainer = Trainer(network(pair[1], trained=False), target, stream, SETTINGS, MASK)
+    trainer = Trainer(network(pair[1], trained=False), target, stream, SETTINGS)
     losses = [trainer.step(0.3) for _ in range(12)]
     assert losses[-1] < losses[0] - 0.1  # the random target is nearly uniform: most of the loss is its entropy
-    other = Trainer(network(pair[1], trained=False), target, stream, SETTINGS, MASK)
+    other = Trainer(network(pair[1], trained=False), target, stream, SETTINGS)
     other.load(trainer.state())
     assert other.steps == 12 and other.step(0.3) == pytest.approx(trainer.step(0.3), rel=1e-5)
 

@@ -54,6 +54,11 @@ class DrafterFile:
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: data, minutes, figures
     path: Path | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Drafted in one forward."""
+        return self.parallel.tokens
+
     def save(self, path: Path) -> None:
         tensors = {"mask": self.mask.detach().float().cpu().contiguous()}
         for name, (a, b) in self.low_rank.items():

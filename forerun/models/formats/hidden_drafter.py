@@ -63,6 +63,10 @@ class HiddenDrafterWeights:
         verifier = self.config.get("speculators_config", {}).get("verifier", {})
         return str(verifier.get("name_or_path") or "another model")
 
+    @property
+    def names(self) -> dict[str, str]:
+        return {"target": self.target_name}
+
     def depths(self, target: ModelConfig) -> tuple[int, ...]:
         """The target's layers whose inputs it reads; as many as the target has layers: the last one's output."""
         if self.kind == "heads":
@@ -223,17 +227,14 @@ def _opened(made: HiddenDrafterWeights) -> HiddenDrafterWeights:
 
 
 def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Path) -> None:
-    """A block drafter as a DSpark folder: with the target's embedding and head, as that package keeps them."""
+    """A block drafter as a DSpark folder: with the target's head over its vocabulary; the package reads embeddings, the
+    mask's among them, from the target."""
     if made.kind != "block":
         raise UnsupportedModel(
             f"a drafter of kind {made.kind!r} has no form in the `speculators` format", "train one with --kind block"
         )
     made.check(target)
-    tensors = {name: value for name, value in made.tensors.items() if name != "mask"}
-    embed = target.tensor("embed").float().clone()
-    if (mask := made.tensors.get("mask")) is not None:
-        embed[int(made.config["mask_token_id"])] = mask.float()
-    tensors.setdefault("embed_tokens.weight", embed)
+    tensors = dict(made.tensors)
     head = "embed" if target.config.tie_embeddings else "head"
     tensors.setdefault("lm_head.weight", target.rows(head, made.draft_ids))
     if "d2t" in tensors:

@@ -1,4 +1,4 @@
-"""A draft model to be trained: the dense decoder with low-rank changes to its matrices and an embedding for the mask.
+"""`parallel`: a draft model with low-rank changes to its matrices and an embedding for the mask, which are trained.
 
 The model's own weights stay as they are. Knows rows and weights; no loss, no text and no files.
 """
@@ -15,14 +15,25 @@ from torch.nn.attention import sdpa_kernel
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
-from forerun.train.layout import RowLayout
+from forerun.train.layout import RowLayout, draw_layout
+from forerun.train.loss import LOSS_IDS, Outcome
 
 INITIAL_SPREAD = 0.6  # of the first factors, in standard deviations of a matrix that keeps the size of its input
 SCALE = 2.0  # of the changes: the second factors start at zero and learn so much faster
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+KEPT_SHARE, MIN_KEPT_SHARE = (
+    0.7,
+    0.15,
+)  # depth j is trained at a share KEPT_SHARE ** j of the positions, at least at this
 
 
 class DraftNetwork(DenseModel):
+    """See `TrainableDrafter`."""
+
+    depths: tuple[int, ...] = ()
+    extra_columns = 1  # the mask's, which must never be drafted
+    learned: Tensor | None = None
+
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], mask_token: int, rank: int, seed: int) -> None:
         super().__init__(config, weights)
         generator = torch.Generator().manual_seed(seed)
@@ -35,6 +46,7 @@ class DraftNetwork(DenseModel):
                 pair = tuple(t.to(self.device).requires_grad_() for t in (a, b))
                 self.low_rank[f"layers.{i}.{part}"] = (pair[0], pair[1])
         self.mask = weights["embed"][mask_token].float().clone().requires_grad_()
+        self.ids = torch.arange(min(LOSS_IDS, config.vocab_size), device=self.device)
 
     @classmethod
     def open(
@@ -54,7 +66,18 @@ class DraftNetwork(DenseModel):
         a, b = self.low_rank[f"layers.{i}.{part}"]
         return super().linear(x, i, part) + F.linear(F.linear(x, a.to(x.dtype)), (SCALE * b).to(x.dtype))
 
-    def rows(self, tokens: Tensor, layout: RowLayout) -> Tensor:
+    def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
+        window = next((w for w in self.config.windows if w is not None), None)
+        return draw_layout(length, tokens, KEPT_SHARE, MIN_KEPT_SHARE, generator, window)
+
+    def head(self) -> Tensor:
+        head = self.embed if self.config.tie_embeddings else self.weights["head"]
+        return torch.cat((head[: len(self.ids)], self.mask.detach()[None].to(head.dtype)))
+
+    def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
+        """It has none."""
+
+    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
         """Normed last hidden states [B, rows, hidden] of windows [B, length] and their masks."""
         x, positions = self.embed_tokens(tokens), layout.positions
         masks = (self.mask * self.config.embed_scale).to(x.dtype).expand(len(tokens), len(layout.anchors), -1)

@@ -1,0 +1,171 @@
+"""`block`: one to three layers over the target's hidden states, a block of tokens in one pass (DSpark).
+
+Layers start as copies of the target's last ones. Context K/V is made of hidden states at a few depths; with a sliding
+window it is the last few hundred tokens, whatever the length of the text. A Markov head of low rank adds what the token
+before makes likely, a confidence head learns how often a row's draft is accepted. Saved in the names and with the
+configuration of the `speculators` package. Knows no text and no files.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.formats.checkpoint import expected_shapes
+from forerun.models.formats.hf_config import hf_name
+from forerun.models.formats.pard import hf_values
+from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
+from forerun.train.layout import RowLayout, draw_blocks
+from forerun.train.loss import Outcome
+from forerun.train.trainer import TrainSettings
+
+SPECULATORS_VERSION = "0.9.0"  # whose folders these are
+OTHER_DEPTHS_SPREAD = 0.02  # of the first matrix where it reads depths other than the deepest
+
+
+def default_depths(layers: int) -> tuple[int, ...]:
+    """As EAGLE-3's: early, in the middle, near the end."""
+    return tuple(sorted({min(max(depth, 1), layers - 1) for depth in (2, layers // 2, layers - 3)}))
+
+
+def block_layers(target: ModelConfig, settings: TrainSettings) -> ModelConfig:
+    """The layers of a block drafter, in the target's own sizes: Qwen 3's form with a sliding window."""
+    return replace(
+        target,
+        family="qwen3",
+        num_layers=settings.layers,
+        qk_norm=True,
+        qkv_bias=False,
+        post_norms=False,
+        embed_scale=1.0,
+        activation="silu",
+        query_scale=0.0,
+        rope=RopeConfig(theta=target.rope.theta),
+        local_rope=None,
+        sliding_window=settings.attention_window,
+        window_layers=(),
+        tie_embeddings=False,
+    )
+
+
+class BlockNetwork(DenseModel):
+    """See `TrainableDrafter`."""
+
+    extra_columns = 0
+
+    def __init__(self, target: DenseModel, ids: Tensor, settings: TrainSettings, mask_token: int) -> None:
+        """`mask_token`: whose embedding stands for the tokens to come."""
+        config = block_layers(target.config, settings)
+        super().__init__(config, {"embed": target.embed})
+        self.settings, self._target, self.ids = settings, target, ids.to(self.device)
+        self.mask_token = mask_token
+        self.depths = default_depths(target.config.num_layers)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.trained = self._initial(target, generator)
+        self.weights |= {name: value for name, value in self.trained.items() if name.startswith(("layers.", "final"))}
+        self.learned: Tensor | None = self.trained["markov_head.markov_w2.weight"]
+
+    def _initial(self, target: DenseModel, generator: torch.Generator) -> dict[str, Tensor]:
+        """Layers and last norm by canonical names, what a block has beside them by the package's."""
+        hidden, rank, taps = self.config.hidden_size, self.settings.rank, len(self.depths)
+        found: dict[str, Tensor] = {"final_norm": target.weights["final_norm"].float().clone()}
+        for name, shape in expected_shapes(self.config).items():
+            if name.startswith("layers."):
+                _, i, part = name.split(".")
+                source = f"layers.{target.config.num_layers - self.config.num_layers + int(i)}.{part}"
+                same = source in target.weights and target.weights[source].shape == shape and "_norm" not in part
+                found[name] = target.weights[source].float().clone() if same else torch.ones(shape)
+        fc = torch.randn(hidden, taps * hidden, generator=generator) * OTHER_DEPTHS_SPREAD
+        fc[:, -hidden:] += torch.eye(hidden)
+        found |= {
+            "fc.weight": fc,
+            "hidden_norm.weight": torch.ones(hidden),
+            "markov_head.markov_w1.weight": torch.randn(self.config.vocab_size, rank, generator=generator) * 0.1,
+            "markov_head.markov_w2.weight": torch.zeros(len(self.ids), rank),
+            "confidence_head.proj.weight": torch.zeros(1, hidden + rank),
+            "confidence_head.proj.bias": torch.zeros(1),
+        }
+        return {name: value.to(self.device).requires_grad_() for name, value in found.items()}
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.trained.values())
+
+    def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
+        return draw_blocks(length, tokens, self.settings.attention_window, generator)
+
+    def linear(self, x: Tensor, i: int, part: str) -> Tensor:
+        return F.linear(x, self.weights[f"layers.{i}.{part}"].to(x.dtype))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.trained.get(name)
+        return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), self.config.norm_eps)
+
+    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
+        joined = torch.cat(states, -1)  # [B, T, taps * hidden]
+        context = self._norm(F.linear(joined, self.trained["fc.weight"].to(joined.dtype)), "hidden_norm.weight")
+        known = torch.arange(tokens.shape[1], device=self.device) >= layout.first_known
+        context = context * known[:, None].to(context.dtype)
+        anchored = F.embedding(tokens[:, layout.anchors], self.embed)
+        x = torch.where(layout.depths[:, None] == 0, anchored, self.embed[self.mask_token])
+        before = torch.arange(tokens.shape[1], device=self.device)
+        for i in range(self.config.num_layers):
+            x = self.finish_layer(x, self._attend(x, context, before, layout, i), i)
+        previous = F.embedding(tokens[:, layout.positions], self.trained["markov_head.markov_w1.weight"])
+        return torch.cat((self._norm(x, "final_norm"), previous.to(x.dtype)), -1)
+
+    def _attend(self, x: Tensor, context: Tensor, before: Tensor, layout: RowLayout, i: int) -> Tensor:
+        """Rows over the context and their own block; -> [B, rows, Hq * D]."""
+        q, k, v = self.project(x, i)
+        k_before = self._head_norm(self.linear(context, i, "k"), f"layers.{i}.k_norm")
+        keys = self.rotate(torch.cat((k_before, k), 1), torch.cat((before, layout.positions)), i)
+        values = torch.cat((self.linear(context, i, "v"), v), 1).unflatten(-1, (-1, self.config.head_dim))
+        group, mask = self.config.num_heads // self.config.num_kv_heads, layout.hidden.to(x.dtype)
+        keys, values = keys.repeat_interleave(group, 1), values.transpose(1, 2).repeat_interleave(group, 1)
+        with sdpa_kernel(MASKED_BACKENDS) if x.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(
+                self.rotate(q, layout.positions, i), keys, values, attn_mask=mask, scale=self.config.scale
+            )
+        return out.transpose(1, 2).flatten(2)
+
+    def head(self) -> Tensor:
+        target = self._target
+        return (target.embed if target.config.tie_embeddings else target.weights["head"])[self.ids]
+
+    def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
+        """Cross entropy to the share that is accepted; the layers do not change for it."""
+        weight, bias = (self.trained[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+        score = F.linear(rows.float(), weight, bias)[..., 0]
+        loss = F.binary_cross_entropy_with_logits(score, outcome.accepted, outcome.weights, reduction="sum")
+        loss.backward()
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Configuration and tensors as the `speculators` package has them."""
+        layers = self.settings.layers
+        sliding = {"layer_types": ["sliding_attention"] * layers, "max_window_layers": 0, "attention_bias": False}
+        config = {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "speculators_version": SPECULATORS_VERSION,
+            "transformer_layer_config": hf_values(self.config) | sliding,
+            "draft_vocab_size": len(self.ids),
+            "block_size": self.settings.tokens,
+            "aux_hidden_state_layer_ids": list(self.depths),
+            "mask_token_id": self.mask_token,
+            "sample_from_anchor": True,
+            "sliding_window_non_causal": False,
+            "markov_rank": self.settings.rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "tie_word_embeddings": False,
+        }
+        tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
+        canonical = [name for name in tensors if name.startswith("layers.") or name == "final_norm"]
+        return config, {hf_name(n, "qwen3") if n in canonical else n: value for n, value in tensors.items()}

@@ -1,0 +1,311 @@
+"""Blocks and heads: rows of training are what the engine drafts; learning, files, answers, a whole run."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, BadDrafter, Grammar, SamplingParams, Speculation
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
+from forerun.core import ROOT
+from forerun.decode.drafters.base import DraftRequest
+from forerun.decode.drafters.block import BlockDrafter, BlockMarginals
+from forerun.decode.drafters.tree_builder import TreeBuilder
+from forerun.decode.sampling import Context
+from forerun.models.execution.runner import Span
+from forerun.models.formats import adapter
+from forerun.models.formats.adapter import drafter_name
+from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, write_speculators
+from forerun.models.hidden_draft import BlockModel, HeadsModel, build_hidden_draft
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.train import run
+from forerun.train.block import BlockNetwork, default_depths
+from forerun.train.heads import HeadsNetwork
+from forerun.train.layout import draw_blocks
+from forerun.train.loss import Outcome, teach
+from forerun.train.run import HiddenRun, TrainJob, train_drafter
+from forerun.train.trainer import Trainer, TrainSettings
+from tests import tiny
+
+CPU, TOKENS, WINDOW, MASK = torch.device("cpu"), 4, 16, 1
+SMALL: dict[str, Any] = {"tokens": TOKENS, "rank": 4, "vocab": 300, "minutes": 0.02, "window": 32, "long_window": 64}
+SETTINGS = {
+    kind: TrainSettings(kind=kind, attention_window=WINDOW, batch_tokens=128, rate=1e-2, layers=2, **SMALL)
+    for kind in ("block", "heads")
+}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 4096, "max_model_len": 256, "quiet": True}
+PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("kinds") / "target", "llama", vocab_size=520)
+
+
+def teacher(target: Path) -> DenseModel:
+    return DenseModel.from_checkpoint(open_checkpoint(target), CPU, torch.float32, quiet=True)
+
+
+def make(kind: str, dense: DenseModel, ids: Tensor) -> BlockNetwork | HeadsNetwork:
+    return (
+        HeadsNetwork(dense, ids, SETTINGS[kind]) if kind == "heads" else BlockNetwork(dense, ids, SETTINGS[kind], MASK)
+    )
+
+
+def network(kind: str, dense: DenseModel) -> BlockNetwork | HeadsNetwork:
+    """As if it had been trained: every parameter is random."""
+    ids = torch.randperm(520, generator=torch.Generator().manual_seed(3))[:300].sort().values
+    made = make(kind, dense, ids)
+    generator = torch.Generator().manual_seed(4)
+    for value in made.parameters():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    return made
+
+
+def trained(target: Path, kind: str) -> HiddenDrafterWeights:
+    made = HiddenRun(TrainJob(str(target), None, Path(f"{kind}.safetensors"), answers=1), SETTINGS[kind])
+    made.covered = 1.0
+    return made.made(network(kind, teacher(target)), {})
+
+
+@pytest.fixture(scope="module", params=["block", "heads"])
+def saved(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / f"{request.param}.safetensors"
+    trained(target, request.param).save(path)
+    return path
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_block_see_what_comes_before_their_anchor_and_themselves():
+    layout = draw_blocks(64, TOKENS, WINDOW, torch.Generator().manual_seed(0))
+    seen = layout.hidden == 0.0
+    assert len(layout.anchors) == len(seen) and int(layout.anchors.min()) >= 1
+    for row, (anchor, depth) in enumerate(zip(layout.anchors.tolist(), layout.depths.tolist(), strict=True)):
+        assert anchor + depth < 64 and depth == row % TOKENS
+        before = {entry for entry in range(anchor) if entry > anchor + depth - WINDOW}
+        assert set(seen[row].nonzero()[:, 0].tolist()) == before | {64 + row - back for back in range(depth + 1)}
+    cuts = {draw_blocks(64, TOKENS, WINDOW, torch.Generator().manual_seed(s)).first_known > 0 for s in range(60)}
+    assert cuts == {False, True}
+
+
+def drafted_logits(llm: LLM, tokens: list[int], first_known: int) -> Tensor:
+    """[TOKENS, columns] of the engine's drafter after a text, before the Markov head's part."""
+    ctx = llm.engine.speculator.ctx
+    pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(tokens) + 8)))
+    features = ctx.runner.features
+    assert features is not None
+    ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
+    if first_known:  # as after a prompt whose K/V was drafted
+        features._on_pages.filled[pages[0]] = 0
+        assert features.known_from(pages, 0, len(tokens) - 1) == first_known
+    ask, model = asked(tokens, pages), ctx.hidden
+    if isinstance(model, HeadsModel):
+        found = model.logits(features.rows(pages, len(tokens) - 2, len(tokens) - 1))[0]
+    else:
+        assert isinstance(model, BlockModel)
+        marginals = BlockDrafter(ctx)._pass([ask], [TreeBuilder(ask, "block")])[0][0]
+        assert isinstance(marginals, BlockMarginals)
+        found = marginals._logits
+    ctx.pool.release(pages)
+    return found
+
+
+def asked(tokens: list[int], pages: array[int], **values: Any) -> DraftRequest:
+    return DraftRequest(-1, Context(SamplingParams(**values), tokens, len(tokens), seed=0), TOKENS, 12, pages)
+
+
+@pytest.mark.parametrize(("kind", "first_known"), [("heads", 0), ("block", 0), ("block", 16)])
+def test_trained_rows_are_what_the_engine_drafts(target: Path, kind: str, first_known: int):
+    """Also with hidden states missing at the beginning."""
+    dense = teacher(target)
+    made = network(kind, dense)
+    text = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(1))
+    layout = replace(draw_blocks(40, TOKENS, WINDOW, torch.Generator().manual_seed(2)), first_known=first_known)
+    teaching = teach(dense, text, text, made.ids, 0, made.depths)
+    rows = made.rows(text, teaching.hidden, layout)[0].detach()
+    logits = rows[:, : dense.config.hidden_size] @ made.head().T  # [rows, columns]
+    llm = LLM(target, draft_model=trained(target, kind), **OPTIONS)
+    for anchor in (17, 22, 30):
+        row = layout.anchors.tolist().index(anchor)
+        got = drafted_logits(llm, text[0, : anchor + 1].tolist(), first_known)
+        torch.testing.assert_close(got, logits[row : row + TOKENS], rtol=1e-3, atol=1e-3)
+
+
+def test_the_markov_head_and_the_confidence_become_probabilities(target: Path):
+    llm = LLM(target, draft_model=trained(target, "block"), **OPTIONS)
+    ctx, tokens = llm.engine.speculator.ctx, PROMPTS[1]
+    pages = array("i", ctx.pool.allocate(8))
+    ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
+    ask, drafter, model = asked(tokens, pages, temperature=0.7), BlockDrafter(ctx), ctx.hidden
+    assert isinstance(model, BlockModel)
+    draft = drafter.propose([ask])[0]
+    assert draft.problem(520) is None and max(draft.depths()) > 1
+    marginals = drafter._pass([ask], [TreeBuilder(ask, "block")])[0][0]
+    span = Span([tokens[-1], *[0] * (TOKENS - 1)], len(tokens) - 1, pages, range(TOKENS))
+    rows = model.run(ctx.runner.batch([span]), drafter._kv, TOKENS)
+    for node, children in draft.children().items():
+        before, depth = (tokens[-1], 0) if node == ROOT else (draft.tokens[node], draft.depths()[node])
+        bias = model.bias(torch.tensor([before]))[0]
+        torch.testing.assert_close(marginals.row(depth, before)[model.ids], rows.logits[0, depth] + bias)
+        probs = torch.softmax(marginals.row(depth, before) / 0.7, -1)
+        sure = model.confidence(rows.hidden[0, depth], torch.tensor([before]))
+        assert sure is not None and draft.probs[children[0]] == pytest.approx(float(sure[0]), rel=1e-3)
+        # candidates are the likeliest of the position without the Markov head: a few tokens may be left out
+        assert float(probs[draft.tokens[children[0]]]) > 0.8 * float(probs.max())
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+STREAM = np.tile(np.arange(100, 132, dtype=np.int32), 40)
+
+
+def sure_teacher(target: Path) -> DenseModel:
+    """A random model is nearly uniform; this one has something to teach."""
+    dense = teacher(target)
+    dense.weights["head"] = 4.0 * dense.weights["head"]
+    return dense
+
+
+@pytest.mark.parametrize("kind", ["block", "heads"])
+def test_training_learns_and_resumes_where_it_stopped(target: Path, kind: str):
+    dense, ids = sure_teacher(target), torch.arange(300)
+    trainer = Trainer(make(kind, dense, ids), dense, STREAM, SETTINGS[kind])
+    losses = [trainer.step(0.3) for _ in range(25)]
+    other = Trainer(make(kind, dense, ids), dense, STREAM, SETTINGS[kind])
+    other.load(trainer.state())
+    assert other.steps == 25 and other.step(0.3) == pytest.approx(trainer.step(0.3), rel=1e-4)
+    trainer.steps = 0  # the first windows again
+    assert trainer.step(0.3) < 0.8 * losses[0]
+
+
+def test_the_confidence_head_learns_how_much_is_accepted(target: Path):
+    made = BlockNetwork(teacher(target), torch.arange(300), SETTINGS["block"], MASK)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 60, 64 + 4, generator=generator)
+    accepted = (rows[..., 3] + rows[..., -1]).sigmoid()  # by a hidden value and by the token before
+    outcome = Outcome(0.0, accepted, torch.full((2, 60), 1 / 120))
+    weight, bias = (made.trained[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+    optimizer = torch.optim.Adam([weight, bias], lr=0.05)
+    for _ in range(150):
+        optimizer.zero_grad()
+        made.learn_confidence(rows, outcome)
+        optimizer.step()
+    sure = (rows @ weight[0] + bias).sigmoid().detach()
+    assert float((sure - accepted).abs().mean()) < 0.02 < float((0.5 - accepted).abs().mean())
+    others = [value for name, value in made.trained.items() if not name.startswith("confidence")]
+    assert all(value.grad is None for value in others)  # the layers do not change for it
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_for_another_target_is_refused(target: Path, saved: Path, tmp_path: Path):
+    other = tiny.write_folder(tmp_path / "other", "llama", seed=5, vocab_size=520)
+    with pytest.raises(BadDrafter, match=r"was trained for target, not for other"):
+        LLM(other, draft_model=saved)
+    small = tiny.write_folder(tmp_path / "small", "llama", vocab_size=512)
+    with pytest.raises(BadDrafter, match="a vocabulary of 520 tokens, small has 512"):
+        LLM(small, draft_model=saved)
+    data, cut, changed = saved.read_bytes(), tmp_path / "cut.safetensors", tmp_path / "changed.safetensors"
+    cut.write_bytes(data[: len(data) // 2])
+    changed.write_bytes(data[:-3] + bytes([data[-3] ^ 255]) + data[-2:])
+    for path, why in ((cut, "not a whole drafter"), (changed, "checksum")):
+        with pytest.raises(BadDrafter, match=why):
+            LLM(target, draft_model=path)
+
+
+def test_a_drafter_is_found_by_the_targets_weights(
+    target: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(adapter, "drafter_folders", lambda: (tmp_path,))
+    assert LLM(target, **OPTIONS).draft_name is None
+    place = tmp_path / drafter_name(open_checkpoint(target))
+    place.write_bytes(saved.read_bytes())
+    llm = LLM(target, **OPTIONS)
+    assert saved.stem in llm.engine.speculator.drafter_pool.names(SamplingParams())
+    assert LLM(open_checkpoint(target), **OPTIONS).draft_name is None  # what was opened stays alone
+    place.write_bytes(saved.read_bytes()[:-9])  # damaged, and never asked for
+    assert LLM(target, **OPTIONS).draft_name is None
+
+
+def test_a_block_as_a_folder_of_the_package_is_the_same_drafter(target: Path, saved: Path, tmp_path: Path):
+    checkpoint, weights = open_checkpoint(target), HiddenDrafterWeights.load(saved)
+    if saved.stem == "heads":
+        with pytest.raises(Exception, match="no form in the `speculators` format"):
+            write_speculators(weights, checkpoint, tmp_path / "folder")
+        return
+    write_speculators(weights, checkpoint, tmp_path / "folder")
+    again = HiddenDrafterWeights.load(tmp_path / "folder")
+    again.check(checkpoint)
+    assert (again.tokens, again.layers, again.depths(checkpoint.config)) == (
+        TOKENS,
+        weights.layers,
+        default_depths(checkpoint.config.num_layers),
+    )
+    decoder = LLM(target, **OPTIONS).decoder
+    ours, theirs = (build_hidden_draft(each, checkpoint, decoder, 256) for each in (weights, again))
+    hidden = [torch.randn(3, 64) for _ in ours.depths]
+    torch.testing.assert_close(ours.project(hidden), theirs.project(hidden), rtol=0.02, atol=0.02)  # bfloat16
+    assert isinstance(theirs, BlockModel) and isinstance(ours, BlockModel)
+    torch.testing.assert_close(theirs._mask, ours._mask, rtol=0.01, atol=0.01)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.9, "seed": 3},
+        {"repetition_penalty": 1.3},
+        {"grammar": Grammar.regex("(ab|ba|keeper|ship)+"), "ignore_eos": False},
+    ],
+    ids=["greedy", "seeded", "penalty", "grammar"],
+)
+def test_answers_are_those_of_plain_decoding(target: Path, saved: Path, values: dict[str, Any]):
+    llm = LLM(target, draft_model=saved, **OPTIONS)
+    options: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, **values}
+    plain = [llm.generate([prompt], speculation="off", **options)[0].token_ids for prompt in PROMPTS]
+    llm.clear_cache()
+    rule = Speculation(saved.stem, nodes=10)
+    with all_drafts_verified(llm.engine):
+        together = llm.generate(PROMPTS, speculation=rule, **options)
+        again = [llm.generate([prompt], speculation=rule, **options)[0] for prompt in PROMPTS]  # cached prefixes
+    assert [answer.token_ids for answer in together] == plain == [answer.token_ids for answer in again]
+    drafted = [a.usage.drafters[saved.stem].drafted for a in together if saved.stem in a.usage.drafters]
+    assert sum(drafted) > (0 if "grammar" in values else 50)
+
+
+# -- the whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["block", "heads"])
+def test_a_run_makes_a_drafter_with_figures(
+    target: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+    monkeypatch.setattr(run, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr("forerun.train.answers.QUESTION_TOKENS", 6)
+    monkeypatch.setattr("forerun.train.measure.KINDS", ("code",))
+    monkeypatch.setattr("forerun.train.measure.PROMPTS_PER_KIND", 1)
+    monkeypatch.setattr("forerun.train.measure.ANSWER_TOKENS", 4)
+    monkeypatch.setattr(run, "LONG_CONTEXT_TOKENS", 64)
+    out = tmp_path / "drafter.safetensors"
+    train_drafter(TrainJob(str(target), None, out, (tmp_path / "text.txt",), answers=4), SETTINGS[kind], CPU)
+    made = HiddenDrafterWeights.load(out)
+    assert {row["way"] for row in made.facts["figures"]} == {"plain", "untrained", kind}
+    assert len({row["context"] for row in made.facts["figures"]}) == 2 and "worth using here" in made.facts["worth"]
+    assert made.facts["steps"] > 0 and made.facts["covered"] > 0.9 and made.names == {"target": "target"}
+    assert "answers: 4 of 4" in capsys.readouterr().err
