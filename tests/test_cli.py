@@ -30,6 +30,7 @@ COMMANDS = [
     ["bench", "batch"],
     ["bench", "forward"],
     ["bench", "speculate"],
+    ["bench", "load"],
     ["check", "model"],
     ["train", "drafter"],
     ["train", "pard"],

@@ -81,7 +81,7 @@ class PrefixTree:
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
         """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay. Returns how
-        many pages are new."""
+        many pages are new. A leaf that was never read grows: prompts become known chunk by chunk."""
         whole = min(len(tokens) // self.pool.page_size, len(pages))
         data = pack(tokens[: whole * self.pool.page_size])
         node, at = self.root, 0
@@ -89,8 +89,14 @@ class PrefixTree:
         while at < len(data):
             child = node.children.get(data[at : at + self._stride])
             if child is None:
-                self._add(node, data[at:], list(pages[at // self._stride : whole]))
-                return whole - at // self._stride
+                new = list(pages[at // self._stride : whole])
+                if node.parent is not None and not node.children and not node.reads:
+                    self.pool.retain(new)
+                    self.num_pages += len(new)
+                    node.tokens, node.pages = node.tokens + data[at:], [*node.pages, *new]
+                else:
+                    self._add(node, data[at:], new)
+                return len(new)
             shared = self._shared_pages(child, data, at)
             if shared < len(child.pages):
                 child = self._split(child, shared)

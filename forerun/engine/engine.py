@@ -29,6 +29,7 @@ from forerun.engine.config import EngineConfig
 from forerun.engine.intake import Intake
 from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
+from forerun.engine.pace import StepPacer, StepWork
 from forerun.engine.provisional import draft_provisional, emit_provisional
 from forerun.engine.run_ahead import RunAhead, StepInFlight
 from forerun.engine.scheduler import Scheduler
@@ -75,8 +76,9 @@ class Engine:
         self.approximate = ApproximateCache(self.pool)
         tree, approximate = (self.tree, self.approximate) if config.enable_prefix_caching else (None, None)
         self.tiers = None if tiers is None else tiers(self.pool)
+        pacer = StepPacer(lambda: self.speculator.controller.target, decoder.device.type)
         self.scheduler = Scheduler(
-            self.pool, tree, approximate, config.max_num_seqs, config.max_num_batched_tokens, self.tiers
+            self.pool, tree, approximate, config.max_num_seqs, config.max_num_batched_tokens, self.tiers, pacer
         )
         if self.runner.decoding_rows is not None:
             self.scheduler.chunk_divisor = 1  # other chunks, other bits
@@ -114,6 +116,7 @@ class Engine:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and in_flight.live:
             return self._finish_step(in_flight)
+        start = time.perf_counter()
         # a piece of each prompt whose K/V is drafted, not computed
         spent = self.speculative_prefill.advance() if self.scheduler.drafting else 0
         batch = self.scheduler.schedule(spent)
@@ -130,6 +133,8 @@ class Engine:
         outputs = iter(verify(output, [VerifyInput(s.seq.sampling_context, s.draft, s.verifier) for s in sampling]))
         for scheduled in batch:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
+        nodes = sum(len(s.draft) for s in batch)
+        self.scheduler.pacer.observe(self.scheduler.work, nodes, time.perf_counter() - start)
         return True
 
     def _finish_step(self, step: StepInFlight) -> bool:
@@ -141,6 +146,7 @@ class Engine:
         if any(seq.spec_state is not None for seq, _ in rows):
             longest = max(len(seq.tokens) for seq, _ in rows)
             self.speculator.observe([Draft() for _ in rows], longest, seconds)
+        self.scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
         for seq, token in rows:
             seq.usage.verify_s += seconds
             self._advance(ScheduledSequence(seq, 1), StepOutput(Verdict([], token), [token]))
@@ -163,7 +169,8 @@ class Engine:
         rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(batch)))
         if any(len(s.draft) for s in batch):  # provisional tokens: they stay within what is sure to be exact
             rows = min(rows, self.runner.decoding_rows or rows)
-        room = max(0, rows - sum(s.count + len(s.draft) for s in batch)) // len(speculating)
+        left = min(rows - sum(s.count + len(s.draft) for s in batch), self.scheduler.work.draft_nodes)
+        room = max(0, left) // len(speculating)
         tasks = []
         for s, state in zip(speculating, states, strict=True):
             useful = min(self._max_nodes(s.seq), s.seq.params.speculation.nodes, room)
@@ -198,8 +205,11 @@ class Engine:
             seq.prefill.logits = None
         if seq.phase is Phase.PREFILLING:
             seq.enter_next()
+            # so that others can read the prompt while this one decodes, or what there is of it
             if seq.phase is Phase.DECODING:
-                self.scheduler.publish(seq)  # so that others can read the prompt while this one decodes
+                self.scheduler.publish(seq)
+            else:
+                self.scheduler.publish_pages(seq)
         if output is None:
             return
         if output.error is not None:

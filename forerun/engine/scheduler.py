@@ -1,13 +1,14 @@
 """What runs next: admits, chunks, preempts. It moves pages and counters; it never sees a tensor or a token's meaning.
 
-Each step is filled in this order: sequences that decode (one token each), then prefills in order of arrival, cut into
-chunks so that a step stays within its token budget and decoding never waits for a whole prompt. A sequence whose prompt
-is drafted has pages for all of it from the start, and runs nothing here until that is done. A provisional sequence is
-admitted only where there is room for the final one too, and is the first to be preempted.
+Each step is filled in this order: sequences that decode (one token each), then prompts, in portions by `FairShares`,
+those of waiting sequences too, which are admitted when their turn comes. While answers stream, `StepPacer` bounds how
+many prompt tokens a step runs; otherwise it is the step's token budget. A sequence whose prompt is drafted has pages
+for all of it from the start, and runs nothing here until that is done. A provisional sequence is admitted only where
+there is room for the final one too, and is the first to be preempted.
 
-`Prefixes` is the one place that admission asks what a waiting sequence can start from: the prefix tree, host memory and
-disk, an earlier draft, or the draft of another answer to the same request; and whether it should wait because a running
-sequence is about to have more of it.
+A sequence that waits may be passed by later ones until they have had `MAX_OVERTAKING` times its own tokens; from then
+on none is admitted before it, though there may be room for smaller ones only. `Prefixes` is the one place that
+admission asks what a sequence can start from.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from forerun.cache.approximate import ApproximateCache, ApproximatePages
 from forerun.cache.pins import Pins
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.tiers import Tiers
-from forerun.engine.sequence import Phase, ScheduledSequence, Sequence, common_prefix
-from forerun.engine.speculative_prefill import SharedDraft, SharedDrafts
+from forerun.decode.control.cost import CostCurve
+from forerun.engine.fairness import FairShares, portion
+from forerun.engine.pace import StepPacer, StepWork
+from forerun.engine.prefixes import Prefixes
+from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
 from forerun.prefill.sources.chunk_index import ChunkIndex
-from forerun.prefill.state import PrefillState
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
 PROVISIONAL_CHUNK_DIVISOR = 4
+MAX_OVERTAKING = 3  # prompt tokens that pass a waiting sequence, for each of its own: as in `FairShares`
+MAX_FAILED_ADMISSIONS = 4  # in one step: trying is slow where hundreds wait
 
 
 class Scheduler:
@@ -43,6 +47,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tiers: Tiers | None = None,
+        pacer: StepPacer | None = None,
     ) -> None:
         self.pool, self.tree, self.approximate = pool, tree, approximate
         self.prefixes = Prefixes(pool, tree, approximate, tiers)
@@ -54,6 +59,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.text_caches: list[ChunkIndex] = []  # of exact pages beside the prefix tree
         self.on_release: Callable[[Sequence], None] = lambda seq: None  # called before a sequence loses its pages
+        self.shares = FairShares()
+        self.pacer = pacer or StepPacer(lambda: CostCurve({1: 1.0}))
+        self.work = StepWork(0, 0, 0)  # of the step that was scheduled last
         self._preempted = False
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
         # Tokens of an answer that run at once after a preemption, apart from the prompt's; None: no difference
@@ -61,6 +69,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
+        seq.expected_cached = len(self.prefixes.exact_pages(seq)) * self.pool.page_size
         if seq.request.session is not None:
             self.pins.begin(seq.request.session)
 
@@ -81,38 +90,80 @@ class Scheduler:
     def spare_tokens(self) -> int:
         """Of a step's budget, what drafting prompts may take: not what decodes, nor all that others' prefill needs."""
         active = self._active()
-        left = max(1, self.max_num_batched_tokens - sum(seq.remaining == 1 for seq in active))
+        left = self._prompt_budget(max(1, self.max_num_batched_tokens - sum(seq.remaining == 1 for seq in active)))
         return -(-left // 2) if self.waiting or any(seq.remaining > 1 for seq in active) else left
 
     def schedule(self, spent: int = 0) -> list[ScheduledSequence]:
         """What one forward runs; `spent` tokens of the step's budget went into drafting prompts, but no sequence that
         decodes waits for that."""
-        active = self._active()
-        decoding = [seq for seq in active if seq.remaining == 1]
+        self.shares.begin_step(self.sequences)
+        decoding = [seq for seq in self._active() if seq.remaining == 1]
         budget = max(self.max_num_batched_tokens - spent, min(self.max_num_batched_tokens, len(decoding)))
         batch: list[ScheduledSequence] = []
         for seq in decoding:
             if budget and seq.running and self._grow(seq, 1):
                 batch.append(ScheduledSequence(seq, 1))
+                self.shares.charge(seq.request.client, 1)
                 budget -= seq.final is None or self.chunk_divisor > 1
-        for seq in [s for s in active if s.remaining > 1]:
-            count = min(seq.remaining, budget, self._chunk(seq))
+        for seq, count in self._prompt_portions(min(budget, self._prompt_budget(budget + spent) - spent)).items():
             # with a provisional sequence, pages for all that it leaves to this one
             ahead = count if _without_provisional(seq) else seq.remaining
-            if count and seq.running and self._grow(seq, ahead):
+            if seq.running and self._grow(seq, ahead):
                 batch.append(ScheduledSequence(seq, count))
-                budget -= count
-        if self._preempted:  # what was just taken away is not handed out again in the same step
+        if self._preempted:
             self._preempted = False
-            return [s for s in batch if s.seq.running]
-        while budget > 0 and (admitted := self._admit()) is not None:
-            if admitted.phase in (Phase.DRAFTING, Phase.HELD):
-                continue
-            count = min(admitted.remaining, budget, self._chunk(admitted))
-            self._grow(admitted, count)
-            batch.append(ScheduledSequence(admitted, count))
-            budget -= count
+            batch = [s for s in batch if s.seq.running]
+        self.work = self._step_work(batch, spent)
         return batch
+
+    @staticmethod
+    def _step_work(batch: list[ScheduledSequence], spent: int) -> StepWork:
+        prompts = [s for s in batch if not s.decodes]
+        context = max((s.seq.computed for s in prompts), default=0)
+        paced = any(s.seq.streams for s in batch)
+        return StepWork(len(batch) - len(prompts), spent + sum(s.count for s in prompts), context, paced)
+
+    def _prompt_budget(self, most: int) -> int:
+        """Prompt tokens of a step, of at most so many. Beside streams as many as their gap allows; for a stream that is
+        about to begin, few more than its own prompt has left."""
+        active = self._active()
+        rows = [seq for seq in active if seq.remaining == 1]
+        prompts = [seq for seq in (*active, *self.waiting) if seq.remaining > 1]
+        context = max((seq.computed for seq in prompts), default=0)
+        if any(seq.streams for seq in rows):
+            return self.pacer.prompt_tokens(len(rows), context, most)
+        if len(prompts) > 1 and any(seq.request.streamed for seq in prompts):
+            shortest = min(seq.prompt_left for seq in prompts if seq.request.streamed)
+            return min(most, max(-(-4 * shortest // 3), self.pacer.prompt_tokens(1, context, most)))
+        return most
+
+    def _prompt_portions(self, budget: int) -> dict[Sequence, int]:
+        """Prompt tokens that run in this step, by sequence; those that wait are admitted when their turn comes."""
+        prompts = [seq for seq in self._active() if seq.remaining > 1]
+        if not self._preempted:  # else what was just taken away would be handed out again
+            waiting = [seq for seq in self.waiting if self._can_try(seq)]
+            prompts += [seq for seq in waiting if _overdue(seq)] or waiting
+        given: dict[Sequence, int] = {}
+        size, failures = portion(budget), 0
+        while budget > 0 and prompts:
+            seq = self.shares.next(prompts)
+            if seq.phase is Phase.WAITING and not self._admit(seq):
+                prompts.remove(seq)
+                failures += self._can_try(seq)
+                if failures == MAX_FAILED_ADMISSIONS or len(self.running) >= self.max_num_seqs:
+                    prompts = [other for other in prompts if other.running]
+                continue
+            if seq.phase in (Phase.DRAFTING, Phase.HELD):
+                prompts.remove(seq)
+                continue
+            most = min(seq.remaining, self._chunk(seq))
+            count = min(size, budget, most - given.get(seq, 0))
+            given[seq] = given.get(seq, 0) + count
+            budget -= count
+            self.shares.give(seq, count, prompts)
+            if given[seq] == most:
+                prompts.remove(seq)
+        return given
 
     def _active(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.phase in (Phase.PREFILLING, Phase.DECODING)]
@@ -175,8 +226,7 @@ class Scheduler:
         if not seq.params.cache:
             return
         if self.tree is not None:
-            new = self.tree.insert(seq.packed(seq.exact), seq.pages)
-            seq.usage.written += new * self.pool.page_size
+            self.publish_pages(seq)
             for cache in self.text_caches:
                 cache.remember(seq.packed(seq.exact), seq.pages)
         state = seq.prefill
@@ -185,21 +235,40 @@ class Scheduler:
             where = ApproximatePages(seq.pages, state.first, state.depths)
             self.approximate.insert(seq.draft_key, seq.packed(seq.computed), where)
 
-    def _admit(self) -> Sequence | None:
-        """Start the next waiting sequence on whatever prefix of it is known."""
-        seq = self._next()
-        if seq is None or len(self.running) >= self.max_num_seqs:
-            return None
+    def publish_pages(self, seq: Sequence) -> None:
+        """Exact pages alone, in the middle of a prompt: what begins in the same way starts there."""
+        if self.tree is not None and seq.params.cache:
+            new = self.tree.insert(seq.packed(seq.exact), seq.pages)
+            seq.usage.written += new * self.pool.page_size
+
+    def _can_try(self, seq: Sequence) -> bool:
+        """Not those that wait until a running sequence has drafted or computed what they start with, nor those whose
+        provisional sequence is still to be admitted."""
+        before = None if seq.provisional is None else seq.provisional.seq
+        if self.prefixes.awaits_leader(seq) or (before is not None and not before.running):
+            return False
+        return seq.draft_key is None or not self.shared_drafts.awaited(seq, self.running)
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Start a waiting sequence on whatever prefix of it is known; False where it has to wait."""
+        if seq.final is not None and not self._room_for_both(seq):
+            self.end_provisional(seq)
+            return False
+        if len(self.running) >= self.max_num_seqs or not self._can_try(seq):
+            return False
         start = self.prefixes.find(seq, self.running)
         if start is None:
-            return None
+            return False
         self.pool.retain(start.pages)
         missing = self.pool.pages_for(len(seq.tokens)) - len(start.pages)
-        if not self.make_room(missing):
+        if not self.make_room(missing + self._promised(seq)):
             self.pool.release(start.pages)  # it starts when others end; admitting now would only preempt them
-            return self._admit() if self._unpin_for(seq) else None
+            return self._unpin_for(seq) and self._admit(seq)
         self.waiting.remove(seq)
         self.running.append(seq)
+        for other in self.waiting:
+            if other.request.arrived < seq.request.arrived:
+                other.overtaken += len(seq.tokens)
         served = self.prefixes.begin(seq, start)
         seq.enter_next()
         if self.shared_drafts:
@@ -209,27 +278,24 @@ class Scheduler:
                 self.tree.count_read(seq.packed(seq.exact))
             seq.usage.cached_tokens, seq.usage.served = sum(served.values()), served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
-        return seq
+        return True
 
-    def _next(self) -> Sequence | None:
-        """The first in the queue, but for answers that wait until another one has drafted their prompt."""
-        for seq in list(self.waiting):
-            if seq.final is not None and not self._room_for_both(seq):
-                self.end_provisional(seq)
-            elif seq.draft_key is None or not self.shared_drafts.awaited(seq, self.running):
-                return seq
-        return None
+    def _promised(self, seq: Sequence) -> int:
+        """Pages that sequences admitted before this one still need for their prompts."""
+        others = [other for other in self.running if other.phase is Phase.PREFILLING]
+        held = [other.final for other in self.running if other.final is not None and other.final is not seq]
+        others += [final for final in held if final.phase is Phase.WAITING]
+        return sum(self.pool.pages_for(len(other.tokens)) - len(other.pages) for other in others)
 
     def _unpin_for(self, seq: Sequence) -> bool:
-        """Whether the next in the queue can be tried again: nothing runs, so that only pins can be in its way. Idle
-        pins go first; a turn that has begun is admitted first, so that its pages are free when it is over."""
+        """Whether a sequence can be tried again: nothing runs, so that only pins can be in its way. Idle pins go first;
+        a turn that has begun is admitted first, so that its pages are free when it is over."""
         if self.running or self.pins.give_up(sparing=seq.request.session):
             return not self.running
         turn = next((s for s in self.waiting if s.request.session in self.pins), None)
         if turn is not None and seq.request.session not in self.pins:
-            self.waiting.remove(turn)
-            self.waiting.appendleft(turn)
-            return True
+            self._admit(turn)
+            return False
         return self.pins.give_up_any(seq.request.session)
 
     def _room_for_both(self, seq: Sequence) -> bool:
@@ -278,6 +344,7 @@ class Scheduler:
             return
         self.running.remove(seq)
         seq.usage.preemptions += 1
+        seq.expected_cached = seq.exact
         self._release_pages(seq, ended=False)
         seq.enter(Phase.WAITING)
         self.waiting.appendleft(seq)
@@ -294,82 +361,11 @@ class Scheduler:
         seq.pages, seq.computed, seq.prefill = array("i"), 0, None
 
 
+def _overdue(seq: Sequence) -> bool:
+    """Whether no other is admitted before this one any more."""
+    return seq.overtaken > MAX_OVERTAKING * len(seq.tokens)
+
+
 def _without_provisional(seq: Sequence) -> bool:
     """Whether no provisional sequence runs for this one."""
     return seq.provisional is None or seq.provisional.seq is None
-
-
-@dataclass(frozen=True)
-class StartPoint:
-    pages: list[int]  # with K/V of the sequence's first entries
-    draft: SharedDraft | None = None  # whose pages they are; None: they are exact
-
-
-class Prefixes:
-    """What a waiting sequence can start from."""
-
-    def __init__(
-        self, pool: PagePool, tree: PrefixTree | None, approximate: ApproximateCache | None, tiers: Tiers | None
-    ) -> None:
-        self.pool, self.tree, self.approximate, self.tiers = pool, tree, approximate, tiers
-        self.shared_drafts = SharedDrafts(pool)
-
-    def find(self, seq: Sequence, running: Iterable[Sequence]) -> StartPoint | None:
-        """What to start from; None where waiting for a running prefill is cheaper."""
-        draft = None if seq.draft_key is None else self.shared_drafts.find(seq, running)
-        if draft is None and self._in_flight(seq, running):
-            return None
-        self._touch(seq)
-        exact = self.exact_pages(seq)
-        if draft is not None and len(exact) < len(draft.pages):
-            return StartPoint(draft.pages.tolist(), draft)
-        return StartPoint(exact)
-
-    def begin(self, seq: Sequence, start: StartPoint) -> dict[str, int]:
-        """Start from there, with references to its pages already, and from what other tiers have after them. Returns
-        the prompt tokens by where they came from."""
-        if start.draft is not None:
-            return self.shared_drafts.begin(seq, start.draft)
-        known, served = start.pages, {"pool": len(start.pages) * self.pool.page_size}
-        if self.tiers is not None and self.tree is not None and seq.params.cache:
-            restored, tiers = self.tiers.restore(seq.packed(-1), known)
-            known, served = [*known, *restored], served | tiers
-            self.tree.insert(seq.packed(-1), known)
-        seq.pages.extend(known)
-        seq.computed = len(known) * self.pool.page_size
-        if seq.draft_key is not None:
-            self._open_draft(seq, seq.draft_key)
-        return served
-
-    def exact_pages(self, seq: Sequence) -> list[int]:
-        """Pages of what is known exactly of a sequence, less than all of it: at least one token must run, or there
-        would be no logits to sample from."""
-        return self.tree.match(seq.packed(-1)) if self.tree is not None and seq.params.cache else []
-
-    def _in_flight(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether a running prefill is computing a prefix this one could read: then waiting is cheaper than running."""
-        if self.tree is None or not seq.params.cache:
-            return False
-        page, own = self.pool.page_size, seq.packed(-1)  # the last token runs in any case
-        prefills = (r for r in running if r.phase is not Phase.DECODING and seq.can_read(r))
-        leaders = [r for r in prefills if r.packed(page) == own[:page]]
-        if not leaders or len(own) < page:
-            return False
-        known = max(len(self.exact_pages(seq)) * page, self._touch(seq))
-        return any(common_prefix(r.packed(len(own)), own) // page * page > known for r in leaders)
-
-    def _touch(self, seq: Sequence) -> int:
-        """Entries that an earlier draft left; that marks it as used, so that others are evicted first."""
-        if self.approximate is None or seq.draft_key is None:
-            return 0
-        return self.approximate.known(seq.draft_key, seq.packed(-1))
-
-    def _open_draft(self, seq: Sequence, key: str) -> None:
-        """Pages for the whole prompt, with what an earlier draft of it left."""
-        missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
-        seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
-        tokens, layers = seq.packed(len(seq.tokens)), len(self.pool.kv)
-        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.params.prefill, layers)
-        if self.approximate is not None and seq.params.cache:
-            state.add_known(self.approximate.read(key, seq.packed(-1), state.first, seq.pages))
-        seq.prefill = state

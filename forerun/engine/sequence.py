@@ -55,6 +55,14 @@ class Event:
     retracted: int = 0  # provisional tokens that are taken back
 
 
+@dataclass(frozen=True)
+class Client:
+    """On whose account requests run: clients have shares of the engine by their weights."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
 @dataclass
 class Request:
     """A prompt, how to sample from it, and where events go."""
@@ -65,6 +73,8 @@ class Request:
     session: str | None = None  # on whose account it goes, and whose pages stay in the pool afterwards
     packed: array[int] | None = None  # the prompt as int32, once it was checked
     conditional: list[ConditionalStart] | None = None  # of each answer, where its grammar's sampling is conditional
+    client: Client = Client()
+    streamed: bool = False  # tokens are read as they come: the gaps between them are bounded
     id: int = field(default_factory=lambda: next(_ids))
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -114,6 +124,9 @@ class Sequence:
         self.prefill: PrefillState | None = None  # of a drafted prompt, as long as the sequence has pages
         self.provisional: ProvisionalAnswer | None = None  # of a final sequence: tokens that came before its own
         self.final: Sequence | None = None  # of a provisional sequence
+        self.expected_cached = 0  # while it waits: leading tokens that the prefix tree had when it was queued
+        self.leader: tuple[Sequence, int] | None = None  # a running prefill that is computing so many of its tokens
+        self.overtaken = 0  # prompt tokens of later ones that were admitted while it waited
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self._recorded_s = (0.0, 0.0)  # seconds of drafting and verifying up to the last step of the timeline
 
@@ -152,6 +165,16 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that have no K/V yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens to compute before the next one is sampled, as far as that is known."""
+        return max(1, self.remaining - (self.expected_cached if self.phase is Phase.WAITING else 0))
+
+    @property
+    def streams(self) -> bool:
+        """Whether its tokens go to a reader as they come."""
+        return self.request.streamed and self.final is None and self.phase is Phase.DECODING
 
     def packed(self, end: int) -> array[int]:
         """The first tokens as int32, negative `end` as in slices. Caches read the same ones several times,

@@ -84,7 +84,7 @@ class Driver:
     def stream(self, request: Request) -> Iterator[Event]:
         """Events as they come; leaving the loop early cancels the request."""
         inbox: deque[Event] = deque()
-        request.sink = inbox.append
+        request.sink, request.streamed = inbox.append, True
         self._submit(request)
         open_answers = request.params.n
         with self._stepping():
@@ -101,9 +101,10 @@ class Driver:
 
     async def astream(self, request: Request | Callable[[], Request]) -> AsyncIterator[Event]:
         """The same for asyncio; a background thread does the stepping. A function is called in a thread for the request
-        that it makes."""
+        that it makes; a request that was made before knows whether it is streamed."""
         if not isinstance(request, Request):
             request = await asyncio.to_thread(request)
+            request.streamed = True
         mailbox = self._mailbox_to(asyncio.get_running_loop())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
 

@@ -121,6 +121,8 @@ class CompletionResponse(Response):
     async def _run_prompts(self) -> None:
         prepare = self.ctx.prepare
         requests = [await prepare(prompt, self.request_body, self.tools) for prompt in self.prompts]
+        for request in requests:
+            request.streamed = bool(self.request_body.stream)
         self.params = requests[0].params
         self.submitted = max(request.arrived for request in requests)
         if isinstance(self.encoder, CompletionEncoder) and getattr(self.request_body, "scores_prompts", False):

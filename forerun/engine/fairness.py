@@ -1,0 +1,81 @@
+"""Whose prompt tokens run next: fair shares between clients, and between the prompts of one client.
+
+Prompt tokens are given out in portions. The client that has been given least for its weight is next (virtual time, as
+in fair queueing); a client that comes back from a pause starts where the others are, so that idling earns nothing. Of
+its prompts the one with the fewest tokens left gets the portion, so that a short request does not wait for a long one;
+but a quarter of the client's prompt tokens is the oldest prompt's, however many short ones arrive: a prompt that is the
+oldest is complete when at most four times its own tokens have run. Knows sequences by their tokens and arrival only: no
+pages, no steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from forerun.engine.sequence import Client, Sequence
+
+OLDEST_SHARE = 0.25  # of a client's prompt tokens
+MIN_PORTION_TOKENS = 16  # a smaller portion saves no time
+MAX_OWED_TOKENS = 64  # to the oldest prompt: few enough that a short one never waits for long
+PORTIONS_PER_STEP = 8  # enough for several clients and prompts to have a part of each step
+
+
+def portion(budget: int) -> int:
+    """Tokens that are given out at once, of so many in this step."""
+    return max(MIN_PORTION_TOKENS, -(-budget // PORTIONS_PER_STEP))
+
+
+@dataclass
+class _Account:
+    virtual_time: float  # tokens that ran, divided by the weight
+    owed: float = 0.0  # tokens of the oldest prompt's share that went to others
+
+
+class FairShares:
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}  # by the client's name
+        self._now = 0.0  # virtual time: of the active client that has been given least
+
+    def begin_step(self, sequences: Collection[Sequence]) -> None:
+        """`sequences`: all that run or wait."""
+        if sequences:
+            clients = {seq.request.client for seq in sequences}
+            self._now = min(self._account(client).virtual_time for client in clients)
+
+    def charge(self, client: Client, tokens: int) -> None:
+        """Tokens of a client ran, of a prompt or of an answer."""
+        self._account(client).virtual_time += tokens / client.weight
+
+    def next(self, candidates: Collection[Sequence]) -> Sequence:
+        """The sequence whose prompt gets the next portion."""
+        by_client: dict[Client, list[Sequence]] = {}
+        for seq in candidates:
+            by_client.setdefault(seq.request.client, []).append(seq)
+        client = min(by_client, key=lambda c: (self._account(c).virtual_time, min(s.prompt_left for s in by_client[c])))
+        own = by_client[client]
+        return min(own, key=_age) if self._account(client).owed >= MIN_PORTION_TOKENS else min(own, key=_shortest)
+
+    def give(self, seq: Sequence, tokens: int, candidates: Collection[Sequence]) -> None:
+        """A portion of these candidates' prompt tokens is for this one."""
+        client = seq.request.client
+        account, oldest = self._account(client), min((s for s in candidates if s.request.client == client), key=_age)
+        owed = account.owed + OLDEST_SHARE * tokens - (tokens if seq is oldest else 0)
+        account.owed = max(0.0, min(MAX_OWED_TOKENS, owed))
+        self.charge(client, tokens)
+
+    def _account(self, client: Client) -> _Account:
+        account = self._accounts.setdefault(client.name, _Account(self._now))
+        account.virtual_time = max(account.virtual_time, self._now)
+        return account
+
+
+def _age(seq: Sequence) -> tuple[float, ...]:
+    """The smallest is the oldest. An answer that was preempted goes on before prompts of new ones: its reader waits. A
+    provisional sequence comes before its final one."""
+    return (seq.num_generated == 0, seq.request.arrived, seq.final is None, seq.id)
+
+
+def _shortest(seq: Sequence) -> tuple[float, ...]:
+    new, *age = _age(seq)
+    return (new, seq.prompt_left, *age)

@@ -1,0 +1,190 @@
+"""`forerun bench load`: replays a trace against the library or an OpenAI endpoint, and what its readers felt.
+
+By kind of request: p50, p95 and p99 of the first token and of the gap between two tokens, the longest gap, and how many
+were answered; over all: tokens a second, the share of prompt tokens that caches had, and what an answer costs at a
+price per hour. `chats` replays the same short chats twice, without and with long prompts beside them, each in a
+process that has just been started (an endpoint is used as it is).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rich.table import Table
+
+from forerun.errors import BadRequest, ForerunError
+from forerun_research.bench import common
+from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
+from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest, TraceTexts
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
+
+@dataclass(frozen=True)
+class LoadSetup:
+    """What is measured: a model in this process tree, or an endpoint."""
+
+    model: str
+    url: str | None = None
+    api_key: str = "none"
+    api_keys: tuple[tuple[str, str], ...] = ()  # name in the trace, key
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    kv_cache_tokens: int | None = None
+    speculation: str = "auto"
+    price_per_hour: float = 0.0
+
+
+async def replay(target: LoadTarget, trace: Sequence[TraceRequest], texts: TraceTexts) -> list[ReplayedAnswer]:
+    """All answers, in the trace's order. Turns of a session follow each other, with the answers that came."""
+    start = time.perf_counter()
+    answers = [ReplayedAnswer(number) for number in range(len(trace))]
+    sessions: dict[str, list[int]] = defaultdict(list)
+    for number, request in enumerate(trace):
+        sessions[request.session or f"\0{number}"].append(number)
+
+    async def run(numbers: list[int]) -> None:
+        messages: Messages = []
+        for number in numbers:
+            request, answer = trace[number], answers[number]
+            await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
+            messages.append(texts.user_message(number, request))
+            await target.ask(answer, list(messages), request.max_tokens, request.key)
+            messages.append({"role": "assistant", "content": answer.text})
+
+    await asyncio.gather(*(run(numbers) for numbers in sessions.values()))
+    return answers
+
+
+def figures(trace: Sequence[TraceRequest], answers: Sequence[ReplayedAnswer], price_per_hour: float) -> dict[str, Any]:
+    """What the readers of these answers felt, and what they cost."""
+    ended = [answer for answer in answers if answer.token_times and not answer.error]
+    kinds: dict[str, Any] = {}
+    for kind in dict.fromkeys(request.kind for request in trace):
+        own = [answer for answer in ended if trace[answer.number].kind == kind]
+        gaps = [gap for answer in own for gap in answer.gaps_s]
+        kinds[kind] = {
+            "requests": sum(request.kind == kind for request in trace),
+            "answered": len(own),
+            "prompt_tokens": sum(answer.prompt_tokens for answer in own),
+            "first_s": quantiles([answer.first_s for answer in own]),
+            "gap_s": quantiles(gaps),
+        }
+    errors = [answer.error for answer in answers if answer.error]
+    span = max((a.token_times[-1] for a in ended), default=0.0) - min((a.sent for a in ended), default=0.0)
+    prompt = sum(answer.prompt_tokens for answer in ended)
+    return {
+        "kinds": kinds,
+        "seconds": span,
+        "tokens_per_s": sum(answer.completion_tokens for answer in ended) / span if span else 0.0,
+        "hit_rate": sum(answer.cached_tokens for answer in ended) / prompt if prompt else 0.0,
+        "cost_per_answer": price_per_hour / 3600 * span / len(ended) if ended else 0.0,
+        "errors": {message: errors.count(message) for message in dict.fromkeys(errors)},
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """The smallest value that so large a share of all does not exceed."""
+    ranked = sorted(values)
+    return {name: ranked[max(0, math.ceil(share * len(ranked)) - 1)] for name, share in QUANTILES.items() if ranked}
+
+
+def run(setup: LoadSetup, traces: dict[str, list[TraceRequest]]) -> dict[str, Any]:
+    """The figures of each trace, each in a process of its own."""
+    result: dict[str, Any] = {"bench": "load", "model": setup.model, "url": setup.url}
+    result["price_per_hour"] = setup.price_per_hour
+    result["runs"] = {name: in_fresh_process(setup, trace) for name, trace in traces.items()}
+    if setup.url is None:
+        result["hardware"] = common.hardware(common.Setup(setup.model, threads=setup.threads).thread_count())
+    return result
+
+
+def in_fresh_process(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_one, args=(theirs, setup, trace), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        raise ForerunError("the process of the bench ended without a result", "look at what it printed") from None
+    finally:
+        process.join(30)
+        process.kill()
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _serve_one(pipe: Connection, setup: LoadSetup, trace: list[TraceRequest]) -> None:
+    try:
+        pipe.send(measure(setup, trace))
+    except Exception as error:
+        pipe.send(error if isinstance(error, ForerunError) else ForerunError(f"{type(error).__name__}: {error}", ""))
+
+
+def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
+    """Replay a trace in this process."""
+    if setup.url is not None:
+        target = EndpointTarget(setup.url, setup.model, dict(setup.api_keys), setup.api_key)
+        answers = asyncio.run(replay(target, trace, TraceTexts()))
+        return figures(trace, answers, setup.price_per_hour)
+    from forerun import LLM
+
+    with LLM(
+        setup.model,
+        dtype=setup.dtype,
+        device=setup.device,
+        threads=setup.threads,
+        kv_cache_tokens=setup.kv_cache_tokens,
+        quiet=True,
+    ) as llm:
+        longest = max(request.prompt_tokens + request.max_tokens for request in trace)
+        if longest > llm.engine.max_length:
+            message = f"{longest} tokens of prompt and answer, the model holds {llm.engine.max_length}"
+            raise BadRequest(message, "shorten the trace's prompts, or raise kv_cache_tokens")
+        texts = TraceTexts(_chars_per_token(llm))
+        answers = asyncio.run(replay(LibraryTarget(llm, speculation=setup.speculation), trace, texts))
+    return figures(trace, answers, setup.price_per_hour)
+
+
+def _chars_per_token(llm: Any) -> float:
+    text = common.long_text()[:20_000]
+    return len(text) / len(llm.encode(text)) if text else CHARS_PER_TOKEN
+
+
+def without_long(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+    return [replace(request) for request in trace if request.kind != "long"]
+
+
+def table(result: dict[str, Any]) -> Table:
+    title = f"load on {result['url'] or result['model']}, milliseconds"
+    columns = ("", "answered", "first token p50 / p95 / p99", "gap p50 / p95 / p99 / longest")
+    found, captions = Table(*columns, title=title, title_justify="left"), []
+    for name, figure in result["runs"].items():
+        for kind, own in figure["kinds"].items():
+            first = _milliseconds(own["first_s"], ("p50", "p95", "p99"))
+            gap = _milliseconds(own["gap_s"], tuple(QUANTILES))
+            found.add_row(f"{name}: {kind}", f"{own['answered']} of {own['requests']}", first, gap)
+        captions.append(
+            f"{name}: {figure['seconds']:.1f} s, {figure['tokens_per_s']:.1f} tokens/s, "
+            f"{figure['hit_rate']:.0%} of prompt tokens cached"
+            + (f", {figure['cost_per_answer']:.6f} an answer" if result["price_per_hour"] else "")
+        )
+        captions += [f"{count} x {message}" for message, count in figure["errors"].items()]
+    found.caption = "\n".join(captions)
+    return found
+
+
+def _milliseconds(figure: dict[str, float], names: Sequence[str]) -> str:
+    return " / ".join(f"{1000 * figure[name]:,.0f}" for name in names if name in figure)

@@ -1,0 +1,138 @@
+"""Traces: which requests arrive when, how long they are and what they share. Knows no engine and no clock.
+
+A trace is a list of `TraceRequest`s. Generators make the usual kinds; a file has one request to a line, as JSON. Texts
+are cut from the shipped documents, so that the same trace is the same text everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import BadRequest
+from forerun_research.bench.common import long_text
+
+CHARS_PER_TOKEN = 4.0  # of the shipped documents, SmolLM2's tokenizer; what a prompt really had is in its usage
+CHAT_TOKENS = 24  # of a short question
+PROMPT_AT_S = 1.0  # when long prompts arrive beside chats that stream
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request. Requests of one session are its turns, each sent once the one before is answered, and not before its
+    arrival; requests of one document begin with the same text."""
+
+    arrival_s: float  # since the trace began
+    prompt_tokens: int
+    max_tokens: int
+    document: str | None = None  # whose text the prompt begins with; None: a question of its own
+    session: str | None = None
+    key: str | None = None  # the name of an API key
+    kind: str = "chat"  # figures are reported by kind
+
+
+def chats_beside_prompts(
+    chats: int = 4,
+    tokens: int = 256,
+    prompts: int = 1,
+    prompt_tokens: int = 6000,
+    later: int = 2,
+    prompt_at: float = 2.0,
+) -> list[TraceRequest]:
+    """Short chats that stream, long prompts that arrive beside them, and short questions after those."""
+    trace = [TraceRequest(0.0, CHAT_TOKENS, tokens) for _ in range(chats)]
+    trace += [TraceRequest(prompt_at + i, prompt_tokens, 16, document=f"long {i}", kind="long") for i in range(prompts)]
+    trace += [TraceRequest(prompt_at + 2.0 + 2.0 * i, CHAT_TOKENS, 16, kind="question") for i in range(later)]
+    return trace
+
+
+def poisson(
+    rate: float,
+    seconds: float,
+    documents: int = 4,
+    document_tokens: int = 2000,
+    max_tokens: int = 64,
+    turns: int = 2,
+    think_s: float = 5.0,
+    seed: int = 1,
+) -> list[TraceRequest]:
+    """Users who arrive at random, `rate` a second; each asks `turns` questions about one document, with a pause in
+    between. A few documents are asked about often, as in Zipf's law."""
+    rng, trace, at, user = random.Random(seed), list[TraceRequest](), 0.0, 0
+    weights = [1.0 / (rank + 1) for rank in range(documents)]
+    while (at := at + rng.expovariate(rate)) < seconds:
+        user += 1
+        document = f"document {rng.choices(range(documents), weights)[0]}" if documents else None
+        arrival = at
+        for turn in range(turns):
+            tokens = CHAT_TOKENS + (document_tokens if document and turn == 0 else 0)
+            first = document if turn == 0 else None
+            trace.append(
+                TraceRequest(arrival, tokens, max_tokens, first, f"user {user}", kind="first" if turn == 0 else "next")
+            )
+            arrival += rng.expovariate(1.0 / think_s) if think_s else 0.0
+    return sorted(trace, key=lambda request: request.arrival_s)
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """One JSON object to a line, with the fields of `TraceRequest`."""
+    known = {field.name for field in fields(TraceRequest)}
+    trace = []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            values = json.loads(line)
+            unknown = set(values) - known
+            if unknown:
+                raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+            request = TraceRequest(**values)
+            if not (request.arrival_s >= 0 and request.prompt_tokens >= 1 and request.max_tokens >= 1):
+                raise ValueError("arrival_s must be at least 0, the numbers of tokens at least 1")
+        except (ValueError, TypeError) as error:
+            hint = (
+                f"a line is an object with arrival_s, prompt_tokens, max_tokens, and maybe {', '.join(sorted(known))}"
+            )
+            raise BadRequest(f"{path}, line {number}: {error}", hint) from None
+        trace.append(request)
+    if not trace:
+        raise BadRequest(f"{path} has no requests", "write one JSON object to a line")
+    return sorted(trace, key=lambda request: request.arrival_s)
+
+
+def write_trace(path: Path, trace: list[TraceRequest]) -> None:
+    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in trace), encoding="utf-8")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"cannot read the trace {path}: {error}", "name a file of JSON lines") from None
+
+
+class TraceTexts:
+    """The text of each request of a trace: a document's words, then a question that no other request has."""
+
+    def __init__(self, chars_per_token: float = CHARS_PER_TOKEN) -> None:
+        self._words = long_text().split()
+        self._chars_per_token = chars_per_token
+        self._starts: dict[str, int] = {}
+
+    def user_message(self, number: int, request: TraceRequest) -> dict[str, Any]:
+        """What request `number` of the trace asks; earlier turns of its session are not part of it."""
+        question = f"({number}) Write a long story about a lighthouse keeper, the sea and ship number {number}."
+        if request.document is not None:
+            tokens = request.prompt_tokens - len(question) / self._chars_per_token
+            question = f"{self._document(request.document, tokens)}\n\n{question}"
+        return {"role": "user", "content": question}
+
+    def _document(self, name: str, tokens: float) -> str:
+        start = self._starts.setdefault(name, 101 * len(self._starts))
+        text, at = f"{name}.", start
+        while len(text) < tokens * self._chars_per_token:
+            piece = self._words[at % len(self._words) :][:400]
+            text += " " + " ".join(piece)
+            at += len(piece)
+        return text[: max(0, int(tokens * self._chars_per_token))]

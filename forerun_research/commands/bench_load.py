@@ -1,0 +1,85 @@
+"""`forerun bench load`: traces replayed against the library or an OpenAI endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.commands import options as opt
+from forerun.errors import BadRequest
+
+
+def load(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="An endpoint such as http://127.0.0.1:8000/v1; default: the library."),
+    ] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="For the endpoint.")] = "none",
+    api_keys: Annotated[
+        list[str] | None, typer.Option("--key", help="NAME=KEY of a name in the trace; may be repeated.")
+    ] = None,
+    chats: Annotated[int, typer.Option("--chats", min=1, help="Short chats that stream.")] = 4,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each chat's answer.")] = 512,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Long prompts that arrive beside them.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=64, help="Tokens of each.")] = 6000,
+    later: Annotated[int, typer.Option("--later", min=0, help="Short questions after them.")] = 4,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Replay this file of JSON lines instead.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=0.001, help="Instead: users who arrive at random, so many a second.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Of arrivals, with --rate.")] = 60.0,
+    documents: Annotated[int, typer.Option("--documents", min=0, help="Documents they ask about.")] = 4,
+    document_tokens: Annotated[int, typer.Option("--document-tokens", min=1, help="Of each.")] = 2000,
+    turns: Annotated[int, typer.Option("--turns", min=1, help="Questions of each user.")] = 2,
+    think: Annotated[float, typer.Option("--think", min=0.0, help="Mean seconds between two questions.")] = 5.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the arrivals.")] = 1,
+    save_trace: Annotated[Path | None, typer.Option("--save-trace", help="Write the trace here, too.")] = None,
+    price: Annotated[float, typer.Option("--price", min=0.0, help="Of the machine, per hour.")] = 0.0,
+    speculation: Annotated[str, typer.Option("--speculation", help="Of the library: auto, off or a drafter.")] = "auto",
+    weights: opt.Dtype = "auto",
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    kv_cache_tokens: Annotated[int | None, typer.Option("--kv-cache-tokens", min=1, help="Of the library.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON line.")] = False,
+) -> None:
+    """What readers of short chats feel beside long prompts, or in any trace: first token and gaps, p50 to p99.
+
+    [bold]Examples[/bold]
+
+    forerun bench load
+
+    forerun bench load --url http://127.0.0.1:8000/v1 --model smollm2-135m-instruct --prompt-tokens 5500
+
+    forerun bench load --rate 0.5 --seconds 120 --turns 3 --price 0.4 --save-trace users.jsonl
+    """
+    from forerun_research.bench import common, load_trace
+    from forerun_research.bench import load as bench
+
+    if trace is not None and rate is not None:
+        raise BadRequest("--trace and --rate both say what arrives", "leave one out")
+    if trace is not None:
+        traces = {trace.stem: load_trace.read_trace(trace)}
+    elif rate is not None:
+        made = load_trace.poisson(rate, seconds, documents, document_tokens, tokens, turns, think, seed)
+        traces = {"poisson": made}
+    else:
+        beside = load_trace.chats_beside_prompts(chats, tokens, prompts, prompt_tokens, later)
+        traces = {"alone": bench.without_long(beside), "beside": beside}
+    if save_trace is not None:
+        load_trace.write_trace(save_trace, list(traces.values())[-1])
+    keys = tuple(_pair(text) for text in api_keys or ())
+    setup = bench.LoadSetup(
+        model, url, api_key, keys, weights, device, threads, kv_cache_tokens, speculation, price
+    )  # fmt: skip
+    result = bench.run(setup, traces)
+    common.report(result, bench.table(result), as_json)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, key = text.partition("=")
+    if not found:
+        raise BadRequest(f"--key {text!r:.80} is no NAME=KEY", "write --key ann=SECRET")
+    return name, key
