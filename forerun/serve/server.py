@@ -7,12 +7,14 @@ over, the server exits. A second signal makes it exit at once.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import time
 from types import FrameType
 from typing import Any
 
 import h11
+import psutil
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,6 +24,11 @@ from forerun.serve.config import ServeConfig
 
 UNREAD_BODY_TIMEOUT_S = 2.0  # for a client to read a response that came before the end of its body
 SHUTDOWN_GRACE_S = 1  # for connections to close, once no request is open
+# Freed memory that glibc keeps in the arenas of threads goes back to the system: after two minutes of odd and large
+# requests 1.0 GB were resident, of which 0.4 GB were free
+TRIM_INTERVAL_S = 30
+MIN_TRIM_BYTES = 64 * 2**20  # of growth since the last time
+TICKS_PER_S = 10  # of uvicorn
 
 
 class Server(uvicorn.Server):
@@ -40,6 +47,7 @@ class Server(uvicorn.Server):
         super().__init__(settings)
         self._admission, self._drain_s = app.state.admission, config.drain_s
         self._deadline = float("inf")
+        self._trimmed_bytes = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._admission.draining:
@@ -51,7 +59,16 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._admission.draining and (not self._admission.num_open or time.monotonic() > self._deadline):
             self.should_exit = True
+        if counter and counter % (TRIM_INTERVAL_S * TICKS_PER_S) == 0:
+            await asyncio.to_thread(self.trim_memory)
         return await super().on_tick(counter)
+
+    def trim_memory(self) -> None:
+        """Return freed memory to the system, where the C library can and there is some."""
+        process, trim = psutil.Process(), getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None and process.memory_info().rss > self._trimmed_bytes + MIN_TRIM_BYTES:
+            trim(0)
+            self._trimmed_bytes = process.memory_info().rss
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from forerun import LLM
@@ -297,3 +298,13 @@ def test_a_port_that_is_taken():
         listen("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(BadRequest, match="cannot listen"):
         listen("256.1.1.1", 0)
+
+
+def test_freed_memory_goes_back_to_the_system(served: Running):
+    kept = [bytearray(100_000) for _ in range(2000)]  # below the size that malloc maps by itself
+    last = kept.pop()
+    before = psutil.Process().memory_info().rss
+    del kept
+    served.server._trimmed_bytes = 0
+    served.server.trim_memory()
+    assert psutil.Process().memory_info().rss < before - 100e6 and len(last) == 100_000

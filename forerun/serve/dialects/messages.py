@@ -19,6 +19,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, ForerunOptions
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+PROVISIONAL_EVENTS = ("provisional", "confirm", "retract")
 _THINKING = ("thinking", "redacted_thinking")
 
 
@@ -204,7 +205,8 @@ class MessagesFormat(NamedEvents):
         return [{"type": "message_start", "message": self._message([]) | {"usage": usage}}]
 
     def events(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        own = chunk.get("forerun", {})  # Anthropic's clients pass over events that they do not know
+        found: list[dict[str, Any]] = [{"type": "forerun"} | own] if own.get("event") in PROVISIONAL_EVENTS else []
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("content"):

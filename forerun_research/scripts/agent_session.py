@@ -1,0 +1,141 @@
+"""A coding agent's session against a server: turns per minute and seconds to the first word, with and without reuse.
+
+    python -m forerun_research.scripts.agent_session [--model NAME] [--tokens 6000] [--turns 6]
+
+The session has the shape of what coding agents send to `/v1/messages`: a long system prompt in blocks, tools with
+schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments. As
+agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and drafted
+prompts (`provisional`, the `chunk` source) have to help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from forerun_research.bench.common import long_text
+from forerun_research.scripts.serve_sides import NAME, ServerSide
+
+WORDS_PER_TOKEN = 0.75  # of English text, about
+TOOLS = {
+    "read_file": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
+    "edit_file": {"path": {"type": "string"}, "old": {"type": "string"}, "new": {"type": "string"}},
+    "run_command": {"command": {"type": "string"}, "timeout_s": {"type": "integer"}},
+    "search": {"pattern": {"type": "string"}, "folder": {"type": "string"}},
+    "list_folder": {"path": {"type": "string"}},
+    "write_notes": {"items": {"type": "array", "items": {"type": "string"}}},
+}
+RULES = "Read before you edit. Change as little as possible. Run the tests after every change. Be brief. "
+EXACT: dict[str, Any] = {"prefill": "exact"}
+VARIANTS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("same first line, exact", False, EXACT),
+    ("changed first line, exact", True, EXACT),
+    ("changed first line, provisional", True, {"prefill": {"mode": "provisional", "allow_exact": True}}),
+    ("changed first line, provisional chunks", True,
+     {"prefill": {"mode": "provisional", "source": "chunk", "allow_exact": True}}),
+    ("changed first line, speculative chunks", True,
+     {"prefill": {"mode": "speculative", "source": "chunk", "allow_exact": True}}),
+]  # fmt: skip
+
+
+def session(turns: int, tokens: int, changing: bool, model: str = NAME) -> list[dict[str, Any]]:
+    """The requests of a session whose last prompt has about so many tokens; half of them are there at the start."""
+    words = long_text().split()
+    words *= int(tokens * WORDS_PER_TOKEN / len(words)) + 1
+    room = int(tokens * WORDS_PER_TOKEN)
+    rules, files = " ".join(words[: room // 4]), words[room // 4 : room]
+    size = max(1, len(files) // (turns + 1))
+    tools = [
+        {"name": name, "description": f"{name.replace('_', ' ')} in the project", "input_schema": _schema(fields)}
+        for name, fields in TOOLS.items()
+    ]
+    messages: list[dict[str, Any]] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "The tests of the depot fail since yesterday: find out why."}],
+        }
+    ]
+    found = []
+    for turn in range(turns):
+        call = {"type": "tool_use", "id": f"toolu_{turn:03}", "name": "read_file", "input": {"path": f"part_{turn}.py"}}
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": f"I read part {turn}."}, call]})
+        text = " ".join(files[turn * size : (turn + (2 if not turn else 1)) * size])
+        result: dict[str, Any] = {
+            "type": "tool_result",
+            "tool_use_id": call["id"],
+            "content": [{"type": "text", "text": text}],
+        }
+        messages.append({"role": "user", "content": [result | {"cache_control": {"type": "ephemeral"}}]})
+        first = f"Turn {turn} at 09:{turn:02}." if changing else "You are a careful engineer."
+        system = [
+            {"type": "text", "text": f"{first}\n"},
+            {"type": "text", "text": f"{RULES}{rules}", "cache_control": {"type": "ephemeral"}},
+        ]
+        body = {"model": model, "max_tokens": 24, "stream": True, "system": system, "tools": tools}
+        found.append(json.loads(json.dumps(body | {"messages": messages})))
+        messages[-1]["content"][0].pop("cache_control")
+    return found
+
+
+def _schema(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields)[:1]}
+
+
+def replay(url: str, bodies: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to the first word of each turn and of all turns, and how the prompts were computed."""
+    firsts, prompt, read, start = [], 0, 0, time.perf_counter()
+    for body in bodies:
+        begun, first = time.perf_counter(), 0.0
+        with httpx.stream("POST", f"{url}/v1/messages", json=body | {"forerun": own}, timeout=600) as response:
+            if response.status_code != 200:
+                raise SystemExit(f"{response.status_code}: {response.read().decode()}")
+            for line in response.iter_lines():
+                if not first and ('"content_block_delta"' in line or '"provisional"' in line):
+                    first = time.perf_counter() - begun
+                if line.startswith("data: ") and '"message_delta"' in line:
+                    usage = json.loads(line[6:])["usage"]
+        firsts.append(first)
+        read += usage["cache_read_input_tokens"]
+        prompt += usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+    seconds = time.perf_counter() - start
+    return {
+        "first_s": statistics.median(firsts[1:] or firsts),
+        "turns_per_minute": 60 * len(bodies) / seconds,
+        "prompt_tokens": prompt // len(bodies),
+        "read": read / prompt,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A coding agent's session against a server.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--tokens", type=int, default=6000, help="of the last prompt, about")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-cache-tokens", type=int, default=None)
+    args = parser.parse_args()
+    settings = {"model": args.model, "threads": args.threads, "kv_cache_tokens": args.kv_cache_tokens}
+    print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean")
+    for name, changing, own in VARIANTS:
+        with tempfile.TemporaryDirectory() as scratch:  # each on a server of its own: no cache of another
+            server = ServerSide(settings, Path(scratch) / "log")
+            try:
+                url = f"http://{server.host}:{server.port}"
+                found = replay(url, session(args.turns, args.tokens, changing), own)
+            finally:
+                server.close()
+        times = f"{found['first_s']:8.2f} s {found['turns_per_minute']:10.1f}"
+        print(f"{name:40} {times} {found['read']:6.0%}  {found['prompt_tokens']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
