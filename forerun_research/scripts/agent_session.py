@@ -25,7 +25,7 @@ from forerun_research.bench.common import long_text
 from forerun_research.scripts.serve_sides import NAME, ServerSide
 
 WORDS_PER_TOKEN = 0.75  # of English text, about
-TOOLS = {
+TOOLS: dict[str, dict[str, Any]] = {
     "read_file": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
     "edit_file": {"path": {"type": "string"}, "old": {"type": "string"}, "new": {"type": "string"}},
     "run_command": {"command": {"type": "string"}, "timeout_s": {"type": "integer"}},
