@@ -106,9 +106,9 @@ INLINE void score_tile(const float *q, int n, const float *const *keys, int64_t 
     for (int i = 0; i < LANES; i++) acc[i] = v_set(0);
     for (int64_t d = 0; d < dim; d += LANES) {
         Vec k[KEYS];
-        for (int j = 0; j < KEYS; j++) k[j] = v_load(keys[j] + d);
+        for (int j = 0; j < KEYS; j++) k[j] = v_held(v_load(keys[j] + d));
         for (int r = 0; r < n; r++) {
-            Vec x = v_load(q + r * dim + d);
+            Vec x = v_held(v_load(q + r * dim + d));
             for (int j = 0; j < KEYS; j++) acc[KEYS * r + j] = v_fma(x, k[j], acc[KEYS * r + j]);
         }
     }
@@ -139,37 +139,35 @@ INLINE void weigh_tile(const float *scores, int n, const float *const *values, i
         for (int j = 0; j < m; j++) a[r * VALUES + j] = v_load(acc + r * dim + j * LANES);
     for (int64_t k = 0; k < count; k++) {
         Vec v[VALUES];
-        for (int j = 0; j < m; j++) v[j] = v_load(values[k] + j * LANES);
+        for (int j = 0; j < m; j++) v[j] = v_held(v_load(values[k] + j * LANES));
         for (int r = 0; r < n; r++) {
-            Vec p = v_set(scores[r * BLOCK + k]);
+            Vec p = v_held(v_set(scores[r * BLOCK + k]));
             for (int j = 0; j < m; j++) a[r * VALUES + j] = v_fma(p, v[j], a[r * VALUES + j]);
         }
     }
     for (int r = 0; r < n; r++)
         for (int j = 0; j < m; j++) v_store(acc + r * dim + j * LANES, a[r * VALUES + j]);
 }
-INLINE void weigh_rows(const float *scores, int n, const float *const *values, int64_t count, int64_t dim, float *acc) {
-    const float *at[BLOCK];
-    for (int64_t d = 0; d < dim; d += VALUES * LANES) {
-        for (int64_t k = 0; k < count; k++) at[k] = values[k] + d;
-        if (dim - d >= VALUES * LANES) weigh_tile(scores, n, at, count, VALUES, dim, acc + d);
-        else
-            for (int64_t e = d; e < dim; e += LANES) {
-                for (int64_t k = 0; k < count; k++) at[k] = values[k] + e;
-                weigh_tile(scores, n, at, count, 1, dim, acc + e);
-            }
-    }
+/* The same for all rows, by columns: those of a block's values stay in the first cache. */
+INLINE void weigh_columns(const float *scores, int64_t rows, const float *const *values, int64_t count, int m, int64_t dim, float *acc) {
+    for (int64_t r = 0; r < rows; r += WEIGHED, scores += WEIGHED * BLOCK, acc += WEIGHED * dim)
+        switch (rows - r) {
+        case 1: weigh_tile(scores, 1, values, count, m, dim, acc); break;
+#if LANES == 16
+        case 2: weigh_tile(scores, 2, values, count, m, dim, acc); break;
+        case 3: weigh_tile(scores, 3, values, count, m, dim, acc); break;
+#endif
+        default: weigh_tile(scores, WEIGHED, values, count, m, dim, acc);
+        }
 }
 static void weigh(const float *scores, int64_t rows, const float *const *values, int64_t count, int64_t dim, float *acc) {
-    for (int64_t r = 0; r < rows; r += WEIGHED)
-        switch (rows - r) {
-        case 1: weigh_rows(scores + r * BLOCK, 1, values, count, dim, acc + r * dim); break;
-#if LANES == 16
-        case 2: weigh_rows(scores + r * BLOCK, 2, values, count, dim, acc + r * dim); break;
-        case 3: weigh_rows(scores + r * BLOCK, 3, values, count, dim, acc + r * dim); break;
-#endif
-        default: weigh_rows(scores + r * BLOCK, WEIGHED, values, count, dim, acc + r * dim);
-        }
+    const float *at[BLOCK];
+    for (int64_t d = 0, step; d < dim; d += step) {
+        step = dim - d >= VALUES * LANES ? VALUES * LANES : LANES;
+        for (int64_t k = 0; k < count; k++) at[k] = values[k] + d;
+        if (step > LANES) weigh_columns(scores, rows, at, count, VALUES, dim, acc + d);
+        else weigh_columns(scores, rows, at, count, 1, dim, acc + d);
+    }
 }
 
 /* Turn a block's scores into weights e**(score - top); what was summed under a lower top is scaled to the new one. */
@@ -228,9 +226,10 @@ static void attend_segment(const Attend *c, int64_t h, int64_t s, int64_t t, int
             keys[k] = c->kv.k + at, values[k] = c->kv.v + at;
         }
         for (int64_t k = count; k % KEYS; k++) keys[k] = keys[0];
-        if (t - s == 1) /* one token: reading takes longer than computing */
-            for (int64_t k = 0; k < count; k++) fetch(values[k], dim);
+        for (int64_t k = 0; k < count; k++) fetch(values[k], dim);
         score(q, rows, keys, count, dim, scores);
+        for (int64_t k = from + BLOCK; k < end && k < from + 2 * BLOCK; k++) /* the next keys: 1 row takes 0.7 of the time */
+            fetch(c->kv.k + slot(b, widest, k) * c->kv.slot_stride + h * c->kv.head_stride, dim);
         for (int64_t i = s; i < t; i++)
             for (int64_t g = 0; g < group; g++) {
                 int64_t r = (i - s) * group + g, hi = seen(b, i) - from, lo = first_seen(c, i) - from;

@@ -93,6 +93,12 @@ INLINE Vec v_sums(const Vec *a) {
 #error "the kernels need AVX2 and FMA"
 #endif
 
+/* A vector that stays in a register: compilers would load it again for every use, as an operand in memory. */
+INLINE Vec v_held(Vec a) {
+    __asm__("" : "+v"(a));
+    return a;
+}
+
 /* e**x to 2 units in the last place, 0 far below zero; e**0 is 1 exactly. */
 INLINE Vec v_exp(Vec x) {
     x = v_max(v_min(x, v_set(88.0f)), v_set(-87.0f));
