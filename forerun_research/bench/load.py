@@ -12,8 +12,9 @@ import asyncio
 import math
 import multiprocessing
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,7 @@ from rich.table import Table
 from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
-from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest, TraceTexts
+from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
@@ -42,6 +43,7 @@ class LoadSetup:
     kv_cache_tokens: int | None = None
     speculation: str = "auto"
     price_per_hour: float = 0.0
+    shape: str | None = None  # random weights of this shape instead of a model
 
 
 async def replay(target: LoadTarget, trace: Sequence[TraceRequest], texts: TraceTexts) -> list[ReplayedAnswer]:
@@ -100,7 +102,8 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 def run(setup: LoadSetup, traces: dict[str, list[TraceRequest]]) -> dict[str, Any]:
     """The figures of each trace, each in a process of its own."""
-    result: dict[str, Any] = {"bench": "load", "model": setup.model, "url": setup.url}
+    name = setup.model if setup.shape is None else f"random {setup.shape}"
+    result: dict[str, Any] = {"bench": "load", "model": name, "url": setup.url}
     result["price_per_hour"] = setup.price_per_hour
     result["runs"] = {name: in_fresh_process(setup, trace) for name, trace in traces.items()}
     if setup.url is None:
@@ -141,26 +144,35 @@ def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
         return figures(trace, answers, setup.price_per_hour)
     from forerun import LLM
 
+    longest = max(request.prompt_tokens + request.max_tokens for request in trace)
     with LLM(
-        setup.model,
+        setup.model if setup.shape is None else _random_model(setup),
         dtype=setup.dtype,
         device=setup.device,
         threads=setup.threads,
         kv_cache_tokens=setup.kv_cache_tokens,
         quiet=True,
     ) as llm:
-        longest = max(request.prompt_tokens + request.max_tokens for request in trace)
         if longest > llm.engine.max_length:
             message = f"{longest} tokens of prompt and answer, the model holds {llm.engine.max_length}"
             raise BadRequest(message, "shorten the trace's prompts, or raise kv_cache_tokens")
-        texts = TraceTexts(_chars_per_token(llm))
-        answers = asyncio.run(replay(LibraryTarget(llm, speculation=setup.speculation), trace, texts))
+        encode = llm.encode if setup.shape is None else _word_ids(llm.config.vocab_size)
+        sample = common.long_text()[:20_000]
+        texts = TraceTexts(len(sample) / len(encode([{"role": "user", "content": sample}])))
+        answers = asyncio.run(replay(LibraryTarget(llm, encode, setup.speculation), trace, texts))
     return figures(trace, answers, setup.price_per_hour)
 
 
-def _chars_per_token(llm: Any) -> float:
-    text = common.long_text()[:20_000]
-    return len(text) / len(llm.encode(text)) if text else CHARS_PER_TOKEN
+def _random_model(setup: LoadSetup) -> Any:
+    from forerun.models.build import choose_device
+    from forerun_research.bench.shapes import RandomCheckpoint
+
+    return RandomCheckpoint(setup.shape or "", choose_device(setup.device))
+
+
+def _word_ids(vocab: int) -> Callable[[Messages], list[int]]:
+    """Token ids of a model without a tokenizer: one for each word."""
+    return lambda messages: [zlib.crc32(word.encode()) % vocab for m in messages for word in m["content"].split()]
 
 
 def without_long(trace: Sequence[TraceRequest]) -> list[TraceRequest]:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -48,10 +48,12 @@ class LoadTarget(Protocol):
 
 
 class LibraryTarget:
-    """An `LLM`; keys of a trace are its clients."""
+    """An `LLM`; keys of a trace are its clients. `encode`: from messages to token ids."""
 
-    def __init__(self, llm: Any, weights: dict[str, float] | None = None, speculation: str = "auto") -> None:
-        self._llm, self._weights, self._speculation = llm, weights or {}, speculation
+    def __init__(
+        self, llm: Any, encode: Callable[[Messages], list[int]] | None = None, speculation: str = "auto"
+    ) -> None:
+        self._llm, self._encode, self._speculation = llm, encode or llm.encode, speculation
 
     async def ask(self, answer: ReplayedAnswer, messages: Messages, max_tokens: int, key: str | None) -> None:
         from forerun import SamplingParams
@@ -60,8 +62,8 @@ class LibraryTarget:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculation=self._speculation)
         answer.sent = time.perf_counter()
         try:
-            request = await asyncio.to_thread(lambda: self._llm.request(self._llm.encode(messages), params))
-            request.streamed, request.client = True, Client(key or "", self._weights.get(key or "", 1.0))
+            request = await asyncio.to_thread(lambda: self._llm.request(self._encode(messages), params))
+            request.streamed, request.client = True, Client(key or "")
             async for event in self._llm.astream(request):
                 if event.token_ids:
                     answer.token_times.append(time.perf_counter())

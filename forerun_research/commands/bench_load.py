@@ -43,6 +43,9 @@ def load(
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     kv_cache_tokens: Annotated[int | None, typer.Option("--kv-cache-tokens", min=1, help="Of the library.")] = None,
+    random_shape: Annotated[
+        str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON line.")] = False,
 ) -> None:
     """What readers of short chats feel beside long prompts, or in any trace: first token and gaps, p50 to p99.
@@ -71,9 +74,9 @@ def load(
     if save_trace is not None:
         load_trace.write_trace(save_trace, list(traces.values())[-1])
     keys = tuple(_pair(text) for text in api_keys or ())
-    setup = bench.LoadSetup(
-        model, url, api_key, keys, weights, device, threads, kv_cache_tokens, speculation, price
-    )  # fmt: skip
+    common.Setup(model, against="none", shape=random_shape)  # checks the shape's name
+    limits = (weights, device, threads, kv_cache_tokens)
+    setup = bench.LoadSetup(model, url, api_key, keys, *limits, speculation, price, random_shape)
     result = bench.run(setup, traces)
     common.report(result, bench.table(result), as_json)
 
