@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from forerun import interrupt
-from forerun.commands import calibrate, chat, check, generate, models, serve, stats_command, train
+from forerun.commands import calibrate, chat, check, classify, generate, models, serve, stats_command, train, trie
 from forerun.commands.extras import install_hint, research
 from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
@@ -90,10 +90,12 @@ app = typer.Typer(
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
 app.command(name="serve")(serve.serve)
+app.command(name="classify")(classify.classify)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="stats")(stats_command.stats)
 app.add_typer(models.app, name="models", cls=Subcommands)
 app.add_typer(check.app, name="check", cls=Subcommands)
+app.add_typer(trie.app, name="trie", cls=Subcommands)
 app.add_typer(train.app, name="train", cls=Subcommands)
 
 

@@ -58,10 +58,12 @@ from forerun.runtime.threads import choose_threads
 
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
+    from forerun.decode.trie import TokenTrie
     from forerun.sharing.branching import BranchOn
     from forerun.sharing.rollout_config import Score
     from forerun.sharing.session import Session
     from forerun.sharing.session_registry import SessionRegistry
+    from forerun.sharing.top_items import TopItems
     from forerun.sharing.tree import RolloutTree
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
@@ -367,6 +369,12 @@ class LLM(OldLLMNames):
             seed,
         )
         return run_sync(arollout(self, prompt, config))
+
+    def topk(self, prompt: Prompt | Messages, trie: TokenTrie | str | Path, k: int = 10, end: bool = False) -> TopItems:
+        """The k best items of a trie (or its file), with exact scores. `end`: these include the token that ends it."""
+        from forerun.sharing.top_items import top_items
+
+        return top_items(self, self.encode(prompt), trie, k, end)
 
     def stats(self) -> Stats:
         """How prompt tokens were served and what answers cost so far, in total and by session."""

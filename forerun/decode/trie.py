@@ -33,6 +33,7 @@ class TokenTrie:
     def __init__(self, arrays: dict[str, np.ndarray], source: str = "memory") -> None:
         self.tokens, self.starts, self.items = arrays["tokens"], arrays["starts"], arrays["items"]
         self._offsets, self._names, self.source = arrays["offsets"], arrays["names"], source
+        self._inner: np.ndarray | None = None
 
     @classmethod
     def build(cls, sequences: Sequence[Sequence[int]], names: Sequence[str] | None = None) -> TokenTrie:
@@ -102,6 +103,39 @@ class TokenTrie:
     def parents(self) -> np.ndarray:
         """[N] the node before each; -1 for the root."""
         return np.concatenate([[-1], np.repeat(np.arange(len(self)), np.diff(self.starts))])
+
+    def parent(self, node: int) -> int:
+        """The node before another one that is not the root."""
+        return int(np.searchsorted(self.starts, node, side="right")) - 1
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        found: list[int] = []
+        while node > 0:
+            found.append(int(self.tokens[node]))
+            node = self.parent(node)
+        return found[::-1]
+
+    def inner_counts(self) -> np.ndarray:
+        """[N] nodes that have children, among each node and all below it; kept, as it reads the whole trie."""
+        if self._inner is None:
+            self._inner = self._sums((np.diff(self.starts) > 0).astype(np.int32))
+        return self._inner
+
+    def node_counts(self) -> np.ndarray:
+        """[N] each node and all below it."""
+        return self._sums(np.ones(len(self), dtype=np.int32))
+
+    def _sums(self, found: np.ndarray) -> np.ndarray:
+        """Values of nodes, added up over each node and all below it."""
+        levels = [(0, 1)]
+        while (end := int(self.starts[levels[-1][1]])) > levels[-1][1]:
+            levels.append((levels[-1][1], end))
+        for begin, end in levels[-2::-1]:
+            first, last = int(self.starts[begin]), int(self.starts[end])
+            sums = np.concatenate([[0], np.cumsum(found[first:last])])
+            found[begin:end] += np.diff(sums[self.starts[begin : end + 1] - first])
+        return found
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

@@ -29,12 +29,7 @@ class TrieAnswer:
 
     def __init__(self, trie: TokenTrie, vocab_size: int, end_ids: Sequence[int]) -> None:
         self.trie, self.vocab_size, self.end_ids = trie, vocab_size, [i for i in end_ids if 0 <= i < vocab_size]
-        highest = int(trie.tokens.max())
-        if highest >= vocab_size:
-            raise BadRequest(
-                f"the trie {trie.source} has token id {highest}, the vocabulary has {vocab_size}",
-                "build it with this model's tokenizer",
-            )
+        check_vocabulary(trie, vocab_size)
         self.tokens: list[int] = []
         self._node = 0
         if not self.end_ids and len(inner := np.flatnonzero((trie.items >= 0) & (np.diff(trie.starts) > 0))):
@@ -122,6 +117,15 @@ class ConditionalAnswer(TrieAnswer, Futures):
         if may_end:
             found[self.end_ids] = 0.0
         return found
+
+
+def check_vocabulary(trie: TokenTrie, vocab_size: int) -> None:
+    highest = int(trie.tokens.max())
+    if highest >= vocab_size:
+        raise BadRequest(
+            f"the trie {trie.source} has token id {highest}, the vocabulary has {vocab_size}",
+            "build it with this model's tokenizer",
+        )
 
 
 def rows_to_score(trie: TokenTrie, end_ids: Sequence[int]) -> list[int]:

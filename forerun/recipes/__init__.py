@@ -8,19 +8,23 @@ from forerun import recipes
 
 from forerun.recipes import plan
 from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
+from forerun.recipes.classify import Classified, classify, label_question
 from forerun.recipes.compare import Comparison, compare
 from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
 
 __all__ = [
     "Best",
     "Candidate",
+    "Classified",
     "Comparison",
     "Ranking",
     "Vote",
     "Wording",
     "best_of_n",
+    "classify",
     "compare",
     "equilibrium_ranking",
+    "label_question",
     "plan",
     "sample",
     "self_consistency",

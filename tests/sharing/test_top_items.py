@@ -1,0 +1,96 @@
+"""The best items of a trie equal exhaustive scoring; labels likewise; and the commands around them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forerun import LLM, BadRequest, recipes
+from forerun.cli import main
+from forerun.decode.trie import TokenTrie
+from forerun.sharing.scoring import score_continuations
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, dtype="float32", max_model_len=256, quiet=True) as opened:
+        yield opened
+
+
+def items() -> list[list[int]]:
+    draw = random.Random(0)
+    return [list(ids) for ids in sorted({tuple(draw.choices(range(30, 42), k=draw.randint(1, 5))) for _ in range(400)})]
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_best_items_equal_exhaustive_scoring(llm: LLM, end: bool) -> None:
+    wanted = items()
+    (stop,) = llm.engine.intake.end_ids
+    scores = score_continuations(llm, PROMPT, [[*ids, stop] if end else ids for ids in wanted]).totals
+    best = np.argsort(-np.array(scores))[:10].tolist()
+    found = llm.topk(PROMPT, TokenTrie.build(wanted), 10, end)
+    assert [ranked.item for ranked in found.items] == best
+    assert [ranked.token_ids for ranked in found.items] == [wanted[i] for i in best]
+    assert [ranked.score for ranked in found.items] == pytest.approx([scores[i] for i in best], abs=1e-4)
+    assert found.scored_tokens < sum(map(len, wanted)) / 2
+
+
+def test_all_items(llm: LLM) -> None:
+    wanted = items()[:50]
+    found = llm.topk(PROMPT, TokenTrie.build(wanted), 50)
+    assert sorted(ranked.item for ranked in found.items) == list(range(50))
+    assert all(a.score >= b.score for a, b in itertools.pairwise(found.items))
+    with pytest.raises(BadRequest, match="k is 51, the trie has 50 items"):
+        llm.topk(PROMPT, TokenTrie.build(wanted), 51)
+
+
+def test_labels_have_the_probabilities_of_their_answers(llm: LLM) -> None:
+    labels = ["a ship", "fog", "a lamp"]
+    question = recipes.label_question("The horn sounds.", labels)
+    found = recipes.classify(llm, question, labels)
+    (stop,) = llm.engine.intake.end_ids
+    answers = [[*llm.tokenizer.encode(label), stop] for label in labels]
+    weights = np.exp(score_continuations(llm, llm.encode(question), answers).totals)
+    assert [found.probs[label] for label in labels] == pytest.approx((weights / weights.sum()).tolist(), rel=1e-3)
+    assert found.label == labels[int(weights.argmax())] and found.mass == pytest.approx(weights.sum(), rel=1e-3)
+    with pytest.raises(BadRequest, match="at least two different"):
+        recipes.classify(llm, question, ["one"])
+
+
+def test_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps([40, 41]), json.dumps({"ids": [40, 42], "name": "b"}), json.dumps({"text": "fog"}), '"a ship"']
+    (tmp_path / "items.jsonl").write_text("\n".join(lines))
+    trie = tmp_path / "items.trie"
+    run(["trie", "build", str(tmp_path / "items.jsonl"), "-o", str(trie), "--model", str(folder)])
+    assert "4 items" in capsys.readouterr().out
+    options = ["--model", str(folder), "--dtype", "float32", "--max-model-len", "256", "--json"]
+    run(["trie", "top", str(trie), "The keeper", "-k", "4", *options])
+    names = [ranked["name"] for ranked in json.loads(capsys.readouterr().out)["items"]]
+    assert sorted(names) == ["40 41", "a ship", "b", "fog"]
+    run(["generate", "The keeper", "--trie", str(trie), "--conditional", *options])
+    assert json.loads(capsys.readouterr().out)["choices"][0]["finish_reason"] == "stop"
+    run(["classify", "The horn sounds.", "--labels", "fog, a ship", *options])
+    assert set(json.loads(capsys.readouterr().out)["probs"]) == {"fog", "a ship"}
+    (tmp_path / "items.jsonl").write_text('{"ids": ["a"]}')
+    with pytest.raises(SystemExit):
+        main(["trie", "build", str(tmp_path / "items.jsonl"), "-o", str(trie)])
+    assert "items.jsonl, line 1" in capsys.readouterr().err
+
+
+def run(args: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(args)
+    assert left.value.code in (0, None)
