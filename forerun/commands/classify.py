@@ -37,11 +37,10 @@ def classify(
     named = [label.strip() for label in labels.split(",") if label.strip()]
     if (text is None) == (file is None):
         raise BadRequest("give a text or a --file, one of them", "see forerun classify --help")
-    given = [text] if text is not None else read_text(Path("/dev/stdin") if str(file) == "-" else Path(str(file)))
-    texts = given if isinstance(given, list) else [line for line in given.splitlines() if line.strip()]
+    texts = [line for line in read_text(file).splitlines() if line.strip()] if file is not None else [str(text)]
     with opened.open() as llm:
         for each in texts:
-            found = classify_one(llm, label_question(str(each), named, instruction or INSTRUCTION), named)
+            found = classify_one(llm, label_question(each, named, instruction or INSTRUCTION), named)
             if as_json:
                 print(json.dumps({"text": each, "label": found.label, "probs": found.probs, "mass": found.mass}))
                 continue

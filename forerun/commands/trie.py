@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.commands import options as opt
+from forerun.commands.generate import read_text
 from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ def top(
 
 def read_items(path: Path, encode: Callable[[str], list[int]]) -> tuple[list[str], list[list[int]]]:
     """Names and token ids of the items in a file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read {path}: {error}", "give a UTF-8 file") from None
+    lines = read_text(path).splitlines()
     names, sequences = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
