@@ -177,7 +177,7 @@ class Tiers:
         new = [(key, page) for key, page in pairs if key not in self.disk]
         for at in range(0, len(new), COPY_PAGES):
             part = new[at : at + COPY_PAGES]
-            self.disk.put([key for key, _ in part], self._read([page for _, page in part]), wait)
+            self.disk.put([key for key, _ in part], self._gather([page for _, page in part]).cpu(), wait)
 
     def copy(self, data: bytes, pages: Sequence[int], first: int) -> tuple[int, list[bytes], Tensor] | None:
         """The next pages of a text, from page `first` on, that the disk has not: up to where they go, their keys, and
@@ -187,7 +187,7 @@ class Tiers:
             return None
         keys = self.keys(data)[: len(pages)]
         new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:COPY_PAGES]
-        return (new[-1] + 1, [keys[i] for i in new], self._read([pages[i] for i in new])) if new else None
+        return (new[-1] + 1, [keys[i] for i in new], self._gather([pages[i] for i in new]).cpu()) if new else None
 
     def write(self, keys: list[bytes], copies: Tensor) -> None:
         if self.disk is not None:
@@ -236,12 +236,8 @@ class Tiers:
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _read(self, pages: Sequence[int]) -> Tensor:
-        """A copy of pages in main memory, [n, L, 2, page, Hkv, D]."""
-        return self._gather(pages).cpu()
-
     def _gather(self, pages: Sequence[int]) -> Tensor:
-        """A copy of pages on the pool's own device."""
+        """A copy of pages on the pool's own device, [n, L, 2, page, Hkv, D]."""
         index = torch.tensor(list(pages), device=self._device)
         out = torch.empty((len(pages), *self._shape), dtype=self._dtype, device=self._device)
         for i, layer in enumerate(self.pool.kv):

@@ -95,14 +95,13 @@ def _compare(
                 ties += 1
             else:
                 wrong.append(number)
-    parts = [f"{len(answers) - ties - len(wrong)} of {len(answers)} answers equal"]
-    if ties:
-        parts.append(f"{ties} part at a rounding tie")
-    if wrong:
-        parts.append(f"prompts {', '.join(map(str, wrong))} differ")
-    if note:
-        parts.append(note)
-    return Finding("consistency", name, not wrong and happened, "; ".join(parts))
+    parts = (
+        f"{len(answers) - ties - len(wrong)} of {len(answers)} answers equal",
+        f"{ties} part at a rounding tie" if ties else "",
+        f"prompts {', '.join(map(str, wrong))} differ" if wrong else "",
+        note,
+    )
+    return Finding("consistency", name, not wrong and happened, "; ".join(filter(None, parts)))
 
 
 def is_tie(llm: LLM, ids: list[int], left: list[int], right: list[int]) -> bool:

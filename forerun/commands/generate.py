@@ -174,14 +174,9 @@ def _whole(
         if session is not None:
             record["session"] = session
         escape = sys.stdout.encoding.lower() not in ("utf-8", "utf8")  # what the terminal cannot show stays readable
-        print(json.dumps(record, ensure_ascii=escape, default=_plain))
+        print(json.dumps(record, ensure_ascii=escape, default=asdict))
         return
     for number, choice in enumerate(completion.choices, 1):
         print(f"[{number}] {choice.text}")
     if stats:
         print(usage_lines(completion.usage, completion.finish_reason), file=sys.stderr)
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses inside log-probabilities, as JSON wants them."""
-    return asdict(value)

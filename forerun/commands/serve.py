@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import signal
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,18 +151,10 @@ def _reload(config: ServeConfig) -> None:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if not _importable(name)]
+    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if find_spec(name) is None]
     if missing:
         message = f"the server needs packages that are not installed: {', '.join(missing)}"
         raise BadRequest(message, "pip install 'forerun[serve]'")
-
-
-def _importable(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _keys(path: Path | None) -> ApiKeys | None:

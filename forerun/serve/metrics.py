@@ -55,26 +55,15 @@ class Metrics:
         self.duration = self._seconds("request_duration", "Arrival to end of a request for answers")
         self.queued = self._seconds("queue_wait", "Waiting for a place in the batch, by answer")
         self.per_token = self._seconds("time_per_token", "Between tokens, mean over an answer", TOKEN_BUCKETS_S)
-        self.prefill_cost = Histogram(
-            "forerun_prefill_cost_ratio",
-            "Work of a drafted prompt over exact prefill",
-            buckets=RATIO_BUCKETS,
-            registry=made,
-        )
-        self.check_failures = Counter(
-            "forerun_check_failures",
-            "Drafted prompts whose first check failed: recomputed again, or given up",
-            registry=made,
-        )
-        self.provisional = Counter("forerun_provisional_tokens", "Tokens shown provisionally", registry=made)
-        self.confirmed = Counter("forerun_confirmed_tokens", "Provisional tokens that were confirmed", registry=made)
-        self.ignored_fields = Counter(
-            "forerun_ignored_fields", "Fields of requests that are not known and had no effect", registry=made
-        )
-        self.unsaved_turns = Counter(
-            "forerun_unsaved_turns", "Turns of sessions that could not be written to disk", registry=made
-        )
-        self.preemptions = Counter("forerun_preemptions", "Answers that were preempted", registry=made)
+        cost = "Work of a drafted prompt over exact prefill"
+        self.prefill_cost = Histogram("forerun_prefill_cost_ratio", cost, buckets=RATIO_BUCKETS, registry=made)
+        failed = "Drafted prompts whose first check failed: recomputed again, or given up"
+        self.check_failures = self._count("check_failures", failed)
+        self.provisional = self._count("provisional_tokens", "Tokens shown provisionally")
+        self.confirmed = self._count("confirmed_tokens", "Provisional tokens that were confirmed")
+        self.ignored_fields = self._count("ignored_fields", "Fields of requests that are not known and had no effect")
+        self.unsaved_turns = self._count("unsaved_turns", "Turns of sessions that could not be written to disk")
+        self.preemptions = self._count("preemptions", "Answers that were preempted")
         about = {"version": forerun.__version__, "weights": llm.precision.name, "device": llm.decoder.device.type}
         Info("forerun_build", "Version, weights and device", registry=made).info(about)
         made.register(_EngineCollector(llm))
@@ -83,6 +72,9 @@ class Metrics:
 
     def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
         return Histogram(f"forerun_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+    def _count(self, name: str, text: str) -> Counter:
+        return Counter(f"forerun_{name}", text, registry=self.registry)
 
     def _gauges(self, llm: LLM, admission: AdmissionControl) -> None:
         pool, tree, scheduler = llm.engine.pool, llm.engine.tree, llm.engine.scheduler

@@ -48,7 +48,7 @@ def check_pages(device: torch.device, folder: Path) -> dict[str, Any]:
             for page in pages:
                 at = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
                 cache[at] = torch.randn(cache[at].shape, device=device).to(dtype)
-        truth[pack(text)] = tiers._read(pages)
+        truth[pack(text)] = tiers._gather(pages).cpu()
         tree.insert(text, pages)
         pool.release(pages)
     assert tiers.disk is not None
@@ -60,7 +60,7 @@ def check_pages(device: torch.device, folder: Path) -> dict[str, Any]:
                 tiers.disk.flush()  # from files now, not from what waits to be written
             pages, parts = tiers.restore(text, [])
             assert len(pages) == 8, f"{len(pages)} of 8 pages came back"
-            assert torch.equal(tiers._read(pages), truth[pack(text)]), f"K/V differs: {parts}"
+            assert torch.equal(tiers._gather(pages).cpu(), truth[pack(text)]), f"K/V differs: {parts}"
             served = {name: served[name] + parts[name] for name in served}
             tree.insert(text, pages)
             pool.release(pages)

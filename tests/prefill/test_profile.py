@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from forerun.errors import BadProfile
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import share_for
-from forerun.prefill.profile import CurvePoint, Profile, checksum
+from forerun.prefill.profile import CurvePoint, Profile
 from tests.prefill.test_maps import made
 
 CURVE = [CurvePoint(0.0, 0.3, 0.9, 0.12), CurvePoint(0.1, 0.4, 0.95, 0.05), CurvePoint(0.2, 0.5, 0.98, 0.02)]
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: object, **more: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("forerun.prefill.profile.safe_open", refuse)
+    monkeypatch.setattr("forerun.models.formats.signed_file.safe_open", refuse)
     with pytest.raises(BadProfile, match=r"cannot read .*a\.profile: Permission denied"):
         Profile.load(path)
 
@@ -154,7 +154,7 @@ def test_another_version(path: Path, changes: dict[str, object]) -> None:
 )
 def test_a_header_with_gaps(path: Path, changes: dict[str, object]) -> None:
     rewritten(path, **changes)
-    with pytest.raises(BadProfile, match="not a whole profile"):
+    with pytest.raises(BadProfile, match="not a whole profile|damaged"):
         Profile.load(path)
 
 
@@ -185,7 +185,6 @@ def test_the_key_tells_maps_and_models_apart(path: Path) -> None:
     keys = [p.key for p in (profile(), profile("self"), profile(maps=other), profile(maps=made(target_embedding=True)))]
     assert len({*keys, profile(maps=blind).key}) == 5
     assert Profile.load(path).key == profile().key
-    assert checksum(made()) != checksum(other)
 
 
 def test_shares_without_a_wish_are_the_profiles() -> None:

@@ -225,7 +225,7 @@ def test_a_damaged_file_is_refused(saved: Path, pair: tuple[Path, Path], tmp_pat
     cut.write_bytes(data[: len(data) // 2])
     changed.write_bytes(data[:-3] + bytes([data[-3] ^ 255]) + data[-2:])
     for path, why in (
-        (cut, "not a whole drafter"),
+        (cut, "not a whole trained drafter"),
         (changed, "checksum"),
         (tmp_path / "no.safetensors", "there is no"),
     ):

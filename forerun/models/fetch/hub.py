@@ -144,9 +144,9 @@ def remove(name: str) -> None:
 
     try:
         cache = scan_cache_dir()
+        commits = [rev.commit_hash for repo in cache.repos if repo.repo_id == name for rev in repo.revisions]
     except CacheNotFound:
-        raise ModelNotFound(f"{name} is not on this machine", "see `forerun models list`") from None
-    commits = [rev.commit_hash for repo in cache.repos if repo.repo_id == name for rev in repo.revisions]
+        commits = []
     if not commits:
         raise ModelNotFound(f"{name} is not on this machine", "see `forerun models list`")
     cache.delete_revisions(*commits).execute()

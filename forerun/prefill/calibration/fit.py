@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +62,10 @@ def _ridge(job: CalibrationJob) -> Maps:
         saved.values = {}  # large, and not needed twice
     for at in track(range(done, len(rows), settings.batch), "fitting maps", job.quiet):
         ridge.add(*_examples(pair, rows[at : at + settings.batch].to(device).long()))
-        saved.save_point(partial(_sums, ridge, at + settings.batch))
+        saved.save_point(lambda at=at: {"ridge": ridge.state(), "windows": at + settings.batch})  # type: ignore[misc]
     asked = settings.rank or min(MAX_DEFAULT_RANK, config.hidden_size)
     rank = min(asked, *ridge.xy.shape)  # beyond the rank of the sums all would be zeros
     return ridge.fit(pair.taps, pair.base, config.kv_size, rank, rank, settings.strength, pair.target_embedding)
-
-
-def _sums(ridge: Ridge, windows: int) -> dict[str, Any]:
-    return {"ridge": ridge.state(), "windows": windows}
 
 
 @torch.no_grad()

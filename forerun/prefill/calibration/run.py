@@ -101,17 +101,11 @@ def _within_memory(settings: FitSettings, text: WindowSettings) -> Iterator[None
     """Turn running out of memory, wherever it happens, into an error with a way out."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _too_large(settings, text) from error
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):  # torch's message on a CPU
+    except (MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "allocate memory" not in str(error):  # torch's message on a CPU
             raise
-        raise _too_large(settings, text) from error
-
-
-def _too_large(settings: FitSettings, text: WindowSettings) -> BadRequest:
-    return BadRequest(
-        f"out of memory with {settings.batch} windows of {text.length:,} tokens at a time and maps of rank "
-        f"{settings.rank or 'as wide as the target'}",
-        "give a smaller --batch: the same command resumes; if 1 is too much, a smaller --window, --taps or --rank",
-    )
+        raise BadRequest(
+            f"out of memory with {settings.batch} windows of {text.length:,} tokens at a time and maps of rank "
+            f"{settings.rank or 'as wide as the target'}",
+            "give a smaller --batch: the same command resumes; if 1 is too much, a smaller --window, --taps or --rank",
+        ) from error
