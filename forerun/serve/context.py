@@ -51,9 +51,9 @@ class ServerContext:
         ids = await self.pool.encode(lambda _: self._encode(prompt))
         return await self.pool.compile(lambda: self._request(ids, body, tools, prompt))
 
-    def check_model(self, model: str) -> None:
+    def check_model(self, model: str | None) -> None:
         name = self.config.model_name
-        if model != name:
+        if model not in (None, name):
             raise ApiError(404, f"there is no model {model!r:.80}", f"ask for {name}", code="model_not_found")
 
     def ignored(self, fields: list[str]) -> dict[str, str]:

@@ -177,6 +177,10 @@ class CompletionResponse(Response):
         if event.usage is not None:
             self._add_usage(event.usage, first=event.index == 0)
         chunk = self.encoder.chunk(index, event, choice) if self._streaming else None
+        if chunk is not None and self.request_body.counts_in_chunks:
+            done = sum(one.tokens for one in self.choices)
+            counts = (self._prompt_tokens, done, self._prompt_tokens + done)
+            chunk["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), counts, strict=True))
         if chunk is not None and self.request_body.forerun.statistics == "steps":
             chunk["forerun"] = {"event": "tokens", "index": index, "tokens": choice.tokens}
         return chunks if chunk is None else [*chunks, chunk]
@@ -200,7 +204,7 @@ class CompletionResponse(Response):
     async def _begin_stream(self, prompt_tokens: int) -> None:
         headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in self.warnings.items())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._streaming = True
+        self._streaming, self._prompt_tokens = True, prompt_tokens
         await self._send_events(self.wire.begin(prompt_tokens))
         for index in range(len(self.choices)):
             await self._send_chunk(self.encoder.first_chunk(index))

@@ -102,6 +102,7 @@ class ForerunOptions(_ForerunFields):
 
 class StreamOptions(LenientModel):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False  # vLLM's: counts so far in every chunk
     include_obfuscation: bool | None = False  # padding that hides lengths from network observers: never sent
 
 
@@ -184,7 +185,7 @@ class Message(LenientModel):
 class _CompletionBody(GuidedFields, _SamplingFields):
     """What both kinds of request have."""
 
-    model: str
+    model: str | None = None  # left out: the one that there is
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = described(SamplingParams, "stop")
@@ -239,6 +240,10 @@ class _CompletionBody(GuidedFields, _SamplingFields):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def counts_in_chunks(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class Prediction(LenientModel):
     type: Literal["content"]
@@ -257,6 +262,9 @@ class ChatRequest(_CompletionBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # vLLM's names: by default a last message of the assistant is continued
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prediction: Prediction | None = Field(
         default=None, description="What the answer may well be: drafted from, never more."
     )
@@ -310,8 +318,14 @@ class ChatRequest(_CompletionBody):
             if whole and message.tool_call_id is not None and message.tool_call_id not in called:
                 hint = "send the assistant's message with the call before its result"
                 raise BadRequest(f"no call before it has the tool_call_id {message.tool_call_id!r:.80}", hint)
+        if self.add_generation_prompt and self.continue_final_message:
+            hint = "set one of them"
+            raise BadRequest("add_generation_prompt begins an answer, continue_final_message continues one", hint)
         use, last = self.tool_use(dialect), self.messages[-1]
-        if whole and last.role == "assistant" and not last.tool_calls and len(self.messages) > 1:  # to be continued
+        anew = self.add_generation_prompt or self.continue_final_message is False
+        if (
+            whole and not anew and last.role == "assistant" and not last.tool_calls and len(self.messages) > 1
+        ):  # to be continued
             prompt = chat_prompt(dialect, self.messages[:-1], use.tools if use else ())
             return replace(prompt, continued=last.text)
         return chat_prompt(dialect, self.messages, use.tools if use else ())

@@ -35,6 +35,7 @@ class TokenizeBody(LenientModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     with_pieces: bool = False
+    return_token_strs: bool | None = False
 
 
 class DetokenizeBody(LenientModel):
@@ -66,7 +67,10 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
         tokens: list[Any] = list(ids)
         if body.with_pieces:
             tokens = [{"id": i, "piece": tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        return {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
+        found = {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
+        return found
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:

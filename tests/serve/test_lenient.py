@@ -271,3 +271,34 @@ def test_keys_in_either_header(llm: LLM):
             assert made.post(CHAT, ASKED, headers=headers).status_code == 200
         for headers in ({"x-api-key": "wrong"}, {"x-api-key": ""}, {"authorization": "Basic secret"}, {}):
             assert error(made.post(CHAT, ASKED, headers=headers), 401)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_the_model_may_be_left_out(served: Running, path: str):
+    asked: dict[str, Any] = {"messages": [QUESTION], "input": "Who?", "max_tokens": 4, "max_output_tokens": 4}
+    asked |= {"prompt": "The lamp"} if path == "/v1/completions" else {}
+    for body in (asked, asked | {"model": None}):
+        response = served.post(path, body)
+        assert response.status_code == 200 and response.json()["model"] == NAME
+
+
+def test_vllms_names_for_a_message_that_is_continued(served: Running):
+    tokenizer, start = served.llm.tokenizer, {"role": "assistant", "content": "The keeper"}
+    asked = ASKED | {"messages": [QUESTION, start]}
+    anew = served.llm.generate([tokenizer.apply_chat_template([QUESTION, start])], SamplingParams(max_tokens=8))[0].text
+    assert content(served, asked | {"add_generation_prompt": True}) == anew
+    assert content(served, asked | {"continue_final_message": False}) == anew
+    assert content(served, asked | {"continue_final_message": True, "add_generation_prompt": False}) == content(
+        served, asked
+    )
+    both = asked | {"continue_final_message": True, "add_generation_prompt": True}
+    assert "continue_final_message" in error(served.post(CHAT, both), 400)["message"]
+
+
+def test_counts_in_every_chunk(served: Running):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = ASKED | {"stream": True, "stream_options": options, "ignore_eos": True}
+    chunks = [json.loads(line[6:]) for line in served.post(CHAT, body).text.splitlines() if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")]
+    assert counts == sorted(counts) and counts[-1] == 8 and len(counts) > 2
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks if chunk.get("usage")}) == 1

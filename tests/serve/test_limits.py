@@ -33,7 +33,7 @@ from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, err
         ({"temperature": True}, "temperature"),
         ({"stream": "yes"}, "stream"),
         ({"forerun": {"prefil": "exact"}}, "forerun.prefil"),
-        ({"model": None}, "model"),
+        ({"model": 7}, "model"),
     ],
 )
 def test_wrong_types_and_unknown_fields(served: Running, change: dict[str, Any], param: str):

@@ -46,7 +46,7 @@ class AnthropicToolChoice(LenientModel):
 class CountRequest(LenientModel):
     """What has tokens in a request."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None

@@ -22,7 +22,7 @@ class TextOptions(LenientModel):
 
 
 class ResponsesRequest(LenientModel):
-    model: str
+    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
