@@ -2,15 +2,18 @@
 
 A radix tree whose edges are whole pages of tokens. The tree holds one reference on each page it lists; readers take
 their own, so a page in use can leave the tree but never the pool. It knows no request and no model, and it only ever
-holds exact K/V: approximate K/V has a type of its own and never comes here. `summarise_tree` is what can be shown of a
-tree: bounded however large it is, and holding no more of a text than its first tokens.
+holds exact K/V: approximate K/V has a type of its own and never comes here. Pages have owners, by name: those of an
+owner that holds more than its share are evicted first, so that one cannot evict what the others use. `summarise_tree`
+is what can be shown of a tree: bounded however large it is, and holding no more of a text than its first tokens.
 """
 
 from __future__ import annotations
 
 import heapq
 import os.path
+import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +21,7 @@ from forerun.cache.pool import PagePool
 
 TOKEN_BYTES = 4
 SHOWN_TOKENS = 32  # first tokens of a run that a summary shows
+SHARE_IDLE_S = 600.0  # unused for longer, pages within their owner's share are evicted as any are
 
 
 @dataclass(eq=False)
@@ -30,6 +34,8 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)  # by the tokens of their first page
     last_used: int = 0
     reads: int = 0  # by requests that did not have to compute these pages
+    owner: str = ""  # that computed them
+    used_at: float = 0.0  # seconds
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -43,10 +49,12 @@ def unpack(data: bytes) -> list[int]:
 class PrefixTree:
     """Match, insert, evict. Tokens are compared as bytes, so that long prefixes cost a memory comparison."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagePool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool, self._time = pool, clock
         self.root = Node(b"", [], None)
         self.num_pages = 0
+        self.pages_by_owner: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
         self._stride = pool.page_size * TOKEN_BYTES
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used, tie-break, leaf); may hold stale entries
@@ -79,9 +87,11 @@ class PrefixTree:
             node.reads += 1
             at += len(node.tokens)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: str = "", weight: float = 1.0) -> int:
         """Make the whole pages of `tokens` known; where a prefix is known already, its existing pages stay. Returns how
-        many pages are new. A leaf that was never read grows: prompts become known chunk by chunk."""
+        many pages are new; they are the owner's. A leaf that was never read grows: prompts become known chunk by
+        chunk."""
+        self._weights[owner] = weight
         whole = min(len(tokens) // self.pool.page_size, len(pages))
         data = pack(tokens[: whole * self.pool.page_size])
         node, at = self.root, 0
@@ -90,12 +100,12 @@ class PrefixTree:
             child = node.children.get(data[at : at + self._stride])
             if child is None:
                 new = list(pages[at // self._stride : whole])
-                if node.parent is not None and not node.children and not node.reads:
-                    self.pool.retain(new)
-                    self.num_pages += len(new)
-                    node.tokens, node.pages = node.tokens + data[at:], [*node.pages, *new]
-                else:
-                    self._add(node, data[at:], new)
+                if node.parent is None or node.children or node.reads or node.owner != owner:
+                    self._add(node, data[at:], new, owner)
+                    return len(new)
+                self._count(owner, len(new))
+                self.pool.retain(new)
+                node.tokens, node.pages = node.tokens + data[at:], [*node.pages, *new]
                 return len(new)
             shared = self._shared_pages(child, data, at)
             if shared < len(child.pages):
@@ -105,14 +115,27 @@ class PrefixTree:
         return 0
 
     def evict(self, count: int) -> int:
-        """Free at least `count` pages, least recently used leaves first, from the end; returns how many were freed."""
-        freed = 0
+        """Free at least `count` pages, least recently used leaves first, from the end; returns how many were freed.
+        Leaves of owners within their shares come last."""
+        freed = self._evict(count, sparing=True) if sum(n > 0 for n in self.pages_by_owner.values()) > 1 else 0
+        return freed if freed >= count else freed + self._evict(count - freed, sparing=False)
+
+    def within_share(self, owner: str) -> bool:
+        """Whether an owner holds no more than its part of the pool, by the weights of all that hold something."""
+        total = sum(self._weights[name] for name, pages in self.pages_by_owner.items() if pages)
+        return self.pages_by_owner[owner] * total <= self._weights.get(owner, 1.0) * self.pool.num_pages
+
+    def _evict(self, count: int, sparing: bool) -> int:
+        freed, now = 0, self._time()
         busy: list[tuple[int, int, Node]] = []
         while freed < count and self._leaves:
             entry = heapq.heappop(self._leaves)
             node = entry[2]
             if node.children or not node.pages or node.last_used != entry[0]:
                 continue  # stale: it was used since, grew children, or is gone
+            if sparing and now - node.used_at < SHARE_IDLE_S and self.within_share(node.owner):
+                busy.append(entry)
+                continue
             freed += self._trim(node, count - freed)
             if node.pages:
                 busy.append(entry)
@@ -133,7 +156,7 @@ class PrefixTree:
             parent = node.parent
             del parent.children[node.tokens[: self._stride]]
             self.pool.release(node.pages)
-            self.num_pages -= len(node.pages)
+            self._count(node.owner, -len(node.pages))
             node.pages, node = [], parent
         if node.parent is not None and not node.children:
             self._push(node)
@@ -145,6 +168,7 @@ class PrefixTree:
             node.pages = []
         self.root = Node(b"", [], None)
         self.num_pages = 0
+        self.pages_by_owner.clear()
         self._leaves.clear()
 
     def texts(self) -> list[tuple[bytes, list[int]]]:
@@ -167,7 +191,7 @@ class PrefixTree:
             self.on_evict(self._path(node), node.pages[keep:])
         self.pool.release(node.pages[keep:])
         del node.pages[keep:]
-        self.num_pages -= freed
+        self._count(node.owner, -freed)
         first = node.tokens[: self._stride]
         node.tokens = node.tokens[: len(node.pages) * self._stride]
         if not node.pages and node.parent is not None:
@@ -202,21 +226,26 @@ class PrefixTree:
         """Cut a node in two after `keep` pages; returns the upper part."""
         cut = keep * self._stride
         upper = Node(node.tokens[:cut], node.pages[:keep], node.parent, last_used=node.last_used, reads=node.reads)
+        upper.owner, upper.used_at = node.owner, node.used_at
         assert node.parent is not None
         node.parent.children[node.tokens[: self._stride]] = upper
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[keep:], upper
         upper.children[node.tokens[: self._stride]] = node
         return upper
 
-    def _add(self, parent: Node, tokens: bytes, pages: list[int]) -> None:
+    def _count(self, owner: str, pages: int) -> None:
+        self.num_pages += pages
+        self.pages_by_owner[owner] += pages
+
+    def _add(self, parent: Node, tokens: bytes, pages: list[int], owner: str) -> None:
         self.pool.retain(pages)
-        self.num_pages += len(pages)
-        node = Node(tokens, pages, parent)
+        self._count(owner, len(pages))
+        node = Node(tokens, pages, parent, owner=owner)
         parent.children[tokens[: self._stride]] = node
         self._touch(node)
 
     def _touch(self, node: Node) -> None:
-        node.last_used = self._clock
+        node.last_used, node.used_at = self._clock, self._time()
         if not node.children:
             self._push(node)
 

@@ -46,7 +46,7 @@ class ServerOptions:
     drafter: list[str] | None = _limiting(None, help="A drafter that requests may name; may be repeated.")
     strict: bool = _limiting(False, "--strict", help="Refuse unknown fields of requests; else they are ignored.")
     api_keys: Path | None = _access(
-        None, help=f"A file of NAME SHA256 LIMIT lines; default: ${KEYS_VARIABLE}, else no keys."
+        None, help=f"A file of NAME SHA256 LIMIT weight=W lines; default: ${KEYS_VARIABLE}, else no keys."
     )
     cors: list[str] | None = _access(None, help="An origin whose pages may send requests; may be repeated.")
     allowed_host: list[str] | None = _access(None, help="A host name that requests may use; may be repeated; *: any.")

@@ -53,7 +53,7 @@ class Prefixes:
         if self.tiers is not None and self.tree is not None and seq.params.cache:
             restored, tiers = self.tiers.restore(seq.packed(-1), known)
             known, served = [*known, *restored], served | tiers
-            self.tree.insert(seq.packed(-1), known)
+            self.tree.insert(seq.packed(-1), known, seq.request.client.name, seq.request.client.weight)
         seq.pages.extend(known)
         seq.computed = len(known) * self.pool.page_size
         if seq.draft_key is not None:

@@ -6,9 +6,10 @@ many prompt tokens a step runs; otherwise it is the step's token budget. A seque
 for all of it from the start, and runs nothing here until that is done. A provisional sequence is admitted only where
 there is room for the final one too, and is the first to be preempted.
 
-A sequence that waits may be passed by later ones until they have had `MAX_OVERTAKING` times its own tokens; from then
-on none is admitted before it, though there may be room for smaller ones only. `Prefixes` is the one place that
-admission asks what a sequence can start from.
+A sequence that waits may be passed by later ones of its client, and by all where there are no pages for it, until they
+have had `MAX_OVERTAKING` times its own tokens; from then on none is admitted before it, though there may be room for
+smaller ones. A client that holds more than its share of places or pages is preempted for one that has less. `Prefixes`
+is the one place that admission asks what a sequence can start from.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.decode.control.cost import CostCurve
 from forerun.engine.fairness import FairShares, portion
 from forerun.engine.pace import StepPacer, StepWork
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
+from forerun.engine.sequence import Client, Phase, ScheduledSequence, Sequence
 from forerun.prefill.sources.chunk_index import ChunkIndex
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
@@ -62,7 +63,7 @@ class Scheduler:
         self.shares = FairShares()
         self.pacer = pacer or StepPacer(lambda: CostCurve({1: 1.0}))
         self.work = StepWork(0, 0, 0)  # of the step that was scheduled last
-        self._preempted = False
+        self._preempted: list[Sequence] = []  # in this step
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
         # Tokens of an answer that run at once after a preemption, apart from the prompt's; None: no difference
         self.answer_rows: int | None = None
@@ -111,7 +112,7 @@ class Scheduler:
             if seq.running and self._grow(seq, ahead):
                 batch.append(ScheduledSequence(seq, count))
         if self._preempted:
-            self._preempted = False
+            self._preempted.clear()
             batch = [s for s in batch if s.seq.running]
         self.work = self._step_work(batch, spent)
         return batch
@@ -141,17 +142,20 @@ class Scheduler:
         """Prompt tokens that run in this step, by sequence; those that wait are admitted when their turn comes."""
         prompts = [seq for seq in self._active() if seq.remaining > 1]
         if not self._preempted:  # else what was just taken away would be handed out again
-            waiting = [seq for seq in self.waiting if self._can_try(seq)]
-            prompts += [seq for seq in waiting if _overdue(seq)] or waiting
+            prompts += self._next_in_line([seq for seq in self.waiting if self._can_try(seq)])
         given: dict[Sequence, int] = {}
         size, failures = portion(budget), 0
         while budget > 0 and prompts:
             seq = self.shares.next(prompts)
+            if seq in self._preempted:
+                prompts.remove(seq)
+                continue
             if seq.phase is Phase.WAITING and not self._admit(seq):
                 prompts.remove(seq)
                 failures += self._can_try(seq)
-                if failures == MAX_FAILED_ADMISSIONS or len(self.running) >= self.max_num_seqs:
-                    prompts = [other for other in prompts if other.running]
+                full, client = len(self.running) >= self.max_num_seqs, seq.request.client
+                if failures == MAX_FAILED_ADMISSIONS or full:  # of other clients, one may still be preempted for
+                    prompts = [p for p in prompts if p.running or (full and p.request.client != client)]
                 continue
             if seq.phase in (Phase.DRAFTING, Phase.HELD):
                 prompts.remove(seq)
@@ -238,8 +242,20 @@ class Scheduler:
     def publish_pages(self, seq: Sequence) -> None:
         """Exact pages alone, in the middle of a prompt: what begins in the same way starts there."""
         if self.tree is not None and seq.params.cache:
-            new = self.tree.insert(seq.packed(seq.exact), seq.pages)
+            client = seq.request.client
+            new = self.tree.insert(seq.packed(seq.exact), seq.pages, client.name, client.weight)
             seq.usage.written += new * self.pool.page_size
+
+    @staticmethod
+    def _next_in_line(waiting: list[Sequence]) -> list[Sequence]:
+        """Those of which one may be admitted: not while another has been passed too often, of the same client or for
+        want of pages."""
+        overdue = [seq for seq in waiting if seq.overtaken > MAX_OVERTAKING * len(seq.tokens)]
+        if not overdue:
+            return waiting
+        clients = {seq.request.client for seq in overdue}
+        rest = [] if any(seq.lacks_room for seq in overdue) else [s for s in waiting if s.request.client not in clients]
+        return overdue + rest
 
     def _can_try(self, seq: Sequence) -> bool:
         """Not those that wait until a running sequence has drafted or computed what they start with, nor those whose
@@ -254,7 +270,7 @@ class Scheduler:
         if seq.final is not None and not self._room_for_both(seq):
             self.end_provisional(seq)
             return False
-        if len(self.running) >= self.max_num_seqs or not self._can_try(seq):
+        if not self._can_try(seq) or (len(self.running) >= self.max_num_seqs and not self._preempt_for(seq, 0)):
             return False
         start = self.prefixes.find(seq, self.running)
         if start is None:
@@ -263,11 +279,13 @@ class Scheduler:
         missing = self.pool.pages_for(len(seq.tokens)) - len(start.pages)
         if not self.make_room(missing + self._promised(seq)):
             self.pool.release(start.pages)  # it starts when others end; admitting now would only preempt them
-            return self._unpin_for(seq) and self._admit(seq)
+            seq.lacks_room = True
+            return (self._unpin_for(seq) or self._preempt_for(seq, missing)) and self._admit(seq)
         self.waiting.remove(seq)
         self.running.append(seq)
         for other in self.waiting:
-            if other.request.arrived < seq.request.arrived:
+            mine = other.request.client == seq.request.client
+            if other.request.arrived < seq.request.arrived and (mine or other.lacks_room):
                 other.overtaken += len(seq.tokens)
         served = self.prefixes.begin(seq, start)
         seq.enter_next()
@@ -278,6 +296,25 @@ class Scheduler:
                 self.tree.count_read(seq.packed(seq.exact))
             seq.usage.cached_tokens, seq.usage.served = sum(served.values()), served
             seq.usage.queued_s = time.perf_counter() - seq.request.arrived
+        return True
+
+    def _preempt_for(self, seq: Sequence, pages: int) -> bool:
+        """Preempt the youngest sequence of the client that holds most for its weight, so that a client with less can
+        begin: it must have no more afterwards than the other one keeps. `pages`: that it needs; 0: places in the batch
+        are short. One in a step."""
+        own = seq.request.client
+        held = {own: 0} | {other.request.client: 0 for other in self.running}
+        for other in self.running:
+            held[other.request.client] += len(other.pages) if pages else 1
+        heaviest = max(held, key=lambda client: held[client] / client.weight)
+        running = [other for other in self.running if other.request.client == heaviest and _alone(other)]
+        victims = [other for other in running if other.request.session not in self.pins]
+        if heaviest == own or not victims or self._preempted:
+            return False
+        left = held[heaviest] - (len(victims[-1].pages) if pages else 1)
+        if (held[own] + max(1, pages)) / own.weight > left / heaviest.weight:
+            return False
+        self._preempt(victims[-1])
         return True
 
     def _promised(self, seq: Sequence) -> int:
@@ -318,10 +355,15 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """A provisional sequence, else the youngest; a session's turn only where no other sequence is left."""
+        """A provisional sequence, else the youngest of the client that holds most pages for its weight; a session's
+        turn only where no other sequence is left."""
         provisional = next((seq for seq in self.running if seq.final is not None), None)
-        others = [seq for seq in self.running if seq.request.session not in self.pins]
-        return provisional or (others or self.running)[-1]
+        others = [seq for seq in self.running if seq.request.session not in self.pins] or self.running
+        held: dict[Client, float] = {}
+        for seq in others:
+            held[seq.request.client] = held.get(seq.request.client, 0.0) + len(seq.pages) / seq.request.client.weight
+        heaviest = max(held, key=lambda client: held[client])
+        return provisional or [seq for seq in others if seq.request.client == heaviest][-1]
 
     def make_room(self, count: int) -> bool:
         """Whether `count` pages are free, after evicting cached ones if need be: approximate K/V goes first."""
@@ -338,7 +380,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Give a sequence's pages back and let it start over later; its tokens stay, so nothing is sampled twice."""
-        self._preempted = True
+        self._preempted.append(seq)
         if seq.final is not None:
             self.end_provisional(seq)
             return
@@ -361,9 +403,9 @@ class Scheduler:
         seq.pages, seq.computed, seq.prefill = array("i"), 0, None
 
 
-def _overdue(seq: Sequence) -> bool:
-    """Whether no other is admitted before this one any more."""
-    return seq.overtaken > MAX_OVERTAKING * len(seq.tokens)
+def _alone(seq: Sequence) -> bool:
+    """Whether it neither is a provisional sequence nor has one, nor drafts its prompt."""
+    return seq.final is None and _without_provisional(seq) and seq.phase in (Phase.PREFILLING, Phase.DECODING)
 
 
 def _without_provisional(seq: Sequence) -> bool:

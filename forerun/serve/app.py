@@ -42,7 +42,7 @@ _ERRORS = described_errors(400, 401, 404, 408, 409, 413, 429, 500, 503)
 
 def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     """The server's application; `app.state.admission` counts open answers, and admits none once it drains."""
-    admission = AdmissionControl(llm.engine.config.max_num_seqs, config.max_queue)
+    admission = AdmissionControl(llm.engine.config.max_num_seqs, config.max_queue, config.keys)
     sessions = ServerSessions(llm, config.max_sessions, config.max_session_ttl)
     limit = PromptLimit(llm.tokenizer, context_size(llm, config))
     pins = PromptPins(llm, config.max_session_ttl)

@@ -1,8 +1,9 @@
 """Limits and settings of one server, its API keys among them; every value is checked on creation. Knows no model.
 
 API keys are written one to a line: a name, the SHA-256 digest of the key in hex, and optionally how many answers may be
-open with it at once. `printf %s "$KEY" | sha256sum` gives the digest; only digests are stored. Keys must be long and
-random, as digests of guessable ones can be guessed, too.
+open with it at once and its weight (`weight=2`), which is its share of the engine beside the other keys'. `printf %s
+"$KEY" | sha256sum` gives the digest; only digests are stored. Keys must be long and random, as digests of guessable
+ones can be guessed, too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forerun.engine.sequence import Client
 from forerun.errors import BadRequest
 from forerun.options import check_number
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]*:[0-9a-f:.]*|\*")
-_KEY_FORM = "write NAME SHA256 or NAME SHA256 LIMIT, one to a line"
+_KEY_FORM = "write NAME SHA256, and maybe LIMIT and weight=NUMBER, one to a line"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class ApiKey:
     name: str
     digest: bytes
     limit: int | None = None  # answers open at once; None: what the server allows
+    weight: float = 1.0  # its share of the engine, of the cache and of the queue, beside the other keys'
+
+    @property
+    def client(self) -> Client:
+        return Client(self.name, self.weight)
 
 
 @dataclass
@@ -72,11 +80,24 @@ class ApiKeys:
 
 def _parse_key(words: list[str], where: str) -> ApiKey:
     # What is not a digest may be a key itself, pasted by mistake: the message must not repeat it
-    if len(words) not in (2, 3) or not re.fullmatch(r"[0-9a-fA-F]{64}", words[1]):
+    if len(words) < 2 or not re.fullmatch(r"[0-9a-fA-F]{64}", words[1]):
         raise BadRequest(f"{where}: this is not a name and a SHA-256 digest of 64 hex digits", _KEY_FORM)
-    if len(words) == 3 and (not words[2].isdecimal() or int(words[2]) < 1):
-        raise BadRequest(f"{where}: the limit is {words[2]!r}, it must be a whole number of at least 1", _KEY_FORM)
-    return ApiKey(words[0], bytes.fromhex(words[1]), int(words[2]) if len(words) == 3 else None)
+    limit, weight = None, 1.0
+    for word in words[2:]:
+        if word.startswith("weight="):
+            weight = _weight(word.removeprefix("weight="), where)
+        elif limit is not None or not word.isdecimal() or int(word) < 1:
+            raise BadRequest(f"{where}: the limit is {word!r}, it must be a whole number of at least 1", _KEY_FORM)
+        else:
+            limit = int(word)
+    return ApiKey(words[0], bytes.fromhex(words[1]), limit, weight)
+
+
+def _weight(text: str, where: str) -> float:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not MIN_WEIGHT <= float(text) <= MAX_WEIGHT:
+        message = f"{where}: the weight is {text!r:.40}, it must be a number of {MIN_WEIGHT} to {MAX_WEIGHT:g}"
+        raise BadRequest(message, _KEY_FORM)
+    return float(text)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.core import SamplingParams, Usage
-from forerun.engine.sequence import Event, Request
+from forerun.engine.sequence import Client, Event, Request
 from forerun.serve.config import ApiKey
 from forerun.serve.context import ServerContext, prompt_texts
 from forerun.serve.dialects.base import WireFormat
@@ -123,6 +123,7 @@ class CompletionResponse(Response):
         requests = [await prepare(prompt, self.request_body, self.tools) for prompt in self.prompts]
         for request in requests:
             request.streamed = bool(self.request_body.stream)
+            request.client = Client() if self.key is None else self.key.client
         self.params = requests[0].params
         self.submitted = max(request.arrived for request in requests)
         if isinstance(self.encoder, CompletionEncoder) and getattr(self.request_body, "scores_prompts", False):

@@ -114,3 +114,58 @@ def test_forgetting_a_text_drops_its_end_and_keeps_what_others_need():
     put(pool, tree, [1] * 16)
     tree.forget([1] * 12)  # not the whole of what is known
     assert tree.num_pages == 4 and tree.evict(9) == 4
+
+
+def fill(pool: PagePool, tree: PrefixTree, first: int, pages: int, owner: str, weight: float = 1.0) -> list[int]:
+    """A text of so many pages of one owner, evicting for it what has to go."""
+    tokens = [first + i for i in range(pages * PAGE)]
+    missing = pages - pool.free
+    if missing > 0:
+        assert tree.evict(missing) >= missing
+    made = pool.allocate(pages)
+    tree.insert(tokens, made, owner, weight)
+    pool.release(made)
+    return tokens
+
+
+def test_a_flood_of_one_owner_does_not_evict_what_another_uses():
+    pool, tree = make(pages=64)
+    mine = fill(pool, tree, 0, 16, "mine")
+    for number in range(40):
+        fill(pool, tree, 1000 * (number + 1), 8, "flood")
+    assert len(tree.match(mine)) == 16  # though it was used longest ago
+    assert tree.pages_by_owner == {"mine": 16, "flood": 48}
+    assert not tree.within_share("flood") and tree.within_share("mine")
+    for number in range(40):  # what is more than its share goes, by age as ever
+        fill(pool, tree, 100_000 + 1000 * number, 8, "mine")
+    assert abs(tree.pages_by_owner["mine"] - 32) <= 8 and sum(tree.pages_by_owner.values()) == tree.num_pages
+
+
+def test_shares_follow_weights_and_lapse():
+    now = [0.0]
+    pool = PagePool(CONFIG, 64, PAGE, torch.float32, torch.device("cpu"))
+    tree = PrefixTree(pool, clock=lambda: now[0])
+    heavy = fill(pool, tree, 0, 40, "heavy", 3.0)
+    for number in range(20):
+        fill(pool, tree, 1000 * (number + 1), 4, "light")
+    assert len(tree.match(heavy)) == 40  # three quarters of the pool are its share
+    now[0] = 601.0
+    fill(pool, tree, 90_000, 24, "light")
+    assert len(tree.match(heavy)) == 40  # it was read since
+    now[0] = 1300.0
+    for number in range(4):
+        fill(pool, tree, 200_000 + 1000 * number, 8, "light")
+    assert len(tree.match(heavy)) < 40 and sum(tree.pages_by_owner.values()) == tree.num_pages
+
+
+def test_a_prompt_that_becomes_known_chunk_by_chunk_is_one_run():
+    pool, tree = make()
+    pages = pool.allocate(8)
+    tokens = list(range(32))
+    for end in (4, 12, 16, 32):
+        tree.insert(tokens[:end], pages, "ann")
+    assert tree.num_nodes == 1 and tree.match([*tokens, 99]) == pages and tree.num_pages == 8
+    tree.count_read(tokens)
+    more = pages + pool.allocate(2)
+    tree.insert([*tokens, *range(50, 58)], more, "ann")
+    assert tree.num_nodes == 2  # what was read is a run of its own

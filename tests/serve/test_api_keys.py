@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import openai
 import pytest
 
 from forerun import LLM
+from forerun.engine.sequence import Client, Request
 from forerun.errors import BadRequest
+from forerun.serve.admission import AdmissionControl
 from forerun.serve.config import ApiKeys
+from forerun.serve.errors import ApiError
 from tests.serve.common import ASKED, CHAT, Holding, Running, error, running, wait_for
 
 
@@ -66,3 +70,55 @@ def test_other_origins_are_allowed_only_where_they_are_named(served: Running, ll
         assert "Retry-After" in refused.headers["access-control-expose-headers"]
         other = httpx.options(made.url + CHAT, headers=asking | {"origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_weights_of_keys():
+    ann, bob, eve = f"ann {digest('a')} weight=2.5", f"bob {digest('b')} 4 weight=3", f"eve {digest('e')}"
+    keys = ApiKeys.parse("\n".join((ann, bob, eve)), "here").keys
+    assert [(key.limit, key.client) for key in keys] == [
+        (None, Client("ann", 2.5)),
+        (4, Client("bob", 3.0)),
+        (None, Client("eve", 1.0)),
+    ]
+    for wrong in ("weight=0", "weight=-1", "weight=nan", "weight=x", "weight=1e9", "wait=3", "4 5"):
+        with pytest.raises(BadRequest, match="here, line 1"):
+            ApiKeys.parse(f"ann {digest('a')} {wrong}", "here")
+
+
+def test_a_key_finds_its_part_of_the_places_free():
+    keys = ApiKeys.parse(f"ann {digest('a')}\nbob {digest('b')} weight=3", "here")
+    ann, bob = keys.keys
+    admission = AdmissionControl(4, 12, keys)  # 16 places: 2 are ann's, 6 are bob's
+    with contextlib.ExitStack() as held:
+        for _ in range(10):
+            held.enter_context(admission.admit(1, ann))
+        with pytest.raises(ApiError, match="for other keys") as refused:
+            held.enter_context(admission.admit(1, ann))
+        assert refused.value.status == 429 and refused.value.code == "key_share"
+        for _ in range(6):
+            held.enter_context(admission.admit(1, bob))
+        with pytest.raises(ApiError, match="16 answers are open"):
+            held.enter_context(admission.admit(1, bob))
+    assert admission.num_open == 0
+    with contextlib.ExitStack() as held:
+        held.enter_context(admission.admit(14, bob))
+        with pytest.raises(ApiError, match="for other keys"):
+            held.enter_context(admission.admit(1, bob))
+        keys.keys = (bob,)  # read again: ann is gone
+        held.enter_context(admission.admit(2, bob))
+
+
+def test_requests_run_on_the_account_of_their_key(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, float, bool]] = []
+    submit = llm.engine.submit
+
+    def watched(request: Request) -> None:
+        seen.append((request.client.name, request.client.weight, request.streamed))
+        submit(request)
+
+    monkeypatch.setattr(llm.engine, "submit", watched)
+    keys = ApiKeys.parse(f"ann {digest('secret-a')} weight=2", "here")
+    with running(llm, keys=keys) as made:
+        assert made.post(CHAT, ASKED, headers={"x-api-key": "secret-a"}).status_code == 200
+        assert made.post(CHAT, ASKED | {"stream": True}, headers={"x-api-key": "secret-a"}).status_code == 200
+    assert seen == [("ann", 2.0, False), ("ann", 2.0, True)]
