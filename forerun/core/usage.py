@@ -113,6 +113,7 @@ class Usage:
     timeline: list[tuple[float, int, int, float, float]] = field(default_factory=list)
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
+    plain_s: float = 0.0  # that its tokens would have taken without drafts, by measured costs; 0: not known
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
     conditional: ConditionalReport | None = None  # None: no grammar, or one that is masked
     provisional: int = 0  # tokens shown before the prompt was computed

@@ -6,7 +6,8 @@ Only a bundle: it runs nothing and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from forerun.cache.pool import DraftKV, PagePool
 from forerun.errors import BadRequest
@@ -42,6 +43,7 @@ class DraftContext:
     hidden_kv: DraftKV | None = None  # its own K/V, where it has layers
     make_room: Callable[[int], bool] | None = None  # evicts cached pages until so many are free
     quiet: bool = True  # no progress while forwards are timed
+    draft_states: dict[int, Any] = field(default_factory=dict)  # sequence -> what is computed of it in `draft_kv`
 
     @classmethod
     def build(
@@ -72,13 +74,15 @@ class DraftContext:
             self.draft_runner.warm_up()
 
     @property
-    def paid_drafter(self) -> str | None:
-        """The drafter that runs the model which drafts here; None where there is none."""
+    def paid_drafters(self) -> list[str]:
+        """The drafters that run the model which drafts here; of several the controller chooses."""
         if self.hidden is not None:
-            return self.hidden.kind
+            return [self.hidden.kind]
         if self.draft is None:
-            return None
-        return "cross" if not self.draft.same_tokens else "model" if self.draft.parallel is None else "parallel"
+            return []
+        if not self.draft.same_tokens:
+            return ["cross"]
+        return ["model"] if self.draft.parallel is None else ["parallel", "model"]
 
     def hidden_problem(self, kind: str) -> BadRequest | None:
         """Why a drafter on hidden states of this kind cannot work."""

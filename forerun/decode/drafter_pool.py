@@ -19,6 +19,7 @@ from forerun.decode.control.controller import Controller, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, registered
+from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.base import Verifier
 from forerun.errors import BadRequest, ForerunError, OutOfPages
@@ -41,17 +42,12 @@ class SpeculationState:
     sampled: bool  # whether drafters that can sample from their own distribution should
     drafts: list[Draft] = field(default_factory=list)  # of this step, as proposed
     free_run_s: dict[str, float] = field(default_factory=dict)  # by free drafter, in this step
+    kind_final: bool = False  # whether its kind is that of the answer's own first tokens
 
     @property
     def fixed_depth(self) -> int:
         """The depth that the request fixes; 0 where the controller decides."""
         return self.context.params.speculation.depth
-
-    @property
-    def expected_remaining(self) -> int:
-        """Tokens the answer is expected to go on for: about as long as it has lasted, within what it may."""
-        so_far = len(self.context.tokens) - self.context.num_prompt
-        return min(self.context.params.max_tokens - so_far, 16 + 2 * so_far)
 
 
 @dataclass(eq=False)
@@ -63,6 +59,11 @@ class DraftTask:
     max_nodes: int  # that can become part of the answer and have room
     draft: Draft = field(default_factory=Draft)
     candidates: list[Draft] = field(default_factory=list)  # with calibrated probabilities, to be merged into `draft`
+
+    @property
+    def covered(self) -> float:
+        """The probability that a candidate has the next token."""
+        return max((d.probs[0] for d in self.candidates), default=0.0)  # a drafter's first node is its most probable
 
     def request(self, depth: int) -> DraftRequest:
         state = self.spec_state
@@ -95,7 +96,7 @@ class DrafterPool:
                     raise BadRequest(f"no drafter is called {name!r}", hint)
             return names if params.grammar is None or "grammar" in names else ["grammar", *names]
         free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar" or params.grammar is not None]
-        return free if self.ctx.paid_drafter is None else [*free, self.ctx.paid_drafter]
+        return [*free, *self.ctx.paid_drafters]
 
     def check(self, params: SamplingParams) -> None:
         """Raise where a request names a drafter that does not exist or cannot work here."""
@@ -136,9 +137,10 @@ class DrafterPool:
         """A paid drafter is timed too; it joins only when both worked."""
         try:
             drafter = registered()[name](self.ctx)
-            if not drafter.free and name not in self.controller.drafters:
-                self.controller.drafters[name] = self._round_costs(drafter)
-                self.controller.drafters[name].tokens_per_round = drafter.tokens_per_round
+            if not drafter.free:
+                known = self.controller.drafters.get(name) or self._round_costs(drafter)
+                self.controller.drafters[name] = known
+                known.tokens_per_round = drafter.tokens_per_round
         except ForerunError:
             raise
         except Exception as error:
@@ -147,7 +149,10 @@ class DrafterPool:
         self._drafters[name] = drafter
 
     def _round_costs(self, drafter: Drafter) -> CostCurve:
-        """Timed with as many pages as are free."""
+        """Timed with as many pages as are free; drafters that run the same forwards are timed once."""
+        for name, other in self._drafters.items():
+            if isinstance(drafter, ModelDrafter) and drafter.same_forwards(other):
+                return CostCurve.from_record(self.controller.drafters[name].record())
         limit = min(self.max_timed_tokens, drafter.max_context)
         while True:
             try:

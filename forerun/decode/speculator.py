@@ -9,6 +9,7 @@ logits or how drafts are accepted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
 from forerun.core.progress import counter
 from forerun.decode import tree
-from forerun.decode.control.controller import Controller
+from forerun.decode.control.controller import Controller, PaidPlan
 from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
+from forerun.decode.control.kinds import kind_of
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
 from forerun.decode.drafters import Drafter, DraftRequest
@@ -27,10 +29,8 @@ from forerun.decode.verifiers import make_verifier
 
 log = logging.getLogger("forerun")
 
-SUFFICIENT_TOKENS = 8.0  # expected of one free drafter's draft: from here the other free drafters only take time
-SUFFICIENT_NODES_SHARE = 0.7  # the same, as a share of the nodes that can be of use
 MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
-MIN_CATCH_UP_TOKENS = 8  # fewer run along in the first round and cost nothing extra
+KIND_TOKENS = 24  # of an answer, after which it shows of what kind it is
 
 
 class Speculator:
@@ -77,14 +77,20 @@ class Speculator:
             and not context.params.greedy
             and any(self.drafter_pool[name].can_sample for name in names)
         )
-        return SpeculationState(seq_id, context, usage, names, verifier, self.controller.new_request(), sampled)
+        params, prompt = context.params, context.tokens[: context.num_prompt]
+        kind = kind_of(prompt, self.ctx.tokenizer) + ("" if params.greedy else ", sampled")
+        named = params.speculation.drafter != "auto"
+        stats = self.controller.new_request(kind, len(prompt), params.max_tokens, named)
+        return SpeculationState(seq_id, context, usage, names, verifier, stats, sampled)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def should_draft(self, batch: list[SpeculationState]) -> bool:
         """Whether this step drafts at all. Called once before every step that could."""
-        named = any(state.context.params.speculation.drafter != "auto" for state in batch)
-        return self.controller.should_draft(len(batch), named, time.perf_counter())
+        context = sum(len(state.context.tokens) for state in batch) // len(batch)
+        stats, names = [state.stats for state in batch], [state.drafter_names for state in batch]
+        pays = self.controller.should_draft(stats, names, context, time.perf_counter())
+        return pays or any(state.fixed_depth for state in batch)
 
     def draft(self, tasks: list[DraftTask]) -> None:
         """Give each task a draft, which may be empty."""
@@ -92,33 +98,39 @@ class Speculator:
         context = sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
         for task in tasks:
             task.spec_state.drafts, task.spec_state.free_run_s = [], {}
+            self._refine_kind(task.spec_state)
         with_room = [task for task in tasks if task.max_nodes > 0]
         self._run_free([task for task in with_room if not task.spec_state.sampled])
         self._merge(with_room)
-        paid_s = self._run_paid(with_room, context)
-        self._select(tasks, context, paid_s)
+        self._run_paid(with_room, context, start)
+        self._select(tasks, context, time.perf_counter() - start)
         seconds = time.perf_counter() - start
-        self.controller.record_drafting([task.draft for task in tasks], seconds)
+        self.controller.record_drafting(seconds, any(len(task.draft) for task in tasks))
         self.totals.draft_s += seconds
         for task in tasks:
             task.spec_state.usage.draft_s += seconds
 
+    def _refine_kind(self, state: SpeculationState) -> None:
+        """A question in prose may be answered in code: an answer's first tokens show it."""
+        if not state.kind_final and state.stats.tokens >= KIND_TOKENS:
+            state.kind_final = True
+            kind = kind_of(state.context.tokens[state.context.num_prompt :], self.ctx.tokenizer)
+            sampled = "" if state.context.params.greedy else ", sampled"
+            state.stats.kind = state.stats.kind if kind == "text" else kind + sampled
+
     def _run_free(self, tasks: list[DraftTask]) -> None:
+        least = self.controller.min_grown_prob() if tasks else 0.0
         for drafter, own in self._by_drafter(tasks, free=True):
-            if not self.controller.should_run_free(drafter.name, len(tasks)):
+            chosen = [t for t in own if self.controller.should_run(t.spec_state.stats, drafter.name, t.covered)]
+            if not chosen:
                 continue
+            requests = [replace(task.request(task.max_nodes), min_prob=least) for task in chosen]
             start = time.perf_counter()
-            drafts = self.drafter_pool.propose(drafter, own, [task.request(task.max_nodes) for task in own])
-            seconds = (time.perf_counter() - start) / len(own)
-            typical = all(
-                task.spec_state.usage.steps > 1 for task in own
-            )  # in its first step a drafter reads the prompt
-            for task, draft in zip(own, drafts, strict=True):
-                if typical:
-                    task.spec_state.free_run_s[drafter.name] = seconds
+            drafts = self.drafter_pool.propose(drafter, chosen, requests)
+            seconds = (time.perf_counter() - start) / len(chosen)
+            for task, draft in zip(chosen, drafts, strict=True):
+                task.spec_state.free_run_s[drafter.name] = seconds
                 self._add_candidate(task, draft)
-            if len(tasks) == 1 and self._sufficient(tasks[0]):
-                return
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
         """The free or the paid drafters of these tasks, each with the tasks that use it."""
@@ -130,54 +142,56 @@ class Speculator:
             if drafter.free == free
         ]
 
-    @staticmethod
-    def _sufficient(task: DraftTask) -> bool:
-        """Whether the last draft is expected to go so far that other free drafters would only take time."""
-        limit = min(SUFFICIENT_TOKENS, SUFFICIENT_NODES_SHARE * task.max_nodes)
-        return bool(task.candidates) and sum(tree.path_probs(task.candidates[-1])) > limit
-
-    def _run_paid(self, tasks: list[DraftTask], context: int) -> float:
-        """Drafters that run a model, where the controller expects them to pay; returns the seconds that took."""
-        start = time.perf_counter()
+    def _run_paid(self, tasks: list[DraftTask], context: int, start: float) -> None:
+        """Of the drafters that run a model the one that the controller expects most of, where it pays."""
+        options = []
         for drafter, own in self._by_drafter(tasks, free=False):
-            depths = self._depths(drafter, own, context)
-            chosen = [task for task, depth in zip(own, depths, strict=True) if depth]
-            requests = [task.request(depth) for task, depth in zip(own, depths, strict=True) if depth]
+            plan = self._plan(drafter, own, context, time.perf_counter() - start)
+            if plan is not None:
+                options.append((plan.rate, drafter, own, plan))
+        drafted: set[int] = set()
+        for _, drafter, own, plan in sorted(options, key=lambda option: -option[0]):
+            rounds = [n if t.spec_state.seq_id not in drafted else 0 for t, n in zip(own, plan.rounds, strict=True)]
+            chosen = [task for task, n in zip(own, rounds, strict=True) if n]
+            requests = [task.request(n) for task, n in zip(own, rounds, strict=True) if n]
+            if not chosen:
+                continue
+            self.controller.record_plan(plan)
+            drafted |= {task.spec_state.seq_id for task in chosen}
             for task, request in zip(chosen, requests, strict=True):
                 request.candidates = task.draft
                 if not task.spec_state.fixed_depth:
-                    self._limit_cost(drafter, task, request, len(chosen), context)
+                    self._limit_rounds(drafter, task, request, plan, own.index(task))
             for task, draft in zip(chosen, self.drafter_pool.propose(drafter, chosen, requests), strict=True):
                 self._add_candidate(task, draft)
-            for ran in drafter.rounds if chosen else ():
+            for ran in drafter.rounds:
                 self.controller.observe_round(drafter.name, ran.tokens, ran.sequences, context, ran.seconds)
             self._merge(chosen)
-        return time.perf_counter() - start
 
-    def _limit_cost(
-        self, drafter: Drafter, task: DraftTask, request: DraftRequest, sequences: int, context: int
-    ) -> None:
+    def _limit_rounds(self, drafter: Drafter, task: DraftTask, request: DraftRequest, plan: PaidPlan, i: int) -> None:
         """Give a paid drafter its stopping rule."""
         stats = task.spec_state.stats
         if drafter.stops_on_device:
-            request.min_path_probs = self.controller.min_path_probs(stats, drafter.name, sequences, context)
+            request.min_path_probs = self.controller.raw_path_probs(stats, plan, i)
         else:
-            request.keep_drafting = self.controller.stopping_rule(stats, drafter.name, sequences, context)
+            request.keep_drafting = self.controller.keep_drafting(stats, plan, i)
 
-    def _depths(self, drafter: Drafter, tasks: list[DraftTask], context: int) -> list[int]:
-        curve = self.controller.drafters[drafter.name]
-        catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
-        depths = self.controller.plan_rounds(
-            [task.spec_state.stats for task in tasks],
-            [task.draft for task in tasks],
-            [task.draft.probs for task in tasks],
-            drafter.name,
-            [task.max_nodes for task in tasks],
-            context,
-            start_s=[curve.seconds(tokens) if tokens > MIN_CATCH_UP_TOKENS else 0.0 for tokens in catch_up],
-            remaining=[task.spec_state.expected_remaining for task in tasks],
-        )
-        return [task.spec_state.fixed_depth or depth for task, depth in zip(tasks, depths, strict=True)]
+    def _plan(self, drafter: Drafter, tasks: list[DraftTask], context: int, spent_s: float) -> PaidPlan | None:
+        """What a drafter that runs a model should do; a depth that a request fixes is not planned for."""
+        stats, fixed = [task.spec_state.stats for task in tasks], [task.spec_state.fixed_depth for task in tasks]
+        plan = None
+        if not all(fixed) and any(s.tokens >= s.own[drafter.name].skip_until for s in stats):
+            curve = self.controller.drafters[drafter.name]
+            catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
+            start_s = [curve.seconds(tokens) if tokens > drafter.max_unread_tokens else 0.0 for tokens in catch_up]
+            drafts, limits = [task.draft for task in tasks], [task.max_nodes for task in tasks]
+            plan = self.controller.plan_rounds(stats, drafts, drafter.name, limits, context, start_s, spent_s)
+        if any(fixed):
+            rounds = plan.rounds if plan is not None else [0] * len(tasks)
+            stop = plan.min_path_probs if plan is not None else [[] for _ in tasks]
+            rounds = [depth or n for depth, n in zip(fixed, rounds, strict=True)]
+            plan = PaidPlan(drafter.name, rounds, math.inf, stop, f"{drafter.name} at a fixed depth")
+        return plan
 
     def _add_candidate(self, task: DraftTask, draft: Draft) -> None:
         """Add a draft to a task, with calibrated probabilities; a sampled draft becomes the task's draft as it is."""
@@ -203,14 +217,15 @@ class Speculator:
                 free = [self.drafter_pool[draft.sources[0]].free for draft in task.candidates]
                 task.draft = tree.merge(task.candidates, [1.0 if each else MODEL_MERGE_WEIGHT for each in free])
 
-    def _select(self, tasks: list[DraftTask], context: int, paid_s: float) -> None:
+    def _select(self, tasks: list[DraftTask], context: int, spent_s: float) -> None:
         """Keep the nodes that pay to verify."""
         drafts = [task.draft for task in tasks]
         if not any(len(draft) for draft in drafts):
+            self.controller.record_plain(context, "nothing was drafted")
             return
         probs = [draft.probs for draft in drafts]
         stats = [task.spec_state.stats for task in tasks]
-        selected = self.controller.select(stats, drafts, probs, [task.max_nodes for task in tasks], context, paid_s)
+        selected = self.controller.select(stats, drafts, probs, [task.max_nodes for task in tasks], context, spent_s)
         for task, nodes in zip(tasks, selected, strict=True):
             if task.draft.proposals:
                 continue
@@ -222,17 +237,19 @@ class Speculator:
 
     def observe(self, drafts: list[Draft], context: int, seconds: float) -> None:
         """What a step of pure decoding took: one token of each sequence, and the nodes of its draft."""
-        curve, size = self.controller.target, len(drafts) + sum(map(len, drafts))
+        size = len(drafts) + sum(map(len, drafts))
         branches = sum(parent != node - 1 for draft in drafts for node, parent in enumerate(draft.parents))
-        curve.observe(size, len(drafts), context, seconds - branches * curve.per_branch)
+        self.controller.observe_forward(size, len(drafts), context, branches, seconds)
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
     def record_outcome(self, spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Count what was drafted and accepted, and learn from every draft of the step, verified or not."""
         path = verdict.path[: len(emitted)]  # an answer may end inside it
-        self.controller.record_emitted(len(emitted))
+        stats = spec_state.stats
+        self.controller.record_tokens(stats, len(emitted))
         spec_state.usage.lengths.append(len(path))
+        spec_state.usage.plain_s = stats.plain_s
         if not spec_state.free_run_s and not spec_state.drafts:
             return
         for usage in (spec_state.usage, self.totals):
@@ -246,13 +263,19 @@ class Speculator:
             spec_state.usage.verifier = spec_state.verifier.name
             spec_state.usage.lossless = spec_state.verifier.lossless
         accepted = {each.sources[0]: tree.accepted_length(each, emitted) for each in spec_state.drafts}
-        covered = 0  # tokens that drafters before it had right: only what goes further counts for a drafter
+        covered = 0  # accepted tokens that drafters before it had right: only what goes further counts for a drafter
         for name, seconds in spec_state.free_run_s.items():
-            self.controller.record_free_run(name, seconds, max(0, accepted.get(name, 0) - covered))
-            covered = max(covered, accepted.get(name, 0))
+            gained = min(accepted.get(name, 0), len(path))  # what was not verified is not gained
+            self.controller.record_run(stats, name, max(0, gained - covered), seconds)
+            covered = max(covered, gained)
         for each in spec_state.drafts:
-            self.controller.record_draft(spec_state.stats, each, emitted)
+            self.controller.record_draft(stats, each, emitted)
         spec_state.drafts, spec_state.free_run_s = [], {}
+
+    def finish(self, spec_state: SpeculationState) -> None:
+        """A request ended."""
+        self.controller.record_end(spec_state.stats)
+        self.drafter_pool.finish(spec_state)
 
     def stats(self) -> dict[str, Any]:
         """Drafted and accepted tokens of all requests so far, and the controller's measurements."""

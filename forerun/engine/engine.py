@@ -272,7 +272,7 @@ class Engine:
         try:
             self.output.finish(seq, reason, event)
             if seq.spec_state is not None:
-                self.speculator.drafter_pool.finish(seq.spec_state)
+                self.speculator.finish(seq.spec_state)
         except Exception as error:  # its last event goes out all the same, or its client would wait
             log.error("the end of a request failed", exc_info=error)
             self.output.drop(seq)

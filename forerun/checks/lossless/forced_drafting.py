@@ -4,11 +4,11 @@ registered only while a check runs. Knows no part of the check itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forerun.core import Draft
-from forerun.decode.control.controller import Controller, RequestStats
+from forerun.decode.control.controller import MIN_GROWN_PROB, Controller, PaidPlan, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters import base
 from forerun.engine.engine import Engine
@@ -40,28 +40,22 @@ class VerifyAllDrafts(Controller):
         self,
         stats: list[RequestStats],
         drafts: list[Draft],
-        probs: list[list[float]],
         drafter: str,
         limits: list[int],
         context: int,
-        start_s: list[float] | None = None,
-        remaining: list[int] | None = None,
-    ) -> list[int]:
-        return list(limits)
+        start_s: list[float],
+        spent_s: float = 0.0,
+    ) -> PaidPlan:
+        return PaidPlan(drafter, list(limits), 1.0, [[0.0] * max(limits, default=0)] * len(stats), "every draft")
 
-    def stopping_rule(
-        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0
-    ) -> Callable[[float, int], bool]:
-        return lambda prob, depth: True
+    def should_draft(self, stats: list[RequestStats], drafters: list[list[str]], context: int, now: float) -> bool:
+        return super().should_draft(stats, drafters, context, now) or True
 
-    def min_path_probs(self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0) -> list[float]:
-        return []
-
-    def should_draft(self, sequences: int, drafter_named: bool, now: float) -> bool:
+    def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
         return True
 
-    def should_run_free(self, drafter: str, sequences: int = 1) -> bool:
-        return True
+    def min_grown_prob(self) -> float:
+        return MIN_GROWN_PROB
 
 
 @contextmanager

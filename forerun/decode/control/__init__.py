@@ -1,15 +1,13 @@
 """Everything that decides how much to draft. The speculator asks `Controller` and nothing else in here.
 
-A *free* drafter runs no model, a *paid* one does. In the order of a step:
+A *free* drafter runs no model, a *paid* one does. A step has one decision, plain decoding or drafts, by one measure:
+the tokens per second of the whole batch. `controller` makes it, from
 
-- `governor`: may a batch of this size draft at all, and does this step skip it because the last ones drafted nothing?
-- `Controller.should_run_free`: is a free drafter's own time worth it in this step?
-- `depth`: how many rounds may a paid drafter run for each sequence? Planned before anything is drafted; now and then
-  one round of a drafter that does not pay, to notice when it starts to.
-- `stopping`: is one more round worth it? Evaluated while a draft grows.
-- `selection`: which drafted nodes are verified?
+- `cost`: seconds of a forward by its rows, of the target and of paid drafters; `host`: the host's own time beside them,
+- `acceptance`: how often each drafter's tokens are accepted, over all requests, by kind of prompt (`kinds`) and within
+  one, with lower bounds: doubt is on the side of plain decoding,
+- `depth`: how many rounds of a paid drafter pay for each sequence; `selection`: which drafted nodes are verified.
 
-All of them read two measurements: `cost` (seconds of a forward) and `acceptance` (how often each drafter's tokens are
-accepted, over all requests and within one). The quantity made large is always the tokens per second of the whole batch.
-Nothing here changes what is answered, only how long it takes.
+`cost_cache` keeps what was measured and learnt between starts. Nothing here changes what is answered, only how long it
+takes.
 """

@@ -1,27 +1,44 @@
-"""How often each drafter's tokens are accepted, over all requests and within one.
+"""How often each drafter's tokens are accepted: over all requests, by kind of prompt, and within one request.
 
 Calibrates a drafter's own probabilities by the outcomes of similar nodes before, and learns from every node whose
-outcome could be seen, verified or not. Knows no cost, no model and no drafter's workings.
+outcome could be seen, verified or not. Estimates come with a lower bound, because a mean of few outcomes is as often
+too high as too low, and only drafting that does not pay costs anything. Knows no cost, no model and no drafter's
+workings.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any
 
 from forerun.core import ROOT, Draft
 from forerun.decode.tree import side_branches
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
-PAID_PRIOR_ACCEPTANCE = 0.8  # of a paid drafter, before anything is known
-PAID_PRIOR_OBSERVATIONS = 12.0  # that this counts for: a few misses must not end drafting that a few more would justify
 DECAY = 0.998  # per observation, of the statistics of all requests
 REQUEST_DECAY = 0.95  # per observation, of one request's own statistics
+STATED_DECAY = 0.5  # per draft, of the drafter's own probabilities: those of about two drafts count
 REQUEST_PRIOR_OBSERVATIONS = 4.0  # hits and misses as of other requests that a request starts with
 MIN_ODDS_RATIO, MAX_ODDS_RATIO = 1.0 / 30.0, 30.0  # of one request to all
 TRACKED_DEPTHS = 8  # acceptance is kept by depth up to here; deeper nodes count as the last
-MAX_SLOWDOWN_SHARE = 0.01  # of its plain time: what drafting for a batch may cost one of its sequences
+# Requests of one kind differ by about 0.1 in acceptance, so what others accepted counts for no more outcomes than have
+# that standard error: p (1 - p) / 0.1^2
+MAX_KIND_OBSERVATIONS = 20.0
+
+# Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
+# Models of one family were measured at 0.95 (code), 0.9 (maths) and 0.6 to 0.8 (chat) for 0.5B and 1.5B; drafters of
+# several tokens in one forward at about 0.1 less. Each is a little lower here: doubt is on the side of plain decoding.
+PAID_PRIOR = {"code": 0.85, "numbers": 0.8}
+PAID_PRIOR_ELSEWHERE = 0.68
+BLOCK_PRIOR_LOSS = 0.1
+PAID_PRIOR_OBSERVATIONS = 8.0
+# Of drafters that run none: accepted tokens of a run beyond those of the drafters before it, and runs that this counts
+# for. The lower bound is 0.15 tokens; one that takes a twentieth of a step is run until about 13 runs gave nothing.
+FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
+PRIOR_ANSWER_TOKENS, PRIOR_ANSWERS = 96.0, 2.0  # length of an answer, and answers that this counts for
+LENGTH_DECAY = 0.95  # per answer
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
 _BIN = [sum(percent >= edge for edge in _EDGES) - 1 for percent in range(101)]
@@ -32,6 +49,20 @@ def _cells(num: int) -> list[list[float]]:
     return [[0.0, 0.0] for _ in range(num)]
 
 
+def shifted(prob: float, factor: float) -> float:
+    """A probability whose odds are `factor` times as high."""
+    return prob * factor / (1.0 - prob + prob * factor)
+
+
+@dataclass(slots=True)
+class KindRecord:
+    """One drafter's outcomes for one kind of prompt: hits and tries by depth; tokens that its runs had right."""
+
+    depths: list[list[float]] = field(default_factory=lambda: _cells(TRACKED_DEPTHS))
+    total: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    runs: list[float] = field(default_factory=lambda: [0.0, 0.0])  # tokens, runs
+
+
 @dataclass(slots=True)
 class DrafterRecord:
     """The outcomes of one drafter's nodes, over all requests."""
@@ -40,14 +71,10 @@ class DrafterRecord:
     # it has, the tokens after it hardly fail.
     first: list[list[float]] = field(default_factory=lambda: _cells(len(_EDGES)))
     later: list[list[float]] = field(default_factory=lambda: _cells(len(_EDGES)))
-    depths: list[list[float]] = field(default_factory=lambda: _cells(TRACKED_DEPTHS))
-    total: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kinds: defaultdict[str, KindRecord] = field(default_factory=lambda: defaultdict(KindRecord))
     observations: int = 0
-    free_run_s: float = 0.0  # of free drafters: mean seconds for one sequence
-    accepted_tokens: float = 0.0  # of free drafters: mean tokens that were right, for one sequence and step
-    steps_skipped: int = 0  # of free drafters: steps since the last run
-    _known: list[float] = field(default_factory=list)  # acceptance by depth, as of `_known_at` observations
-    _known_at: int = -1
+    run_s: float = 0.0  # of free drafters: mean seconds for one sequence,
+    read_s: float = 0.0  # and of its first run for one, which reads the prompt, seconds per token of it
 
     def prob(self, raw: float, first: bool, factor: float) -> float:
         """Acceptance of nodes with the drafter's probability `raw`; a request's odds are `factor` times the usual."""
@@ -55,33 +82,66 @@ class DrafterRecord:
         hits += PRIOR_OBSERVATIONS * raw
         return hits * factor / (tries + PRIOR_OBSERVATIONS - hits + hits * factor)
 
-    def usual_by_depth(self) -> list[float]:
-        """Acceptance at depths 1 to `TRACKED_DEPTHS`, each given the one before. The list must not be changed."""
-        if self.observations != self._known_at:
-            hits, tries = self.total
-            mean = (
-                PAID_PRIOR_OBSERVATIONS
-                * (hits + PAID_PRIOR_OBSERVATIONS * PAID_PRIOR_ACCEPTANCE)
-                / (tries + PAID_PRIOR_OBSERVATIONS)
-            )
-            self._known = [(hits + mean) / (tries + PAID_PRIOR_OBSERVATIONS) for hits, tries in self.depths]
-            self._known_at = self.observations
-        return self._known
+    def by_depth(self, kind: str, own: RequestRecord, deepest: int, doubt: float, block: bool = False) -> list[float]:
+        """Acceptance at depths 1 to `deepest` in a request, each given the one before, less `doubt` standard errors.
 
-    def acceptance_by_depth(self, factor: float, deepest: int) -> list[float]:
-        """`usual_by_depth` at depths 1 to `deepest` for a request whose odds are `factor` times the usual."""
-        found = [prob * factor / (1.0 - prob + prob * factor) for prob in self.usual_by_depth()[:deepest]]
+        Three sources count by their outcomes: other requests, the drafter's own calibrated probabilities in this one
+        (known before any outcome is), and the outcomes of this one. Other requests also give the shape by depth.
+        `block`: it drafts several tokens in one forward.
+        """
+        weight, known = PAID_PRIOR_OBSERVATIONS, self.kinds[kind]
+        hits, tries = max(0.0, known.total[0] - own.hits), max(0.0, known.total[1] - own.hits - own.misses)
+        prior = PAID_PRIOR.get(kind, PAID_PRIOR_ELSEWHERE) - (BLOCK_PRIOR_LOSS if block else 0.0)
+        usual = (hits + weight * prior) / (tries + weight)
+        outcomes = min(weight + tries, MAX_KIND_OBSERVATIONS)
+        mean = usual * outcomes + own.stated + own.hits
+        outcomes += own.stated_nodes + own.hits + own.misses
+        mean /= outcomes
+        least = doubt * sqrt(mean * (1.0 - mean) / outcomes)
+        found = []
+        for hits, tries in known.depths[:deepest]:
+            here = (hits + weight * usual) / (tries + weight)
+            factor = here * (1.0 - usual) / max(1e-9, (1.0 - here) * usual)
+            found.append(min(1.0, max(0.0, shifted(mean, factor) - least)))
         return found + found[-1:] * (deepest - TRACKED_DEPTHS)
 
-    def count(self, own: RequestRecord, raw: float, above: int, hit: bool, best: bool) -> None:
+    def run_tokens(self, kind: str, own: RequestRecord, doubt: float = 1.0) -> float:
+        """Tokens that a run of a free drafter is expected to have right, less `doubt` standard errors."""
+        tokens, runs = self.kinds[kind].runs
+        # A request repeats text or does not. What others of its kind gained shows that it may, not how much: long
+        # matches of one would else keep a drafter running for all.
+        usual = (tokens + FREE_PRIOR_TOKENS * FREE_PRIOR_RUNS) / (runs + FREE_PRIOR_RUNS)
+        weight = FREE_PRIOR_RUNS
+        mean = (min(usual, 1.25 * FREE_PRIOR_TOKENS) * weight + own.run_tokens) / (weight + own.runs)
+        return max(0.0, mean - doubt * sqrt(mean * (1.0 + mean) / (weight + own.runs)))  # of geometric lengths
+
+    def has_paid(self, kind: str) -> bool:
+        """Whether outcomes for this kind, and not only the prior, are good enough to explore from the first token."""
+        known = self.kinds.get(kind)
+        return known is not None and (
+            known.runs[0] > 2.0 * FREE_PRIOR_TOKENS or known.total[0] > max(PAID_PRIOR_OBSERVATIONS, known.total[1] / 2)
+        )
+
+    def count(self, kind: KindRecord, own: RequestRecord, raw: float, above: int, hit: bool, best: bool) -> None:
         """Add the outcome of a node with `above` nodes over it; `best`: the most probable of its siblings."""
         cell = (self.later if above else self.first)[_BIN[int(raw * 100.0)]]
         own.count((cell[0] + PRIOR_OBSERVATIONS * raw) / (cell[1] + PRIOR_OBSERVATIONS), hit)
         self.observations += 1
+        depth = kind.depths[above if above < TRACKED_DEPTHS else -1]
         # By depth only the best sibling counts: it stands for how far a path goes, and side branches mostly fail.
-        for count in (cell, self.depths[above if above < TRACKED_DEPTHS else -1], self.total) if best else (cell,):
+        for count in (cell, depth, kind.total) if best else (cell,):
             count[0] = count[0] * DECAY + hit
             count[1] = count[1] * DECAY + 1.0
+
+    def count_run(self, stats: RequestStats, own: RequestRecord, tokens: int, seconds: float) -> None:
+        """Of a free drafter for one sequence: tokens that it had right, and seconds."""
+        if own.runs:
+            self.run_s = _smoothed(self.run_s, seconds)
+        else:
+            self.read_s = _smoothed(self.read_s, seconds / (1 + stats.prompt_tokens))
+        runs = self.kinds[stats.kind].runs
+        runs[0], runs[1] = runs[0] * DECAY + tokens, runs[1] * DECAY + 1.0
+        own.run_tokens, own.runs = own.run_tokens * REQUEST_DECAY + tokens, own.runs * REQUEST_DECAY + 1.0
 
     def stats(self) -> dict[str, Any]:
         bins = {}
@@ -89,8 +149,44 @@ class DrafterRecord:
             hits, tries = first[0] + later[0], first[1] + later[1]
             if tries:
                 bins[f"{edge / 100:g}"] = {"tries": round(tries, 1), "accepted": round(hits / tries, 4)}
-        depths = [round(hits / tries, 4) for hits, tries in self.depths if tries]
-        return {"by_prob": bins, "by_depth": depths, "free_run_s": self.free_run_s}
+        kinds = {
+            name: {
+                "by_depth": [round(hits / tries, 4) for hits, tries in kind.depths if tries],
+                "tokens_a_run": round(kind.runs[0] / kind.runs[1], 4) if kind.runs[1] else None,
+            }
+            for name, kind in self.kinds.items()
+        }
+        return {"by_prob": bins, "kinds": kinds, "run_s": self.run_s}
+
+    def record(self) -> dict[str, Any]:
+        """All there is to know, as JSON can hold it."""
+        kinds = {name: [kind.depths, kind.total, kind.runs] for name, kind in self.kinds.items()}
+        return {
+            "first": self.first,
+            "later": self.later,
+            "kinds": kinds,
+            "s": [self.run_s, self.read_s],
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> DrafterRecord:
+        made = cls(_pairs(record["first"], len(_EDGES)), _pairs(record["later"], len(_EDGES)))
+        for name, (depths, total, runs) in record["kinds"].items():
+            made.kinds[str(name)] = KindRecord(_pairs(depths, TRACKED_DEPTHS), *_pairs([total, runs], 2))
+        ((made.run_s, made.read_s),) = _pairs([record["s"]], 1)
+        return made
+
+
+def _smoothed(mean: float, seconds: float) -> float:
+    """The operating system's pauses are cut."""
+    return mean + 0.05 * (min(seconds, 8.0 * mean) - mean) if mean else seconds
+
+
+def _pairs(found: Any, count: int) -> list[list[float]]:
+    pairs = [[float(a), float(b)] for a, b in found]
+    if len(pairs) != count or any(not 0.0 <= value < 1e9 for pair in pairs for value in pair):
+        raise ValueError("these are no counts of outcomes")
+    return pairs
 
 
 @dataclass(slots=True)
@@ -101,6 +197,21 @@ class RequestRecord:
     misses: float = 0.0
     expected: float = 0.0  # hits
     factor: float = 1.0  # odds of this request over the odds of all
+    stated: float = 0.0  # calibrated probabilities of a paid drafter's recent nodes, summed,
+    stated_nodes: float = 0.0  # and their number
+    runs: float = 0.0  # of a free drafter
+    run_tokens: float = 0.0  # that these had right
+    skip_until: int = 0  # of a paid drafter that did not pay: tokens of the answer before it is planned for again
+
+    def state(self, draft: Draft, probs: list[float]) -> None:
+        """Calibrated probabilities of a draft, before its outcome is known: of the most probable path, and every node
+        counts by the probability that its outcome will be seen."""
+        stated, nodes, path, last = 0.0, 0.0, 1.0, ROOT
+        for node, (parent, prob) in enumerate(zip(draft.parents, probs, strict=True)):
+            if parent == last:  # the first child is the most probable one
+                stated, nodes, path, last = stated + path * prob, nodes + path, path * prob, node
+        self.stated = self.stated * STATED_DECAY + stated
+        self.stated_nodes = self.stated_nodes * STATED_DECAY + nodes
 
     def count(self, prob: float, hit: bool) -> None:
         self.hits = self.hits * REQUEST_DECAY + hit
@@ -109,36 +220,45 @@ class RequestRecord:
         hits, misses, expected = self.hits, self.misses, self.expected
         odds = (hits + REQUEST_PRIOR_OBSERVATIONS) / (misses + REQUEST_PRIOR_OBSERVATIONS)
         usual = (expected + REQUEST_PRIOR_OBSERVATIONS) / (hits + misses - expected + REQUEST_PRIOR_OBSERVATIONS)
-        factor = odds / usual
-        self.factor = (
-            MAX_ODDS_RATIO if factor > MAX_ODDS_RATIO else factor if factor > MIN_ODDS_RATIO else MIN_ODDS_RATIO
-        )
+        self.factor = min(MAX_ODDS_RATIO, max(MIN_ODDS_RATIO, odds / usual))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestStats:
     """What the controller knows of one sequence."""
 
+    kind: str = "text"
+    prompt_tokens: int = 0
+    max_tokens: int = 1 << 20
+    named: bool = False  # the request names its drafters: they run without doubt and without a budget
     own: defaultdict[str, RequestRecord] = field(default_factory=lambda: defaultdict(RequestRecord))  # by drafter
-    trials: int = 2  # probes that a new request gets at half the usual credit
-    steps_left_out: int = 0  # in a row, in which a paid drafter ran for others only
-    probing: str = ""  # the paid drafter whose draft of this step is a probe
-    refund_s: float = 0.0  # that each accepted token of a probe saves
-    plain_s: float = 0.0  # what the tokens it could expect would have taken without drafting, over recent steps
-    taken_s: float = 0.0  # what these steps took
-    allowance_s: float = 0.0  # that it may lose beside MAX_SLOWDOWN_SHARE
-
-    @property
-    def lagging(self) -> bool:
-        """Whether drafting for others has cost it so much that they must not slow it down any further."""
-        return self.taken_s > (1.0 + MAX_SLOWDOWN_SHARE) * self.plain_s + self.allowance_s
+    tokens: int = 0  # of the answer so far,
+    new_tokens: int = 0  # and of the step that runs
+    elapsed_s: float = 0.0  # of its plain steps' length, for the budget of exploring
+    explored_free_s: float = 0.0  # lost at most by exploring drafters that run no model,
+    explored_paid_s: float = 0.0  # and those that do
+    recent_tokens: float = 0.0  # of the last few steps without a paid drafter,
+    recent_s: float = 0.0  # and what these took
+    plain_s: float = 0.0  # what its tokens would have taken without drafting
+    taken_s: float = 0.0  # what they took
 
 
 class Acceptance:
-    """The records of all drafters."""
+    """The records of all drafters, and how long answers are, by kind of prompt."""
 
     def __init__(self) -> None:
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
+        self.lengths: dict[str, list[float]] = {}  # kind -> tokens and number of answers that ended
+
+    def expected_remaining(self, stats: RequestStats) -> int:
+        """Tokens that an answer goes on for: as others of its kind do, or half as long as it has lasted."""
+        tokens, answers = self.lengths.get(stats.kind, (0.0, 0.0))
+        mean = (tokens + PRIOR_ANSWER_TOKENS * PRIOR_ANSWERS) / (answers + PRIOR_ANSWERS)
+        return max(0, min(stats.max_tokens - stats.tokens, int(max(mean - stats.tokens, stats.tokens / 2))))
+
+    def record_length(self, stats: RequestStats) -> None:
+        known = self.lengths.setdefault(stats.kind, [0.0, 0.0])
+        known[0], known[1] = known[0] * LENGTH_DECAY + stats.tokens, known[1] * LENGTH_DECAY + 1.0
 
     def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""
@@ -156,10 +276,10 @@ class Acceptance:
             probs.append(hits * factor / (tries + PRIOR_OBSERVATIONS - hits + hits * factor))
         return probs
 
-    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> int:
-        """Compare a draft with the tokens that came; returns how many of a probe's were right."""
+    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> None:
+        """Compare a draft with the tokens that came."""
         reached = {ROOT: 0}  # node -> its depth, for those that were right
-        tokens, num, probed = draft.tokens, len(emitted), 0
+        tokens, num = draft.tokens, len(emitted)
         last, sides = None, side_branches(draft)
         for node, parent in enumerate(draft.parents):
             above = reached.get(parent)
@@ -169,11 +289,10 @@ class Acceptance:
             source = draft.sources[node]
             if source != last:
                 last, record, own = source, self.records[source], stats.own[source]
-            record.count(own, draft.probs[node], above, hit, not sides[node])
+                kind = record.kinds[stats.kind]
+            record.count(kind, own, draft.probs[node], above, hit, not sides[node])
             if hit:
                 reached[node] = above + 1
-                probed += source == stats.probing
-        return probed
 
     def stats(self) -> dict[str, Any]:
         return {name: record.stats() for name, record in self.records.items()}

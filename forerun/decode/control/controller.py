@@ -1,7 +1,10 @@
-"""The one interface of `decode.control`: whether to draft, with which drafters, how deep, and which nodes to verify.
+"""The one decision of a step: plain decoding, or drafts by which drafters, how deep, and which nodes are verified.
 
-Everything follows from two measurements: what forwards cost (`CostCurve`) and how often drafted tokens are accepted
-(`Acceptance`). Knows no drafter's workings, no model and no scheduler.
+What is compared is always the tokens per second of the batch: tokens by calibrated acceptance, seconds by measured
+costs (the target's forward by rows, a drafter's rounds, what it reads before its first one, the host's own time). Where
+acceptance is not certain a lower bound of it counts, so that doubt is on the side of plain decoding. A drafter that
+does not pay by that bound may be explored: within a small share of a request's time, and not in an answer's first
+tokens unless it has paid for this kind of prompt. Knows no drafter's workings, no model and no scheduler.
 
 Time spent on drafting counts in the rate by which nodes are chosen, though it is already spent: a step stands for its
 neighbours, which will spend the same. Left out, every further node would have to beat a rate that is never reached,
@@ -10,30 +13,77 @@ and too few would be verified.
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from forerun.core import Draft
 from forerun.decode.control import selection
-from forerun.decode.control.acceptance import Acceptance, RequestStats
+from forerun.decode.control.acceptance import Acceptance, DrafterRecord, RequestRecord, RequestStats
 from forerun.decode.control.cost import MAX_ROUNDS, CostCurve
-from forerun.decode.control.depth import DepthPlan, Probes
-from forerun.decode.control.governor import EmptyDraftBackoff, Governor
-from forerun.decode.control.stopping import SharedCosts, StoppingRule, first_round_only
+from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
+from forerun.decode.control.host import HostTime
+from forerun.decode.control.selection import StepCosts
 
 __all__ = ["Controller", "RequestStats"]
 
-BALANCE_DECAY = 0.995  # per step, of the time a sequence gained or lost by drafting
-MAX_DRAFT_PLAIN_STEPS = 4.0  # drafting time that counts, in plain steps; more was a start, which does not recur
-RATE_DECAY = 0.9  # per step, of the rate that a round has to beat
-LAG_ALLOWANCE_STEPS = 1.0  # plain steps that a sequence may lose to the batch, beyond MAX_SLOWDOWN_SHARE
-MAX_STEPS_LEFT_OUT = 4  # then a sequence takes part in a round that is run for others, so that its record stays fresh
-FREE_TIME_SHARE = 0.003  # of a step: free drafters that take less always run
-STOPPING_PROBS_AGE_STEPS = 16  # after which the thresholds for drafters on a device are computed anew
-COST_RETURN_SHARE = (
-    1e-4  # per step: costs that rule a drafter out return to those first timed, as no round corrects them
+DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
+# Of a request's time that exploring may lose, 1% in all; apart, or drafters that are cheap to run would use it up
+EXPLORE_PAID_SHARE, EXPLORE_FREE_SHARE = 0.0075, 0.0025
+# Of an answer, in which nothing is explored and no draft model starts to read for long: many answers have few more, and
+# free drafters show what they can do
+FIRST_TOKENS = 8
+PAID_PAUSE_TOKENS = 8  # before a paid drafter that does not pay is planned for again: planning takes host time too
+MAX_SLOWDOWN_SHARE = (
+    0.025  # of its whole plain time that a sequence may lose to its batch: 5% with what is not foreseen
 )
+ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
+RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
+READ_PRIOR_S = 0.5e-6  # and for a token of its prompt, which its first run reads
+MAX_DRAFT_PLAIN_STEPS = 4.0  # drafting time that counts, in plain steps; more was a start, which does not recur
+MAX_GROWN_PROB, MIN_GROWN_PROB = 0.2, 0.02  # path probability below which free drafters need not grow a node
+RECENT_DECISIONS = 256
+RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
+
+
+class Decision(NamedTuple):
+    """What one step does, and what plain decoding would have cost."""
+
+    sequences: int
+    context: int
+    drafters: str  # of the nodes that are verified, joined by +; empty: plain
+    depth: int  # of the deepest draft
+    rows: int  # of the target's forward
+    tokens: float  # expected of the batch
+    seconds: float  # expected
+    plain_s: float  # of a plain step, which gives a token for each sequence
+    why: str
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that runs."""
+
+    stats: list[RequestStats]
+    start_s: float  # on the clock
+    plain_s: float
+    lagging: list[RequestStats]  # sequences that it must not slow down
+    draft_s: float = 0.0
+    forward_s: float = 0.0  # 0: it was not pure decoding
+    drafted: bool = False
+    paid: bool = False  # a paid drafter ran
+
+
+@dataclass(slots=True)
+class PaidPlan:
+    """What a paid drafter is to do in a step."""
+
+    drafter: str
+    rounds: list[int]  # the most for each sequence; 0: none
+    rate: float  # tokens per second, by the mean: of two that pay for certain the one that promises more is chosen
+    min_path_probs: list[list[float]]  # by sequence: after so many drafted tokens, the least that is worth a round more
+    why: str
 
 
 class Controller:
@@ -41,58 +91,159 @@ class Controller:
 
     def __init__(self, target: CostCurve, drafters: dict[str, CostCurve]) -> None:
         self.target, self.drafters = target, drafters
-        self._acceptance = Acceptance()
-        self._probes = Probes()
-        self._governor = Governor()
-        self._backoff = EmptyDraftBackoff()
-        self._emitted = 0  # tokens of all sequences since the last `should_draft`
-        self._recent = (0.0, 0.0)  # expected tokens and seconds of recent steps with a paid drafter
-        self._paid = False  # whether this step has one
-        self._stopping_probs: dict[tuple[str, int], tuple[int, list[float]]] = {}  # age in steps, thresholds
-        self._shared: tuple[tuple[Any, ...], SharedCosts] | None = None  # costs of the last stopping rule, by their key
+        self.acceptance, self.host = Acceptance(), HostTime()
+        self.decisions: deque[Decision] = deque(maxlen=RECENT_DECISIONS)
+        self._step: _Step | None = None
+        self._skip_steps = 0  # plain ones, until drafting is considered again
+        self._why = ""  # of this step's paid drafter
 
-    def new_request(self) -> RequestStats:
-        self._backoff.reset()
-        return RequestStats()
+    def new_request(
+        self, kind: str = "text", prompt_tokens: int = 0, max_tokens: int = 1 << 20, named: bool = False
+    ) -> RequestStats:
+        """`named`: the request names its drafters, and so wants their drafts wherever they pay on average."""
+        self._skip_steps = 0
+        return RequestStats(kind, prompt_tokens, max_tokens, named)
 
     # -- whether to draft in this step ---------------------------------------------------------------------------------
 
-    def should_draft(self, sequences: int, drafter_named: bool, now: float) -> bool:
-        """Whether the coming step of so many sequences drafts at all. Called once before every step.
+    def should_draft(self, stats: list[RequestStats], drafters: list[list[str]], context: int, now: float) -> bool:
+        """Whether the coming step runs any drafter. Called once before every step, with the drafters of each sequence;
+        `now` ends the step before."""
+        self._end_step(now)
+        plain_s = self._plain_s(len(stats), context)
+        self._step = _Step(stats, now, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
+        self._why = ""
+        if not self.host.timed(len(stats)) and not any(s.named for s in stats):
+            self.record_plain(context, "a plain step of so many sequences is timed first")
+            return False
+        if self._skip_steps:
+            self._skip_steps -= 1
+            self.record_plain(context, "no drafter was expected to pay a few steps ago")
+            return False
+        token_s = plain_s / len(stats)
+        for s, names in zip(stats, drafters, strict=True):
+            for name in names:
+                if s.tokens >= s.own[name].skip_until if name in self.drafters else self._run_pays(s, name, token_s):
+                    return True
+        self._skip_steps = len(stats) // ASKED_SEQUENCES
+        self.record_plain(context, "no drafter is expected to pay")
+        return False
 
-        `drafter_named`: a request in the batch names its drafter, and so wants drafts where the governor would not.
-        """
-        faster = self._governor.should_draft(sequences, self._emitted, now)
-        self._emitted = 0
-        return not self._backoff.should_skip() and (faster or drafter_named)
+    def record_plain(self, context: int, why: str) -> None:
+        """This step drafts nothing."""
+        assert self._step is not None
+        n, plain_s = len(self._step.stats), self._step.plain_s
+        self.decisions.append(Decision(n, context, "", 0, n, n, plain_s, plain_s, why))
 
-    def record_drafting(self, drafts: list[Draft], seconds: float) -> None:
-        """What the drafting of one step gave and took."""
-        plain_s = self.target.seconds(len(drafts), len(drafts))
-        self._backoff.record(len(drafts), any(len(draft) for draft in drafts), seconds, plain_s)
+    def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
+        """Whether a free drafter runs for a sequence in this step; `covered`: the probability that drafters before it
+        have the next token already."""
+        assert self._step is not None
+        return self._run_pays(stats, drafter, self._step.plain_s / len(self._step.stats), covered, explore=True)
 
-    def record_emitted(self, tokens: int) -> None:
+    def _run_pays(
+        self, s: RequestStats, drafter: str, token_s: float, covered: float = 0.0, explore: bool = False
+    ) -> bool:
+        """`explore`: what that takes from the budget is taken."""
+        assert self._step is not None
+        if self._step.lagging and s not in self._step.lagging:
+            return False  # what it would gain is not verified
+        record, own = self.acceptance.records[drafter], s.own[drafter]
+        cost_s = record.run_s or RUN_PRIOR_S
+        if not own.runs:  # it reads the prompt, which has to pay until the answer's end
+            cost_s += (record.read_s or READ_PRIOR_S) * s.prompt_tokens / max(1, self.acceptance.expected_remaining(s))
+        lost_s = cost_s - record.run_tokens(s.kind, own, DOUBT) * (1.0 - covered) * token_s
+        if s.named or lost_s <= 0.0:
+            return True
+        lost_s *= len(self._step.stats)  # all of them wait for it
+        if covered > 0.5 or not self._may_explore(s, record, s.explored_free_s + lost_s, EXPLORE_FREE_SHARE):
+            return False
+        s.explored_free_s += lost_s if explore else 0.0
+        return True
+
+    @staticmethod
+    def _may_explore(s: RequestStats, record: DrafterRecord, explored_s: float, share: float) -> bool:
+        return explored_s <= share * s.elapsed_s and (s.tokens >= FIRST_TOKENS or record.has_paid(s.kind))
+
+    def min_grown_prob(self) -> float:
+        """Path probability below which a drafted node cannot pay, so that free drafters need not grow it: half of what
+        a row of the target costs, as a share of a token."""
+        assert self._step is not None
+        n = len(self._step.stats)
+        row_s = (self.target.seconds(n + 8, n) - self.target.seconds(n, n)) / 8.0
+        return min(MAX_GROWN_PROB, max(MIN_GROWN_PROB, 0.5 * row_s * n / self._step.plain_s))
+
+    def _plain_s(self, sequences: int, context: int) -> float:
+        return self.target.seconds(sequences, sequences, context) + self.host.seconds(sequences, drafted=False)
+
+    def _costs(self, sequences: int, spent_s: float) -> StepCosts:
+        host = self.host
+        return StepCosts(host.seconds(sequences, drafted=False), host.seconds(sequences, drafted=True), spent_s)
+
+    # -- what a step took ----------------------------------------------------------------------------------------------
+
+    def record_drafting(self, seconds: float, drafted: bool) -> None:
+        """Of all drafters and of choosing among their nodes."""
+        if self._step is not None:
+            self._step.draft_s, self._step.drafted = seconds, drafted
+
+    def observe_forward(self, rows: int, sequences: int, context: int, branches: int, seconds: float) -> None:
+        """What the target's forward of a step of pure decoding took."""
+        before = self.target.drift
+        self.target.observe(rows, sequences, context, seconds - branches * self.target.per_branch)
+        for curve in self.drafters.values():
+            if not curve.recent:
+                curve.follow(self.target.drift - before)
+            curve.recent = False
+        if self._step is not None:
+            self._step.forward_s = seconds
+
+    def observe_round(self, drafter: str, tokens: int, sequences: int, context: int, seconds: float) -> None:
+        """What one round of a paid drafter took that ran these tokens and nothing else."""
+        self.drafters[drafter].observe(tokens, sequences, context, seconds)
+        self.drafters[drafter].recent = True
+
+    def _end_step(self, now: float) -> None:
+        step, self._step = self._step, None
+        if step is None or not step.forward_s:
+            return
+        wall_s = now - step.start_s
+        self.host.observe(len(step.stats), step.drafted, wall_s - step.draft_s - step.forward_s)
+        for s in step.stats:
+            tokens, s.new_tokens = s.new_tokens, 0
+            s.plain_s += tokens * step.plain_s
+            s.taken_s += min(wall_s, step.draft_s + step.forward_s + self.host.seconds(len(step.stats), step.drafted))
+            s.elapsed_s += min(wall_s, step.plain_s)
+            if not step.paid:
+                s.recent_tokens = s.recent_tokens * RECENT_DECAY + tokens
+                s.recent_s = s.recent_s * RECENT_DECAY + wall_s
+
+    def record_tokens(self, stats: RequestStats, tokens: int) -> None:
         """New tokens of one sequence in this step."""
-        self._emitted += tokens
+        stats.tokens += tokens
+        stats.new_tokens = tokens
 
     # -- how often drafted tokens are accepted -------------------------------------------------------------------------
 
     def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""
-        return self._acceptance.calibrate(stats, draft)
+        probs = self.acceptance.calibrate(stats, draft)
+        if draft.sources and draft.sources[0] in self.drafters:
+            stats.own[draft.sources[0]].state(draft, probs)
+        return probs
 
     def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> None:
-        """Compare a draft as it was proposed, with nodes that were never verified, with the tokens that came.
+        """Compare a draft as it was proposed, with nodes that were never verified, with the tokens that came."""
+        self.acceptance.record_draft(stats, draft, emitted)
 
-        Called once for every draft of a step.
-        """
-        probed = self._acceptance.record_draft(stats, draft, emitted)
-        if probed:
-            self._probes.refund(stats.probing, probed * stats.refund_s)
+    def record_run(self, stats: RequestStats, drafter: str, tokens: int, seconds: float) -> None:
+        """What a free drafter took for one sequence, and how many of its tokens were right."""
+        self.acceptance.records[drafter].count_run(stats, stats.own[drafter], tokens, seconds)
 
-    def observe_round(self, drafter: str, tokens: int, sequences: int, context: int, seconds: float) -> None:
-        """What one round of a paid drafter took that ran these tokens and nothing else."""
-        self.drafters[drafter].observe(tokens, sequences, context, seconds)
+    def record_end(self, stats: RequestStats) -> None:
+        """An answer ended."""
+        if stats.tokens:
+            self.acceptance.record_length(stats)
 
     # -- which nodes to verify -----------------------------------------------------------------------------------------
 
@@ -107,23 +258,16 @@ class Controller:
     ) -> list[list[int]]:
         """The nodes of each draft to verify: those that make the batch's tokens per second largest.
 
-        `probs` are calibrated; `context` is the sequences' mean; `spent_s` is what paid drafting took in this step.
+        `probs` are calibrated; `context` is the sequences' mean; `spent_s` is what drafting took in this step.
         """
-        plain_s = self.target.seconds(len(stats), len(stats), context)
-        spent_s = min(spent_s, MAX_DRAFT_PLAIN_STEPS * plain_s)
-        # Where a paid drafter ran, `plan_rounds` has already weighed which sequences may be slowed down.
-        lagging = _lagging(stats) if spent_s < 0.05 * plain_s else []
-        found = selection.select(self.target, drafts, probs, limits, context, spent_s, lagging)
-        step_s = found.seconds + spent_s
-        if self._paid:
-            tokens, taken = self._recent
-            self._recent = tokens * RATE_DECAY + sum(found.gains), taken * RATE_DECAY + step_s
-            self._paid = False
-        if len(stats) > 1:
-            for s, gain in zip(stats, found.gains, strict=True):
-                s.plain_s = s.plain_s * BALANCE_DECAY + gain * plain_s
-                s.taken_s = s.taken_s * BALANCE_DECAY + step_s
-                s.allowance_s = LAG_ALLOWANCE_STEPS * plain_s
+        plain_s = self._plain_s(len(stats), context)
+        costs = self._costs(len(stats), min(spent_s, MAX_DRAFT_PLAIN_STEPS * plain_s))
+        found = selection.select(self.target, drafts, probs, limits, context, costs, self._lagging(stats, plain_s))
+        names = sorted({d.sources[n] for d, nodes in zip(drafts, found.nodes, strict=True) for n in nodes})
+        depth = max((max(d.depths()) for d in drafts if len(d)), default=0)
+        why = self._why or ("by lower bound" if names else "no drafted node pays")
+        expected = sum(found.gains), found.seconds, plain_s
+        self.decisions.append(Decision(len(stats), context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
 
     # -- whether to run a paid drafter ---------------------------------------------------------------------------------
@@ -132,145 +276,168 @@ class Controller:
         self,
         stats: list[RequestStats],
         drafts: list[Draft],
-        probs: list[list[float]],
         drafter: str,
         limits: list[int],
         context: int,
-        start_s: list[float] | None = None,
-        remaining: list[int] | None = None,
-    ) -> list[int]:
-        """The most rounds that a paid drafter should run for each sequence; 0: none. `stopping_rule` may end it sooner.
+        start_s: list[float],
+        spent_s: float = 0.0,
+    ) -> PaidPlan | None:
+        """What a paid drafter should do in this step; None: nothing.
 
-        `drafts` and `probs` (calibrated) are what free drafters proposed. `start_s` is what the drafter needs to catch
-        up with each sequence before its first round, `remaining` the tokens each is expected to go on for.
+        `drafts` (probabilities calibrated) are what free drafters proposed, which took `spent_s`. `start_s` is what the
+        drafter needs to catch up with each sequence before its first round.
         """
-        sequences = len(stats)
-        start_s = start_s or [0.0] * sequences
-        remaining = remaining or [1 << 20] * sequences
-        for s in stats:
-            if s.probing == drafter:
-                s.probing = ""
-        lagging = _lagging(stats)
-        free = selection.select(self.target, drafts, probs, limits, context, 0.0, lagging)
-        plan = DepthPlan(self.target, self.drafters[drafter], context, free)
-        self._probes.save(drafter, plan)
-        if not plan.can_pay():
-            self.drafters[drafter].relax_to_timed(COST_RETURN_SHARE)  # no round will run that could correct its curve
-            return [0] * sequences
-        record = self._acceptance.records[drafter]
-        deepest, block = MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4, plan.rounds.tokens_per_round
-        deepest = min(deepest, block) if block > 1 else deepest  # one round is all there is
-        ahead = [record.acceptance_by_depth(s.own[drafter].factor, deepest) for s in stats]
+        sequences, curve, record = len(stats), self.drafters[drafter], self.acceptance.records[drafter]
+        costs, lagging = self._costs(sequences, spent_s), self._lagging(stats, self._plain_s(sequences, context))
+        free = selection.select(self.target, drafts, [d.probs for d in drafts], limits, context, costs, lagging)
+        plan = DepthPlan(self.target, curve, context, free, costs.draft_s + spent_s)
+        block = curve.tokens_per_round
+        deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
-        depths, slowdown = plan.best(ahead, reach, limits, start_s, remaining)
-        if not depths:  # then a probe must not slow down the sequences that lag already
-            probes = self._probes.plan(stats, drafter, plan, limits, start_s, lagging or list(range(sequences)))
-            return [min(limit, block) if rounds else 0 for rounds, limit in zip(probes, limits, strict=True)]
-        still_lagging = self._still_lagging(stats, lagging, drafter, depths, free.gains, slowdown)
-        if still_lagging:
-            probes = self._probes.plan(stats, drafter, plan, limits, start_s, still_lagging)
-            return [min(limit, block) if rounds else 0 for rounds, limit in zip(probes, limits, strict=True)]
-        self._paid = True
-        return self._rounds(stats, depths, limits, start_s, block)
+        remaining = [self.acceptance.expected_remaining(s) for s in stats]
+        waiting, plain_s = False, self._plain_s(sequences, context)
+        for i, s in enumerate(stats):
+            if s.tokens < FIRST_TOKENS and start_s[i] > EXPLORE_PAID_SHARE * remaining[i] * plain_s:
+                remaining[i], waiting = 0, True
+        recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]
 
-    def _still_lagging(
+        def ahead(doubt: float) -> list[list[float]]:
+            doubts = [0.0 if s.named and doubt > 0.0 else doubt for s in stats]
+            pairs = zip(stats, doubts, strict=True)
+            return [record.by_depth(s.kind, s.own[drafter], deepest, d, block > 1) for s, d in pairs]
+
+        def best(probs: list[list[float]]) -> Depths:
+            return plan.best(probs, reach, limits, start_s, remaining, recent)
+
+        low = ahead(DOUBT)
+        sure = best(low)
+        if sure.rounds and not self._slows_down(stats, free.gains, sure, start_s, plain_s):
+            depths, why = best(ahead(0.0)), "pays by lower bound"
+        else:
+            depths = self._explore(stats, record, plan, best(ahead(-DOUBT)), low, start_s)
+            why = "explored"
+            if not depths.rounds:
+                # not where it is too early to read, or where only a free draft leaves little to gain
+                for s in stats if free.size == sequences and not waiting else ():
+                    s.own[drafter].skip_until = s.tokens + PAID_PAUSE_TOKENS
+                return None
+        rounds = [depths.rounds.get(i, 0) for i in range(sequences)]
+        alone = MAX_ROUNDS if sequences == 1 and block == 1 and sure.rounds else 0
+        # Alone the drafter's own probabilities say how deep to go; in a batch one that went on would pay for a round.
+        rounds = [min(limits[i], max(n, alone)) if n else 0 for i, n in enumerate(rounds)]
+        active = sum(n > 0 for n in rounds)
+        stop = []
+        for s, n in zip(stats, rounds, strict=True):
+            mean = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0) if n and block == 1 else []
+            stop.append(min_path_probs(self.target, curve, active, context, mean, depths.rate) if mean else [])
+        return PaidPlan(drafter, rounds, depths.rate, stop, f"{drafter} {why}")
+
+    def _explore(
         self,
         stats: list[RequestStats],
-        lagging: list[int],
-        drafter: str,
-        depths: dict[int, int],
-        gains: list[float],
-        slowdown: float,
-    ) -> list[int]:
-        """Lagging sequences whose expected tokens do not make up for steps that take `slowdown` times as long.
-
-        Their own record counts by half: it is short, and nothing is learnt while drafting is off.
-        """
-        found = []
-        record, deepest = self._acceptance.records[drafter], max(depths.values())
-        for i in lagging:
-            tokens, path = gains[i], 1.0
-            factor = math.sqrt(stats[i].own[drafter].factor)
-            for prob in record.acceptance_by_depth(factor, deepest) if i in depths else ():
+        record: DrafterRecord,
+        plan: DepthPlan,
+        hoped: Depths,
+        ahead: list[list[float]],
+        start_s: list[float],
+    ) -> Depths:
+        """One round for the sequence that it takes least for, where it may yet pay and every sequence can afford what
+        is lost if acceptance is at its lower bound (`ahead`)."""
+        if hoped.rounds:
+            i = min(hoped.rounds, key=start_s.__getitem__)
+            size, n, block = plan.size, plan.sequences, plan.rounds.tokens_per_round
+            rounds = 1 if block == 1 else hoped.rounds[i]
+            path, tokens = 1.0, plan.tokens
+            for prob in ahead[i][:rounds]:
                 path *= prob
                 tokens += path
-            if tokens < slowdown:
-                found.append(i)
+            step_s = plan.target.seconds(size + rounds, n, plan.context) + plan.round_s(1) + plan.host_s
+            lost_s = start_s[i] + max(0.0, step_s - tokens / plan.rate)
+            if all(self._may_explore(s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE) for s in stats):
+                for s in stats:
+                    s.explored_paid_s += lost_s
+                return Depths({i: rounds}, hoped.rate, 1.0, {})
+        return Depths({}, plan.rate, 1.0, {})
+
+    def keep_drafting(self, stats: RequestStats, plan: PaidPlan, i: int) -> Callable[[float, int], bool]:
+        """For `DraftRequest.keep_drafting`: (path probability, depth) -> is one more round worth it?"""
+        record, own = self.acceptance.records[plan.drafter], stats.own[plan.drafter]
+        return StoppingRule(record, own, plan.min_path_probs[i], plan.rounds[i])
+
+    def raw_path_probs(self, stats: RequestStats, plan: PaidPlan, i: int) -> list[float]:
+        """The same as numbers in the drafter's own probabilities, for `DraftRequest.min_path_probs`. All tokens of a
+        path are taken to be equally probable."""
+        record, factor = self.acceptance.records[plan.drafter], stats.own[plan.drafter].factor
+        levels = [percent / 100.0 for percent in range(0, 101, 4)]
+        later = [record.prob(raw, False, factor) for raw in levels]
+        found = []
+        for depth, least in enumerate(plan.min_path_probs[i][: plan.rounds[i]], 1):
+            first = (record.prob(raw, True, factor) for raw in levels)
+            paths = [a * b ** (depth - 1) for a, b in zip(first, later, strict=True)]
+            raw = next((raw for raw, path in zip(levels, paths, strict=True) if path >= least), 2.0)
+            found.append(raw**depth if raw <= 1.0 else raw)
         return found
 
-    def _rounds(
-        self, stats: list[RequestStats], depths: dict[int, int], limits: list[int], start_s: list[float], block: int
-    ) -> list[int]:
-        """The plan's rounds for each sequence of the batch."""
-        # How deep it pays to go depends on the drafter's own probabilities, and `stopping_rule` reads them. In a batch
-        # all share a round's cost, and one that went on alone would pay it all: there the plan is the limit.
-        alone = MAX_ROUNDS if len(stats) == 1 and block == 1 else 0
-        rounds = [min(limits[i], max(depths[i], alone)) if i in depths else 0 for i in range(len(stats))]
+    def record_plan(self, plan: PaidPlan) -> None:
+        """This is what the step does."""
+        if self._step is not None:
+            self._step.paid = True
+        self._why = f"{self._why}, {plan.why}" if self._why else plan.why
+
+    def _slows_down(
+        self, stats: list[RequestStats], gains: list[float], depths: Depths, start_s: list[float], plain_s: float
+    ) -> bool:
+        """Whether a step with a paid drafter would cost a sequence of a batch more than it may lose to the others; one
+        that gains by it wins back what reading for all takes."""
+        if len(stats) < 2:
+            return False
+        reading_s = sum(start_s[i] for i in depths.rounds)
         for i, s in enumerate(stats):
-            # In a round that is run for others one token more is nearly free, and without it nothing would be learnt.
-            s.steps_left_out = s.steps_left_out + 1 if rounds[i] == 0 and start_s[i] == 0.0 else 0
-            if s.steps_left_out >= MAX_STEPS_LEFT_OUT and limits[i] > 0:
-                rounds[i], s.steps_left_out = 1, 0
-        return rounds
+            tokens = gains[i] + depths.gains.get(i, 0.0)
+            steps = self.acceptance.expected_remaining(s) / tokens if tokens > depths.slowdown else 1.0
+            if reading_s + (depths.slowdown - tokens) * plain_s * steps > self._slack_s(s, plain_s):
+                return True
+        return False
 
-    def stopping_rule(
-        self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0
-    ) -> Callable[[float, int], bool]:
-        """For `DraftRequest.keep_drafting`: (path probability, depth) -> is one more round worth it?
+    def _slack_s(self, s: RequestStats, plain_s: float) -> float:
+        """What a sequence may still lose to the others of its batch."""
+        whole_s = s.plain_s + self.acceptance.expected_remaining(s) * plain_s
+        return MAX_SLOWDOWN_SHARE * whole_s + s.plain_s - s.taken_s
 
-        `sequences` are drafted together. Made anew for every step.
-        """
-        if stats.probing == drafter:
-            return first_round_only
-        return self._stopping_rule(stats, drafter, sequences, context)
-
-    def _stopping_rule(self, stats: RequestStats, drafter: str, sequences: int, context: int) -> StoppingRule:
-        curve = self.drafters[drafter]
-        # The rules of one step differ in their sequences' records only.
-        key = (drafter, sequences, context, self.target.version, curve.version)
-        if self._shared is None or self._shared[0] != key:
-            self._shared = key, SharedCosts(self.target, curve, sequences, context)
-        tokens, taken = self._recent
-        record, factor = self._acceptance.records[drafter], stats.own[drafter].factor
-        return StoppingRule(record, factor, self._shared[1], tokens / taken if taken else 0.0)
-
-    def min_path_probs(self, stats: RequestStats, drafter: str, sequences: int = 1, context: int = 0) -> list[float]:
-        """The stopping rule as numbers, for `DraftRequest.min_path_probs`; computed anew every few steps only."""
-        if stats.probing == drafter:
-            return [2.0]  # no path is that probable: one round
-        age, known = self._stopping_probs.get((drafter, sequences), (0, []))
-        if age % STOPPING_PROBS_AGE_STEPS == 0:
-            known = self._stopping_rule(stats, drafter, sequences, context).min_path_probs()
-        self._stopping_probs[drafter, sequences] = age + 1, known
-        return known
-
-    # -- whether to run a free drafter ---------------------------------------------------------------------------------
-
-    def should_run_free(self, drafter: str, sequences: int = 1) -> bool:
-        """Whether a free drafter's own time is worth spending in this step: in a batch a token costs less time."""
-        record = self._acceptance.records[drafter]
-        token_s = self.target.seconds(sequences, sequences) / sequences
-        if record.free_run_s <= max(FREE_TIME_SHARE, record.accepted_tokens) * token_s:
-            return True
-        record.steps_skipped += 1
-        return record.steps_skipped * FREE_TIME_SHARE * token_s >= record.free_run_s
-
-    def record_free_run(self, drafter: str, seconds: float, accepted_tokens: float) -> None:
-        """What a free drafter took for one sequence, and how many of its tokens were right."""
-        record = self._acceptance.records[drafter]
-        record.steps_skipped = 0
-        seconds = min(seconds, 4.0 * record.free_run_s) if record.free_run_s else seconds
-        record.free_run_s += 0.05 * (seconds - record.free_run_s) if record.free_run_s else seconds
-        record.accepted_tokens += 0.02 * (accepted_tokens - record.accepted_tokens)
+    def _lagging(self, stats: list[RequestStats], plain_s: float) -> list[int]:
+        """Sequences that this step must not slow down; one alone can only slow down itself."""
+        return [i for i, s in enumerate(stats) if self._slack_s(s, plain_s) < 0.0] if len(stats) > 1 else []
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Cost curves in seconds and acceptance by drafter."""
-        curves = {name: curve.points() for name, curve in self.drafters.items()}
-        return {"target_s": self.target.points(), "round_s": curves, "drafters": self._acceptance.stats()}
+        """Cost curves in seconds, acceptance by drafter, and the last decisions."""
+        return {
+            "target_s": self.target.points(),
+            "round_s": {name: curve.points() for name, curve in self.drafters.items()},
+            "drafters": self.acceptance.stats(),
+            "decisions": [decision._asdict() for decision in self.decisions],
+        }
 
 
-def _lagging(stats: list[RequestStats]) -> list[int]:
-    """Sequences that this step must not slow down; one alone can only slow down itself."""
-    return [i for i, s in enumerate(stats) if s.lagging] if len(stats) > 1 else []
+class StoppingRule:
+    """Follows one chain while it is drafted, and compares its calibrated probability with what another round needs."""
+
+    __slots__ = ("_depth", "_factor", "_least", "_path", "_raw", "_record", "_rounds")
+
+    def __init__(self, record: DrafterRecord, own: RequestRecord, least: list[float], rounds: int) -> None:
+        self._record, self._factor, self._least, self._rounds = record, own.factor, least, rounds
+        self._raw, self._path, self._depth = 1.0, 1.0, 0
+
+    def __call__(self, prob: float, depth: int) -> bool:
+        """Whether to run another round, given the drafter's own probability of the path down to this depth."""
+        more = depth - self._depth
+        if more > 0:  # one token, or several where it began with another drafter's; else a side branch
+            raw = (min(1.0, prob / self._raw) if self._raw > 0.0 else 0.0) ** (1.0 / more)
+            for above in range(self._depth, depth):
+                self._path *= self._record.prob(raw, above == 0, self._factor)
+            self._raw, self._depth = prob, depth
+        if depth >= self._rounds or depth > len(self._least):
+            return False
+        path = self._path if depth == self._depth else min(1.0, prob * self._path / max(self._raw, 1e-9))
+        return depth == 0 or path >= self._least[depth - 1]

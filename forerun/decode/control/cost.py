@@ -35,6 +35,7 @@ class CostCurve:
             raise ValueError(f"a cost curve needs positive sizes and seconds, got {points!r:.200}")
         self.per_context, self.per_context_token = per_context, per_context_token
         self.tokens_per_round = 1  # of a drafter's rounds: depth that one adds to a draft at most
+        self.recent = False  # whether a forward was observed since the last of the target
         self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
         self._sizes = sorted(points)
         timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
@@ -120,17 +121,13 @@ class CostCurve:
         if self._pending >= REBUILD_OBSERVATIONS:
             self._build()
 
-    def relax_to_timed(self, share: float) -> None:
-        """Return by this share to what was timed first, where no forward runs any more that could correct the curve."""
+    def follow(self, drift: float) -> None:
+        """Count a change of all forwards' speed that another curve has seen, where this one's forwards do not run: a
+        curve that was timed in a busy moment would else rule a drafter out for good."""
+        self._common += drift
         self._pending += 1
-        if self._pending < REBUILD_OBSERVATIONS:
-            return
-        share *= REBUILD_OBSERVATIONS
-        self._common -= share * self._common
-        for i, size in enumerate(self._sizes):
-            if size in self._timed:
-                self._logs[i] += share * (self._timed[size] - self._logs[i])
-        self._build()
+        if self._pending >= REBUILD_OBSERVATIONS:
+            self._build()
 
     def points(self) -> dict[int, float]:
         """Seconds at every size that was timed or observed, without context."""

@@ -19,7 +19,7 @@ class Selection:
     nodes: list[list[int]]
     paths: list[list[float]]  # of every node, chosen or not: the probability that it and all above it are accepted
     gains: list[float]  # expected tokens of each sequence
-    seconds: float  # of the target
+    seconds: float  # of the step: the target's, the host's, and what drafting took
 
     @property
     def size(self) -> int:
@@ -37,17 +37,26 @@ class Selection:
         return reach
 
 
+@dataclass(slots=True, frozen=True)
+class StepCosts:
+    """What a step takes beside its forward."""
+
+    plain_s: float  # the host's, without a draft
+    draft_s: float  # the same with one
+    spent_s: float = 0.0  # what drafting has taken in this step
+
+
 def select(
     target: CostCurve,
     drafts: list[Draft],
     probs: list[list[float]],
     limits: list[int],
     context: int,
-    spent_s: float,
+    costs: StepCosts,
     lagging: list[int],
 ) -> Selection:
-    """`probs` are calibrated, `limits` the most nodes of each draft; `spent_s` was spent on drafting; `lagging` are
-    sequences that this step must not slow down."""
+    """`probs` are calibrated, `limits` the most nodes of each draft; `lagging` are sequences that this step must not
+    slow down."""
     sequences = len(drafts)
     paths = [path_probs(draft, prob) for draft, prob in zip(drafts, probs, strict=True)]
     found = Selection([[] for _ in drafts], paths, [1.0] * sequences, 0.0)
@@ -65,14 +74,18 @@ def select(
             owners += [i] * len(paths[i])
             sides += side_branches(draft)
     size = found.size
+    host_s = costs.spent_s + (costs.draft_s if size > sequences else costs.plain_s)
     if not flat:
-        found.seconds = target.seconds(size, sequences, context)
+        found.seconds = target.seconds(size, sequences, context) + host_s
         return found
-    seconds = target.seconds_range(size, size + len(flat), sequences, context)
-    plain_s = target.seconds(sequences, sequences, context) if lagging else 0.0
+    seconds = [
+        s + costs.spent_s + costs.draft_s for s in target.seconds_range(size, size + len(flat), sequences, context)
+    ]
+    seconds[0] += host_s - costs.spent_s - costs.draft_s
+    plain_s = target.seconds(sequences, sequences, context) + costs.plain_s + costs.spent_s
     branch_s = target.per_branch if any(sides) else 0.0
     extra = [branch_s if side else 0.0 for side in sides]
-    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, spent_s, plain_s, lagging)
+    taken, found.seconds = _best_nodes(flat, owners, extra, found.gains, limits, seconds, plain_s, lagging)
     for place in taken:
         i = owners[place]
         found.gains[i] += flat[place]
@@ -89,13 +102,12 @@ def _best_nodes(
     gains: list[float],
     limits: list[int],
     seconds: list[float],
-    spent_s: float,
     plain_s: float,
     lagging: list[int],
 ) -> tuple[list[int], float]:
-    """Indices in `flat` of the nodes to verify, and the target's seconds with them: `seconds[n]` plus their `extra`."""
+    """Indices in `flat` of the nodes to verify, and the step's seconds with them: `seconds[n]` plus their `extra`."""
     tokens, best, best_s = sum(gains), 0, seconds[0]
-    best_rate = tokens / (best_s + spent_s)
+    best_rate = tokens / best_s
     most = tokens + sum(flat)
     lagging_tokens = {i: gains[i] for i in lagging}
     taken: list[int] = []
@@ -111,11 +123,10 @@ def _best_nodes(
         tokens += path
         extra_s += extra[place]
         step_s = seconds[len(taken)] + extra_s
-        taken_s = step_s + spent_s
         if i in lagging_tokens:
             lagging_tokens[i] += path
-        if tokens > best_rate * taken_s and (not lagging_tokens or step_s <= plain_s * min(lagging_tokens.values())):
-            best_rate, best, best_s = tokens / taken_s, len(taken), step_s
-        elif most <= best_rate * taken_s:
+        if tokens > best_rate * step_s and (not lagging_tokens or step_s <= plain_s * min(lagging_tokens.values())):
+            best_rate, best, best_s = tokens / step_s, len(taken), step_s
+        elif most <= best_rate * step_s:
             break  # not even all the others could make up for what they cost
     return taken[:best], best_s

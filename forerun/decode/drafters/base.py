@@ -37,6 +37,7 @@ class DraftRequest:
     candidates: Draft | None = None  # what free drafters proposed, for drafters that can score it
     sampled: bool = False  # draw from the drafter's own distribution and return that as `Draft.proposals`
     rng: Rng | None = None  # what to draw with; None: random numbers of the request's own seed
+    min_prob: float = 0.02  # of a node's path: less probable ones are not worth verifying
     min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
     keep_drafting: Callable[[float, int], bool] | None = (
         None  # (path probability, depth) -> is one more round worth it?
@@ -68,6 +69,7 @@ class Drafter(ABC):
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
+    max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra
     tokens_per_round: int = 1  # of paid drafters: depth that one round adds to a draft at most
     rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 

@@ -24,7 +24,6 @@ _SHIFT = 24  # bits of a token in a key; a collision would only be a wrong draft
 _MAX_PAIR_MATCHES = 8  # the newest occurrences of the last two tokens
 _MAX_SINGLE_MATCHES = 4  # of the last token, where the pair is new
 MAX_MATCH_TOKENS = 12  # a longer match predicts no better
-_MIN_PATH_PROB = 0.02  # of a node: less probable ones are never worth verifying
 
 # Log odds that the token after a match is the target's own, by the length of the match (0 is unused): measured on
 # greedy answers of a 1.5B model, as are the weights below. A match of length l of which d more tokens were accepted is
@@ -51,11 +50,11 @@ def grow_best_first(
     draft = Draft()
     tokens, parents, probs = draft.tokens, draft.parents, draft.probs
     frontier: list[tuple[float, int, int, float, int, int, State]] = []
-    made, node, depth, path, state = 0, ROOT, 1, 1.0, root
+    made, node, depth, path, state, least = 0, ROOT, 1, 1.0, root, request.min_prob
     while True:
         if depth <= request.max_depth:
             for token, prob, child in expand(state):
-                if path * prob >= _MIN_PATH_PROB:
+                if path * prob >= least:
                     made += 1  # ties go to the older, and states are never compared
                     heappush(frontier, (-path * prob, made, token, prob, node, depth, child))
         if not frontier or len(tokens) >= request.max_nodes:

@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
         self._vocab = ctx.runner.decoder.config.vocab_size
         assert ctx.draft_kv is not None
         self._draft_kv = ctx.draft_kv
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _State] = ctx.draft_states  # of all drafters that write the draft model's K/V
         head = self._runner.decoder.head
         self._short_head = head if isinstance(head, ShortHead) else None
         self.stops_on_device = self._runner.can_chain
@@ -87,6 +87,9 @@ class ModelDrafter(Drafter):
 
     def time_round(self, tokens: int, context: int) -> float:
         return self._runner.time_forward(tokens, context, repeats=2)
+
+    def same_forwards(self, other: Drafter) -> bool:
+        return isinstance(other, ModelDrafter) and other._runner is self._runner
 
     def catch_up_tokens(self, request: DraftRequest) -> int:
         """Tokens of a sequence that the draft model has not run yet."""

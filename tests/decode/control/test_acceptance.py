@@ -1,4 +1,4 @@
-"""What became of guesses: probabilities corrected by experience, for all requests and for one."""
+"""What became of drafts: probabilities corrected by outcomes, for all requests, by kind of prompt and for one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ import json
 import pytest
 
 from forerun.core import ROOT, Draft
-from forerun.decode.control.acceptance import TRACKED_DEPTHS, Acceptance, DrafterRecord, RequestStats
+from forerun.decode.control.acceptance import (
+    FREE_PRIOR_TOKENS,
+    MAX_ODDS_RATIO,
+    MIN_ODDS_RATIO,
+    PAID_PRIOR,
+    PAID_PRIOR_ELSEWHERE,
+    PRIOR_ANSWER_TOKENS,
+    TRACKED_DEPTHS,
+    Acceptance,
+    DrafterRecord,
+    RequestRecord,
+    RequestStats,
+)
 
 
-def test_chances_begin_with_the_drafters_word_and_end_with_experience():
+def test_probabilities_begin_with_the_drafters_own_and_end_with_outcomes():
     known = Acceptance()
     draft = Draft.chain([1, 2], [0.9, 0.4], "free")
     assert known.calibrate(RequestStats(), draft) == pytest.approx([0.9, 0.4])
@@ -46,15 +58,7 @@ def test_only_what_could_have_been_seen_is_learnt():
     assert [seen[name]["accepted"] for name in "abcd"] == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_probes_hits_are_told():
-    known, stats = Acceptance(), RequestStats(probing="paid")
-    draft = Draft([5, 6, 9], [ROOT, 0, 1], [0.5] * 3, ["paid", "free", "paid"])
-    assert known.record_draft(stats, draft, [5, 6, 9, 1]) == 2
-    assert known.record_draft(stats, draft, [5, 7]) == 1
-    assert known.record_draft(RequestStats(), draft, [5, 6, 9, 1]) == 0
-
-
-def test_one_node_is_judged_as_a_whole_draft_is():
+def test_one_node_is_calibrated_as_a_whole_draft_is():
     known, stats = Acceptance(), RequestStats()
     draft = Draft.chain([1, 2, 3], [0.9, 0.7, 1.0], "free")
     for emitted in ([1, 2, 3, 4], [1, 9], [8], [1, 2, 9]):
@@ -65,32 +69,132 @@ def test_one_node_is_judged_as_a_whole_draft_is():
     assert one_by_one == pytest.approx(known.calibrate(stats, draft))
 
 
+@pytest.mark.parametrize(("prob", "hit", "limit"), [(0.01, True, MAX_ODDS_RATIO), (0.99, False, MIN_ODDS_RATIO)])
+def test_a_requests_odds_have_limits(prob: float, hit: bool, limit: float):
+    record = RequestRecord()
+    for _ in range(400):
+        record.count(prob, hit)
+    assert record.factor == limit
+
+
+# -- acceptance by depth -----------------------------------------------------------------------------------------------
+
+
+def by_depth(known: Acceptance, doubt: float = 0.0, kind: str = "text", deepest: int = 12) -> list[float]:
+    return known.records["paid"].by_depth(kind, RequestRecord(), deepest, doubt)
+
+
 def test_acceptance_by_depth_goes_on_as_at_the_last_one_known():
     known = Acceptance()
     chain = Draft.chain(list(range(12)), [0.8] * 12, "paid")
     for _ in range(300):
         known.record_draft(RequestStats(), chain, [*range(3), 99])  # the fourth never comes
-    ahead = known.records["paid"].acceptance_by_depth(1.0, 12)
+    ahead = by_depth(known)
     assert len(ahead) == 12
     assert min(ahead[:3]) > 0.9 and ahead[3] < 0.1
     assert ahead[TRACKED_DEPTHS:] == [ahead[TRACKED_DEPTHS - 1]] * (12 - TRACKED_DEPTHS)
-    for _ in range(300):
-        known.record_draft(RequestStats(), chain, [*range(10), 99])  # now the eleventh does not
-    ahead = known.records["paid"].acceptance_by_depth(1.0, 12)
-    assert ahead[0] > 0.95 and 0.7 < ahead[-1] < 0.8  # three of four from the eighth on
-    assert DrafterRecord().acceptance_by_depth(2.0, 2) == pytest.approx(
-        [0.8 * 2 / (0.2 + 0.8 * 2)] * 2
-    )  # twice the odds
 
 
-def test_a_sequence_is_owed_what_drafting_took_beyond_a_little():
-    assert not RequestStats(plain_s=10.0, taken_s=10.9, allowance_s=1.0).lagging
-    assert RequestStats(plain_s=10.0, taken_s=11.2, allowance_s=1.0).lagging
-
-
-def test_the_report_is_plain_data():
+def test_a_lower_bound_narrows_with_outcomes_of_this_request():
     known = Acceptance()
-    known.record_draft(RequestStats(), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])
+    assert by_depth(known) == pytest.approx([PAID_PRIOR_ELSEWHERE] * 12)
+    assert by_depth(known, kind="code") == pytest.approx([PAID_PRIOR["code"]] * 12)
+    own = RequestRecord()
+    record, doubts = known.records["paid"], []
+    for _ in range(4):
+        doubts.append(record.by_depth("text", own, 1, 0.0)[0] - record.by_depth("text", own, 1, 1.0)[0])
+        for i in range(10):
+            own.count(0.7, hit=i % 10 < 7)
+    assert doubts == sorted(doubts, reverse=True) and doubts[0] > 0.15 and doubts[-1] < 0.1
+
+
+def test_what_others_accepted_never_counts_as_much_as_this_requests_own_outcomes():
+    known, chain = Acceptance(), Draft.chain([1], [0.7], "paid")
+    for _ in range(5000):
+        known.record_draft(RequestStats(), chain, [1])
+    assert by_depth(known, 1.0)[0] > 0.9
+    stats = RequestStats()
+    for _ in range(60):
+        known.record_draft(stats, chain, [2])
+    assert known.records["paid"].by_depth("text", stats.own["paid"], 1, 1.0)[0] < 0.45
+    assert by_depth(known, 0.0)[0] > 0.8  # for the next one it was one poor request among many
+
+
+def test_a_drafters_own_probabilities_count_before_any_outcome():
+    known, sure, unsure = Acceptance(), RequestRecord(), RequestRecord()
+    draft = Draft.chain([1, 2, 3, 4], [0.99] * 4, "paid")
+    sure.state(draft, [0.99] * 4)
+    unsure.state(draft, [0.2] * 4)
+    record = known.records["paid"]
+    usual = by_depth(known)[0]
+    assert record.by_depth("text", sure, 1, 0.0)[0] > usual > record.by_depth("text", unsure, 1, 0.0)[0]
+
+
+def test_kinds_of_prompts_are_learnt_apart():
+    known, chain = Acceptance(), Draft.chain([1], [0.7], "paid")
+    for _ in range(200):
+        known.record_draft(RequestStats("code"), chain, [1])
+        known.record_draft(RequestStats("text"), chain, [2])
+    assert by_depth(known, kind="code")[0] > 0.95 and by_depth(known, kind="text")[0] < 0.1
+    assert by_depth(known, kind="numbers")[0] == pytest.approx(PAID_PRIOR["numbers"])
+
+
+def test_side_branches_do_not_count_in_acceptance_by_depth():
+    known = Acceptance()
+    draft = Draft([1, 2], [ROOT, ROOT], [0.8, 0.1], ["paid"] * 2)
+    for _ in range(100):
+        known.record_draft(RequestStats(), draft, [1])
+    assert by_depth(known)[0] > 0.95
+
+
+# -- free drafters and answers -----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_worth_less_with_every_one_that_gives_nothing():
+    record, stats = DrafterRecord(), RequestStats(prompt_tokens=100)
+    own = stats.own["free"]
+    values = []
+    for _ in range(30):
+        values.append(record.run_tokens("text", own))
+        record.count_run(stats, own, 0, 1e-4)
+    assert 0.0 < values[0] < FREE_PRIOR_TOKENS
+    assert values == sorted(values, reverse=True) and values[-1] < 0.03
+    for _ in range(3):
+        record.count_run(stats, own, 8, 1e-4)
+    assert record.run_tokens("text", own) > 0.5  # it finds something again
+
+
+def test_reading_a_prompt_counts_apart_from_runs_and_pauses_are_cut():
+    record, stats = DrafterRecord(), RequestStats(prompt_tokens=999)
+    own = stats.own["free"]
+    record.count_run(stats, own, 0, 1e-3)
+    assert record.read_s == pytest.approx(1e-6) and record.run_s == 0.0
+    for _ in range(10):
+        record.count_run(stats, own, 0, 50e-6)
+    record.count_run(stats, own, 0, 1.0)  # the operating system had other work
+    assert record.run_s < 70e-6
+
+
+def test_answers_are_expected_to_last_as_others_of_their_kind():
+    known = Acceptance()
+    assert known.expected_remaining(RequestStats()) == PRIOR_ANSWER_TOKENS
+    assert known.expected_remaining(RequestStats(max_tokens=20)) == 20
+    for _ in range(20):
+        known.record_length(RequestStats("text", tokens=12))
+    assert known.expected_remaining(RequestStats("text")) < 24
+    assert known.expected_remaining(RequestStats("text", tokens=200)) == 100  # this one is longer than they were
+    assert known.expected_remaining(RequestStats("code")) == PRIOR_ANSWER_TOKENS
+
+
+def test_the_report_is_plain_data_and_a_record_comes_back():
+    known = Acceptance()
+    known.record_draft(RequestStats("code"), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])
     stats = json.loads(json.dumps(known.stats()))
     assert stats["free"]["by_prob"]["1"] == {"tries": 1.0, "accepted": 1.0}
-    assert stats["free"]["by_depth"] == [1.0, 1.0]
+    assert stats["free"]["kinds"]["code"]["by_depth"] == [1.0, 1.0]
+    record = known.records["free"]
+    again = DrafterRecord.from_record(json.loads(json.dumps(record.record())))
+    assert again.record() == record.record()
+    for damage in ({"first": []}, {"kinds": {"code": [[], [0, 0], [0, 0]]}}, {"s": [-1.0, 0.0]}):
+        with pytest.raises(ValueError):
+            DrafterRecord.from_record({**record.record(), **damage})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -80,17 +81,11 @@ def test_stairs_are_learnt():
     assert curve.seconds(12) == pytest.approx(1.85e-3, rel=0.04)
 
 
-def test_calming_returns_to_what_was_timed_and_by_no_more():
+def test_a_curve_follows_a_change_that_another_has_seen():
     curve = CostCurve(CPU)
-    for _ in range(300):
-        curve.observe(1, 1, 0, 3 * CPU[1])
-    slow = curve.seconds(1)
-    for _ in range(100):
-        curve.relax_to_timed(0.001)
-    assert 0.85 * slow < curve.seconds(1) < 0.95 * slow
-    for _ in range(10_000):
-        curve.relax_to_timed(0.001)
-    assert curve.points() == pytest.approx(CPU, rel=0.001)
+    for _ in range(32):
+        curve.follow(0.02)
+    assert curve.seconds(4) == pytest.approx(CPU[4] * math.exp(0.64))
 
 
 def test_one_token_of_each_sequence():

@@ -10,8 +10,8 @@ import torch
 
 from forerun.core import ROOT, Draft
 from forerun.decode.control.cost import CostCurve
-from forerun.decode.control.selection import Selection, select
-from tests.decode.worlds import CPU
+from forerun.decode.control.selection import Selection, StepCosts, select
+from tests.decode.simulator import CORES
 
 STAIRS = CostCurve({1: 1.0, 2: 1.02, 3: 1.5, 4: 1.52, 5: 1.53, 6: 2.4, 7: 2.41, 12: 2.5})
 
@@ -19,7 +19,9 @@ STAIRS = CostCurve({1: 1.0, 2: 1.02, 3: 1.5, 4: 1.52, 5: 1.53, 6: 2.4, 7: 2.41, 
 def chosen(
     target: CostCurve, drafts: list[Draft], limits: list[int], spent_s: float = 0.0, lagging: tuple[int, ...] = ()
 ) -> Selection:
-    return select(target, drafts, [draft.probs for draft in drafts], limits, 0, spent_s, list(lagging))
+    return select(
+        target, drafts, [draft.probs for draft in drafts], limits, 0, StepCosts(0.0, 0.0, spent_s), list(lagging)
+    )
 
 
 def random_tree(rng: random.Random, num: int) -> Draft:
@@ -54,13 +56,13 @@ def test_the_chosen_nodes_are_the_best_of_all_closed_choices():
         assert all(nodes in options for nodes, options in zip(found.nodes, closed, strict=True))
         best = max(rate(drafts, list(pair), spent_s) for pair in itertools.product(*closed))
         assert rate(drafts, found.nodes, spent_s) == pytest.approx(best)
-        assert sum(found.gains) / (found.seconds + spent_s) == pytest.approx(best)
+        assert sum(found.gains) / found.seconds == pytest.approx(best)
 
 
 def test_what_was_drawn_at_random_is_verified_whole():
     drawn = Draft([1, 2], [ROOT, 0], [0.01, 0.01], ["paid"] * 2, {ROOT: torch.ones(4) / 4})
     plain = Draft.chain([1, 2], [0.01, 0.01], "free")
-    found = chosen(CostCurve(CPU[0]), [drawn, plain], [8, 8])
+    found = chosen(CostCurve(CORES.target), [drawn, plain], [8, 8])
     assert found.nodes == [[0, 1], []]
     assert found.gains == pytest.approx([1.0101, 1.0])
     assert found.size == 4
@@ -82,3 +84,20 @@ def test_reach_adds_up_the_chosen_nodes_of_a_depth():
     assert found.nodes == [[0, 1, 2], []]
     assert found.reach(draft, 0) == pytest.approx([0.9, 0.3])
     assert found.reach(Draft(), 1) == []
+
+
+def test_what_the_host_takes_for_a_draft_counts():
+    draft, flat = Draft.chain([1, 2], [0.9, 0.9], "free"), CostCurve({1: 1.0, 8: 1.01})
+    for draft_s, nodes in ((0.1, [0, 1]), (1.8, [])):  # of a step that would take 1.0 without a draft
+        costs = StepCosts(plain_s=0.0, draft_s=draft_s)
+        found = select(flat, [draft], [draft.probs], [8], 0, costs, [])
+        assert found.nodes == [nodes]
+        assert found.seconds == pytest.approx(1.0 + (draft_s + 0.01 * 2 / 7 if nodes else 0.0))
+
+
+def test_a_side_branch_has_its_own_cost():
+    draft = Draft([1, 2], [ROOT, ROOT], [0.6, 0.39], ["free"] * 2)
+    curve = CostCurve({1: 1.0, 8: 1.01})
+    assert chosen(curve, [draft], [8]).nodes == [[0, 1]]
+    curve.per_branch = 0.5
+    assert chosen(curve, [draft], [8]).nodes == [[0]]

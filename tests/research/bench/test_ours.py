@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from forerun.core import SamplingParams
+from forerun.decode.control.controller import Controller
+from forerun.decode.control.cost import CostCurve
 from forerun_research.bench.ours import ForerunSide, max_speedup
 from forerun_research.bench.sides import SideSpec
-from tests.decode.worlds import make
 
 IDS = list(range(20, 60))
 
@@ -59,7 +60,8 @@ def test_bounds_and_figures_come_from_the_engine(side: ForerunSide) -> None:
 
 
 def test_the_bound_is_that_of_the_best_depth():
-    c = make()
+    target = CostCurve({1: 0.051, 2: 0.053, 4: 0.060, 8: 0.079, 16: 0.121, 32: 0.200})
+    c = Controller(target, {"paid": CostCurve({1: 0.019, 8: 0.03, 32: 0.07})})
     survival = [0.9, 0.8, 0.1]
     by_depth = [1.9 * 51 / (53 + 19), 2.7 * 51 / (56.5 + 38), 2.8 * 51 / (60 + 57)]
     assert max_speedup(c, survival, "paid") == pytest.approx(max(by_depth))
