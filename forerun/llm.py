@@ -179,8 +179,10 @@ class LLM(OldLLMNames):
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
             self.engine = Engine(self.decoder, self.tokenizer, config, draft or reader, known, prefiller, keep, quiet)
-        if self._costs is not None and known is None:
-            self._costs.store(self.engine.speculator.controller)
+        if self._costs is not None:
+            if known is None:
+                self._costs.store(self.engine.speculator.controller)
+            self._costs.load_learnt(self.engine.speculator.controller)
         self.load_report = loader.finish(costs_read=known is not None)
         self.driver = Driver(self.engine)
         self._sessions: SessionRegistry | None = None

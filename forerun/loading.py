@@ -137,12 +137,13 @@ class ModelLoader:
         return decoder, precision
 
     def costs(self, models: list[Checkpoint], precision: Precision, context: int) -> CostCache | None:
-        """Where the costs of these models' forwards are kept; None where timing them takes no time to speak of."""
+        """Where the costs of these models' forwards and what was accepted are kept; None for tiny models."""
         files = [file for checkpoint in models for file in checkpoint.files]
-        if self.device.type != "cpu" or min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
+        if min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
         settings = (precision.identity, self.weights, self.batch_invariant, torch.get_num_threads(), torch.__version__)
         with self.stage("costs"):
             whole = precision.name in ("int8", "file", "mixed")  # then it is known: packed weights have its name
             weights = [fingerprint(c, self.quiet) if whole else sampled_fingerprint(c) for c in models]
-        return CostCache([*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()], files)
+        key = [*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()]
+        return CostCache(key, files, timed=self.device.type == "cpu", accepts_by=len(weights) + 1)

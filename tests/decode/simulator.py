@@ -191,7 +191,7 @@ class World:
         self.texts: dict[int, Text] = {}
         self.read: dict[int, int] = {}  # of both drafters of the draft model: they share its K/V
         runner = SimpleNamespace(decoder=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)))
-        ctx: Any = SimpleNamespace(tokenizer=None, draft=None, runner=runner)
+        ctx: Any = SimpleNamespace(tokenizer=None, paid_drafters=[], runner=runner)
         self.controller = controller or Controller(CostCurve(machine.target), {})
         self.spec = Speculator(ctx, self.controller)
         for name in drafters:

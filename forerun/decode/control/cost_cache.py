@@ -1,8 +1,10 @@
-"""Cost curves on disk: what forwards took on this machine, so that the next start need not time them.
+"""Cost curves and acceptance on disk, so that the next start need not time forwards and its first requests know what
+drafters are worth.
 
 Curves timed in a busy moment do not stay: they are timed anew after a day, and at the next start when the steps of this
-process took much less or more than they said. Where steps agree, what they taught replaces what was timed. Knows no
-model: it is given what costs depend on.
+process took much less or more than they said. Where steps agree, what they taught replaces what was timed. Acceptance
+does not depend on the machine's mood: it lies in a file of its own and stays. Knows no model: it is given what costs
+depend on.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forerun.decode.control.acceptance import DrafterRecord
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters import registered
@@ -24,6 +27,8 @@ from forerun.models.fetch.store import home, write_whole
 MAX_AGE_S = 24 * 3600.0  # since curves were timed
 MIN_OBSERVATIONS = 64  # steps of a process that count against what was timed
 MAX_DRIFT = 0.4  # log of the factor between timed and observed seconds: 1.5
+LEARNT_VERSION = 1  # of the records of acceptance: others are not read
+MAX_KINDS = 16  # of prompts, in a file
 
 
 def folder() -> Path:
@@ -31,16 +36,22 @@ def folder() -> Path:
 
 
 class CostCache:
-    """The curves of one target and draft model. `files`: that the models came from."""
+    """What is known of one target and draft model. `files`: that the models came from; `timed`: False where timing
+    forwards takes no time to speak of, and only acceptance is kept; `accepts_by`: the first so many of what costs
+    depend on are all that acceptance does (the weights and their precision, not the machine)."""
 
-    def __init__(self, depends_on: Sequence[str], files: Sequence[Path]) -> None:
+    def __init__(
+        self, depends_on: Sequence[str], files: Sequence[Path], timed: bool = True, accepts_by: int | None = None
+    ) -> None:
+        self._timed, self._learnt_key = timed, list(depends_on[:accepts_by])
         self._key, self._files = list(depends_on), [str(file.absolute()) for file in files]
-        name = hashlib.blake2b(json.dumps(self._key).encode(), digest_size=16).hexdigest()
-        self.path = folder() / f"{name}.json"
+        self.path, self.learnt_path = _path(self._key), _path([*self._learnt_key, "learnt"])
         self._timed_at = time.time()
 
     def load(self) -> Controller | None:
         """None where curves have to be timed: there are none, they are old, or not what was written."""
+        if not self._timed:
+            return None
         try:
             body = json.loads(self.path.read_text(encoding="utf-8"))
             found = body["costs"]
@@ -56,11 +67,9 @@ class CostCache:
 
     def store(self, controller: Controller) -> None:
         """Keep the curves as they are now; those of a user's own drafters are timed at every start."""
-        drafters = {
-            name: curve.record()
-            for name, curve in controller.drafters.items()
-            if name in registered() and registered()[name].__module__.startswith("forerun.")
-        }
+        if not self._timed:
+            return
+        drafters = {name: curve.record() for name, curve in controller.drafters.items() if _is_ours(name)}
         found: dict[str, Any] = {
             "key": self._key,
             "files": self._files,
@@ -70,8 +79,39 @@ class CostCache:
         }
         write_whole(self.path, json.dumps({"costs": found, "checksum": _checksum(found)}))
 
+    def load_learnt(self, controller: Controller) -> None:
+        """Give a controller what was accepted in processes before; nothing where the file is not as it was written."""
+        try:
+            body = json.loads(self.learnt_path.read_text(encoding="utf-8"))
+            found = body["learnt"]
+            described = (found["version"], found["key"])
+            if body["checksum"] != _checksum(found) or described != (LEARNT_VERSION, self._learnt_key):
+                return
+            records = {name: DrafterRecord.from_record(record) for name, record in found["drafters"].items()}
+            lengths = {kind: [float(tokens), float(answers)] for kind, (tokens, answers) in found["lengths"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return
+        controller.acceptance.records.update(records)
+        controller.acceptance.lengths.update(lengths)
+
+    def store_learnt(self, controller: Controller) -> None:
+        """Keep what was accepted, of the package's own drafters."""
+        known = controller.acceptance
+        drafters = {
+            name: record.record()
+            for name, record in known.records.items()
+            if _is_ours(name) and len(record.kinds) <= MAX_KINDS
+        }
+        if not any(record.observations for record in known.records.values()):
+            return
+        lengths = dict(list(known.lengths.items())[:MAX_KINDS])
+        found: dict[str, Any] = {"version": LEARNT_VERSION, "key": self._learnt_key, "files": self._files}
+        found |= {"lengths": lengths, "drafters": drafters}
+        write_whole(self.learnt_path, json.dumps({"learnt": found, "checksum": _checksum(found)}))
+
     def close(self, controller: Controller) -> None:
         """Keep what steps taught, or forget curves that they contradict."""
+        self.store_learnt(controller)
         if controller.target.observations < MIN_OBSERVATIONS:
             return
         if abs(controller.target.drift) > MAX_DRIFT:
@@ -82,12 +122,21 @@ class CostCache:
 
 
 def remove_orphans() -> None:
-    """Forget the curves of models that are no longer there."""
+    """Forget what is known of models that are no longer there."""
     for path in folder().glob("*.json"):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            files = json.loads(path.read_text(encoding="utf-8"))["costs"]["files"]
+            body = json.loads(path.read_text(encoding="utf-8"))
+            files = (body.get("costs") or body["learnt"])["files"]
             if not any(Path(file).exists() for file in files):
                 path.unlink()
+
+
+def _path(key: list[str]) -> Path:
+    return folder() / f"{hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()}.json"
+
+
+def _is_ours(drafter: str) -> bool:
+    return drafter in registered() and registered()[drafter].__module__.startswith("forerun.")
 
 
 def _checksum(found: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams, loading
+from forerun.core import Draft
 from forerun.decode.control import cost_cache
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
@@ -126,6 +127,61 @@ def test_curves_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
     os.unlink(model)
     cost_cache.remove_orphans()
     assert gone.load() is None and cache().load() is not None
+
+
+# -- acceptance --------------------------------------------------------------------------------------------------------
+
+
+def taught() -> Controller:
+    found = controller()
+    stats = found.new_request("code")
+    for _ in range(40):
+        found.record_draft(stats, Draft.chain([1, 2], [0.9, 0.9], "model"), [1, 2, 3])
+        found.record_draft(stats, Draft.chain([1], [0.9], "of a user"), [1])
+        found.record_run(stats, "lookup", 3, 50e-6)
+    stats.tokens = 30
+    found.record_end(stats)
+    return found
+
+
+def test_what_was_accepted_is_known_at_the_next_start_of_any_machine() -> None:
+    here = CostCache(["weights", "int8", "2 threads"], [Path(__file__)], accepts_by=2)
+    here.store_learnt(taught())
+    there = CostCache(["weights", "int8", "8 threads"], [Path(__file__)], timed=False, accepts_by=2)
+    found = controller()
+    assert not found.acceptance.records
+    there.load_learnt(found)
+    assert set(found.acceptance.records) == {"model", "lookup"}  # a user's own drafter may have changed
+    for name in ("model", "lookup"):
+        assert found.acceptance.records[name].record() == taught().acceptance.records[name].record()
+    assert found.acceptance.lengths == {"code": [30.0, 1.0]}
+    assert found.acceptance.records["model"].has_paid("code")
+    there.store(found)
+    assert there.load() is None  # its curves are timed at every start
+    other = controller()
+    CostCache(["weights", "file"], [Path(__file__)], accepts_by=2).load_learnt(other)
+    assert not other.acceptance.records
+
+
+@pytest.mark.parametrize("damage", ["version", "key", "drafters", "text"])
+def test_records_of_another_version_or_damaged_ones_are_not_read(damage: str) -> None:
+    cache().store_learnt(taught())
+    body = json.loads(cache().learnt_path.read_text())
+    if damage == "drafters":
+        body["learnt"]["drafters"]["model"]["first"][3] = [5.0, 1e12]
+    elif damage != "text":
+        body["learnt"][damage] = "other"
+    if damage in ("version", "key"):
+        body["checksum"] = cost_cache._checksum(body["learnt"])
+    cache().learnt_path.write_text("{" if damage == "text" else json.dumps(body))
+    found = controller()
+    cache().load_learnt(found)
+    assert not found.acceptance.records
+
+
+def test_a_process_in_which_nothing_was_drafted_writes_nothing() -> None:
+    cache().store_learnt(controller())
+    assert not cache().learnt_path.exists()
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
