@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forerun.renamed import MODULES, OldModules, warn_renamed
+from forerun.renamed import MODULES, OldModules
 
 if TYPE_CHECKING:
     from forerun.cache.tiers import TierConfig
@@ -76,11 +76,8 @@ _PACKAGES = ("drafters", "recipes", "sharing")  # public ones, imported when fir
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
+    if name in _PACKAGES or f"forerun.{name}" in MODULES:  # old names of modules warn when they are imported
         return import_module(f"forerun.{name}")
-    if (moved := MODULES.get(f"forerun.{name}")) is not None:
-        warn_renamed(f"forerun.{name}", moved)
-        return import_module(moved)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

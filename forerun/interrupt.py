@@ -53,8 +53,7 @@ def only_raise() -> None:
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None], line: Callable[[], str]) -> Iterator[None]:
     """Within it Ctrl-C calls `handler` instead of raising; where the process is to end by then all the same, it ends
-    with
-    `line`. To be called in the main thread."""
+    with `line`. To be called in the main thread."""
     before = signal.signal(signal.SIGINT, handler)
     _lines[handler] = line
     try:

@@ -356,20 +356,8 @@ class LLM(OldLLMNames):
         from forerun.sharing.rollout import arollout
         from forerun.sharing.rollout_config import SAMPLING, RolloutConfig
 
-        config = RolloutConfig(
-            width,
-            depth,
-            token_budget,
-            branch_on,
-            score,
-            SAMPLING if params is None else params,
-            separator,
-            keep,
-            prune_below,
-            min_distance,
-            min_prob,
-            seed,
-        )
+        asked = (width, depth, token_budget, branch_on, score, SAMPLING if params is None else params)
+        config = RolloutConfig(*asked, separator, keep, prune_below, min_distance, min_prob, seed)
         return run_sync(arollout(self, prompt, config))
 
     def topk(self, prompt: Prompt | Messages, trie: TokenTrie | str | Path, k: int = 10, end: bool = False) -> TopItems:

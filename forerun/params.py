@@ -322,12 +322,10 @@ class SamplingParams:
         if not self.cache and self.prefill.source == "chunk":
             hint = "leave cache as it is, or take another source"
             raise BadRequest("prefill: the source 'chunk' reads what others left, and cache is false", hint)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            hint = "keep the few that matter"
-            raise BadRequest(f"stop has {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}", hint)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            hint = "keep the few that matter"
-            raise BadRequest(f"stop_token_ids has {len(self.stop_token_ids)}, the limit is {MAX_STOP_TOKEN_IDS}", hint)
+        for name, most in (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+            if len(getattr(self, name)) > most:
+                many = f"{name} has {len(getattr(self, name))} entries, the limit is {most}"
+                raise BadRequest(many, "keep the few that matter")
         for token in self.stop_token_ids:
             if type(token) is not int or token < 0:
                 raise BadRequest(f"stop_token_ids has {token!r:.80}", "give token ids: ints of at least 0")

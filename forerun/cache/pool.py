@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +132,15 @@ class PagePool:
             last += len(run)
         self.free -= count
         return pages
+
+    @contextmanager
+    def borrow(self, entries: int) -> Iterator[array[int]]:
+        """Pages for so many entries, released at the end. The caller checked `free`."""
+        pages = array("i", self.allocate(self.pages_for(entries)))
+        try:
+            yield pages
+        finally:
+            self.release(pages)
 
     def _gap(self, count: int) -> int:
         """First page of a place in the longest free run, leaving room to grow for the sequence before it."""

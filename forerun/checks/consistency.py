@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun import data
-from forerun.checks.finding import Finding
+from forerun.checks import Finding
 from forerun.core import SamplingParams
 from forerun.llm import LLM, Completion, Prompt
 

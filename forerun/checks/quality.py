@@ -99,12 +99,5 @@ def compare(weights: str, name: str, ids: Tensor, reference: Tensor, logits: Ten
         reference_nll -= float(p.gather(1, following).sum())
         nll -= float(q.gather(1, following).sum())
     positions = count - 1
-    return Quality(
-        weights=weights,
-        text=name,
-        tokens=count,
-        kl=kl / positions,
-        top1=agree / positions,
-        perplexity=math.exp(nll / positions),
-        reference_perplexity=math.exp(reference_nll / positions),
-    )
+    perplexity, reference_perplexity = math.exp(nll / positions), math.exp(reference_nll / positions)
+    return Quality(weights, name, count, kl / positions, agree / positions, perplexity, reference_perplexity)

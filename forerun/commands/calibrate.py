@@ -101,18 +101,10 @@ def calibrate(
 
 
 def _record(profile: Profile, out: Path) -> dict[str, Any]:
-    return {
-        "profile": str(out),
-        "kind": profile.kind,
-        "names": profile.names,
-        "bytes": out.stat().st_size,
-        "base": profile.maps.base,
-        "rank": profile.maps.rank,
-        "share": profile.share,
-        "curve": [asdict(point) for point in profile.curve],
-        "thresholds": profile.thresholds,
-        "facts": profile.facts,
-    }
+    own = {name: getattr(profile, name) for name in ("kind", "names", "share", "thresholds", "facts")}
+    maps = {"base": profile.maps.base, "rank": profile.maps.rank}
+    curve = [asdict(point) for point in profile.curve]
+    return {"profile": str(out), "bytes": out.stat().st_size, "curve": curve} | own | maps
 
 
 def _show(profile: Profile, out: Path) -> None:

@@ -13,7 +13,7 @@ from forerun.commands import options as opt
 from forerun.commands.screen import print_table
 
 if TYPE_CHECKING:
-    from forerun.checks.finding import Finding
+    from forerun.checks import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Check that results are what they should be; exit status 1 if not.")
 

@@ -64,20 +64,17 @@ def size_kv_cache(
             raise BadRequest("kv_cache_tokens and gpu_memory_utilization both size the KV pool", "leave one out")
     free, total = torch.cuda.mem_get_info() if cuda else (psutil.virtual_memory().available, 0)
     if asked is not None:
-        return _checked(asked, asked * page_bytes // page_size, free)
+        needed = asked * page_bytes // page_size
+        if needed > free:
+            raise OutOfPages(
+                f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
+                f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out",
+            )
+        return asked
     if gpu_memory_utilization is not None:
         return _utilised(gpu_memory_utilization, free, total, page_bytes) * page_size
     pages = int(free * (CUDA_FREE_SHARE if cuda else CPU_FREE_SHARE)) // page_bytes
     return max(2, pages if cuda else min(DEFAULT_CONTEXTS * context // page_size, pages)) * page_size
-
-
-def _checked(asked: int, needed: int, free: int) -> int:
-    if needed > free:
-        raise OutOfPages(
-            f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
-            f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out",
-        )
-    return asked
 
 
 def _utilised(share: float, free: int, total: int, page_bytes: int) -> int:

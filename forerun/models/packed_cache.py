@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import random
-import re
 import shutil
 import struct
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from forerun.models.fetch.store import home, process_alive
+from forerun.models.fetch.store import home, sweep
 
 log = logging.getLogger("forerun")
 
@@ -207,7 +206,7 @@ class PackedWriter:
     def _open(self, more: int) -> None:
         if self._file is None:
             folder().mkdir(parents=True, exist_ok=True)
-            _sweep()
+            sweep(folder(), ".part-")
             handle, self._part = tempfile.mkstemp(dir=folder(), prefix=f".part-{os.getpid()}-")
             self._file = os.fdopen(handle, "wb")
         if self._at + more > self._limit:
@@ -321,12 +320,3 @@ def remove(wanted: Sequence[PackedEntry]) -> int:
 def orphans() -> list[PackedEntry]:
     """Files made from models that are no longer there."""
     return [entry for entry in entries() if not any(os.path.exists(file) for file in entry.files)]
-
-
-def _sweep() -> None:
-    """Remove what processes that were killed left behind."""
-    for leftover in folder().glob(".part-*"):
-        owner = re.match(r"\.part-(\d+)-", leftover.name)
-        if owner and not process_alive(int(owner[1])):
-            with suppress(OSError):
-                leftover.unlink()

@@ -133,11 +133,8 @@ def warm_up(runner: Runner, tail: int) -> None:
     pool = runner.pool
     if runner.graphs is None or pool.pages_for(tail) > pool.free:
         return
-    pages = array("i", pool.allocate(pool.pages_for(tail)))
-    try:
+    with pool.borrow(tail) as pages:
         runner.tail_attention(Span([0] * tail, 0, pages, ()))
-    finally:
-        pool.release(pages)
 
 
 MAX_WEIGHTS = 1 << 25  # attention weights computed at a time: all those of a long prompt would be large

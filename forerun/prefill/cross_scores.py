@@ -8,7 +8,6 @@ both tokenizers, `CrossScores` runs the model, on pages it borrows while it read
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -147,9 +146,14 @@ class CrossScores:
 
     def _read(self, ids: list[int], tail: int) -> np.ndarray:
         """[len(ids)] attention of the entries from `tail` on."""
-        pages = self._borrow(self._pool.pages_for(len(ids)))
-        tail_attention = TailAttention(self._runner, pages, tail, len(ids))
-        try:
+        count, make_room = self._pool.pages_for(len(ids)), self._ctx.make_room
+        if count > self._pool.free and not (make_room is not None and make_room(count)):
+            raise OutOfPages(
+                f"reading the prompt with the draft model needs {count} pages, {self._pool.free} are free",
+                "ask again when fewer requests run, raise kv_cache_tokens, or use another chooser",
+            )
+        with self._pool.borrow(len(ids)) as pages:  # its own, so that no other borrower of free pages uses them
+            tail_attention = TailAttention(self._runner, pages, tail, len(ids))
             for lo in range(0, len(ids), CHUNK_TOKENS):
                 hi, first = min(lo + CHUNK_TOKENS, len(ids)), max(lo, tail)
 
@@ -160,16 +164,4 @@ class CrossScores:
                         tail_attention.add(layer, q[first - lo :], first)
 
                 self._runner.forward([Span(ids[lo:hi], lo, pages, ())], watch=watch)
-        finally:
-            self._pool.release(pages)
-        return tail_attention.reduce()
-
-    def _borrow(self, count: int) -> array[int]:
-        """Pages of its own, so that no other borrower of free pages uses them."""
-        make_room = self._ctx.make_room
-        if count > self._pool.free and not (make_room is not None and make_room(count)):
-            raise OutOfPages(
-                f"reading the prompt with the draft model needs {count} pages, {self._pool.free} are free",
-                "ask again when fewer requests run, raise kv_cache_tokens, or use another chooser",
-            )
-        return array("i", self._pool.allocate(count))
+            return tail_attention.reduce()

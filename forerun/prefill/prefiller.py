@@ -362,20 +362,16 @@ class Recomputer:
         if not self._runner.max_recompute_rows or pool.pages_for(len(entries)) > pool.free:
             return
         self._runner.prepare_recompute()
-        pages = array("i", pool.allocate(pool.pages_for(len(entries))))
         starts = range(policy.first, policy.first + policy.spans * policy.span, policy.span)
-        try:
-            checker = Checker(
-                self._runner, pages, [CheckSpan(s, policy.span, 0, 0) for s in starts], base, policy.first
-            )
+        spans = [CheckSpan(start, policy.span, 0, 0) for start in starts]
+        with pool.borrow(len(entries)) as pages:
+            checker = Checker(self._runner, pages, spans, base, policy.first)
             rows = Rows(np.zeros(len(entries)), entries, pages, np.full(len(entries), len(self._runner.kv)))
             recompute = self._ragged_pass.at_once(rows, checker.among(entries))
             if recompute is not None:
                 checker.saw(recompute)
                 checker.scores()
             self._runner.warmed_up()
-        finally:
-            pool.release(pages)
 
     def first_check(self, state: PrefillState) -> tuple[Scores, np.ndarray]:
         """One check span at the end of what is read so far; its scores, and the entries that were recomputed for it."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.checks.finding import Finding
+from forerun.checks import Finding
 from forerun.checks.lossless import sampled as lossless_sampled
 from forerun.checks.lossless.exact import check_conditional, check_exact
 from forerun.checks.lossless.forced_drafting import registered_drafter
@@ -148,10 +148,9 @@ def test_both_are_caught_by_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(LOSSLESS, "wishful", Wishful)
     for name in ("traversal", "block", "transport"):  # seconds each, and no part of this
         monkeypatch.delitem(LOSSLESS, name)
-    with registered_drafter(Tepid):
+    with registered_drafter(Tepid, llm.engine):
         monkeypatch.setattr(lossless_sampled, "_paid", lambda llm: ["model-chain", "tepid"])
         findings = list(check_sampled(llm, PROMPTS, temperature=0.12, samples=256))
-        llm.engine.speculator.drafter_pool.remove("tepid")
     passed = {finding.name: finding.passed for finding in findings}
     assert not passed.pop("sketch, wishful") and not passed.pop("tepid, rejection")
     assert passed.keys() == {

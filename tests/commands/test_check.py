@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.checks.finding import Finding
+from forerun.checks import Finding
 from forerun.cli import main
 
 PARTED = {

@@ -19,6 +19,7 @@ import tokenizers
 import torch
 
 from forerun.cache.pool import PagePool
+from forerun.checks import Finding
 from forerun.checks.enumeration import (
     MAX_DIFFERENCE,
     VOCAB,
@@ -32,7 +33,6 @@ from forerun.checks.enumeration import (
     target_distribution,
     tiny_logits,
 )
-from forerun.checks.finding import Finding
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters import Drafter, DraftRequest, registered

@@ -70,15 +70,13 @@ def all_drafts_verified(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def registered_drafter(kind: type[base.Drafter]) -> Iterator[None]:
-    """A drafter that only a check can name; it is unregistered afterwards, as the next check brings other answers."""
+def registered_drafter(kind: type[base.Drafter], engine: Engine | None = None) -> Iterator[None]:
+    """A drafter that only a check can name; afterwards neither the registry nor the engine has it, as the next check
+    brings other answers."""
     base.register(kind)
     try:
         yield
     finally:
         base.unregister(kind.name)
-
-
-def remove_drafter(engine: Engine, name: str) -> None:
-    """Drop the engine's instance of a drafter."""
-    engine.speculator.drafter_pool.remove(name)
+        if engine is not None:
+            engine.speculator.drafter_pool.remove(kind.name)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from forerun import data
-from forerun.checks.finding import Finding
-from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter, remove_drafter
+from forerun.checks import Finding
+from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter
 from forerun.checks.lossless.noise import AnswerDifference, compare, logits_in_all_ways, summary
 from forerun.core import ROOT, Draft, Usage
 from forerun.decode.draft_context import DraftContext
@@ -129,12 +129,9 @@ def check_greedy(
         if name != "grammar":
             yield run(asked, name, f"{name}, {batch}", pays=True)
     OracleDrafter.answers = {tuple(answer.prompt_ids): answer.token_ids for answer in asked.plain}
-    with registered_drafter(OracleDrafter):
-        try:
-            for together, how in ((False, "one by one"), (True, batch)):
-                yield run(asked, OracleDrafter.name, f"right and wrong drafts, {how}", together, pays=True)
-        finally:
-            remove_drafter(llm.engine, OracleDrafter.name)
+    with registered_drafter(OracleDrafter, llm.engine):
+        for together, how in ((False, "one by one"), (True, batch)):
+            yield run(asked, OracleDrafter.name, f"right and wrong drafts, {how}", together, pays=True)
     on_progress("greedy: plain answers within a grammar")
     within = replace(asked.params, grammar=ANSWER_GRAMMAR, ignore_eos=False)
     shaped = ask_plain(llm, prompts[: max(2, len(prompts) // 2)], within)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from forerun.checks.finding import Finding
+from forerun.checks import Finding
 from forerun.checks.lossless.exact import check_conditional, check_exact
 from forerun.checks.lossless.greedy import check_greedy, choose_prompts
 from forerun.checks.lossless.sampled import COMPARED_TOKENS, DRAFT_NODES, check_sampled

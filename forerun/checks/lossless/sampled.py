@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from forerun.checks.finding import Finding
-from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter, remove_drafter
+from forerun.checks import Finding
+from forerun.checks.lossless.forced_drafting import all_drafts_verified, registered_drafter
 from forerun.checks.lossless.noise import AnswerDifference, compare, summary
 from forerun.checks.lossless.statistics import Cells, Fit, Tokens, cells, detectable, fit
 from forerun.core import ROOT, Draft, Usage
@@ -99,16 +99,13 @@ def check_sampled(
     law = cells(lambda beginning: _probs(llm, prompt, params, beginning), COMPARED_TOKENS, MAX_EXPANDED, samples)
     case = SampledCase(prompt, replace(params, max_tokens=COMPARED_TOKENS + DRAFT_NODES), law, samples)
     SketchDrafter.laws = law.expanded
-    with registered_drafter(SketchDrafter), all_drafts_verified(llm.engine):
-        try:
-            rules = [name for name, make in LOSSLESS.items() if make().uses_proposals]
-            pairs = [(SketchDrafter.name, rule) for rule in rules]
-            pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != SketchDrafter.name]
-            for drafter, rule in pairs:
-                on_progress(f"sampled: {drafter} with {rule}, {samples} answers")
-                yield _fitted(llm, case, drafter, rule)
-        finally:
-            remove_drafter(llm.engine, SketchDrafter.name)
+    with registered_drafter(SketchDrafter, llm.engine), all_drafts_verified(llm.engine):
+        rules = [name for name, make in LOSSLESS.items() if make().uses_proposals]
+        pairs = [(SketchDrafter.name, rule) for rule in rules]
+        pairs += [(name, WITH_MODELS) for name in _paid(llm) if name != SketchDrafter.name]
+        for drafter, rule in pairs:
+            on_progress(f"sampled: {drafter} with {rule}, {samples} answers")
+            yield _fitted(llm, case, drafter, rule)
 
 
 def _paid(llm: LLM) -> list[str]:

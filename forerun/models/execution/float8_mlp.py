@@ -58,8 +58,10 @@ def float8_projection(linear: Linear, widths: list[int], eps: float) -> Float8Pr
     and more; none where the device, the matrix or the memory left does not allow it."""
     if not (_plain(linear) and _device_can(linear.weight)):
         return None
+    from forerun.models.cuda.float8 import Float8Projection
+
     try:
-        made = _float8_projection(linear, eps)
+        made = Float8Projection(to_float8(linear.weight), linear.bias, eps)
         # as above: compiled now, and seen to run
         nothing = [linear.weight.new_zeros(MIN_FLOAT8_ROWS, width) for width in widths]
         if not made.takes(nothing):
@@ -100,9 +102,3 @@ def _float8_mlp(decoder: Decoder, layer: Layer) -> Callable[[Tensor], Tensor]:
     return Float8Mlp(
         weight, eps, to_float8(layer.gate_up.weight), to_float8(layer.down.weight), decoder.config.activation
     )
-
-
-def _float8_projection(linear: Linear, eps: float) -> Float8Projection:
-    from forerun.models.cuda.float8 import Float8Projection
-
-    return Float8Projection(to_float8(linear.weight), linear.bias, eps)

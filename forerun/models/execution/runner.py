@@ -303,9 +303,8 @@ class Runner:
                     self.time_forward(tokens, context, 0, branches)
         if self.prompts_apart:
             self.graphs.prompts.prepare()
-        pages = array("i", self.pool.allocate(1))
-        self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
-        self.pool.release(pages)
+        with self.pool.borrow(1) as pages:
+            self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
 
     def move(self, pages: array[int], source: list[int], target: list[int]) -> None:
         """Copy K/V of a sequence's entries to other entries of it: an accepted branch becomes its continuation."""
@@ -323,17 +322,12 @@ class Runner:
 
     def score(self, ids: list[int], chunk: int) -> Tensor:
         """Logits at every position of a text, [len(ids), V] float32, on pages borrowed from the pool."""
-        pages = array("i", self.pool.allocate(self.pool.pages_for(len(ids))))
-        try:
-            parts = [
-                # a copy: the next forward may reuse the memory of these
-                self.forward(
-                    [Span(ids[lo : lo + chunk], lo, pages, range(len(ids[lo : lo + chunk])), prompt=True)]
-                ).logits.clone()
-                for lo in range(0, len(ids), chunk)
-            ]
-        finally:
-            self.pool.release(pages)
+        parts = []
+        with self.pool.borrow(len(ids)) as pages:
+            for lo in range(0, len(ids), chunk):
+                part = ids[lo : lo + chunk]
+                logits = self.forward([Span(part, lo, pages, range(len(part)), prompt=True)]).logits
+                parts.append(logits.clone())  # the next forward may reuse their memory
         return torch.cat(parts)
 
     def time_forward(
@@ -347,14 +341,11 @@ class Runner:
                 f"{self.pool.free} are free",
                 "ask again when fewer requests run, or raise kv_cache_tokens",
             )
-        pages = array("i", self.pool.allocate(self.pool.pages_for(context + tokens)))
-        span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
         times = []
-        try:
+        with self.pool.borrow(context + tokens) as pages:
+            span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
             for _ in range(repeats + 1):
                 start = time.perf_counter()
                 self.forward([span], blocks=blocks).logits[-1, 0].item()  # reading one value waits for the device
                 times.append(time.perf_counter() - start)
-        finally:
-            self.pool.release(pages)
         return float(np.median(times[1:] or times))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -175,7 +174,7 @@ def _fetch(name: str, target: Path) -> None:
     known = KNOWN[name]
     with _disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target.parent)
+        sweep(target.parent, ".pull-")
         _check_space(name, target.parent)
         # In the same folder as the target: the last step is one rename, and whatever fails before goes with the folder
         with tempfile.TemporaryDirectory(prefix=f".pull-{os.getpid()}-", dir=target.parent) as scratch:
@@ -213,15 +212,17 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.120}"
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what pulls that were killed left behind; those of running processes stay."""
-    for leftover in folder.glob(".pull-*"):
-        owner = re.match(r"\.pull-(\d+)-", leftover.name)
-        if owner and not process_alive(int(owner[1])):
+def sweep(folder: Path, prefix: str) -> None:
+    """Remove what processes that were killed left behind: files and folders named by the prefix and their number."""
+    for leftover in folder.glob(f"{prefix}*"):
+        owner = leftover.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdecimal() and not _process_alive(int(owner)):
             shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(OSError):
+                leftover.unlink(missing_ok=True)
 
 
-def process_alive(process: int) -> bool:
+def _process_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
