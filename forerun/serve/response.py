@@ -178,10 +178,6 @@ class CompletionResponse(Response):
         if event.usage is not None:
             self._add_usage(event.usage, first=event.index == 0)
         chunk = self.encoder.chunk(index, event, choice) if self._streaming else None
-        if chunk is not None and self.request_body.counts_in_chunks:
-            done = sum(one.tokens for one in self.choices)
-            counts = (self._prompt_tokens, done, self._prompt_tokens + done)
-            chunk["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), counts, strict=True))
         if chunk is not None and self.request_body.forerun.statistics == "steps":
             chunk["forerun"] = {"event": "tokens", "index": index, "tokens": choice.tokens}
         return chunks if chunk is None else [*chunks, chunk]
@@ -212,6 +208,10 @@ class CompletionResponse(Response):
 
     async def _send_chunk(self, chunk: dict[str, Any] | None) -> None:
         if chunk is not None and self._streaming:
+            if self.request_body.counts_in_chunks and chunk["choices"]:
+                done = sum(choice.tokens for choice in self.choices)
+                counts = (self._prompt_tokens, done, self._prompt_tokens + done)
+                chunk["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), counts, strict=True))
             await self._send_events(self.wire.events(chunk))
 
     async def _send_events(self, events: list[dict[str, Any]]) -> None:

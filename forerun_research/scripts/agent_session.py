@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -122,6 +123,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-cache-tokens", type=int, default=None)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
     settings = {"model": args.model, "threads": args.threads, "kv_cache_tokens": args.kv_cache_tokens}
     print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean")
     for name, changing, own in VARIANTS:

@@ -1,0 +1,212 @@
+# mypy: disable-error-code="import-not-found, misc"
+# the packages need not be installed
+"""Clients and frameworks as people use them, against a running server: which calls work.
+
+    pip install langchain-openai langchain-anthropic litellm mcp instructor 'pydantic-ai-slim[openai,anthropic]'
+    forerun serve --model qwen2.5-coder-0.5b-instruct &
+    python -m forerun_research.scripts.client_check http://127.0.0.1:8000
+
+Packages that are not installed are listed and count as nothing. What a call is checked for is that it works and returns
+what it should be made of: how good a small model's answers are is not its subject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+FACT = "Oslo has 700000 people."
+Checks = dict[str, Callable[[], Any]]
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city"""
+    return "7 degrees"
+
+
+def langchain(url: str, model: str) -> Checks:
+    from langchain_anthropic import ChatAnthropic
+    from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    def chat(**more: Any) -> Any:
+        return ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=model, max_tokens=80, temperature=0, **more)
+
+    def claude() -> Any:
+        return ChatAnthropic(base_url=url, api_key="none", model=model, max_tokens=80)
+
+    def round_trip(made: Any) -> Any:
+        question = HumanMessage("What is the weather in Oslo?")
+        called = made.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
+        result = ToolMessage("7 degrees", tool_call_id=called.tool_calls[0]["id"])
+        return made.bind_tools([get_weather]).invoke([question, called, result])
+
+    def streamed_call() -> Any:
+        parts = list(chat().bind_tools([get_weather], tool_choice="any").stream("Weather in Oslo?"))
+        return sum(parts[1:], parts[0]).tool_calls
+
+    marked = [{"type": "text", "text": "Be brief. " * 50, "cache_control": {"type": "ephemeral"}}]
+    found: Checks = {
+        "invoke": lambda: chat().invoke("Hi").content,
+        "stream": lambda: "".join(part.content for part in chat(stream_usage=True).stream("Hi")),
+        "batch": lambda: len(chat().batch(["a", "b", "c"])) == 3,
+        "async": lambda: asyncio.run(chat().ainvoke("Hi")).content,
+        "tools, round trip": lambda: round_trip(chat()),
+        "tools, streamed": streamed_call,
+        "logprobs": lambda: chat().bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"],
+        "usage": lambda: chat().invoke("Hi").usage_metadata["total_tokens"],
+        "completions": lambda: OpenAI(base_url=f"{url}/v1", api_key="none", model=model, max_tokens=8).invoke(
+            "The sky"
+        ),
+        "responses": lambda: chat(use_responses_api=True).invoke("Hi").content,
+        "responses, streamed": lambda: list(chat(use_responses_api=True).stream("Hi")),
+        "responses, tools": lambda: round_trip(chat(use_responses_api=True)),
+        "messages": lambda: claude().invoke("Hi").content,
+        "messages, streamed": lambda: list(claude().stream("Hi")),
+        "messages, tools": lambda: round_trip(claude()),
+        "messages, structured": lambda: claude().with_structured_output(City).invoke(FACT),
+        "messages, cache_control": lambda: claude().invoke([SystemMessage(marked), HumanMessage("Hi")]).content,
+    }
+    for method in ("json_schema", "function_calling"):
+        found[f"structured by {method}"] = lambda method=method: (
+            chat().with_structured_output(City, method=method).invoke(FACT)
+        )
+    return found
+
+
+def litellm(url: str, model: str) -> Checks:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import litellm as lite
+
+    lite.suppress_debug_info = True
+    places = {"openai": f"{url}/v1", "anthropic": url, "hosted_vllm": f"{url}/v1"}
+
+    def ask(kind: str = "openai", **more: Any) -> Any:
+        place = {"model": f"{kind}/{model}", "api_base": places[kind], "api_key": "none", "max_tokens": 80}
+        return lite.completion(**({"messages": QUESTION} | place | more))
+
+    def round_trip(kind: str, stream: bool) -> Any:
+        given = {"tools": [WEATHER], "tool_choice": "required"}
+        made = ask(kind, stream=stream, **given)
+        message = (lite.stream_chunk_builder(list(made)) if stream else made).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls]
+        return ask(kind, messages=[*QUESTION, message.model_dump(), *results], tools=[WEATHER])
+
+    found: Checks = {
+        "vLLM's fields": lambda: (
+            ask("hosted_vllm", top_k=3, min_p=0.1, guided_regex="[a-z ]+").choices[0].message.content
+        ),
+        "schema": lambda: City.model_validate_json(ask(response_format=City).choices[0].message.content),
+        "responses": lambda: (
+            lite.responses(
+                model=f"openai/{model}", api_base=f"{url}/v1", api_key="none", input="Hi", max_output_tokens=20
+            ).output
+        ),
+    }
+    for kind in ("openai", "anthropic"):
+        found[f"{kind}"] = lambda kind=kind: ask(kind).choices[0].message.content
+        found[f"{kind}, streamed"] = lambda kind=kind: list(ask(kind, stream=True))
+        for stream in (False, True):
+            found[f"{kind}, round trip of its answer{', streamed' * stream}"] = lambda kind=kind, stream=stream: (
+                round_trip(kind, stream)
+            )
+    return found
+
+
+def instructor(url: str, model: str) -> Checks:
+    import anthropic
+    import instructor as ins
+    import openai
+
+    asked: Any = {"model": model, "response_model": City, "messages": [{"role": "user", "content": FACT}]}
+    asked |= {"max_tokens": 160, "max_retries": 0}
+
+    def client(mode: Any) -> Any:
+        return ins.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"), mode=mode).chat.completions
+
+    def claude() -> Any:
+        made = anthropic.Anthropic(base_url=url, api_key="none")
+        return ins.from_anthropic(made, mode=ins.Mode.ANTHROPIC_TOOLS).messages.create(**asked)
+
+    modes = {name: getattr(ins.Mode, name) for name in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA")}
+    found: Checks = {name: lambda mode=mode: client(mode).create(**asked) for name, mode in modes.items()}
+    return found | {"partial": lambda: list(client(ins.Mode.TOOLS).create_partial(**asked)), "messages": claude}
+
+
+def pydantic_ai(url: str, model: str) -> Checks:
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    own, settings = OpenAIProvider(base_url=f"{url}/v1", api_key="none"), {"max_tokens": 160, "temperature": 0.0}
+    kinds: dict[str, Callable[[], Any]] = {
+        "chat": lambda: OpenAIChatModel(model, provider=own),
+        "responses": lambda: OpenAIResponsesModel(model, provider=own),
+        "messages": lambda: AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key="none")),
+    }
+
+    def run(kind: str, text: str = "Hi", **more: Any) -> Any:
+        return Agent(kinds[kind](), model_settings=settings, **more).run_sync(text).output
+
+    def history() -> Any:
+        agent = Agent(kinds["chat"](), model_settings=settings, instructions="Be brief.")
+        return agent.run_sync("And?", message_history=agent.run_sync("Hi").all_messages()).output
+
+    found: Checks = {kind: lambda kind=kind: run(kind) for kind in kinds}
+    found |= {f"{kind}, tool": lambda kind=kind: run(kind, FACT, output_type=ToolOutput(City)) for kind in kinds}
+    return found | {"native": lambda: run("chat", FACT, output_type=NativeOutput(City)), "history": history}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Clients and frameworks against a running server.")
+    parser.add_argument("server")
+    url = parser.parse_args().server.rstrip("/")
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LANGSMITH_TRACING": "false"}
+    failed = worked = 0
+    packages = {"langchain_openai": langchain, "litellm": litellm, "instructor": instructor, "pydantic_ai": pydantic_ai}
+    for package, checks in packages.items():
+        try:
+            importlib.import_module(package)
+            found = checks(url, model)
+        except ImportError as error:
+            print(f"{package}: not installed ({error})")
+            continue
+        for name, call in found.items():
+            try:
+                if not call():
+                    raise ValueError("nothing came back")
+                worked += 1
+            except Exception as error:
+                failed += 1
+                print(f"FAILED {package}, {name}: {error!r:.500}", flush=True)
+    print(f"{worked} calls work, {failed} do not")
+    return 1 if failed or not worked else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
