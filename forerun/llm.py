@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
 
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step: enough to keep the device busy, few enough for others to go on
+STEP_TOKENS = {"cpu": 512, "cuda": 16384}  # of one step: enough to keep the device busy, few enough for others to go on
 
 
 class LLM(OldLLMNames):

@@ -92,6 +92,23 @@ class HostBatch:
     tree_start: list[int] | None = None  # [S]
     prompt: bool = False  # all tokens are of prompts: on CUDA other kernels than an answer's, with bits of their own
 
+    def only_wanted(self) -> HostBatch:
+        """The tokens whose logits are wanted and their sequences, as if the others had run before. Of no tree."""
+        rows = np.array(self.logits_indices, dtype=np.int64)
+        seqs = np.searchsorted(np.array(self.cu_seqlens), rows, side="right") - 1  # [N] of each row, in order
+        kept, counts = np.unique(seqs, return_counts=True)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            kv_lens=self.kv_lens[rows],
+            cu_seqlens=[0, *np.cumsum(counts).tolist()],
+            seq_lens=[self.seq_lens[s] for s in kept],
+            pages=[self.pages[s] for s in kept],
+            logits_indices=list(range(len(rows))),
+        )
+
     def padded(self, rows: int) -> HostBatch:
         """With at least so many rows: those that are missing form a sequence that sees and writes nothing."""
         count, missing = len(self.tokens), rows - len(self.tokens)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forerun")
 
+_NO_DRAFT, _NOTHING_ACCEPTED = Draft(), Verdict([], -1)
+
 
 class Engine:
     """Continuous batching on one decoder, one page pool and one prefix tree, with speculative decoding.
@@ -145,11 +147,14 @@ class Engine:
         rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
         if any(seq.spec_state is not None for seq, _ in rows):
             longest = max(len(seq.tokens) for seq, _ in rows)
-            self.speculator.observe([Draft() for _ in rows], longest, seconds)
+            self.speculator.observe([_NO_DRAFT] * len(rows), longest, seconds)
         self.scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
         for seq, token in rows:
             seq.usage.verify_s += seconds
-            self._advance(ScheduledSequence(seq, 1), StepOutput(Verdict([], token), [token]))
+            try:
+                self._append_plain(seq, token)
+            except Exception as error:  # of this sequence alone
+                self.fail(seq, error)
         if self._in_flight is not None and not self._in_flight.live:
             self._in_flight = None
         return True
@@ -228,6 +233,21 @@ class Engine:
         if straight < len(path):
             source = [first + node for node in path[straight:]]
             self.runner.move(seq.pages, source, list(range(first + straight, first + len(path))))
+
+    def _append_plain(self, seq: Sequence, token: int) -> None:
+        """`_advance` for a sequence that ran its last token and drafted nothing, in a fraction of its time."""
+        seq.computed += 1
+        event, reason = self.output.append(seq, StepOutput(_NOTHING_ACCEPTED, [token]))
+        if seq.params.timeline:
+            seq.record_step(1, 0)
+        if seq.spec_state is not None:
+            self.speculator.record_plain(seq.spec_state, token)
+        if reason is not None:
+            self._finish(seq, reason, event)
+            return
+        if len(seq.pages) * self.pool.page_size >= len(seq.tokens) + self.pool.page_size:
+            self.scheduler.trim(seq)
+        self._send(seq.request, event)
 
     def _append(self, seq: Sequence, output: StepOutput, scheduled: ScheduledSequence) -> None:
         """The sampled tokens become part of the answer, up to where it ends."""

@@ -39,7 +39,16 @@ def check_lossless(
     yield check_conditional()
     yield from check_exact(on_progress)
     on_progress("loading")
-    with LLM(model, draft_model=draft, dtype=weights, device=device, threads=threads, quiet=True) as llm:
+    # whatever a batch promises by default, here all of it is to be proved
+    with LLM(
+        model,
+        draft_model=draft,
+        dtype=weights,
+        device=device,
+        threads=threads,
+        batch_invariant=True,
+        quiet=True,
+    ) as llm:
         context = llm.engine.config.max_model_len
         room = context - max(tokens, COMPARED_TOKENS + DRAFT_NODES) - DRAFT_NODES
         if room < 2:

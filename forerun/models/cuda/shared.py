@@ -63,8 +63,10 @@ def plan_shared(batch: HostBatch, config: ModelConfig, least: int) -> Groups | N
         return None
     if len(batch.pages) < 2 or sum(batch.seq_lens) * key_bytes < least:
         return None
-    counts = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
     firsts = Counter(int(pages[0]) for pages in batch.pages)
+    if len(firsts) == len(batch.pages):
+        return None
+    counts = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
     usable = [
         int(batch.kv_lens[start : start + count].min()) // batch.page_size
         if 0 < count <= MAX_DECODE_TOKENS and firsts[int(pages[0])] > 1

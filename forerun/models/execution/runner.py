@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.cache.pool import PagePool
 from forerun.core import KV, ROOT, HostBatch
+from forerun.core.batch import send
 from forerun.errors import OutOfPages
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.decoder import Decoder, Output, Taps, Watch
@@ -157,14 +158,25 @@ class Runner:
         features.record(batch.slot_mapping, output.hidden)
         return output
 
+    @torch.inference_mode()
     def _run_prompts(self, batch: HostBatch) -> Output:
-        """Prompts that no recording fits, with as many rows as equal bits need, of the batch and of the head."""
+        """Prompts that no recording fits, with as many rows as equal bits need. In the last layer tokens whose logits
+        are not wanted only leave their K/V."""
         assert self.graphs is not None
-        wanted = len(batch.logits_indices)
-        batch = batch.padded(self.graphs.prompts.min_rows)
-        batch.logits_indices = batch.logits_indices + [0] * max(0, MIN_HEAD_ROWS - wanted) if wanted else []
-        output = self.decoder.forward(batch.to(self.decoder.device), self.kv)
-        return Output(output.logits[:wanted])
+        decoder, kv, min_rows = self.decoder, self.kv, self.graphs.prompts.min_rows
+        device, last, wanted = decoder.device, decoder.config.num_layers - 1, batch.logits_indices
+        sent = batch.padded(min_rows).to(device)
+        decoder.attention.plan(sent)
+        x = decoder.run_layers(decoder.embed(sent.tokens), sent, kv, range(last))
+        decoder.write_kv(x, last, kv)
+        if not wanted:
+            return Output(x.new_empty(0, decoder.config.vocab_size, dtype=torch.float32))
+        few = batch.only_wanted().padded(min_rows)
+        sent = few.to(device)
+        rows = send(np.array([*wanted, *[0] * (len(few.tokens) - len(wanted))], dtype=np.int64), device)
+        decoder.attention.plan(sent)
+        x = decoder.run_layers(x.index_select(0, rows), sent, kv, range(last, last + 1))
+        return Output(decoder.logits(x[: max(len(wanted), MIN_HEAD_ROWS)])[: len(wanted)])
 
     @torch.inference_mode()
     def resume(self, span: Span, x: Tensor, layer: int) -> None:
@@ -216,6 +228,12 @@ class Runner:
         """Rows of a forward up to which each gets the bits that decoding one by one would give it; None: any number,
         and prompts are no exception."""
         return None if self.graphs is None else self.graphs.decoding_rows
+
+    @property
+    def equal_bits(self) -> bool:
+        """Whether, on CUDA, a token gets the same bits in every batch and as a draft: answers never part at a tie."""
+        graphs = self.graphs
+        return graphs is not None and graphs.batch_invariant is True and graphs.stack is not None
 
     def joins_decoding(self, tokens: int, prompt: bool) -> bool:
         """Whether a span of so many tokens counts among `decoding_rows`, as it runs in the launch of those that
