@@ -92,6 +92,21 @@ class HostBatch:
     tree_start: list[int] | None = None  # [S]
     prompt: bool = False  # all tokens are of prompts: on CUDA other kernels than an answer's, with bits of their own
 
+    def singles(self, first: int, end: int) -> HostBatch:
+        """Some of the sequences of a batch in which each has one token."""
+        rows, count = slice(first, end), len(self.tokens[first:end])
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            kv_lens=self.kv_lens[rows],
+            cu_seqlens=list(range(count + 1)),
+            seq_lens=self.seq_lens[rows],
+            pages=self.pages[rows],
+            logits_indices=list(range(count)),
+        )
+
     def only_wanted(self) -> HostBatch:
         """The tokens whose logits are wanted and their sequences, as if the others had run before. Of no tree."""
         rows = np.array(self.logits_indices, dtype=np.int64)

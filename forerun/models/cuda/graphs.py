@@ -44,6 +44,9 @@ from forerun.models.cuda.tail_attention import TailAttentionKernel, queries_of
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
+GRAPH_CHOSEN_AT, WAITED_CHOSEN_AT = 2 * MAX_DECODE_ROWS, 3 * MAX_DECODE_ROWS
+MAX_PARTS = (MAX_STEPS - 2) // 2  # launches of one step that run ahead: rows of `greedy` for two steps
+
 
 class _Buffers:
     """Input and output that all graphs of a decoder share, for up to MAX_DECODE_ROWS rows. The host's input is laid out
@@ -135,10 +138,13 @@ class _Graph:
         x = decoder.run_layers(decoder.embed(tokens), batch, kv, range(decoder.config.num_layers))
         logits = self.buffers.logits[:rows]
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
-        chosen[:rows].copy_(logits.argmax(-1))
+        chosen[GRAPH_CHOSEN_AT : GRAPH_CHOSEN_AT + rows].copy_(logits.argmax(-1))
 
-    def replay(self, batch: HostBatch, groups: Groups | None = None, out: int = 0) -> None:
-        """Enqueue a batch; the tokens chosen go to row `out` of the buffers' `greedy`."""
+    def replay(
+        self, batch: HostBatch, groups: Groups | None = None, out: int = 0, chosen_at: int | None = None
+    ) -> None:
+        """Enqueue a batch; the tokens chosen go to row `out` of the buffers' `greedy`, and to `chosen` from `chosen_at`
+        on."""
         self.buffers.next_host()
         count, rows, seqs, host = len(batch.tokens), self.bucket.rows, self.bucket.seqs, self.buffers.host
         self._fill_idle()
@@ -157,7 +163,10 @@ class _Graph:
         used = self.head + lay_pages(batch, host[self.head :], seqs, self.buffers.max_pages) * seqs
         self.buffers.send(used)
         self.graph.replay()
-        self.buffers.greedy[out, :count].copy_(self.buffers.chosen[:count], non_blocking=True)
+        chosen = self.buffers.chosen[GRAPH_CHOSEN_AT : GRAPH_CHOSEN_AT + count]
+        if chosen_at is not None:
+            self.buffers.chosen[chosen_at : chosen_at + count].copy_(chosen)
+        self.buffers.greedy[out, :count].copy_(chosen, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -165,13 +174,13 @@ class PendingTokens:
     """Tokens that the device is about to choose."""
 
     done: torch.cuda.Event
-    greedy: Tensor  # [rows] in pinned memory
+    greedy: list[Tensor]  # [rows of a part] each, in pinned memory
     launch: int  # number of the launch: what it left on the device is there as long as it is the last one
 
     def read(self) -> list[int]:
         """Waits for the device."""
         self.done.synchronize()
-        return self.greedy.tolist()
+        return [token for part in self.greedy for token in part.tolist()]
 
 
 class _QueryGraph(_Graph):
@@ -199,7 +208,8 @@ class GraphRunner:
         self.decoder, self.kv, self.max_context, self.page_size = decoder, kv, max_context, page_size
         self.max_pages = -(-max_context // page_size)
         self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
-        self._chosen = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int64, device=decoder.device)  # by the last launch
+        # tokens chosen: by launches ahead in turns, by a graph, and by launches that are waited for
+        self._chosen = torch.zeros(4 * MAX_DECODE_ROWS, dtype=torch.int64, device=decoder.device)
         self.launches, self._turn = 0, 0
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
@@ -217,11 +227,10 @@ class GraphRunner:
         enough, masks = masks_of(batch)
         if not enough or len(batch.tokens) > MAX_DECODE_ROWS:
             return None
-        self.launches += 1
         stack = self._stack(len(batch.tokens))
         groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
         if stack is not None and groups is None:
-            stack.run(batch, masks)
+            stack.run(batch, masks, chosen_at=WAITED_CHOSEN_AT)
             logits, greedy = stack.logits, stack.greedy[0]
             assert logits is not None
         else:
@@ -234,25 +243,32 @@ class GraphRunner:
         return self._output(batch.logits_indices, logits, greedy)
 
     def launch(self, batch: HostBatch) -> PendingTokens | None:
-        """Enqueue one token of each sequence and return without waiting; None where no single launch or graph fits. A
-        negative token is what the launch before has chosen for row -1 - token. At most two may be on their way, and
-        logits are not kept."""
-        rows = len(batch.tokens)
-        stack = self._stack(rows)
-        if rows > MAX_DECODE_ROWS or (stack is None and self.batch_invariant is True and rows > self.decoding_rows):
+        """Enqueue one token of each sequence and return without waiting; None where neither single launches nor a graph
+        fit. A negative token is what the launch before has chosen for row -1 - token. At most two may be on their way,
+        and logits are not kept."""
+        rows, before = len(batch.tokens), self._turn * MAX_DECODE_ROWS
+        stack, at_once = self._stack(rows), rows
+        if stack is None and self.batch_invariant is True and self.stack is not None:
+            at_once = self.decoding_rows  # several launches, each with equal bits
+            stack = self._stack(at_once)
+        if rows > MAX_DECODE_ROWS or -(-rows // at_once) > MAX_PARTS:
             return None
         groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
-        self._turn ^= 1
-        out = 1 + self._turn  # row 0 is for those that wait
+        batch.tokens = np.where(batch.tokens < 0, batch.tokens - before, batch.tokens)
+        after, greedy = MAX_DECODE_ROWS - before, list[Tensor]()
         if stack is not None and groups is None:
-            stack.run(batch, None, out=out)
-            greedy = stack.greedy[out, :rows]
+            for part, first in enumerate(range(0, rows, at_once)):
+                piece, out = batch.singles(first, first + at_once), 1 + part * 2 + self._turn
+                stack.run(piece, None, out=out, chosen_at=after + first)
+                greedy.append(stack.greedy[out, : len(piece.tokens)])
         else:
-            graph = self._graph(batch, groups is not None)
+            graph = None if self.batch_invariant is True else self._graph(batch, groups is not None)
             if graph is None:
                 return None
-            graph.replay(batch, groups, out)
-            greedy = graph.buffers.greedy[out, :rows]
+            out = 1 + self._turn
+            graph.replay(batch, groups, out, after)
+            greedy.append(graph.buffers.greedy[out, :rows])
+        self._turn ^= 1
         self.launches += 1
         done = torch.cuda.Event()
         done.record()

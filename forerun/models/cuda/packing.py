@@ -16,6 +16,7 @@ from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 MASK_BITS = 64
 MAX_STEPS = 16  # of one launch
+STAGING_BUFFERS = 16  # batches on their way to the device at once, at most: parts of two steps
 # rows of sequences with one token each, or of one sequence
 DECODE_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192, 224, 256)
 MAX_DECODE_ROWS = DECODE_ROW_BUCKETS[-1]  # of sequences with one token each
@@ -61,7 +62,7 @@ def layout(rows: int) -> np.dtype:
     per_row = ("tokens", "positions", "slot_mapping", "kv_lens", "room")
     return np.dtype(
         [
-            *((name, np.int32) for name in ("rows", "seqs", "page_stride", "steps", "out")),
+            *((name, np.int32) for name in ("rows", "seqs", "page_stride", "steps", "out", "chosen_at")),
             ("bits", np.uint64, (rows,)),
             *((name, np.int32, (rows,)) for name in per_row),
             ("cu_seqlens", np.int32, (rows + 1,)),
@@ -108,12 +109,12 @@ class _Staging:
 
 
 class Packed:
-    """Two buffers on the host, filled in turns, since one may still be read when the next batch is laid out, and their
-    copy on the device: a `Batch`, then the pages, page by page of all sequences."""
+    """Buffers on the host, filled in turns, since some may still be read when the next batch is laid out, and their copy
+    on the device: a `Batch`, then the pages, page by page of all sequences."""
 
     def __init__(self, kind: np.dtype, most_pages: int, max_context: int, page_size: int, device: torch.device) -> None:
         size = kind.itemsize + 4 * most_pages
-        self._staging = [_Staging(kind, size, device.type == "cuda") for _ in range(2)]
+        self._staging = [_Staging(kind, size, device.type == "cuda") for _ in range(STAGING_BUFFERS)]
         self._turn = 0
         self.device = torch.zeros(size, dtype=torch.uint8, device=device)
         self.head = kind.itemsize
@@ -132,13 +133,20 @@ class Packed:
         return self._staging[self._turn].address
 
     def fill(
-        self, batch: HostBatch, masks: list[int] | None, steps: int, least: Sequence[float] = (), out: int = 0
+        self,
+        batch: HostBatch,
+        masks: list[int] | None,
+        steps: int,
+        least: Sequence[float] = (),
+        out: int = 0,
+        chosen_at: int = 0,
     ) -> int:
-        """Lay a batch out; returns how many bytes of the buffer it takes. `out`: where the tokens chosen go."""
-        self._turn ^= 1
+        """Lay a batch out; returns how many bytes of the buffer it takes. `out`, `chosen_at`: where the tokens chosen
+        go, on the host and on the device."""
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
         field, count, seqs = self.field, len(batch.tokens), len(batch.pages)
         field["rows"][0], field["seqs"][0], field["page_stride"][0], field["steps"][0] = count, seqs, seqs, steps
-        field["out"][0] = out
+        field["out"][0], field["chosen_at"][0] = out, chosen_at
         field["bits"][:count] = 0 if masks is None else np.array(masks, dtype=np.uint64)
         field["tokens"][:count] = batch.tokens
         field["positions"][:count] = batch.positions

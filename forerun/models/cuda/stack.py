@@ -224,16 +224,18 @@ class Stack:
         steps: int = 1,
         least: Sequence[float] = (),
         out: int = 0,
+        chosen_at: int = 0,
     ) -> None:
-        """Enqueue a batch of at most `rows` tokens. The tokens chosen go to greedy[out]; a token of the batch that is
-        negative is the one that the launch before chose for row -1 - token. Two batches may be on their way at once.
+        """Enqueue a batch of at most `rows` tokens. The tokens chosen go to greedy[out] and, on the device, to `chosen`
+        from `chosen_at` on; a token of the batch that is negative is the one at -1 - token there. Two batches may be on
+        their way at once.
 
         With several steps, step i + 1 follows step i only where the guesses of a sequence up to there are all right
         with at least the probability least[i], as the model sees it; otherwise greedy[i + 1, 0] is negative.
         """
         if not 1 <= steps <= MAX_STEPS or len(batch.tokens) > self.rows:
             raise ValueError(f"{len(batch.tokens)} rows and {steps} steps, at most are {self.rows} and {MAX_STEPS}")
-        used = self.packed.fill(batch, masks, steps, least, out)
+        used = self.packed.fill(batch, masks, steps, least, out, chosen_at)
         nvrtc.copy_to_device(self.packed.device.data_ptr(), self.packed.host_address, used)
         if not self.looks_up:
             if steps > 1:

@@ -161,9 +161,10 @@ struct Best {
 // What runs now, as the host lays it out (`layout` in stack.py). The pages of the sequences' entries lie behind it: page b
 // of sequence s at b * page_stride + s.
 struct Batch {
-    int rows, seqs, page_stride, steps, out;  // out: the row of `greedy` that the first step writes
+    int rows, seqs, page_stride, steps;
+    int out, chosen_at;    // the row of `greedy` that the first step writes, and where its tokens go in `chosen`
     u64 bits[TOKENS];      // bit j: the row sees entry kv_lens + j, beside those before `kv_lens`
-    int tokens[TOKENS];    // negative: what the launch before chose for row -1 - token
+    int tokens[TOKENS];    // negative: what an earlier launch left at -1 - token of `chosen`
     int positions[TOKENS];
     int slot_mapping[TOKENS];     // where K/V goes; negative: nowhere
     int kv_lens[TOKENS];
@@ -196,7 +197,7 @@ struct Params {
     int* top_at;           // [programs, TOKENS]
     i64* greedy;           // [STEPS, TOKENS]; negative: the step did not follow
     float* probs;        // [STEPS, TOKENS] probabilities of the greedy tokens
-    i64* chosen;           // [TOKENS or more] the greedy tokens of the last step, in the device's memory
+    i64* chosen;           // the greedy tokens of the last steps, in the device's memory
     u32* joins;            // [attention units], zero between launches, as are the two below
     u32* arrived;          // [HIDDEN / 16]
     u32* meeting;          // [2]: barrier, programs that are through

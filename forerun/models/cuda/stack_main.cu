@@ -119,7 +119,7 @@ __device__ __forceinline__ void choose(const Params& p, Sequences& q, int step, 
     q.token[token] = chosen, q.prob[token] = 1.f / best.sum;
     if (!tell) return;
     int at = (p.batch->out + step) * TOKENS + token;
-    p.greedy[at] = chosen, p.probs[at] = q.prob[token], p.chosen[token] = chosen;
+    p.greedy[at] = chosen, p.probs[at] = q.prob[token], p.chosen[p.batch->chosen_at + token] = chosen;
 }
 
 // The last program to come here ends the launch, with the choice of the last step or without one.

@@ -37,6 +37,8 @@ from forerun.models.execution.batch_split import (
 from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
+MAX_LISTED_TOKENS = 512  # of a batch that is laid out from lists
+
 if TYPE_CHECKING:
     from forerun.models.cuda.graphs import GraphRunner, PendingTokens
     from forerun.models.cuda.stack import Chains
@@ -69,8 +71,13 @@ class Span:
         """Whether a token must not see some entry before it."""
         return any(parent != node - 1 for node, parent in enumerate(self.parents))
 
+    def slot_array(self, page_size: int) -> np.ndarray:
+        """`slots` of many tokens."""
+        entries = np.arange(self.first, self.entries.stop)
+        return np.array(self.pages, dtype=np.int64)[entries // page_size] * page_size + entries % page_size
+
     def slots(self, page_size: int) -> list[int]:
-        """Where the entries lie in the pool. Plain integers: most spans are one token, and numpy would cost more."""
+        """Where the entries lie in the pool."""
         return [self.pages[e // page_size] * page_size + e % page_size for e in self.entries]
 
     def positions(self) -> list[int]:
@@ -284,12 +291,22 @@ class Runner:
     def batch(self, spans: list[Span]) -> HostBatch:
         """Lay spans out one after the other."""
         starts = [0, *itertools.accumulate(len(span.ids) for span in spans)]
-        seen = [e + 1 for span in spans for e in span.entries]
+        if starts[-1] > MAX_LISTED_TOKENS:
+            entries = np.concatenate([np.arange(span.first, span.entries.stop) for span in spans])
+            positions = [np.array(s.positions()) if s.branches else np.arange(s.first, s.entries.stop) for s in spans]
+            slots = [span.slot_array(self.pool.page_size) for span in spans]
+            given = np.concatenate(positions), np.concatenate(slots), (entries + 1).astype(np.int32)
+        else:  # most spans are one token: plain integers cost less than arrays
+            given = (
+                np.array([p for span in spans for p in span.positions()], dtype=np.int64),
+                np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
+                np.array([e + 1 for span in spans for e in span.entries], dtype=np.int32),
+            )
         batch = HostBatch(
             tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
-            positions=np.array([p for span in spans for p in span.positions()], dtype=np.int64),
-            slot_mapping=np.array([slot for span in spans for slot in span.slots(self.pool.page_size)], dtype=np.int64),
-            kv_lens=np.array(seen, dtype=np.int32),
+            positions=given[0],
+            slot_mapping=given[1],
+            kv_lens=given[2],
             cu_seqlens=starts,
             seq_lens=[span.first + len(span.ids) for span in spans],
             pages=[np.array(span.pages, dtype=np.int32) for span in spans],

@@ -38,6 +38,7 @@ def test_layout_is_that_of_the_c_struct(rows):
     assert kind.fields is not None
     offsets = {name: entry[1] for name, entry in kind.fields.items()}
     assert (offsets["rows"], offsets["steps"], offsets["out"], offsets["bits"]) == (0, 12, 16, 24)
+    assert offsets["chosen_at"] == 20
     assert offsets["tokens"] == 24 + 8 * rows and offsets["cu_seqlens"] == 24 + 28 * rows
     assert kind.itemsize == 96 + 32 * rows  # a multiple of 8, as C rounds it up
 
@@ -56,9 +57,9 @@ def test_fill_lays_pages_out_page_by_page():
     assert field["room"][:2].tolist() == [48, 32]
     assert field["kv_lens"][:4].tolist() == [38, 39, 40, 20]
     assert field["least"].tolist() == [0.0] * 16
-    packed.fill(given, None, 4, [0.5, 0.25], out=2)
+    packed.fill(given, None, 4, [0.5, 0.25], out=2, chosen_at=32)
     assert packed.field["least"].tolist() == [0.5, 0.25] + [0.0] * 14
-    assert int(packed.field["out"][0]) == 2
+    assert (int(packed.field["out"][0]), int(packed.field["chosen_at"][0])) == (2, 32)
     assert field["least"].tolist() == [0.0] * 16  # the batch before may still be read
 
 
