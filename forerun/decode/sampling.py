@@ -106,7 +106,7 @@ class SeededRng:
         return self._next() < prob
 
     def pick(self, weights: Tensor) -> int:
-        return draw(weights[None], [self._next()])[0]
+        return int(draw(weights[None], [self._next()])[0])
 
     def _next(self) -> float:
         self._count += 1
@@ -115,16 +115,28 @@ class SeededRng:
 
 def choose(logits: Tensor, rows: list[Row]) -> list[int]:
     """The next token of each row: the most probable, or drawn with the random number of its position."""
-    shaped = shape(logits, rows)
-    if all(row.context.params.greedy for row in rows):
-        return shaped.argmax(-1).tolist()
-    tokens = shaped.argmax(-1).tolist()
-    drawn = [i for i, row in enumerate(rows) if not row.context.params.greedy]
-    probs = distribution(shaped[drawn], [rows[i].context.params for i in drawn])
-    numbers = [uniform(rows[i].context.seed, rows[i].position) for i in drawn]
-    for i, token in zip(drawn, draw(probs, numbers), strict=True):
-        tokens[i] = token
-    return tokens
+    params = [row.context.params for row in rows]
+    numbers = [0.0 if p.greedy else uniform(r.context.seed, r.position) for p, r in zip(params, rows, strict=True)]
+    return choose_by_number(shape(logits, rows), params, numbers).tolist()
+
+
+def choose_by_number(shaped: Tensor, params: list[SamplingParams], numbers: list[float]) -> Tensor:
+    """The same from shaped logits [N, V] and a number in [0, 1) for each row: [N] int64, where the logits are. Waits
+    for no device where all parameters are `sync_free`."""
+    tokens = shaped.argmax(-1)
+    drawn = [i for i, p in enumerate(params) if not p.greedy]
+    if not drawn:
+        return tokens
+    logits = shaped if len(drawn) == len(params) else shaped[torch.tensor(drawn).to(shaped.device, non_blocking=True)]
+    found = draw(distribution(logits, [params[i] for i in drawn]), [numbers[i] for i in drawn])
+    if len(drawn) == len(params):
+        return found
+    return tokens.index_copy_(0, torch.tensor(drawn).to(shaped.device, non_blocking=True), found)
+
+
+def sync_free(params: SamplingParams) -> bool:
+    """Whether a token can be drawn without knowing on the host how many tokens top-p keeps."""
+    return params.greedy or params.top_p >= 1 or 0 < (params.top_k or 0) <= _TOP_P_TOKENS
 
 
 def shape(logits: Tensor, rows: list[Row]) -> Tensor:
@@ -189,14 +201,15 @@ def _cutoff(row: Tensor, p: SamplingParams) -> Tensor:
         return head[-1] if limit <= head.numel() else row.topk(limit).values[-1]
     mass = head.cumsum(-1, dtype=torch.float64)
     total = mass[-1] if p.top_k else 1.0
-    return head[min(int((mass < p.top_p * total).sum()), head.numel() - 1)]
+    last = (mass < p.top_p * total).sum().clamp_max_(head.numel() - 1)
+    return head.gather(0, last[None])[0]
 
 
-def draw(probs: Tensor, draws: list[float]) -> list[int]:
-    """Invert the cumulative distribution: one token per row, for one number in [0, 1) each."""
+def draw(probs: Tensor, draws: list[float]) -> Tensor:
+    """Invert the cumulative distribution: one token per row [N], for one number in [0, 1) each."""
     mass = probs.cumsum(-1, dtype=torch.float64)  # [N, V]
     target = torch.tensor(draws, dtype=torch.float64, device=probs.device)[:, None] * mass[:, -1:]
-    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max_(probs.shape[-1] - 1).tolist()
+    return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max_(probs.shape[-1] - 1)
 
 
 def logprob(logits: Tensor, token: int, params: SamplingParams) -> TokenLogprob | None:

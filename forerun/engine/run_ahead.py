@@ -1,10 +1,11 @@
 """Plain decoding one step ahead of the host: the next step is launched before the tokens of the last one are read.
 
-For batches in which every sequence runs its last token and takes the likeliest one: no draft, no grammar, no penalties,
-no log-probabilities. The next step needs to know no token, since the device keeps what it chose; it needs the entries,
-which follow each other, and pages. What the host does with a step's tokens (text, stop strings, events) then overlaps
-the next step. An answer that turns out to have ended has one row too many on its way, which is dropped: it wrote behind
-the answer's last entry, and whatever gets that page next writes later. Knows no text and no events.
+For batches in which every sequence runs its last token, and the next one depends on its logits and on the random number
+of its position alone: no draft, no grammar, no penalties, no log-probabilities. The next step needs to know no token,
+since the device keeps what it chose; it needs the entries, which follow each other, and pages. What the host does with
+a step's tokens (text, stop strings, events) then overlaps the next step. An answer that turns out to have ended has one
+row too many on its way, which is dropped: it wrote behind the answer's last entry, and whatever gets that page next
+writes later. Knows no text and no events.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
+from forerun.decode.sampling import choose_by_number, sync_free, uniform
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
 from forerun.models.execution.runner import Runner
@@ -43,9 +46,23 @@ class StepInFlight:
 def decodes_plainly(scheduled: ScheduledSequence) -> bool:
     """Whether a step of this sequence needs nothing of the host."""
     seq = scheduled.seq
-    plain = seq.sampling_context.plain and seq.params.logprobs is None and seq.grammar is None
+    plain = not seq.sampling_context.shaped and seq.params.logprobs is None and sync_free(seq.params)
     lone = seq.provisional is None and seq.final is None and seq.ready_logits is None
     return scheduled.decodes and plain and lone and not len(scheduled.draft)
+
+
+def _chooser(sequences: list[Sequence], entries: np.ndarray) -> Callable[[Tensor, int], Tensor] | None:
+    """What draws the tokens behind these entries from logits on the device; None where all are the likeliest."""
+    params = [seq.params for seq in sequences]
+    if all(p.greedy for p in params):
+        return None
+    numbers = [uniform(seq.seed, entry + 1) for seq, entry in zip(sequences, entries.tolist(), strict=True)]
+
+    def choose(logits: Tensor, first: int) -> Tensor:
+        rows = slice(first, first + len(logits))
+        return choose_by_number(logits, params[rows], numbers[rows])
+
+    return choose
 
 
 class RunAhead:
@@ -107,5 +124,5 @@ class RunAhead:
         self, sequences: list[Sequence], tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]
     ) -> StepInFlight | None:
         now = time.perf_counter()
-        pending = self._runner.launch(tokens, entries, pages)
+        pending = self._runner.launch(tokens, entries, pages, _chooser(sequences, entries))
         return None if pending is None else StepInFlight(sequences, entries, pages, pending, now)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.models.execution.runner import Runner, Span
-from tests.engine.common import Answer, leaked, make_engine, run
+from tests.engine.common import Answer, finish, leaked, make_engine, run
 
 PROMPTS = [[3 + i, 40, 77 + i, 5, 9 * i + 4] * (1 + i % 4) for i in range(7)]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, speculation="off")
@@ -37,12 +37,11 @@ class Launching(Runner):
     log: list[str]
     chosen: list[int]
 
-    def launch(self, tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]) -> Pending:  # type: ignore[override]
+    def launch(self, tokens, entries, pages, choose=None):  # type: ignore[no-untyped-def,override]
         known = [int(t) if t >= 0 else self.chosen[-1 - int(t)] for t in tokens]
-        spans = [
-            Span([t], int(e), array("i", own.tolist()), (0,)) for t, e, own in zip(known, entries, pages, strict=True)
-        ]
-        self.chosen = Runner.forward(self, spans).logits.argmax(-1).tolist()
+        each = zip(known, entries, pages, strict=True)
+        logits = Runner.forward(self, [Span([t], int(e), array("i", own.tolist()), (0,)) for t, e, own in each]).logits
+        self.chosen = (logits.argmax(-1) if choose is None else choose(logits, 0)).tolist()
         self.launches += 1
         self.log.append(f"launch {self.launches}")
         return Pending(list(self.chosen), self.launches, self.log)
@@ -95,11 +94,30 @@ def test_requests_that_come_in_between_and_cancellations(folder: Path):
     engine, log = launching(folder, max_num_seqs=4)
     plain = make_engine(folder, max_num_seqs=4)
     assert run(engine, PROMPTS, GREEDY) == run(plain, PROMPTS, GREEDY)
-    sampled = SamplingParams(max_tokens=9, temperature=0.8, seed=3, ignore_eos=True)  # needs the host in every step
+    # what needs the host in every step
+    penalised = SamplingParams(max_tokens=9, frequency_penalty=0.8, ignore_eos=True, speculation="off")
     before = len(log)
-    assert run(engine, PROMPTS[:3], sampled) == run(plain, PROMPTS[:3], sampled)
+    assert run(engine, PROMPTS[:3], penalised) == run(plain, PROMPTS[:3], penalised)
     assert all(line == "forward" for line in log[before:])
     assert not leaked(engine)
+
+
+@pytest.mark.parametrize("how", [{}, {"min_p": 0.1}, {"top_k": 20}, {"top_k": 40, "top_p": 0.7}])
+def test_tokens_are_drawn_as_they_are_step_by_step(folder: Path, how: dict[str, float]):
+    sampled = SamplingParams(max_tokens=20, temperature=1.2, seed=3, ignore_eos=True, speculation="off", **how)  # type: ignore[arg-type]
+    engine, log = launching(folder)
+    assert run(engine, PROMPTS, sampled) == run(make_engine(folder), PROMPTS, sampled)
+    assert sum(line.startswith("launch") for line in log) == 19
+
+
+def test_greedy_and_drawn_answers_run_ahead_together(folder: Path):
+    wants = [GREEDY, replace(GREEDY, temperature=0.9, seed=5), replace(GREEDY, temperature=1.5, seed=6, top_k=9)]
+    found = []
+    for engine in (make_engine(folder), launching(folder)[0]):
+        answers = [Answer(engine, prompt, params) for prompt, params in zip(PROMPTS, wants, strict=False)]
+        finish(engine)
+        found.append([answer.tokens() for answer in answers])
+    assert found[0] == found[1]
 
 
 def test_few_pages_stop_the_run_ahead_and_preempt_as_usual(folder: Path):

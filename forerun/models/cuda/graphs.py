@@ -12,7 +12,7 @@ tokens (`tail_attention`). Knows no request.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -210,6 +210,7 @@ class GraphRunner:
         self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
         # tokens chosen: by launches ahead in turns, by a graph, and by launches that are waited for
         self._chosen = torch.zeros(4 * MAX_DECODE_ROWS, dtype=torch.int64, device=decoder.device)
+        self._drawn = torch.zeros(2, MAX_DECODE_ROWS, dtype=torch.int64).pin_memory()
         self.launches, self._turn = 0, 0
         self._buffers: _Buffers | None = None
         self._graphs: dict[Bucket, _Graph] = {}
@@ -242,10 +243,10 @@ class GraphRunner:
         torch.cuda.current_stream().synchronize()
         return self._output(batch.logits_indices, logits, greedy)
 
-    def launch(self, batch: HostBatch) -> PendingTokens | None:
+    def launch(self, batch: HostBatch, choose: Callable[[Tensor, int], Tensor] | None = None) -> PendingTokens | None:
         """Enqueue one token of each sequence and return without waiting; None where neither single launches nor a graph
         fit. A negative token is what the launch before has chosen for row -1 - token. At most two may be on their way,
-        and logits are not kept."""
+        and logits are not kept. `choose`: what makes tokens of them on the device, where they are not the likeliest."""
         rows, before = len(batch.tokens), self._turn * MAX_DECODE_ROWS
         stack, at_once = self._stack(rows), rows
         if stack is None and self.batch_invariant is True and self.stack is not None:
@@ -261,6 +262,9 @@ class GraphRunner:
                 piece, out = batch.singles(first, first + at_once), 1 + part * 2 + self._turn
                 stack.run(piece, None, out=out, chosen_at=after + first)
                 greedy.append(stack.greedy[out, : len(piece.tokens)])
+                if choose is not None:
+                    assert stack.logits is not None
+                    greedy[-1] = self._choose(choose, stack.logits[: len(piece.tokens)], first, after)
         else:
             graph = None if self.batch_invariant is True else self._graph(batch, groups is not None)
             if graph is None:
@@ -268,11 +272,23 @@ class GraphRunner:
             out = 1 + self._turn
             graph.replay(batch, groups, out, after)
             greedy.append(graph.buffers.greedy[out, :rows])
+            if choose is not None:
+                greedy[-1] = self._choose(choose, graph.buffers.logits[:rows], 0, after)
         self._turn ^= 1
         self.launches += 1
         done = torch.cuda.Event()
         done.record()
         return PendingTokens(done, greedy, self.launches)
+
+    @torch.inference_mode()
+    def _choose(self, choose: Callable[[Tensor, int], Tensor], logits: Tensor, first: int, after: int) -> Tensor:
+        """Where the host will find the tokens; the next launch finds them in `_chosen`."""
+        rows = slice(first, first + len(logits))
+        tokens = choose(logits, first)
+        self._chosen[after:][rows].copy_(tokens)
+        found = self._drawn[self._turn][rows]
+        found.copy_(tokens, non_blocking=True)
+        return found
 
     def tail_attention(self, batch: HostBatch) -> np.ndarray | None:
         """How much the tokens of one sequence look at each of its entries, [entries] float32: mean over tokens, heads

@@ -109,8 +109,8 @@ class _Staging:
 
 
 class Packed:
-    """Buffers on the host, filled in turns, since some may still be read when the next batch is laid out, and their copy
-    on the device: a `Batch`, then the pages, page by page of all sequences."""
+    """Buffers on the host, filled in turns, since some may still be read when the next batch is laid out, and their
+    copy on the device: a `Batch`, then the pages, page by page of all sequences."""
 
     def __init__(self, kind: np.dtype, most_pages: int, max_context: int, page_size: int, device: torch.device) -> None:
         size = kind.itemsize + 4 * most_pages

@@ -193,10 +193,17 @@ class Runner:
         self.decoder.attention.plan(batch)
         self.decoder.run_layers(x, batch, self.kv, range(layer, self.decoder.config.num_layers))
 
-    def launch(self, tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]) -> PendingTokens | None:
+    def launch(
+        self,
+        tokens: np.ndarray,
+        entries: np.ndarray,
+        pages: list[np.ndarray],
+        choose: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> PendingTokens | None:
         """Enqueue one token of each sequence, at its entry [S], on its pages, without waiting for the tokens that
-        follow: the likeliest ones. A negative token is what the launch before has chosen for row -1 - token. None where
-        the device or the batch does not allow it."""
+        follow: the likeliest ones, or those that `choose` finds on the device from the logits [rows, V] of sequences
+        from a given one on. A negative token is what the launch before has chosen for row -1 - token. None where the
+        device or the batch does not allow it."""
         if self.graphs is None:
             return None
         size, count = self.pool.page_size, len(tokens)
@@ -212,7 +219,7 @@ class Runner:
             page_size=size,
             logits_indices=list(range(count)),
         )
-        return self.graphs.launch(batch)
+        return self.graphs.launch(batch, choose)
 
     @property
     def can_launch(self) -> bool:
