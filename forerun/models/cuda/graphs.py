@@ -26,7 +26,16 @@ from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.launch import Recorder, record
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
-from forerun.models.cuda.packing import MASK_BITS, MAX_DECODE_ROWS, MAX_STEPS, Bucket, lay_pages, masks_of
+from forerun.models.cuda.packing import (
+    CONTEXT_BUCKETS,
+    DECODE_ROW_BUCKETS,
+    MASK_BITS,
+    MAX_DECODE_ROWS,
+    MAX_STEPS,
+    Bucket,
+    lay_pages,
+    masks_of,
+)
 from forerun.models.cuda.paged import QueryPlan
 from forerun.models.cuda.prompts import PromptRunner
 from forerun.models.cuda.recompute import RecomputeRunner
@@ -333,6 +342,14 @@ class GraphRunner:
         if want == list(range(len(want))):
             return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
         return Output(logits=logits[want], greedy=greedy[want])
+
+    def prepare(self) -> None:
+        """Record prompts, and batches of answers that are too large for one launch, so that no request waits for it."""
+        self.prompts.prepare()
+        if self.batch_invariant is None:
+            for rows in (rows for rows in DECODE_ROW_BUCKETS if self.decoding_rows < rows <= MAX_LAUNCH_ROWS):
+                bucket = Bucket(rows, rows, 1, False, False, CONTEXT_BUCKETS[0])
+                self._graphs[bucket] = _Graph(self.decoder, self.kv, bucket, self._room())
 
     def most_rows(self, sequences: int) -> int:
         """Where bits are promised, those that have them. Else one sequence's buckets are few and captured at the start;

@@ -93,12 +93,12 @@ class PromptRunner:
         return Output(logits[:wanted])
 
     def prepare(self) -> None:
-        """Record what prompts need most, so that none waits for it."""
+        """Record all, so that no prompt waits for it."""
         longest = self._max_pages * self._page_size
         for rows in self._rows:
-            if rows == self._rows[0] or rows <= longest:
-                self._recordings[rows, 1] = self._record(rows, 1)
-        self._recordings[self._rows[0], RECORDED_SEQS[-1]] = self._record(self._rows[0], RECORDED_SEQS[-1])
+            for seqs in RECORDED_SEQS:
+                if rows == self._rows[0] or rows <= longest * seqs:
+                    self._recordings[rows, seqs] = self._record(rows, seqs)
 
     def _places(self, rows: int, seqs: int) -> tuple[int, int, int]:
         """Where sequences' first tokens, the wanted rows and the pages lie."""

@@ -310,7 +310,9 @@ class Runner:
                 np.array([e + 1 for span in spans for e in span.entries], dtype=np.int32),
             )
         batch = HostBatch(
-            tokens=np.array([t for span in spans for t in span.ids], dtype=np.int64),
+            tokens=np.concatenate([np.array(span.ids, dtype=np.int64) for span in spans])
+            if starts[-1] > MAX_LISTED_TOKENS
+            else np.array([t for span in spans for t in span.ids], dtype=np.int64),
             positions=given[0],
             slot_mapping=given[1],
             kv_lens=given[2],
@@ -344,7 +346,7 @@ class Runner:
                 if context + tokens < limit:
                     self.time_forward(tokens, context, 0, branches)
         if self.prompts_apart:
-            self.graphs.prompts.prepare()
+            self.graphs.prepare()
         with self.pool.borrow(1) as pages:
             self.chains([Span([0] * 3, 5, pages, (2,))], 4, ())
 
