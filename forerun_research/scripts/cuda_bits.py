@@ -166,7 +166,7 @@ def speed(shape: str) -> None:
                     (e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == cuda
                 )
                 first, later, each = rates[0], statistics.median(rates[1:]), 1000 / found[0].usage.tokens_per_second
-                print(f"{shape}, {batch} requests, {options}, speculation {speculation}: {first:,.0f} tokens/s at first, "
+                print(f"{shape}, {batch} requests, {options}, speculation {speculation}: {first:,.0f} tokens/s, "
                       f"then {later:,.0f}; {each:.3f} ms a token of the first request, device busy {share:.1%}",
                       flush=True)  # fmt: skip
 
