@@ -243,14 +243,6 @@ class Speculator:
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
-    def record_plain(self, spec_state: SpeculationState, token: int) -> None:
-        """`record_outcome` of a step without a draft."""
-        if spec_state.free_run_s or spec_state.drafts:
-            self.record_outcome(spec_state, Draft(), Verdict([], token), [token])
-            return
-        self.controller.record_emitted(1)
-        spec_state.usage.lengths.append(0)
-
     def record_outcome(self, spec_state: SpeculationState, draft: Draft, verdict: Verdict, emitted: list[int]) -> None:
         """Count what was drafted and accepted, and learn from every draft of the step, verified or not."""
         path = verdict.path[: len(emitted)]  # an answer may end inside it

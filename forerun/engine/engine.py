@@ -241,7 +241,7 @@ class Engine:
         if seq.params.timeline:
             seq.record_step(1, 0)
         if seq.spec_state is not None:
-            self.speculator.record_plain(seq.spec_state, token)
+            self.speculator.record_outcome(seq.spec_state, _NO_DRAFT, _NOTHING_ACCEPTED, [token])
         if reason is not None:
             self._finish(seq, reason, event)
             return
