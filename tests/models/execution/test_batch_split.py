@@ -176,3 +176,39 @@ def test_what_is_known_runs_nowhere():
         Span([5], 8, array("i", [3, 4]), (0,), known=torch.ones(1, 7)),
     ]
     assert split_spans(spans) == [[1], [0]]
+
+
+def test_long_batches_are_laid_out_as_short_ones_are(tiny_folder: Callable[[str], Path], monkeypatch):
+    decoder, _ = build_decoder(open_checkpoint(tiny_folder("qwen2")), CPU, "float32", 1024, quiet=True)
+    runner = Runner(decoder, PagePool(decoder.config, 400, SIZE, decoder.dtype, CPU), 1024)
+    pages = [array("i", list(range(i * 90 + 89, i * 90 - 1, -1))) for i in range(3)]
+    spans = [
+        Span(list(range(5, 605)), 3, pages[0], [599]),
+        Span([7], 40, pages[1], [0]),
+        Span([1, 2, 3, 4], 9, pages[2], range(4), 10, [ROOT, ROOT, 0]),
+    ]
+    long = runner.batch(spans)
+    monkeypatch.setattr("forerun.models.execution.runner.MAX_LISTED_TOKENS", 10_000)
+    short = runner.batch(spans)
+    for name in ("tokens", "positions", "slot_mapping", "kv_lens"):
+        one, other = getattr(long, name), getattr(short, name)
+        assert one.dtype == other.dtype and one.tolist() == other.tolist()
+    assert long.bits == short.bits and long.cu_seqlens == short.cu_seqlens
+
+
+def test_wanted_rows_and_padding_of_a_batch(tiny_folder: Callable[[str], Path]):
+    """In the last layer of a prompt only rows whose logits are wanted run; rows beyond see and write nothing."""
+    decoder, _ = build_decoder(open_checkpoint(tiny_folder("qwen2")), CPU, "float32", 1024, quiet=True)
+    runner = Runner(decoder, PagePool(decoder.config, 400, SIZE, decoder.dtype, CPU), 1024)
+    pages = [array("i", range(i * 20, i * 20 + 20)) for i in range(3)]
+    spans = [Span([1, 2, 3], 0, pages[0], [2]), Span([4, 5], 8, pages[1], ()), Span([6] * 4, 2, pages[2], [1, 3])]
+    few = runner.batch(spans).only_wanted()
+    assert (
+        few.tokens.tolist() == [3, 6, 6] and few.positions.tolist() == [2, 3, 5] and few.kv_lens.tolist() == [3, 4, 6]
+    )
+    assert few.cu_seqlens == [0, 1, 3] and [p[0] for p in few.pages] == [0, 40] and few.logits_indices == [0, 1, 2]
+    padded = few.padded(8)
+    assert padded.cu_seqlens == [0, 1, 3, 8] and padded.slot_mapping[3:].tolist() == [-1] * 5
+    assert padded.kv_lens[3:].tolist() == [0] * 5 and few.padded(2) is few
+    single = runner.batch([Span([i], 3 + i, pages[i], [0]) for i in range(3)]).singles(1, 3)
+    assert single.tokens.tolist() == [1, 2] and single.cu_seqlens == [0, 1, 2] and single.seq_lens == [5, 6]
