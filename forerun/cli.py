@@ -87,16 +87,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="generate")(generate.generate)
-app.command(name="chat")(chat.chat)
-app.command(name="serve")(serve.serve)
-app.command(name="classify")(classify.classify)
-app.command(name="calibrate")(calibrate.calibrate)
-app.command(name="stats")(stats_command.stats)
-app.add_typer(models.app, name="models", cls=Subcommands)
-app.add_typer(check.app, name="check", cls=Subcommands)
-app.add_typer(trie.app, name="trie", cls=Subcommands)
-app.add_typer(train.app, name="train", cls=Subcommands)
+for single in (generate.generate, chat.chat, serve.serve, classify.classify, calibrate.calibrate, stats_command.stats):
+    app.command()(single)
+for name, group in {"models": models, "check": check, "trie": trie, "train": train}.items():
+    app.add_typer(group.app, name=name, cls=Subcommands)
 
 
 def _version(wanted: bool) -> None:

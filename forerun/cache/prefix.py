@@ -9,8 +9,8 @@ is what can be shown of a tree: bounded however large it is, and holding no more
 
 from __future__ import annotations
 
+import bisect
 import heapq
-import os.path
 import time
 from array import array
 from collections import Counter
@@ -174,8 +174,8 @@ class PrefixTree:
     def texts(self) -> list[tuple[bytes, list[int]]]:
         """Every node as the packed tokens up to its end and its own pages; the latest used first, parents before
         children."""
-        found: list[tuple[int, int, Node]] = [(-node.last_used, i, node) for i, node in enumerate(self._walk())]
-        return [(self._path(node), node.pages) for _, _, node in sorted(found, key=lambda entry: entry[:2])]
+        latest_first = sorted(self._walk(), key=lambda node: -node.last_used)
+        return [(self._path(node), node.pages) for node in latest_first]
 
     @property
     def num_nodes(self) -> int:
@@ -213,14 +213,8 @@ class PrefixTree:
         """How many leading pages of `node` equal data[at:]."""
         if data.startswith(node.tokens, at):
             return len(node.pages)
-        low, high = 1, min(len(node.pages), (len(data) - at) // self._stride)  # the first page is known to match
-        while low < high:
-            middle = (low + high + 1) // 2
-            if data.startswith(node.tokens[: middle * self._stride], at):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        ends = range(self._stride, len(node.tokens) + 1, self._stride)
+        return bisect.bisect_left(ends, True, key=lambda end: not data.startswith(node.tokens[:end], at))
 
     def _split(self, node: Node, keep: int) -> Node:
         """Cut a node in two after `keep` pages; returns the upper part."""
@@ -291,7 +285,6 @@ def summarise_tree(tree: PrefixTree, mine: Sequence[int], most: int) -> TreeSumm
     way, data = {-1: 0}, pack(mine)  # place of a run that is all on that text's way: bytes of the text up to its end
     heap: list[tuple[int, int, int, Node]] = []
     pushed, page = 0, tree.pool.page_size
-    stride = page * TOKEN_BYTES
 
     def push(above: int, node: Node) -> None:
         nonlocal pushed
@@ -303,11 +296,11 @@ def summarise_tree(tree: PrefixTree, mine: Sequence[int], most: int) -> TreeSumm
     while heap and len(runs) < most:
         _, _, above, node = heapq.heappop(heap)
         place, at = len(runs), way.get(above, -1)
-        same = 0 if at < 0 else len(os.path.commonprefix([node.tokens, data[at : at + len(node.tokens)]])) // stride
+        same = 0 if at < 0 else tree._shared_pages(node, data, at)
         if at >= 0 and same == len(node.pages):
             way[place] = at + len(node.tokens)
         readers = max(0, int(tree.pool.refs[node.pages[0]]) - 1)  # the tree itself is one holder
-        first = array("i", node.tokens[: SHOWN_TOKENS * TOKEN_BYTES]).tolist()
+        first = unpack(node.tokens[: SHOWN_TOKENS * TOKEN_BYTES])
         tokens = len(node.tokens) // TOKEN_BYTES
         runs.append(SharedRun(above, tokens, len(node.children), node.reads, readers, same * page, first))
         push(place, node)

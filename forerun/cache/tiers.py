@@ -76,9 +76,6 @@ class HostTier:
         for key, page in zip(keys, data, strict=True):
             if self.touch(key):
                 continue
-            if not self._free and not self._slots:  # less than one page of memory
-                gone.append((key, page.cpu()))
-                continue
             if not self._free:
                 oldest, slot = self._slots.popitem(last=False)
                 _finish(data.device)  # it may have come in this very call

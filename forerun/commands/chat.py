@@ -13,7 +13,7 @@ import typer
 
 from forerun import interrupt
 from forerun.commands import options as opt
-from forerun.commands.generate import read_text
+from forerun.commands.generate import asking, read_text
 from forerun.commands.screen import Screen
 from forerun.commands.stats import load_line, usage_lines
 from forerun.errors import ForerunError
@@ -25,13 +25,10 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Event
     from forerun.sharing.session import Session
 
-COMMANDS = {
-    "/file": "/file PATH puts a text file before the next message",
-    "/reset": "/reset forgets the conversation",
-    "/help": "/help shows this",
-    "/quit": "/quit leaves",
-}
-HELP = f"{', '.join(COMMANDS.values())}. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
+HELP = (
+    "/file PATH puts a text file before the next message, /reset forgets the conversation, /help shows this, "
+    "/quit leaves. Ctrl-C stops an answer; Ctrl-C at the prompt leaves."
+)
 
 PASTE_PAUSE_S = 0.05  # lines of a paste arrive sooner than this after each other; typed ones do not
 
@@ -167,13 +164,8 @@ class ChatLoop:
         self.messages.append({"role": "assistant", "content": answer})
 
     def _session_turn(self, session: Session, message: Message) -> None:
-        turns = session.turns
-        session.append([message] if session.messages else [*self.opening, message])
-        try:
+        with asking(session, [message] if session.messages else [*self.opening, message]):
             self._answer(session.stream(self.params))
-        finally:
-            if session.turns == turns:
-                session.rewind(turns=1)
 
     def _answer(self, events: Iterator[Event]) -> str:
         screen = Screen(sys.stdout)

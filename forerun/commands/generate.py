@@ -94,7 +94,7 @@ class Plain:
 
 @contextmanager
 def _source(llm: LLM, asked: Any, name: str | None) -> Iterator[Plain | Session]:
-    """Where the answer comes from. A question that was not answered is not part of its session."""
+    """Where the answer comes from."""
     if name is None:
         yield Plain(llm, asked)
         return
@@ -104,10 +104,17 @@ def _source(llm: LLM, asked: Any, name: str | None) -> Iterator[Plain | Session]
         raise BadRequest(
             f"session {name!r} has begun, --system comes too late", "leave it out, or name another session"
         )
+    with asking(session, asked):
+        yield session
+
+
+@contextmanager
+def asking(session: Session, asked: Any) -> Iterator[None]:
+    """A question that was not answered is not part of its session."""
     turns = session.turns
     session.append(asked)
     try:
-        yield session
+        yield
     finally:
         if session.turns == turns:
             session.rewind(turns=1)

@@ -241,14 +241,9 @@ class AnswerOptions:
         return Prefill(self.prefill, *given)
 
     def grammar(self) -> Grammar | None:
-        given = {
-            "--json-schema": self.json_schema is not None,
-            "--json-object": self.json_object,
-            "--regex": self.regex is not None,
-            "--lark": self.lark is not None,
-            "--trie": self.trie is not None,
-        }
-        named = [name for name, there in given.items() if there]
+        names = ("json_schema", "json_object", "regex", "lark", "trie")
+        given = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        named = [name for name, value in given.items() if value not in (None, False)]
         if len(named) > 1:
             raise BadRequest(f"{' and '.join(named)} cannot go together", "give one shape for the answer")
         if self.conditional and not named:

@@ -241,13 +241,9 @@ class Rollout:
 
 def _one_per_position(points: list[BranchPoint]) -> list[BranchPoint]:
     """Of siblings that would branch at their common start, only the first one does."""
-    places: set[tuple[int, int]] = set()
-    kept = []
+    kept: dict[tuple[int, int], BranchPoint] = {}
     for point in points:
         parent = point.node.parent
         assert parent is not None
-        place = (point.node.id, point.at) if point.at else (parent.id, 0)
-        if place not in places:
-            places.add(place)
-            kept.append(point)
-    return kept
+        kept.setdefault((point.node.id, point.at) if point.at else (parent.id, 0), point)
+    return list(kept.values())

@@ -9,7 +9,7 @@ of the same point, as in group-relative policy optimisation; in a tree every bra
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -179,8 +179,7 @@ def group_relative(scores: Sequence[float]) -> list[float]:
     """(score - mean) / standard deviation over one group; zeros where all are equal."""
     if not scores:
         return []
-    mean = sum(scores) / len(scores)
-    deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+    mean, deviation = statistics.fmean(scores), statistics.pstdev(scores)
     return [(score - mean) / (deviation + EPSILON) for score in scores]
 
 

@@ -99,16 +99,11 @@ class ChatTemplate:
         template = self._template("tool_use" if tools and "tool_use" in self._texts else "default")
         try:
             return template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise BadRequest(
-                f"the chat template of {self._source} refuses these messages: {error}",
+                f"the chat template of {self._source} refuses these messages: {kind}{error}",
                 "give each message a role and text content, in an order that this model was trained for",
-            ) from error
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise BadRequest(
-                f"the chat template of {self._source} cannot render these messages ({detail})",
-                "give each message a role and text content",
             ) from error
 
     def _template(self, name: str) -> jinja2.Template:

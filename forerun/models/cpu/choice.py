@@ -7,8 +7,6 @@ Blocks keep the file's weights and need less memory, int8 rounds weights again; 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +16,7 @@ import torch
 
 from forerun.models.cpu.block_linear import Q8Linear, set_threads
 from forerun.models.cpu.library import build_key, library
-from forerun.models.fetch.store import home
+from forerun.models.fetch.store import home, write_whole
 from forerun.models.linear import PackedInt8
 
 SIZE = 1536  # rows and columns of the matrix that is timed: of a small model, and too large for a core's own cache
@@ -41,10 +39,7 @@ def _ratios(threads: int) -> tuple[float, ...]:
         if len(known) == len(ROWS) and all(0 < ratio < 1e6 for ratio in known):
             return known
     found = _measure(threads)
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        json.dump({"blocks_to_int8": found}, file)
-        file.close()
-        os.replace(file.name, path)
+    write_whole(path, json.dumps({"blocks_to_int8": found}))
     return found
 
 

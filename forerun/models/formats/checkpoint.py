@@ -10,15 +10,15 @@ in the half-split rotary order (a loader undoes GGUF's interleaving), so the dec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from forerun.errors import CorruptModel, ForerunError, ModelNotFound
-from forerun.models.config import ModelConfig
+from forerun.errors import CorruptModel, ForerunError, ModelNotFound, UnsupportedModel
+from forerun.models.config import MAX_SIZE, ModelConfig
 
 if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
@@ -47,6 +47,37 @@ class Checkpoint(Protocol):
 
     def release(self) -> None:
         """Let the operating system drop pages read so far (they stay mapped and can be read again)."""
+
+
+class ConfigKeys:
+    """What a file says about its model, by `prefix` and key; `source` names the model in messages."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, where: str, prefix: str = "") -> None:
+        self._values, self.source, self._where, self._prefix = values, source, where, prefix
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(self._prefix + key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        value = self.get(key, default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]  # some GGUF converters write one entry per layer
+        if not isinstance(value, int) or not 1 <= value <= most:
+            problem = "is missing" if value is None else f"is {value!r:.80}, expected a whole number from 1 to {most}"
+            what = f"{self.source}: {self._prefix}{key} {problem} in {self._where}"
+            raise CorruptModel(what, "fetch or convert the model again")
+        return value
+
+    def unsupported(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.source}: {what} is not supported", "choose another model of the same family")
+
+
+def unsupported_architecture(source: str, found: Any, supported: Iterable[str]) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{source}: architecture {found!r} is not supported; supported are {', '.join(supported)}",
+        "choose a model of a supported architecture",
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,11 @@ def _rounded(value: Any) -> Any:
 
 def _file_state(files: Sequence[Path]) -> list[list[Any]]:
     """Path, size and times of change of each file; the inode's time also moves where the other is set back."""
-    found = []
-    for file in files:
-        try:
-            stat = file.resolve().stat()
-        except OSError:
-            return []
-        found.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
-    return found
+    try:
+        found = [(str(file.resolve()), file.stat()) for file in files]
+    except OSError:
+        return []
+    return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in found]
 
 
 def _cache_file(state: list[list[Any]]) -> Path:
@@ -115,12 +113,9 @@ def _cache_file(state: list[list[Any]]) -> Path:
 
 def _read_cached(state: list[list[Any]]) -> str | None:
     """None where nothing is cached for these files as they are now, or what is cached cannot be read."""
-    if not state:
-        return None
-    try:
+    with suppress(OSError, ValueError, LookupError, TypeError):
         found = json.loads(_cache_file(state).read_text(encoding="utf-8"))
         weights = found["weights"]
-        known = found["files"] == state and isinstance(weights, str) and len(weights) == 64
-        return weights if known else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        if state and found["files"] == state and isinstance(weights, str) and len(weights) == 64:
+            return weights
+    return None

@@ -6,6 +6,7 @@ in the file is checked against the file's end before it is used, so a truncated 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ OTHER_TYPES = {
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_DAMAGED = "fetch or copy the file again; it is damaged"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class TensorInfo:
         return self.rows * self.row_bytes
 
 
+def _damaged(path: Path, problem: str) -> CorruptModel:
+    return CorruptModel(f"{path.name}: {problem}", "fetch or copy the file again; it is damaged or incomplete")
+
+
 class _Reader:
     """A cursor over the mapped file that refuses to run past its end."""
 
@@ -64,10 +68,7 @@ class _Reader:
         """Advance over `count` bytes and return where they start."""
         start = self.at
         if count > self.size - start:
-            raise CorruptModel(
-                f"{self.path.name}: {what} needs {count} bytes at offset {start}, the file ends at {self.size}",
-                _DAMAGED,
-            )
+            raise _damaged(self.path, f"{what} needs {count} bytes at offset {start}, the file ends at {self.size}")
         self.at = start + count
         return start
 
@@ -102,7 +103,7 @@ class _Reader:
             return self.string(what)
         if kind == _ARRAY:
             return self.array(what)
-        raise CorruptModel(f"{self.path.name}: {what} has value type {kind}, known are 0 to 12", _DAMAGED)
+        raise _damaged(self.path, f"{what} has value type {kind}, known are 0 to 12")
 
     def array(self, what: str) -> list[Any]:
         kind, count = self.number("I", what), self.number("Q", what)
@@ -112,7 +113,7 @@ class _Reader:
             code = _SCALARS[kind]
             start = self.take(struct.calcsize("<" + code) * count, what)
             return list(struct.unpack_from(f"<{count}{code}", self.data, start))
-        raise CorruptModel(f"{self.path.name}: {what} is an array of value type {kind}", _DAMAGED)
+        raise _damaged(self.path, f"{what} is an array of value type {kind}")
 
 
 class GGUFFile:
@@ -125,7 +126,7 @@ class GGUFFile:
                 # A private writable map: torch views it without copying, nothing can reach the file
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError as error:  # mmap of an empty file
-            raise CorruptModel(f"{path.name} is empty", _DAMAGED) from error
+            raise _damaged(path, "it is empty") from error
         reader = _Reader(self._map, path)
         tensor_count, pair_count = self._header(reader)
         self.metadata: dict[str, Any] = {}
@@ -157,20 +158,15 @@ class GGUFFile:
             name = reader.string("a tensor name")
             rank = reader.number("I", name)
             if not 1 <= rank <= 4:
-                raise CorruptModel(f"{self.path.name}: tensor {name!r} has {rank} dimensions, the limit is 4", _DAMAGED)
+                raise _damaged(self.path, f"tensor {name!r} has {rank} dimensions, the limit is 4")
             dims = [reader.number("Q", name) for _ in range(rank)]
             entries.append((name, dims, reader.number("I", name), reader.number("Q", name)))
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-            raise CorruptModel(
-                f"{self.path.name}: general.alignment is {alignment!r:.80}, it must be a multiple of 8", _DAMAGED
-            )
+            raise _damaged(self.path, f"general.alignment is {alignment!r:.80}, it must be a multiple of 8")
         for name, _, _, at in entries:
             if at % alignment:  # numbers could not be read in place
-                raise CorruptModel(
-                    f"{self.path.name}: tensor {name!r} lies at {at}, not a multiple of the alignment {alignment}",
-                    _DAMAGED,
-                )
+                raise _damaged(self.path, f"tensor {name!r} lies at {at}, not a multiple of the alignment {alignment}")
         base = -(-reader.at // alignment) * alignment
         return {name: self._tensor_info(name, dims, kind, base + at, reader.size) for name, dims, kind, at in entries}
 
@@ -182,20 +178,13 @@ class GGUFFile:
                 "use another quantisation of the model, for example Q4_K_M or Q8_0",
             )
         type_name, (block, block_bytes) = TYPES[kind], block_size(TYPES[kind])
-        cols, rows = dims[0], 1
-        for dim in dims[1:]:
-            rows *= dim
+        cols, rows = dims[0], math.prod(dims[1:])
         if cols % block:
-            raise CorruptModel(
-                f"{self.path.name}: rows of {name!r} have {cols} weights, {type_name} needs a multiple of {block}",
-                _DAMAGED,
-            )
+            problem = f"rows of {name!r} have {cols} weights, {type_name} needs a multiple of {block}"
+            raise _damaged(self.path, problem)
         info = TensorInfo(name, tuple(reversed(dims)), type_name, offset, rows, cols // block * block_bytes)
         if offset + info.nbytes > size:
-            raise CorruptModel(
-                f"{self.path.name}: tensor {name!r} ends at byte {offset + info.nbytes}, the file at {size}",
-                "the file is truncated: fetch or copy it again",
-            )
+            raise _damaged(self.path, f"tensor {name!r} ends at byte {offset + info.nbytes}, the file at {size}")
         return info
 
     def raw(self, name: str) -> torch.Tensor:

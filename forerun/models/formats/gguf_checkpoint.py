@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.errors import CorruptModel, UnsupportedModel
-from forerun.models.config import FAMILIES, MAX_CONTEXT, MAX_LAYERS, MAX_SIZE, ModelConfig, RopeConfig
-from forerun.models.formats.checkpoint import check_shapes, checked, expected_shapes, reading
+from forerun.models.config import FAMILIES, MAX_CONTEXT, MAX_LAYERS, ModelConfig, RopeConfig
+from forerun.models.formats.checkpoint import (
+    ConfigKeys,
+    check_shapes,
+    checked,
+    expected_shapes,
+    reading,
+    unsupported_architecture,
+)
 from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.gguf import GGUFFile
 
@@ -59,38 +66,16 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER[part]}"
 
 
-class _Keys:
-    """Metadata of one architecture: `get("block_count")` reads `llama.block_count`."""
-
-    def __init__(self, metadata: dict[str, Any], arch: str, source: str) -> None:
-        self.metadata, self.arch, self.source = metadata, arch, source
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.arch}.{key}", default)
-
-    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        value = self.get(key, default)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # some converters write one entry per layer
-        if not isinstance(value, int) or not 1 <= value <= most:
-            problem = "is missing" if value is None else f"is {value!r:.80}, expected a whole number from 1 to {most}"
-            raise CorruptModel(f"{self.source}: metadata {self.arch}.{key} {problem}", "convert the model again")
-        return value
-
-
 def read_config(
     metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]], source: str, freqs: torch.Tensor | None = None
 ) -> ModelConfig:
     """The configuration a file's metadata describes; `shapes` tells what the file holds, `freqs` is `rope_freqs`."""
     arch = metadata.get("general.architecture")
     if arch not in FAMILIES:
-        raise UnsupportedModel(
-            f"{source}: architecture {arch!r} is not supported; supported are {', '.join(FAMILIES)}",
-            "choose a model of a supported architecture",
-        )
+        raise unsupported_architecture(source, arch, FAMILIES)
     if "token_embd.weight" not in shapes:
         raise CorruptModel(f"{source}: tensor 'token_embd.weight' is missing", "fetch or convert the model again")
-    keys = _Keys(metadata, arch, source)
+    keys = ConfigKeys(metadata, source, "the metadata", f"{arch}.")
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden // heads)
     rope = _rope(keys, head_dim, freqs)
@@ -125,10 +110,10 @@ def _decimal(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _gemma3(keys: _Keys, hidden: int, heads: int) -> dict[str, Any]:
+def _gemma3(keys: ConfigKeys, hidden: int, heads: int) -> dict[str, Any]:
     layers = keys.count("block_count", most=MAX_LAYERS)
     if keys.get("final_logit_softcapping"):
-        raise UnsupportedModel(f"{keys.source}: logit soft-capping is not supported", "choose another model")
+        raise keys.unsupported("logit soft-capping")
     pattern = keys.get("attention.sliding_window_pattern", GEMMA3_PATTERN)
     slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     return {
@@ -141,14 +126,11 @@ def _gemma3(keys: _Keys, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _rope(keys: _Keys, head_dim: int, freqs: torch.Tensor | None) -> RopeConfig:
+def _rope(keys: ConfigKeys, head_dim: int, freqs: torch.Tensor | None) -> RopeConfig:
     theta = float(keys.get("rope.freq_base", 10_000.0))
     rotated = keys.get("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise UnsupportedModel(
-            f"{keys.source}: rotary embedding of {rotated} of {head_dim} dimensions is not supported",
-            "choose another model",
-        )
+        raise keys.unsupported(f"rotary embedding of {rotated} of {head_dim} dimensions")
     if freqs is not None:
         return _llama3_rope(theta, freqs, keys.source)
     kind = keys.get("rope.scaling.type", "none")
@@ -158,9 +140,7 @@ def _rope(keys: _Keys, head_dim: int, freqs: torch.Tensor | None) -> RopeConfig:
     if kind in ("none", "linear"):
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind != "yarn":
-        raise UnsupportedModel(
-            f"{keys.source}: rope scaling {kind!r} is not supported; linear, yarn, llama3 are", "choose another model"
-        )
+        raise keys.unsupported(f"rope scaling {kind!r} (supported: linear, llama3, yarn)")
     multiplier = keys.get("rope.scaling.attn_factor")
     return RopeConfig(
         theta=theta,

@@ -10,7 +10,8 @@ import math
 from typing import Any, Literal
 
 from forerun.errors import CorruptModel, UnsupportedModel
-from forerun.models.config import MAX_CONTEXT, MAX_LAYERS, MAX_SIZE, ModelConfig, RopeConfig
+from forerun.models.config import MAX_CONTEXT, MAX_LAYERS, ModelConfig, RopeConfig
+from forerun.models.formats.checkpoint import ConfigKeys, unsupported_architecture
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -77,34 +78,13 @@ def hf_name(name: str, family: str) -> str:
     return f"layers.{layer}.{(_GEMMA_LAYER if family == 'gemma3' else _LAYER)[part]}"
 
 
-class _Keys:
-    """config.json with the family's defaults; `source` names the model in messages."""
-
-    def __init__(self, values: dict[str, Any], family: str, source: str) -> None:
-        self.values, self.source = _DEFAULTS[family] | values, source
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def count(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or not 1 <= value <= most:
-            problem = "is missing" if value is None else f"is {value!r:.80}, expected a whole number from 1 to {most}"
-            raise CorruptModel(f"{self.source}: {key} {problem} in config.json", "fetch the model's config.json again")
-        return value
-
-    def unsupported(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.source}: {what} is not supported", "choose another model of the same family")
-
-
 def read_config(root: dict[str, Any], generation: dict[str, Any], source: str) -> ModelConfig:
     """The configuration config.json describes; of a model that also sees images, its text part."""
     family = _family(root, source)
     values = root.get("text_config", root) if family == "gemma3" else root
     if values is not root:
         values = {k: root[k] for k in ("tie_word_embeddings", "quantization_config") if k in root} | values
-    keys = _Keys(values, family, source)
+    keys = ConfigKeys(_DEFAULTS[family] | values, source, "config.json")
     _reject(keys, family)
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
@@ -154,14 +134,10 @@ def _family(root: dict[str, Any], source: str) -> str:
         return ARCHITECTURES[names[0]]
     if not names and kind in _MODEL_TYPES:
         return str(kind).removesuffix("_text")
-    what = names[0] if names else kind
-    raise UnsupportedModel(
-        f"{source}: architecture {what!r} is not supported; supported are {', '.join(ARCHITECTURES)}",
-        "choose a model of a supported architecture",
-    )
+    raise unsupported_architecture(source, names[0] if names else kind, ARCHITECTURES)
 
 
-def _reject(keys: _Keys, family: str) -> None:
+def _reject(keys: ConfigKeys, family: str) -> None:
     """Features that would change the numbers if they were ignored."""
     if keys.get("quantization_config"):
         method = keys.get("quantization_config").get("quant_method")
@@ -176,7 +152,7 @@ def _reject(keys: _Keys, family: str) -> None:
             raise keys.unsupported(key)
 
 
-def _windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _windows(keys: ConfigKeys, family: str, layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """The sliding window and the layers it applies to (empty: all)."""
     window = keys.get("sliding_window")
     if family == "llama" or not window:
@@ -194,7 +170,7 @@ def _windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, tuple[b
     return int(window), tuple(i >= keys.get("max_window_layers", 28) for i in range(layers))
 
 
-def _ropes(keys: _Keys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(keys: ConfigKeys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
     """The rope of full layers and, for Gemma 3, that of sliding ones."""
     new = keys.get("rope_parameters") or {}
     theta = float(keys.get("rope_theta", 10_000.0))
@@ -205,7 +181,7 @@ def _ropes(keys: _Keys, family: str) -> tuple[RopeConfig, RopeConfig | None]:
     return _rope(keys, full | new.get("full_attention", {})), _rope(keys, local | new.get("sliding_attention", {}))
 
 
-def _rope(keys: _Keys, values: dict[str, Any]) -> RopeConfig:
+def _rope(keys: ConfigKeys, values: dict[str, Any]) -> RopeConfig:
     kind = values.get("rope_type") or values.get("type") or "default"
     theta, factor = float(values["rope_theta"]), float(values.get("factor") or 1.0)
     if float(values.get("partial_rotary_factor") or 1.0) != 1.0:
