@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,22 +46,18 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
     return model
 
 
+@dataclass(eq=False)
 class ModelLoader:
     """One start: what is opened, with the same settings, and what that took."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        weights: str,
-        quiet: bool,
-        batch_invariant: bool | None,
-        goal: WeightGoal | None = None,
-    ) -> None:
-        """`goal`: what the bits of the target's layers are chosen for."""
-        self.device, self.weights, self.quiet, self.batch_invariant = device, weights, quiet, batch_invariant
-        self.goal = goal
-        self.report = LoadReport(time.time())
-        self._start = time.perf_counter()
+    device: torch.device
+    weights: str
+    quiet: bool
+    batch_invariant: bool | None
+    goal: WeightGoal | None = None  # what the bits of the target's layers are chosen for
+
+    def __post_init__(self) -> None:
+        self.report, self._start = LoadReport(time.time()), time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TextIO
 
@@ -124,14 +125,9 @@ class DiskTier:
 
     def _run(self, segment: Segment, keys: Sequence[bytes]) -> list[int]:
         """Where the first keys lie in one segment, as far as they do."""
-        indices: list[int] = []
         with self._changed:
-            for key in keys:
-                found = self._where.get(key)
-                if found is None or found[0] is not segment:
-                    break
-                indices.append(found[1])
-        return indices
+            places = [self._where.get(key, (None, 0)) for key in keys]
+        return [index for _, index in takewhile(lambda place: place[0] is segment, places)]
 
     def _touch(self, segment: Segment) -> None:
         with self._changed:

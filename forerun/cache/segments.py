@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -53,7 +54,7 @@ def write_segment(path: Path, identity: str, keys: Sequence[bytes], data: Tensor
     }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        save_file({"kv": data.contiguous()}, temporary, metadata=about | {"digest": _digest(about)})
+        save_file({"kv": data.contiguous()}, temporary, metadata=about | {"digest": json_digest(about)})
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -75,7 +76,7 @@ def read_header(path: Path) -> Segment:
     try:
         about = json.loads(raw)["__metadata__"]
         said = about.pop("digest")
-        if said != _digest(about) or about["format"] != FORMAT:
+        if said != json_digest(about) or about["format"] != FORMAT:
             raise Damaged(f"the header of {path.name} does not agree with its digest")
         keys = [bytes.fromhex(key) for key in json.loads(about["keys"])]
         checksums, page_bytes = json.loads(about["checksums"]), int(about["page_bytes"])
@@ -102,5 +103,5 @@ def _bytes(page: Tensor) -> memoryview:
     return page.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _digest(about: dict[str, str]) -> str:
+def json_digest(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import struct
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,21 +30,17 @@ if TYPE_CHECKING:
     from forerun.decode.language import Languages
 
 
+@dataclass(eq=False)
 class Intake:
     """Checks requests against one engine's limits and models, and makes their sequences."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        tokenizer: Tokenizer | None,
-        config: EngineConfig,
-        speculator: Speculator,
-        speculative_prefill: SpeculativePrefill,
-    ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.speculator, self.speculative_prefill = speculator, speculative_prefill
-        self._grammars: GrammarCompiler | None = None
-        self._languages: Languages | None = None
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    config: EngineConfig
+    speculator: Speculator
+    speculative_prefill: SpeculativePrefill
+    _grammars: GrammarCompiler | None = None
+    _languages: Languages | None = None
 
     def receive(self, request: Request) -> None:
         """Check a request, once; raises where it cannot be answered."""

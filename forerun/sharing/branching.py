@@ -54,21 +54,16 @@ class BranchPoint:
     entropy: float
 
 
+@dataclass(frozen=True)
 class Brancher:
-    """Finds the best free branch point of a node. `min_prob`: of a token to branch with; `banned`: tokens that would
-    end the answer at once."""
+    """Finds the best free branch point of a node."""
 
-    def __init__(
-        self,
-        branch_on: BranchOn,
-        tokenizer: Tokenizer,
-        separator: str,
-        min_prob: float,
-        width: int,
-        banned: Collection[int],
-    ) -> None:
-        self.branch_on, self.tokenizer, self.separator = branch_on, tokenizer, separator
-        self.min_prob, self.width, self.banned = min_prob, width, frozenset(banned)
+    branch_on: BranchOn
+    tokenizer: Tokenizer
+    separator: str
+    min_prob: float  # of a token to branch with
+    width: int
+    banned: Collection[int]  # tokens that would end the answer at once
 
     def best(self, node: RolloutNode, rng: random.Random) -> BranchPoint | None:
         """The allowed position of highest entropy; the token is drawn from those that no sibling starts with."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.cache.segments import json_digest
 from forerun.errors import BadRequest, ForerunError
 from forerun.options import check_number
 from forerun.sharing.session import Session
@@ -110,7 +111,7 @@ class SessionFiles:
             values["said"] = values.pop("answer_text")  # its name in files
             body = {"name": name, "state": values}
             with open(temporary, "w", encoding="utf-8", opener=_private) as file:
-                json.dump({"body": body, "digest": _digest(body)}, file)
+                json.dump({"body": body, "digest": json_digest(body)}, file)
                 file.flush()
                 os.fsync(file.fileno())  # a machine that stops now must not leave an empty file under the name
             os.replace(temporary, self._path(name))
@@ -140,13 +141,9 @@ def _private(path: str, flags: int) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found["digest"] != _digest(found["body"]):
+    if found["digest"] != json_digest(found["body"]):
         raise ValueError("its digest does not agree")
     return found["body"]
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class SessionRegistry:
