@@ -102,7 +102,8 @@ class LLM(OldLLMNames):
     int8 weights that is the default; False lets sequences that share a long prefix attend over it in one call: branches
     of one prompt are much faster, and equal to rounding. On CUDA in bf16 the default promises it where it costs at most
     5%: up to 32 sequences at once (16 of a model of 8B) and prompts below 4,096 tokens; True always, False never. With
-    other weights it changes nothing. `quiet`: no progress bar while loading.
+    other weights it changes nothing. `adapt`: a drafter of kind block or heads learns from accepted tokens when no
+    request runs (`save_drafter`); answers do not change. `quiet`: no progress bar while loading.
     Of what is open, `llm.tokenizer` encodes and decodes, and `llm.config` describes the model.
     """
 
@@ -129,6 +130,7 @@ class LLM(OldLLMNames):
         disk_bytes: int = TierConfig.disk_bytes,
         host_bytes: int = 0,
         batch_invariant: bool | None = None,
+        adapt: bool = False,
         quiet: bool = False,
     ) -> None:
         where, weights = choose_device(device), weights_mode(dtype, quantization)
@@ -139,7 +141,7 @@ class LLM(OldLLMNames):
             )
         check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
         check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        check_switches(enable_prefix_caching=enable_prefix_caching)
+        check_switches(enable_prefix_caching=enable_prefix_caching, adapt=adapt)
         if batch_invariant is not None:
             check_switches(batch_invariant=batch_invariant)
         if where.type == "cpu":
@@ -152,12 +154,18 @@ class LLM(OldLLMNames):
         found = open_draft(draft_model, checkpoint, search=by_name and not named)
         hidden = found if isinstance(found, HiddenDrafterWeights) else None
         drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
+        if adapt and hidden is None:
+            raise BadRequest(
+                "adapt is for a drafter on the target's hidden states, and there is none",
+                "give one as draft_model (forerun train drafter --kind block), or leave adapt out",
+            )
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
         self.config, self.model = self.decoder.config, checkpoint.source
         self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
         draft = None if drafting is None else loader.draft(drafting, self.decoder, self.tokenizer, context)
-        reader = None if hidden is None else loader.hidden_draft(hidden, checkpoint, self.decoder, context)
+        reader = None if hidden is None else loader.hidden_draft(hidden, checkpoint, self.decoder, context, adapt)
+        self._adapted = hidden if adapt else None
         self.draft_name = None if found is None else found.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
@@ -413,6 +421,21 @@ class LLM(OldLLMNames):
     def speculation_stats(self) -> dict[str, Any]:
         """What drafting cost and earned over all requests so far, and what the controller has measured."""
         return self.engine.speculator.stats()
+
+    def save_drafter(self, path: str | Path) -> dict[str, int]:
+        """Write the drafter with what it has learnt while serving (`adapt=True`) as a file for `draft_model`; returns
+        how many trials of learning there were, and how many were kept."""
+        hidden = self.engine.speculator.ctx.hidden
+        if self._adapted is None or hidden is None or hidden.adapter is None:
+            raise BadRequest(
+                "nothing learns here", "open the model with adapt=True and a drafter of kind block or heads"
+            )
+        with self.driver.exclusive():
+            learnt, stats = hidden.adapter.tensors(), dict(hidden.adapter.stats)
+        kept = {name: value for name, value in self._adapted.tensors.items() if not name.startswith("adapter.")}
+        facts = self._adapted.facts | {"adapted": stats}
+        replace(self._adapted, tensors=kept | learnt, facts=facts).save(Path(path))
+        return stats
 
     def upgrade(self) -> None:
         """Wait until prompts and answers that came from drafted K/V are known exactly. Without this call it happens

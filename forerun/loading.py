@@ -75,11 +75,11 @@ class ModelLoader:
         return tokenizer, *self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
 
     def hidden_draft(
-        self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int
+        self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int, adapt: bool
     ) -> HiddenDraftModel:
         """A drafter on the hidden states of that target, which the checkpoint holds."""
         with self.stage("weights"):
-            return build_hidden_draft(weights, checkpoint, target, context)
+            return build_hidden_draft(weights, checkpoint, target, context, adapt)
 
     def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""

@@ -143,6 +143,9 @@ class ModelOptions:
     batch_invariant: bool | None = shown(
         None, help="The same bits in any batch (int8 on CPU, bf16 on CUDA); default: where it costs at most 5%."
     )
+    adapt: bool = shown(
+        False, "--adapt", help="A drafter of kind block or heads learns from accepted tokens when no request runs."
+    )
     disk: Path | None = _keeping(
         None, help="A folder where K/V outlives the process: the same prompt is read from there next time."
     )

@@ -367,9 +367,26 @@ class Engine:
                 self._finish(seq, reason, Event(seq.request.id, seq.index, error=error))
 
     def upgrade_step(self) -> bool:
-        """Recompute a piece of what was answered from drafted K/V, if no request waits; False: there was nothing to
-        do."""
-        return self.idle and self.upgrades.step()
+        """Recompute a piece of what was answered from drafted K/V, or let the drafter learn a little, if no request
+        waits; False: there was nothing to do."""
+        return self.idle and (self.upgrades.step() or self._adapt_drafter())
+
+    @property
+    def has_idle_work(self) -> bool:
+        hidden = self.speculator.ctx.hidden
+        learns = hidden is not None and hidden.adapter is not None and hidden.adapter.due
+        return len(self.upgrades) > 0 or learns
+
+    def _adapt_drafter(self) -> bool:
+        hidden = self.speculator.ctx.hidden
+        if hidden is None or hidden.adapter is None:
+            return False
+        try:
+            return hidden.adapter.step()
+        except Exception as error:  # of the drafter alone: it goes on as it is
+            log.error("a drafter stops learning", exc_info=error)
+            hidden.adapter.learning = False
+            return False
 
     @property
     def idle(self) -> bool:

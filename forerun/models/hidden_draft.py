@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core import KV, HostBatch
+from forerun.errors import BadRequest
 from forerun.models.build import attention_backend, cuda_precision
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
@@ -23,6 +24,7 @@ from forerun.models.decoder import Decoder, Layer
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_norm
+from forerun.models.online_adapter import OnlineAdapter
 
 Q8_COLUMNS = 32  # of a block: matrices whose rows are no multiple stay in float32
 COMPARED_ROWS = 64  # of an embedding, to see whether it is the target's
@@ -41,6 +43,7 @@ class HiddenDraftModel:
     """What all kinds have: the vocabulary they draft from, and the target's head over it."""
 
     layers: ModelConfig | None = None  # of those that keep K/V of their own
+    adapter: OnlineAdapter | None = None  # what it learns while serving
 
     def __init__(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int) -> None:
         self.kind, self.tokens, self.source = weights.kind, weights.tokens, weights.source
@@ -48,6 +51,8 @@ class HiddenDraftModel:
         self.target, self.device, self.dtype, self.max_context = target, target.device, target.dtype, context
         self.ids, self.vocab = weights.draft_ids.to(target.device), target.config.vocab_size
         self._precision, self._tensors = draft_precision(target), weights.tensors
+        self._own_head = weights.tensors.get("lm_head.weight")
+        self._learnt = {name: value for name, value in weights.tensors.items() if name.startswith("adapter.")}
         self._load(weights, checkpoint)
         self._tensors = {}  # they have been packed
 
@@ -57,6 +62,25 @@ class HiddenDraftModel:
     def project(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states at `depths`, [T, hidden] each, to what is kept of each token: [T, width]."""
         raise NotImplementedError
+
+    def _apply_head(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def row_logits(self, rows: Tensor, adapted: bool = True) -> Tensor:
+        """[.., hidden] -> [.., draft vocabulary] float32; `adapted`: with what was learnt while serving."""
+        flat, adapter = rows.flatten(0, -2), self.adapter if adapted else None
+        if adapter is None:
+            return self._apply_head(flat.to(self.dtype)).float().unflatten(0, rows.shape[:-1])
+        logits = adapter.change_logits(self._apply_head(adapter.change_rows(flat).to(self.dtype)).float())
+        return logits.unflatten(0, rows.shape[:-1])
+
+    def adapt(self, checkpoint: Checkpoint, learning: bool) -> None:
+        """Apply what was learnt before; `learning`: and learn from now on."""
+        name = "embed" if checkpoint.config.tie_embeddings else "head"
+        head = self._own_head if self._own_head is not None else checkpoint.rows(name, self.ids.cpu())
+        bias = self.bias if isinstance(self, BlockModel) and self.has_markov else None
+        self.adapter = OnlineAdapter(head.to(self.device).float(), self.ids, self.vocab, bias, learning)
+        self.adapter.load(self._learnt)
 
     def full_vocab(self, logits: Tensor) -> Tensor:
         """[N, draft vocabulary] to [N, V]; tokens that are never drafted are impossible."""
@@ -136,9 +160,15 @@ class HeadsModel(HiddenDraftModel):
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, width] of the tokens before the last ones -> [N, tokens, draft vocabulary] float32."""
-        added = F.silu(self._blocks(features).float()).unflatten(-1, (self.tokens, -1))  # [N, tokens, hidden]
-        rows = (features.float()[:, None] + added).flatten(0, 1).to(self.dtype)
-        return self._vocab_head(rows).float().unflatten(0, (-1, self.tokens))
+        return self.row_logits(self.rows(features))
+
+    def rows(self, features: Tensor) -> Tensor:
+        """What the head reads: [N, tokens, hidden] float32."""
+        added = F.silu(self._blocks(features).float()).unflatten(-1, (self.tokens, -1))
+        return features.float()[:, None] + added
+
+    def _apply_head(self, rows: Tensor) -> Tensor:
+        return self._vocab_head(rows)
 
 
 @dataclass
@@ -200,8 +230,10 @@ class BlockModel(HiddenDraftModel):
                 decoder.attention.plan(planned[way])
             x = decoder.run_layers(x, planned[way], kv, range(i, i + 1))
         hidden = rms_norm(x.unflatten(0, (count, rows))[:, self.first_row :], decoder.final_norm)
-        logits = decoder.head(hidden.flatten(0, 1)).float().unflatten(0, hidden.shape[:2])
-        return BlockRows(logits, hidden.float())
+        return BlockRows(self.row_logits(hidden), hidden.float())
+
+    def _apply_head(self, rows: Tensor) -> Tensor:
+        return self.decoder.head(rows)
 
     # -- what depends on the token before ------------------------------------------------------------------------------
 
@@ -276,7 +308,13 @@ _MODELS: dict[str, type[HiddenDraftModel]] = {"heads": HeadsModel, "block": Bloc
 
 
 def build_hidden_draft(
-    weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int
+    weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int, adapt: bool = False
 ) -> HiddenDraftModel:
-    """`weights.check(checkpoint)` passed; `target` is the decoder of that checkpoint."""
-    return _MODELS[weights.kind](weights, checkpoint, target, context)
+    """`weights.check(checkpoint)` passed; `target` is the decoder of that checkpoint. `adapt`: it learns while serving;
+    what an earlier process learnt is used either way."""
+    model = _MODELS[weights.kind](weights, checkpoint, target, context)
+    if adapt or model._learnt:
+        if model.kind == "eagle3":
+            raise BadRequest("adapt is for drafters of kind block and heads, this is EAGLE-3", "leave adapt out")
+        model.adapt(checkpoint, adapt)
+    return model

@@ -2,8 +2,8 @@
 
 A blocking caller steps the engine itself, under one lock, until its own requests have finished. A step serves all
 requests, so several blocked threads simply alternate. Callers that must not block (asyncio) leave the steps to a
-background thread; the same thread upgrades approximate K/V while no request is open. Other uses of the engine run
-between its steps (`exclusive`, `lease`). The driver knows no prompt, no text and no sampling.
+background thread; the same thread upgrades approximate K/V and adapts drafters while no request is open. Other uses of
+the engine run between its steps (`exclusive`, `lease`). The driver knows no prompt, no text and no sampling.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Driver:
         return self._mailbox
 
     def upgrade(self) -> None:
-        """Block until the K/V of all answers from drafted prompts is exact, as far as there is room for it."""
+        """Block until the K/V of all answers from drafted prompts is exact, as far as there is room for it, and a
+        drafter that adapts has learnt from what there is."""
         self.check_open()
         busy = True
         with self._stepping():
@@ -260,7 +261,7 @@ class Driver:
         finally:
             with self._gate:
                 self._steppers -= 1
-            if not self._steppers and len(self.engine.upgrades):
+            if not self._steppers and self.engine.has_idle_work:
                 self._background()
             elif not self._steppers and self._thread is not None and not self.engine.idle:
                 self._wake.set()  # what this caller has left undone, a cancellation above all

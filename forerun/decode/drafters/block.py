@@ -39,8 +39,12 @@ class _Context:
 class BlockMarginals:
     """Of one sequence: rows of its block, and tables over the most probable tokens of each position."""
 
-    def __init__(self, model: BlockModel, rows: BlockRows, number: int, depth: int, tables: _Tables) -> None:
+    def __init__(
+        self, model: BlockModel, rows: BlockRows, number: int, depth: int, tables: _Tables, sampled: bool
+    ) -> None:
         self.depth, self._model, self._logits, self._number = depth, model, rows.logits[number], number
+        if sampled and model.adapter is not None:  # what is drawn with a seed must not change
+            self._logits = model.row_logits(rows.hidden[number], adapted=False)
         self._tables = tables
         self._places: list[dict[int, int]] = [
             {token: place for place, token in enumerate(tokens)} for tokens in tables.tokens[number]
@@ -76,6 +80,7 @@ class BlockDrafter(HiddenDrafter):
         self._contexts: dict[int, _Context] = {}
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        super().finish(seq_id, tokens, num_prompt)
         self._contexts.pop(seq_id, None)
 
     @torch.inference_mode()
@@ -85,10 +90,11 @@ class BlockDrafter(HiddenDrafter):
         count = min(self._model.first_row + self.tokens_per_round, min(r.max_nodes for r in requests) + 1)
         spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
         rows = self._model.run(self._target.batch(spans), self._kv, count)
+        self._observe(requests, rows.hidden)
         tables = self._rank(rows, [request.tokens[-1] for request in requests], trees)
         drafted = count - self._model.first_row
         found: list[Marginals] = [
-            BlockMarginals(self._model, rows, i, min(drafted, self._depth(request)), tables)
+            BlockMarginals(self._model, rows, i, min(drafted, self._depth(request)), tables, request.sampled)
             for i, request in enumerate(requests)
         ]
         return found, len(spans) * count

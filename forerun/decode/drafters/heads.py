@@ -31,13 +31,17 @@ class HeadsDrafter(HiddenDrafter):
     def _pass(self, requests: list[DraftRequest], trees: list[TreeBuilder]) -> tuple[list[Marginals], int]:
         lasts = [len(request.tokens) - 2 for request in requests]
         features = [self._features.rows(r.pages, last, last + 1) for r, last in zip(requests, lasts, strict=True)]
-        logits = self._model.full_vocab(self._model.logits(torch.cat(features)))  # [N, tokens, V]
+        rows = self._model.rows(torch.cat(features))
+        self._observe(requests, rows)
+        logits = self._model.full_vocab(self._model.row_logits(rows))  # [N, tokens, V]
         heat = temperatures(trees, logits.device)
         ranked = most_probable((logits if heat is None else logits / heat[:, None, None]).flatten(0, 1))
         found: list[Marginals] = []
         for i, request in enumerate(requests):
-            first = i * self.tokens_per_round
-            found.append(PlainMarginals(logits[i], ranked[first : first + self._depth(request)]))
+            first, own = i * self.tokens_per_round, logits[i]
+            if request.sampled and self._adapter is not None:  # what is drawn with a seed must not change
+                own = self._model.full_vocab(self._model.row_logits(rows[i], adapted=False))
+            found.append(PlainMarginals(own, ranked[first : first + self._depth(request)]))
         return found, len(ranked)
 
     @torch.inference_mode()

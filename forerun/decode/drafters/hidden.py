@@ -11,6 +11,8 @@ import time
 from abc import abstractmethod
 from array import array
 
+from torch import Tensor
+
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
@@ -29,6 +31,7 @@ class HiddenDrafter(Drafter):
         assert ctx.runner.features is not None and ctx.hidden is not None
         self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
         self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
+        self._adapter = ctx.hidden.adapter
         self.rounds: list[DraftRound] = []
 
     @classmethod
@@ -54,6 +57,16 @@ class HiddenDrafter(Drafter):
                 grow(tree, marginals)
             self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
         return [tree.draft for tree in trees]
+
+    def _observe(self, requests: list[DraftRequest], rows: Tensor) -> None:
+        """Rows of a pass, [N, depth, width], for what learns while serving."""
+        if self._adapter is not None:
+            for request, own in zip(requests, rows, strict=True):
+                self._adapter.record(request.seq_id, request.tokens, own)
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        if self._adapter is not None:
+            self._adapter.finish(seq_id, tokens)
 
     def _ready(self, request: DraftRequest) -> bool:
         """Whether there is room, and the token before the last one left its vector."""
