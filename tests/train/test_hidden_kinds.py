@@ -189,6 +189,17 @@ def test_training_learns_and_resumes_where_it_stopped(target: Path, kind: str):
     assert trainer.step(0.3) < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize("kind", ["block", "heads"])
+def test_training_runs_in_the_dtype_of_a_gpu(target: Path, kind: str):
+    dense = sure_teacher(target)
+    half = DenseModel(dense.config, {name: value.bfloat16() for name, value in dense.weights.items()})
+    trainer = Trainer(make(kind, half, torch.arange(300)), half, STREAM, SETTINGS[kind])
+    plain = Trainer(make(kind, dense, torch.arange(300)), dense, STREAM, SETTINGS[kind])
+    for _ in range(4):  # the fourth step has long windows
+        assert trainer.step(0.3) == pytest.approx(plain.step(0.3), rel=0.05)
+    assert all(value.dtype == torch.float32 for value in trainer.network.parameters())
+
+
 def test_the_confidence_head_learns_how_much_is_accepted(target: Path):
     made = BlockNetwork(teacher(target), torch.arange(300), SETTINGS["block"], MASK)
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,19 +37,26 @@ class _Context:
     end: int
 
 
+@dataclass
+class _Tables:
+    """Of all sequences of a pass: children of every token that may stand before a position."""
+
+    tokens: np.ndarray  # [N, depths, candidates] the most probable tokens of each position
+    children: np.ndarray  # [N, depths, places, CHILDREN] by the place of the token before among its candidates
+    probs: np.ndarray  # the same
+
+
 class BlockMarginals:
     """Of one sequence: rows of its block, and tables over the most probable tokens of each position."""
 
     def __init__(
         self, model: BlockModel, rows: BlockRows, number: int, depth: int, tables: _Tables, sampled: bool
     ) -> None:
-        self.depth, self._model, self._logits, self._number = depth, model, rows.logits[number], number
+        self.depth, self._model, self._logits = depth, model, rows.logits[number]
         if sampled and model.adapter is not None:  # what is drawn with a seed must not change
             self._logits = model.row_logits(rows.hidden[number], adapted=False)
-        self._tables = tables
-        self._places: list[dict[int, int]] = [
-            {token: place for place, token in enumerate(tokens)} for tokens in tables.tokens[number]
-        ]
+        self._tokens, self._children = tables.tokens[number], tables.children[number]
+        self._probs = tables.probs[number]
 
     def row(self, depth: int, before: int) -> Tensor:
         logits = self._logits[depth]
@@ -57,15 +65,9 @@ class BlockMarginals:
         return self._model.full_vocab(logits[None])[0]
 
     def top(self, depth: int, before: int) -> Ranked:
-        place = self._places[depth - 1].get(before, 0) if depth and self._model.has_markov else 0
-        found = self._tables.children[self._number][depth][place]
+        place = int((self._tokens[depth - 1] == before).argmax()) if depth and self._model.has_markov else 0
+        found = zip(self._children[depth, place].tolist(), self._probs[depth, place].tolist(), strict=True)
         return [(token, prob) for token, prob in found if prob > 0.0]
-
-
-@dataclass
-class _Tables:
-    tokens: list[list[list[int]]]  # by sequence and depth: the most probable tokens
-    children: list[list[list[list[tuple[int, float]]]]]  # by sequence, depth and place of the token before
 
 
 @register
@@ -125,7 +127,6 @@ class BlockDrafter(HiddenDrafter):
             self._model.write_context(features, torch.arange(first, end, device=device), slots, self._kv)
 
     def _rank(self, rows: BlockRows, lasts: list[int], trees: list[TreeBuilder]) -> _Tables:
-        """Children of every token that may stand before a position: [N, depths, places, CHILDREN]."""
         model, logits = self._model, rows.logits
         heat = temperatures(trees, logits.device)
         logits = logits if heat is None else logits / heat[:, None, None]
@@ -146,14 +147,7 @@ class BlockDrafter(HiddenDrafter):
         best = probs.topk(min(CHILDREN, probs.shape[-1]), -1)
         values = _with_confidence(best.values, model.confidence(rows.hidden, before)).clamp(max=1.0)
         chosen = tokens[..., None, :].expand(*before.shape, -1).gather(-1, best.indices)
-        pairs = [
-            [
-                [list(zip(ids, ps, strict=True)) for ids, ps in zip(*level, strict=True)]
-                for level in zip(*seq, strict=True)
-            ]
-            for seq in zip(chosen.tolist(), values.tolist(), strict=True)
-        ]
-        return _Tables(tokens.tolist(), pairs)
+        return _Tables(*(value.cpu().numpy() for value in (tokens, chosen, values)))
 
     @torch.inference_mode()
     def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
