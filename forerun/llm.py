@@ -169,9 +169,10 @@ class LLM(OldLLMNames):
         self.draft_name = None if found is None else found.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
+        beside = [] if reader is None else reader.on_pages
         config = EngineConfig(
             max_model_len=context,
-            kv_cache_tokens=size_kv_cache(decoders, context, kv_cache_tokens, gpu_memory_utilization),
+            kv_cache_tokens=size_kv_cache(decoders, context, kv_cache_tokens, gpu_memory_utilization, beside=beside),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
             enable_prefix_caching=enable_prefix_caching,
@@ -183,7 +184,7 @@ class LLM(OldLLMNames):
         keep = self._tiers(tiers, loose) if tiers.any else None
         prefiller = prefiller_factory(self.prefill_profile)
         models = [checkpoint] if drafting is None else [checkpoint, drafting]
-        self._costs = loader.costs(models, self.precision, config.capacity)
+        self._costs = loader.costs(models, self.precision, config.capacity, reader)
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
             self.engine = Engine(self.decoder, self.tokenizer, config, draft or reader, known, prefiller, keep, quiet)

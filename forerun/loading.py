@@ -133,8 +133,11 @@ class ModelLoader:
             warn_streamed(decoder, plan, checkpoint.source)
         return decoder, precision
 
-    def costs(self, models: list[Checkpoint], precision: Precision, context: int) -> CostCache | None:
-        """Where the costs of these models' forwards and what was accepted are kept; None for tiny models."""
+    def costs(
+        self, models: list[Checkpoint], precision: Precision, context: int, reader: HiddenDraftModel | None = None
+    ) -> CostCache | None:
+        """Where the costs of these models' forwards and what was accepted are kept; None for tiny models. `reader`: the
+        drafter on the target's hidden states."""
         files = [file for checkpoint in models for file in checkpoint.files]
         if min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
@@ -142,5 +145,7 @@ class ModelLoader:
         with self.stage("costs"):
             whole = precision.name in ("int8", "file", "mixed")  # then it is known: packed weights have its name
             weights = [fingerprint(c, self.quiet) if whole else sampled_fingerprint(c) for c in models]
+        if reader is not None:
+            weights.append(reader.identity)
         key = [*weights, *map(str, settings), str(min(context, 1024)), cpu_kind(), build_key()]
         return CostCache(key, files, timed=self.device.type == "cpu", accepts_by=len(weights) + 1)

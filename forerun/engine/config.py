@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from forerun.cache.pool import PagePool
+from forerun.core import KVShape
 from forerun.errors import BadRequest, OutOfPages
 from forerun.models.decoder import Decoder
 from forerun.options import check_number
@@ -53,10 +55,13 @@ def size_kv_cache(
     asked: int | None = None,
     gpu_memory_utilization: float | None = None,
     page_size: int = 16,
+    beside: Sequence[KVShape] = (),
 ) -> int:
-    """`asked` tokens, if memory can hold them; else by memory. `gpu_memory_utilization`: share of the GPU's memory."""
+    """`asked` tokens, if memory can hold them; else by memory. `gpu_memory_utilization`: share of the GPU's memory.
+    `beside`: what else lies on the pages, in the first decoder's dtype."""
     cuda = decoders[0].device.type == "cuda"
-    page_bytes = sum(PagePool.page_bytes(d.config, page_size, d.dtype) for d in decoders)
+    shapes = [(d.config, d.dtype) for d in decoders] + [(shape, decoders[0].dtype) for shape in beside]
+    page_bytes = sum(PagePool.page_bytes(shape, page_size, dtype) for shape, dtype in shapes)
     if gpu_memory_utilization is not None:
         if not cuda:
             raise BadRequest("gpu_memory_utilization is about CUDA, and the device is cpu", "give kv_cache_tokens")

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core import KV, HostBatch
+from forerun.core import KV, HostBatch, KVShape
 from forerun.errors import BadRequest
 from forerun.models.build import attention_backend, cuda_precision
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
 from forerun.models.decoder import Decoder, Layer
+from forerun.models.execution.hidden_features import FeatureShape
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_norm
@@ -51,6 +52,7 @@ class HiddenDraftModel:
         self.target, self.device, self.dtype, self.max_context = target, target.device, target.dtype, context
         self.ids, self.vocab = weights.draft_ids.to(target.device), target.config.vocab_size
         self._precision, self._tensors = draft_precision(target), weights.tensors
+        self.identity = weights.identity
         self._own_head = weights.tensors.get("lm_head.weight")
         self._learnt = {name: value for name, value in weights.tensors.items() if name.startswith("adapter.")}
         self._load(weights, checkpoint)
@@ -58,6 +60,11 @@ class HiddenDraftModel:
 
     def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
         raise NotImplementedError
+
+    @property
+    def on_pages(self) -> list[KVShape]:
+        """What it keeps of every token on the pool's pages: its vector, and K/V of its own layers."""
+        return [FeatureShape(self.width // 2), *([] if self.layers is None else [self.layers])]
 
     def project(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states at `depths`, [T, hidden] each, to what is kept of each token: [T, width]."""

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from forerun import LLM, BadDrafter, BadRequest, Grammar, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
-from forerun.core import ROOT
+from forerun.core import EXTRA_KV_SLOTS, ROOT
 from forerun.decode.drafters.base import DraftRequest
 from forerun.decode.drafters.block import BlockDrafter, BlockMarginals
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import Context
+from forerun.engine.config import size_kv_cache
 from forerun.models.execution.runner import Span
 from forerun.models.formats import adapter
 from forerun.models.formats.adapter import drafter_name
@@ -231,7 +232,7 @@ def test_a_file_for_another_target_is_refused(target: Path, saved: Path, tmp_pat
     data, cut, changed = saved.read_bytes(), tmp_path / "cut.safetensors", tmp_path / "changed.safetensors"
     cut.write_bytes(data[: len(data) // 2])
     changed.write_bytes(data[:-3] + bytes([data[-3] ^ 255]) + data[-2:])
-    for path, why in ((cut, "not a whole drafter"), (changed, "checksum")):
+    for path, why in ((cut, "not a whole"), (changed, "checksum")):
         with pytest.raises(BadDrafter, match=why):
             LLM(target, draft_model=path)
 
@@ -270,6 +271,18 @@ def test_a_block_as_a_folder_of_the_package_is_the_same_drafter(target: Path, sa
     torch.testing.assert_close(ours.project(hidden), theirs.project(hidden), rtol=0.02, atol=0.02)  # bfloat16
     assert isinstance(theirs, BlockModel) and isinstance(ours, BlockModel)
     torch.testing.assert_close(theirs._mask, ours._mask, rtol=0.01, atol=0.01)
+
+
+def test_what_lies_on_the_pages_is_part_of_the_pools_budget(target: Path, saved: Path):
+    plain, with_drafter = (LLM(target, draft_model=draft, **OPTIONS) for draft in (None, saved))
+    hidden, pool = with_drafter.engine.speculator.ctx.hidden, with_drafter.engine.pool
+    assert hidden is not None
+    slots = pool.num_pages * 16 + EXTRA_KV_SLOTS
+    beside = sum(pool.page_bytes(shape, slots, torch.float32) for shape in hidden.on_pages)
+    assert pool.nbytes == plain.engine.pool.nbytes + beside
+    decoders = [plain.decoder]
+    asked = size_kv_cache(decoders, 1 << 30), size_kv_cache(decoders, 1 << 30, beside=hidden.on_pages)
+    assert asked[1] < 0.95 * asked[0]  # by the memory that is free
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Refuses what was made for another target before anything is computed. Knows shap
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,14 @@ class HiddenDrafterWeights:
     def target_name(self) -> str:
         verifier = self.config.get("speculators_config", {}).get("verifier", {})
         return str(verifier.get("name_or_path") or "another model")
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal weights: what was measured of one drafter must not be read for another."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name, value in sorted(self.tensors.items()):
+            digest.update(name.encode() + value.detach().float().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def names(self) -> dict[str, str]:
