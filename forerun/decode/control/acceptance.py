@@ -30,14 +30,17 @@ MAX_KIND_OBSERVATIONS = 20.0
 # Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
 # Models of one family were measured at 0.95 (code), 0.9 (maths) and 0.6 to 0.8 (chat) for 0.5B and 1.5B; drafters of
 # several tokens in one forward at about 0.1 less. Each is a little lower here: doubt is on the side of plain decoding.
-PAID_PRIOR = {"code": 0.85, "numbers": 0.8}
+PAID_PRIOR = {"code": 0.9, "numbers": 0.82}
 PAID_PRIOR_ELSEWHERE = 0.68
 BLOCK_PRIOR_LOSS = 0.1
 PAID_PRIOR_OBSERVATIONS = 8.0
 # Of drafters that run none: accepted tokens of a run beyond those of the drafters before it, and runs that this counts
 # for. The lower bound is 0.15 tokens; one that takes a twentieth of a step is run until about 13 runs gave nothing.
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
-PRIOR_ANSWER_TOKENS, PRIOR_ANSWERS = 96.0, 2.0  # length of an answer, and answers that this counts for
+# Of an answer's length: programs and calculations are rarely short, answers to questions in prose often are
+PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 32.0}
+PRIOR_DEVIATION_ELSEWHERE = 80.0
+PRIOR_ANSWERS = 2.0  # that these count for
 LENGTH_DECAY = 0.95  # per answer
 
 _EDGES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # percent: fine where probabilities are near one
@@ -248,17 +251,23 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
-        self.lengths: dict[str, list[float]] = {}  # kind -> tokens and number of answers that ended
+        self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, their tokens, and those squared
 
     def expected_remaining(self, stats: RequestStats) -> int:
-        """Tokens that an answer goes on for: as others of its kind do, or half as long as it has lasted."""
-        tokens, answers = self.lengths.get(stats.kind, (0.0, 0.0))
-        mean = (tokens + PRIOR_ANSWER_TOKENS * PRIOR_ANSWERS) / (answers + PRIOR_ANSWERS)
-        return max(0, min(stats.max_tokens - stats.tokens, int(max(mean - stats.tokens, stats.tokens / 2))))
+        """Tokens that an answer goes on for at least: as long as others of its kind, less a standard deviation, or as
+        long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost."""
+        answers, tokens, squares = self.lengths.get(stats.kind, (0.0, 0.0, 0.0))
+        answers += PRIOR_ANSWERS
+        mean = (tokens + PRIOR_ANSWERS * PRIOR_ANSWER_TOKENS) / answers
+        deviation = PRIOR_ANSWER_DEVIATION.get(stats.kind, PRIOR_DEVIATION_ELSEWHERE)
+        square = (squares + PRIOR_ANSWERS * (PRIOR_ANSWER_TOKENS**2 + deviation**2)) / answers
+        least = mean - sqrt(max(0.0, square - mean * mean))
+        return max(0, min(stats.max_tokens - stats.tokens, int(max(least - stats.tokens, stats.tokens))))
 
     def record_length(self, stats: RequestStats) -> None:
-        known = self.lengths.setdefault(stats.kind, [0.0, 0.0])
-        known[0], known[1] = known[0] * LENGTH_DECAY + stats.tokens, known[1] * LENGTH_DECAY + 1.0
+        known = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0])
+        for i, value in enumerate((1.0, stats.tokens, stats.tokens**2)):
+            known[i] = known[i] * LENGTH_DECAY + value
 
     def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""

@@ -27,7 +27,7 @@ from forerun.models.fetch.store import home, write_whole
 MAX_AGE_S = 24 * 3600.0  # since curves were timed
 MIN_OBSERVATIONS = 64  # steps of a process that count against what was timed
 MAX_DRIFT = 0.4  # log of the factor between timed and observed seconds: 1.5
-LEARNT_VERSION = 1  # of the records of acceptance: others are not read
+LEARNT_VERSION = 2  # of the records of acceptance: others are not read
 MAX_KINDS = 16  # of prompts, in a file
 
 
@@ -88,7 +88,7 @@ class CostCache:
             if body["checksum"] != _checksum(found) or described != (LEARNT_VERSION, self._learnt_key):
                 return
             records = {name: DrafterRecord.from_record(record) for name, record in found["drafters"].items()}
-            lengths = {kind: [float(tokens), float(answers)] for kind, (tokens, answers) in found["lengths"].items()}
+            lengths = {kind: [float(n), float(sum_), float(sq)] for kind, (n, sum_, sq) in found["lengths"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
         controller.acceptance.records.update(records)

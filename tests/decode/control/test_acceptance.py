@@ -14,6 +14,7 @@ from forerun.decode.control.acceptance import (
     PAID_PRIOR,
     PAID_PRIOR_ELSEWHERE,
     PRIOR_ANSWER_TOKENS,
+    PRIOR_DEVIATION_ELSEWHERE,
     TRACKED_DEPTHS,
     Acceptance,
     DrafterRecord,
@@ -176,14 +177,18 @@ def test_reading_a_prompt_counts_apart_from_runs_and_pauses_are_cut():
 
 
 def test_answers_are_expected_to_last_as_others_of_their_kind():
-    known = Acceptance()
-    assert known.expected_remaining(RequestStats()) == PRIOR_ANSWER_TOKENS
+    known, usual = Acceptance(), int(PRIOR_ANSWER_TOKENS - PRIOR_DEVIATION_ELSEWHERE)
+    assert known.expected_remaining(RequestStats()) == usual
     assert known.expected_remaining(RequestStats(max_tokens=20)) == 20
-    for _ in range(20):
+    for _ in range(40):
         known.record_length(RequestStats("text", tokens=12))
+        known.record_length(RequestStats("code", tokens=400))
+        known.record_length(RequestStats("numbers", tokens=20))
+        known.record_length(RequestStats("numbers", tokens=200))
     assert known.expected_remaining(RequestStats("text")) < 24
-    assert known.expected_remaining(RequestStats("text", tokens=200)) == 100  # this one is longer than they were
-    assert known.expected_remaining(RequestStats("code")) == PRIOR_ANSWER_TOKENS
+    assert known.expected_remaining(RequestStats("text", tokens=200)) == 200  # this one is longer than they were
+    assert known.expected_remaining(RequestStats("code")) > 250  # all of them are long
+    assert known.expected_remaining(RequestStats("numbers")) < 60  # some of them are short
 
 
 def test_the_report_is_plain_data_and_a_record_comes_back():

@@ -154,7 +154,7 @@ def test_what_was_accepted_is_known_at_the_next_start_of_any_machine() -> None:
     assert set(found.acceptance.records) == {"model", "lookup"}  # a user's own drafter may have changed
     for name in ("model", "lookup"):
         assert found.acceptance.records[name].record() == taught().acceptance.records[name].record()
-    assert found.acceptance.lengths == {"code": [30.0, 1.0]}
+    assert found.acceptance.lengths == {"code": [1.0, 30.0, 900.0]}
     assert found.acceptance.records["model"].has_paid("code")
     there.store(found)
     assert there.load() is None  # its curves are timed at every start
