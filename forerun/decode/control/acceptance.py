@@ -31,9 +31,10 @@ MAX_KIND_OBSERVATIONS = 20.0
 # Models of one family were measured at 0.95 (code), 0.9 (maths) and 0.6 to 0.8 (chat) for 0.5B and 1.5B; drafters of
 # several tokens in one forward at about 0.1 less. Each is a little lower here: doubt is on the side of plain decoding.
 PAID_PRIOR = {"code": 0.9, "numbers": 0.82}
-PAID_PRIOR_ELSEWHERE = 0.68
+PAID_PRIOR_ELSEWHERE = 0.64
 BLOCK_PRIOR_LOSS = 0.1
-PAID_PRIOR_OBSERVATIONS = 8.0
+PAID_PRIOR_OBSERVATIONS = 14.0
+SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to differ from that of all depths
 # Of drafters that run none: accepted tokens of a run beyond those of the drafters before it, and runs that this counts
 # for. The lower bound is 0.15 tokens; one that takes a twentieth of a step is run until about 13 runs gave nothing.
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
@@ -102,8 +103,9 @@ class DrafterRecord:
         mean /= outcomes
         least = doubt * sqrt(mean * (1.0 - mean) / outcomes)
         found = []
+        usual = (known.total[0] + weight * prior) / (known.total[1] + weight)
         for hits, tries in known.depths[:deepest]:
-            here = (hits + weight * usual) / (tries + weight)
+            here = (hits + SHAPE_OBSERVATIONS * usual) / (tries + SHAPE_OBSERVATIONS)
             factor = here * (1.0 - usual) / max(1e-9, (1.0 - here) * usual)
             found.append(min(1.0, max(0.0, shifted(mean, factor) - least)))
         return found + found[-1:] * (deepest - TRACKED_DEPTHS)
@@ -209,10 +211,13 @@ class RequestRecord:
     def state(self, draft: Draft, probs: list[float]) -> None:
         """Calibrated probabilities of a draft, before its outcome is known: of the most probable path, and every node
         counts by the probability that its outcome will be seen."""
-        stated, nodes, path, last = 0.0, 0.0, 1.0, ROOT
-        for node, (parent, prob) in enumerate(zip(draft.parents, probs, strict=True)):
-            if parent == last:  # the first child is the most probable one
-                stated, nodes, path, last = stated + path * prob, nodes + path, path * prob, node
+        best: dict[int, int] = {}  # the most probable child of each node: candidates that were only scored come first
+        for node, parent in enumerate(draft.parents):
+            if parent not in best or probs[node] > probs[best[parent]]:
+                best[parent] = node
+        stated, nodes, path, node = 0.0, 0.0, 1.0, ROOT
+        while (node := best.get(node, ROOT)) != ROOT:
+            stated, nodes, path = stated + path * probs[node], nodes + path, path * probs[node]
         self.stated = self.stated * STATED_DECAY + stated
         self.stated_nodes = self.stated_nodes * STATED_DECAY + nodes
 
