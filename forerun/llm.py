@@ -91,9 +91,10 @@ class LLM(OldLLMNames):
     core (`thread_stats`).
 
     `max_model_len`: longest prompt and answer together; None: what the model allows. `max_num_seqs`: sequences that run
-    at once. `max_num_batched_tokens`: tokens of one step. `kv_cache_tokens`: size of the KV pool; None takes the
-    model's context four times over, within a quarter of the memory that is free; on CUDA, 80% of what is free, or what
-    `gpu_memory_utilization` (share of all memory of the GPU, weights included) leaves.
+    at once. `max_num_batched_tokens`: tokens of one step. `max_gap_ms`: how long a step may take that runs a part of a
+    prompt while answers stream; None: about three steps without (CUDA: at least 25 ms). `kv_cache_tokens`: size of the
+    KV pool; None takes the model's context four times over, within a quarter of the memory that is free; on CUDA, 80%
+    of what is free, or what `gpu_memory_utilization` (share of all memory of the GPU, weights included) leaves.
 
     `enable_prefix_caching`: requests read the K/V of prefixes that were computed before. `disk`: a folder where K/V
     outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for pages that the pool has no room for.
@@ -123,6 +124,7 @@ class LLM(OldLLMNames):
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
+        max_gap_ms: float | None = None,
         kv_cache_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
@@ -176,6 +178,7 @@ class LLM(OldLLMNames):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
             enable_prefix_caching=enable_prefix_caching,
+            max_gap_ms=max_gap_ms,
         )
         kept = tiers.disk is not None  # beyond this process
         self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk

@@ -134,6 +134,7 @@ class ModelOptions:
     )
     max_model_len: int | None = shown(None, min=16, help="Longest prompt and answer together.")
     max_num_batched_tokens: int | None = shown(None, min=1, help="Most tokens of one step; default: by device.")
+    max_gap_ms: float | None = shown(None, help="Longest step beside streams, with prompts; default: three plain ones.")
     enable_prefix_caching: bool = shown(True, help="Requests read the K/V of prefixes that were computed before.")
     prefill_profile: str | None = shown(
         None,

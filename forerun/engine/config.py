@@ -29,10 +29,13 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
+    max_gap_ms: float | None = None  # of a step with prompt tokens beside streams; None: by measured steps
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_tokens", "page_size", "max_num_seqs", "max_num_batched_tokens"):
             check_number(name, getattr(self, name), 1, whole=True)
+        if self.max_gap_ms is not None:
+            check_number("max_gap_ms", self.max_gap_ms, 0, open_low=True)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BadRequest(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}",

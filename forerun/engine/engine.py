@@ -78,7 +78,8 @@ class Engine:
         self.approximate = ApproximateCache(self.pool)
         tree, approximate = (self.tree, self.approximate) if config.enable_prefix_caching else (None, None)
         self.tiers = None if tiers is None else tiers(self.pool)
-        pacer = StepPacer(lambda: self.speculator.controller.target, decoder.device.type)
+        gap_s = (config.max_gap_ms or 0.0) / 1000
+        pacer = StepPacer(lambda: self.speculator.controller.target, decoder.device.type, gap_s)
         self.scheduler = Scheduler(
             self.pool, tree, approximate, config.max_num_seqs, config.max_num_batched_tokens, self.tiers, pacer
         )

@@ -30,7 +30,7 @@ class StepWork:
 
     streams: int  # sequences that decode, one token each
     tokens: int  # of prompts
-    prompt_context: int  # entries that those attend to
+    prompt_context: int  # entries that those attend to, on average
     paced: bool = False  # some of the streams are read as they come
 
     @property
@@ -87,12 +87,20 @@ class StepPacer:
         """How long a step beside so many streams may take."""
         return self._max_gap_s or max(GAP_STEPS * self.step_s(streams), self._min_gap_s)
 
+    def room_s(self, streams: int) -> float:
+        """Seconds for the prompt tokens of a step beside so many streams."""
+        return self.gap_s(streams) - self.step_s(streams) - self._token.costs[0] * CHUNK_UNIT
+
+    def token_s(self, prompt_context: float) -> float:
+        """Seconds of a prompt token after so many others, beside what a chunk costs by itself."""
+        _, token, attention = self._token.costs
+        return token + attention * prompt_context / CONTEXT_UNIT
+
     def prompt_tokens(self, streams: int, prompt_context: int, most: int) -> int:
-        """Tokens of prompts, up to `most`, that a step beside so many streams may run; `prompt_context`: entries that
-        they attend to."""
-        room, (chunk, token, attention) = self.gap_s(streams) - self.step_s(streams), self._token.costs
-        room, each = room - chunk * CHUNK_UNIT, token + attention * prompt_context / CONTEXT_UNIT
-        fits = max(0.0, room / (each + attention * max(0.0, room / each) / 2 / CONTEXT_UNIT))
+        """Tokens of one prompt, up to `most`, that a step beside so many streams may run after so many others."""
+        room = self.room_s(streams)
+        fits = max(0.0, room / self.token_s(prompt_context))
+        fits = max(0.0, room / self.token_s(prompt_context + fits / 2))
         return min(most, self._most, max(MIN_CHUNK_TOKENS, int(fits)))
 
     def observe(self, work: StepWork, nodes: int, seconds: float) -> None:

@@ -14,6 +14,7 @@ is the one place that admission asks what a sequence can start from.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import deque
@@ -120,23 +121,30 @@ class Scheduler:
     @staticmethod
     def _step_work(batch: list[ScheduledSequence], spent: int) -> StepWork:
         prompts = [s for s in batch if not s.decodes]
-        context = max((s.seq.computed for s in prompts), default=0)
-        paced = any(s.seq.streams for s in batch)
-        return StepWork(len(batch) - len(prompts), spent + sum(s.count for s in prompts), context, paced)
+        tokens, paced = spent + sum(s.count for s in prompts), any(s.seq.streams for s in batch)
+        context = sum(s.count * s.seq.computed for s in prompts) // max(1, tokens)
+        return StepWork(len(batch) - len(prompts), tokens, context, paced)
 
     def _prompt_budget(self, most: int) -> int:
-        """Prompt tokens of a step, of at most so many. Beside streams as many as their gap allows; for a stream that is
-        about to begin, few more than its own prompt has left."""
-        active = self._active()
-        rows = [seq for seq in active if seq.remaining == 1]
-        prompts = [seq for seq in (*active, *self.waiting) if seq.remaining > 1]
-        context = max((seq.computed for seq in prompts), default=0)
-        if any(seq.streams for seq in rows):
-            return self.pacer.prompt_tokens(len(rows), context, most)
+        """Prompt tokens of a step, of at most so many. Beside streams as many as their gap allows, of prompts that have
+        just begun; for a stream that is about to begin, few more than its own prompt has left."""
+        if any(seq.streams for seq in self.running):
+            return self.tokens_beside_streams(0, most)
+        prompts = [seq for seq in (*self._active(), *self.waiting) if seq.remaining > 1]
         if len(prompts) > 1 and any(seq.request.streamed for seq in prompts):
             shortest = min(seq.prompt_left for seq in prompts if seq.request.streamed)
-            return min(most, max(-(-4 * shortest // 3), self.pacer.prompt_tokens(1, context, most)))
+            return min(most, max(-(-4 * shortest // 3), self.pacer.prompt_tokens(1, 0, most)))
         return most
+
+    def tokens_beside_streams(self, context: int, most: int) -> int:
+        """Tokens after `context` others, at most so many, that a forward may run without holding streams up."""
+        rows = [seq for seq in self._active() if seq.remaining == 1]
+        return self.pacer.prompt_tokens(len(rows), context, most) if any(seq.streams for seq in rows) else most
+
+    def _seconds_beside_streams(self) -> float:
+        """That prompts may take in this step."""
+        rows = [seq for seq in self._active() if seq.remaining == 1]
+        return self.pacer.room_s(len(rows)) if any(seq.streams for seq in rows) else math.inf
 
     def _prompt_portions(self, budget: int) -> dict[Sequence, int]:
         """Prompt tokens that run in this step, by sequence; those that wait are admitted when their turn comes."""
@@ -144,7 +152,7 @@ class Scheduler:
         if not self._preempted:  # else what was just taken away would be handed out again
             prompts += self._next_in_line([seq for seq in self.waiting if self._can_try(seq)])
         given: dict[Sequence, int] = {}
-        size, failures = portion(budget), 0
+        size, failures, left_s = portion(budget), 0, self._seconds_beside_streams()
         while budget > 0 and prompts:
             seq = self.shares.next(prompts)
             if seq in self._preempted:
@@ -161,9 +169,13 @@ class Scheduler:
                 prompts.remove(seq)
                 continue
             most = min(seq.remaining, self._chunk(seq))
-            count = min(size, budget, most - given.get(seq, 0))
+            token_s = self.pacer.token_s(seq.computed)  # a token after many others takes longer
+            if left_s < token_s and given:
+                break
+            affordable = budget if left_s == math.inf else max(1, int(left_s / token_s))
+            count = min(size, budget, affordable, most - given.get(seq, 0))
             given[seq] = given.get(seq, 0) + count
-            budget -= count
+            budget, left_s = budget - count, left_s - count * token_s
             self.shares.give(seq, count, prompts)
             if given[seq] == most:
                 prompts.remove(seq)

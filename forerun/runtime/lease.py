@@ -53,7 +53,8 @@ class EngineLease:
         written = 0
         while start < len(ids):
             with self.exclusive() as engine:
-                span = Span(ids[start : start + engine.config.max_num_batched_tokens], start, row, (), prompt=True)
+                size = engine.scheduler.tokens_beside_streams(start, engine.config.max_num_batched_tokens)
+                span = Span(ids[start : start + size], start, row, (), prompt=True)
                 start = span.entries.stop
                 last, tree = start == len(ids), engine.scheduler.tree
                 if last and on_logits is not None:

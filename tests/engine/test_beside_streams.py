@@ -163,3 +163,21 @@ def test_admission_leaves_room_for_prompts_that_were_admitted_before(make: Calla
     answers = [ask(engine, prompt(i, 400), SHORT) for i in range(2)]
     finish(engine)
     assert [answer.last.usage.preemptions for answer in answers] == [0, 0]  # type: ignore[union-attr]
+
+
+def test_a_short_prompt_is_not_charged_for_the_context_of_a_long_one(make: Callable[..., Engine]):
+    """What a step may run is counted in seconds: tokens that begin a prompt are cheap, later ones are not."""
+    engine, costs = make(), [0.0, TOKEN_S, 20 * TOKEN_S]  # the last: of 1,000 entries of context
+    ask(engine, prompt(1, 12), SamplingParams(max_tokens=400, ignore_eos=True, speculation="off"))
+    engine.step()
+    long = ask(engine, prompt(9, 400), SHORT)
+    while not any(seq.request is long.request and seq.computed > 200 for seq in engine.scheduler.running):
+        pacer(engine)._token.costs = list(costs)
+        engine.step()
+    deep = engine.scheduler.work.tokens
+    short = ask(engine, prompt(10, 60), SHORT)
+    engine.step()
+    seq = next(seq for seq in engine.scheduler.running if seq.request is short.request)
+    assert deep <= 2 and seq.computed >= 3 * deep
+    finish(engine)
+    assert leaked(engine) == 0

@@ -53,3 +53,10 @@ def test_what_was_asked_must_fit(decoders: Any) -> None:
     with pytest.raises(OutOfPages, match="kv_cache_tokens is 976") as caught:
         config.size_kv_cache(decoders("cpu"), 32, 976)
     assert "at most 960 tokens" in caught.value.hint
+
+
+def test_a_bound_of_gaps_is_a_number_above_zero() -> None:
+    assert config.EngineConfig(512, 1024, max_gap_ms=40).max_gap_ms == 40
+    for wrong in (0, -1.0, True, "40"):
+        with pytest.raises(BadRequest, match="max_gap_ms"):
+            config.EngineConfig(512, 1024, max_gap_ms=wrong)  # type: ignore[arg-type]
