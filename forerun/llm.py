@@ -105,6 +105,7 @@ class LLM(OldLLMNames):
     5%: up to 32 sequences at once (16 of a model of 8B) and prompts below 4,096 tokens; True always, False never. With
     other weights it changes nothing. `adapt`: a drafter of kind block or heads learns from accepted tokens when no
     request runs (`save_drafter`); answers do not change. `quiet`: no progress bar while loading.
+    `skip_tokenizer_init`: for models whose tokens are not text: prompts and answers are token ids.
     Of what is open, `llm.tokenizer` encodes and decodes, and `llm.config` describes the model.
     """
 
@@ -133,6 +134,7 @@ class LLM(OldLLMNames):
         host_bytes: int = 0,
         batch_invariant: bool | None = None,
         adapt: bool = False,
+        skip_tokenizer_init: bool = False,
         quiet: bool = False,
     ) -> None:
         where, weights = choose_device(device), weights_mode(dtype, quantization)
@@ -150,7 +152,7 @@ class LLM(OldLLMNames):
             count, self._threads_chosen = choose_threads(threads)
             torch.set_num_threads(count)
         goal = weight_goal(memory, quality, weights, where)
-        loader = ModelLoader(where, weights, quiet, batch_invariant, goal)
+        loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
         by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
         found = open_draft(draft_model, checkpoint, search=by_name and not named)
@@ -190,7 +192,8 @@ class LLM(OldLLMNames):
         self._costs = loader.costs(models, self.precision, config.capacity, reader)
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
-            self.engine = Engine(self.decoder, self.tokenizer, config, draft or reader, known, prefiller, keep, quiet)
+            text = None if skip_tokenizer_init else self.tokenizer
+            self.engine = Engine(self.decoder, text, config, draft or reader, known, prefiller, keep, quiet)
         if self._costs is not None:
             if known is None:
                 self._costs.store(self.engine.speculator.controller)

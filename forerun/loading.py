@@ -29,7 +29,7 @@ from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import NoTokenizer, Tokenizer
 
 log = logging.getLogger("forerun")
 
@@ -55,6 +55,7 @@ class ModelLoader:
     quiet: bool
     batch_invariant: bool | None
     goal: WeightGoal | None = None  # what the bits of the target's layers are chosen for
+    skip_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         self.report, self._start = LoadReport(time.time()), time.perf_counter()
@@ -70,8 +71,7 @@ class ModelLoader:
         return self.report
 
     def target(self, checkpoint: Checkpoint, context: int) -> tuple[Tokenizer, Decoder, Precision]:
-        with self.stage("tokenizer"):
-            tokenizer = checkpoint.tokenizer()
+        tokenizer = self._tokenizer(checkpoint)
         return tokenizer, *self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
 
     def hidden_draft(
@@ -83,8 +83,7 @@ class ModelLoader:
 
     def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""
-        with self.stage("tokenizer"):
-            own = checkpoint.tokenizer()
+        own = self._tokenizer(checkpoint)
         decoder, _ = self._decoder(checkpoint, min(context, checkpoint.config.max_context), is_draft=True)
         if decoder.weight_bytes > target.weight_bytes:
             raise BadRequest(
@@ -93,7 +92,14 @@ class ModelLoader:
                 "a draft must be cheaper than its target: swap them, or leave draft_model out",
             )
         parallel = getattr(checkpoint, "parallel", None)
-        return DraftModel(decoder, own, tokenizer is None or tokenizer.same_tokens(own), checkpoint.source, parallel)
+        known = None if isinstance(own, NoTokenizer) else own
+        return DraftModel(decoder, known, tokenizer is None or tokenizer.same_tokens(own), checkpoint.source, parallel)
+
+    def _tokenizer(self, checkpoint: Checkpoint) -> Tokenizer:
+        if self.skip_tokenizer:
+            return NoTokenizer(checkpoint.source, checkpoint.config.eos_ids)
+        with self.stage("tokenizer"):
+            return checkpoint.tokenizer()
 
     def _plan(self, checkpoint: Checkpoint, tokenizer: Tokenizer) -> WeightPlan | None:
         if self.goal is None:

@@ -7,6 +7,7 @@ from forerun import recipes
 """
 
 from forerun.recipes import plan
+from forerun.recipes.action_chunks import ChunkRun, accept_until_broken
 from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample, self_consistency
 from forerun.recipes.classify import Classified, classify, label_question
 from forerun.recipes.compare import Comparison, compare
@@ -15,11 +16,13 @@ from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
 __all__ = [
     "Best",
     "Candidate",
+    "ChunkRun",
     "Classified",
     "Comparison",
     "Ranking",
     "Vote",
     "Wording",
+    "accept_until_broken",
     "best_of_n",
     "classify",
     "compare",

@@ -3,9 +3,11 @@ methods of `LLM`; these names are beside it: `from forerun import sharing; shari
 """
 
 from forerun.renamed import moved_names
+from forerun.sharing.guidance import Guided, guided
 from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.scoring import ContinuationScores, score_continuations
+from forerun.sharing.top_items import RankedItem, TopItems
 from forerun.sharing.tree import (
     RolloutNode,
     RolloutTree,
@@ -17,12 +19,16 @@ from forerun.sharing.tree import (
 
 __all__ = [
     "ContinuationScores",
+    "Guided",
+    "RankedItem",
     "RolloutConfig",
     "RolloutNode",
     "RolloutTree",
+    "TopItems",
     "Trajectory",
     "arollout",
     "group_relative",
+    "guided",
     "node_advantages",
     "score_continuations",
     "token_advantages",

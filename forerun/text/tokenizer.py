@@ -151,6 +151,30 @@ class Tokenizer:
         return self._chat
 
 
+class NoTokenizer(Tokenizer):
+    """In place of a tokenizer, for models whose tokens are not text: ids in, ids out."""
+
+    def __init__(self, source: str, eos_ids: Iterable[int]) -> None:
+        self.source, self.eos_ids, self.bos_id, self._chat = source, tuple(eos_ids), None, None
+        self.special_ids, self.vocab_size = frozenset(), 0
+
+    def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        raise self._error(f"text ({text!r:.40})")
+
+    def token_bytes(self, token: int) -> bytes:
+        return b""
+
+    def same_tokens(self, other: Tokenizer) -> bool:
+        return isinstance(other, NoTokenizer)
+
+    def _template(self) -> ChatTemplate:
+        raise self._error("a conversation")
+
+    def _error(self, what: str) -> BadRequest:
+        hint = "give a list of token ids, or open the model without skip_tokenizer_init"
+        return BadRequest(f"{self.source} was opened without a tokenizer, and {what} needs one", hint)
+
+
 class Detokenizer:
     """Turns a stream of ids into text: `push` returns what is certain so far, `flush` the rest."""
 
