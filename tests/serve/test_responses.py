@@ -219,3 +219,22 @@ def test_a_stream_that_fails_ends_with_an_error(llm: LLM):
             assert kind == "event: error" and json.loads(data[6:])["code"] == "timeout"
     finally:
         patch.undo()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(served: Running, stream: bool):
+    asked: Any = ASK | {"input": "Who counts?", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    if stream:
+        events = list(served.client().responses.create(**asked, stream=True))
+        made = events[-1].response
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        written = [entry.token for delta in deltas for entry in delta.logprobs]
+        assert written == [entry.token for entry in made.output[0].content[0].logprobs]
+    else:
+        made = served.client().responses.create(**asked)
+    question = [{"role": "user", "content": "Who counts?"}]
+    expected = chat(served, question, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    found = [entry.model_dump() for entry in made.output[0].content[0].logprobs]
+    assert [entry["token"] for entry in found] == [entry["token"] for entry in expected]
+    assert [entry["logprob"] for entry in found] == pytest.approx([entry["logprob"] for entry in expected], abs=1e-4)
+    assert all(len(entry["top_logprobs"]) == 2 for entry in found)

@@ -50,7 +50,7 @@ class ResponsesFormat(NamedEvents):
         self._reason = choice["finish_reason"]
         message = choice["message"]
         if message["content"]:
-            self._items.append(_message_item(message["content"], self._status))
+            self._items.append(_message_item(message["content"], self._status, _entries(choice)))
         for call in message.get("tool_calls", ()):
             self._items.append(_call_item(call["id"], call["function"], self._status))
         whole = self._complete(chat["usage"])
@@ -65,7 +65,7 @@ class ResponsesFormat(NamedEvents):
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("content"):
-                found += self._add_text(delta["content"])
+                found += self._add_text(delta["content"], _entries(choice))
             for call in delta.get("tool_calls", ()):
                 found += self._add_call(call)
             if choice["finish_reason"] is not None:
@@ -82,16 +82,20 @@ class ResponsesFormat(NamedEvents):
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
-    def _add_text(self, text: str) -> list[dict[str, Any]]:
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if self._open is None or self._open["type"] != "message":
             found += self._close()
             item = self._begin_item(_message_item("", "in_progress") | {"content": []})
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            found += [item, self._item_event("response.content_part.added", content_index=0, part=dict(part))]
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            found += [
+                item,
+                self._item_event("response.content_part.added", content_index=0, part=part | {"logprobs": []}),
+            ]
             self._items[-1]["content"] = [part]
         self._items[-1]["content"][0]["text"] += text
-        return [*found, self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+        self._items[-1]["content"][0]["logprobs"] += logprobs
+        return [*found, self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)]
 
     def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -118,7 +122,9 @@ class ResponsesFormat(NamedEvents):
         item["status"] = self._status
         if item["type"] == "message":
             part = item["content"][0]
-            done = self._item_event("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+            done = self._item_event(
+                "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
+            )
             found += [done, self._item_event("response.content_part.done", content_index=0, part=part)]
         else:
             more = {"arguments": item["arguments"], "name": item["name"]}
@@ -176,8 +182,12 @@ class ResponsesFormat(NamedEvents):
         return message | {"tool_calls": calls} if calls else message
 
 
-def _message_item(text: str, status: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return list((choice["logprobs"] or {}).get("content") or ())
+
+
+def _message_item(text: str, status: str, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
     return head | {"status": status, "content": [part]}
 

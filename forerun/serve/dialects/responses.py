@@ -35,6 +35,8 @@ class ResponsesRequest(LenientModel):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None  # log-probabilities; what else may be named there does not occur
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     forerun: ForerunOptions | None = None
@@ -43,7 +45,6 @@ class ResponsesRequest(LenientModel):
     conversation: None = None
     prompt: None = None
     # Accepted without effect
-    include: Any = None
     metadata: dict[str, Any] | None = None
     reasoning: Any = None
     truncation: Any = None
@@ -52,7 +53,6 @@ class ResponsesRequest(LenientModel):
     safety_identifier: Any = None
     max_tool_calls: Any = None
     stream_options: Any = None
-    top_logprobs: Literal[0] | None = None
 
     def to_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """`messages`: the conversation with this request's input, without its instructions."""
@@ -69,6 +69,8 @@ class ResponsesRequest(LenientModel):
             "tool_choice": _tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": _response_format(self.text.format if self.text else None),
+            "logprobs": True if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()) else None,
+            "top_logprobs": self.top_logprobs or None,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
             "forerun": self.forerun,
