@@ -55,6 +55,7 @@ def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_model_len": None,
         "max_num_batched_tokens": None,
         "max_gap_ms": None,
+        "adapt": False,
         "enable_prefix_caching": True,
         "prefill_profile": None,
         "batch_invariant": None,
