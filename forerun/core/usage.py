@@ -114,6 +114,7 @@ class Usage:
     draft_s: float = 0.0  # a batch's time counts in full for each of its requests, as each of them waits for it
     verify_s: float = 0.0
     plain_s: float = 0.0  # that its tokens would have taken without drafts, by measured costs; 0: not known
+    decisions: dict[str, int] = field(default_factory=dict)  # why its steps drafted as they did, or not -> steps
     prefill: PrefillReport | None = None  # None: the prompt was computed as usual
     conditional: ConditionalReport | None = None  # None: no grammar, or one that is masked
     provisional: int = 0  # tokens shown before the prompt was computed
@@ -132,6 +133,8 @@ class Usage:
         if part.conditional is not None:
             own = self.conditional
             self.conditional = part.conditional if own is None else own.joined(part.conditional)
+        for why, steps in part.decisions.items():
+            self.decisions[why] = self.decisions.get(why, 0) + steps
         self.lengths += part.lengths
         self.timeline = self.timeline or part.timeline  # of one answer: those of several do not make one
         self.draft_s, self.verify_s = max(self.draft_s, part.draft_s), max(self.verify_s, part.verify_s)

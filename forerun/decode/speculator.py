@@ -249,7 +249,8 @@ class Speculator:
         stats = spec_state.stats
         self.controller.record_tokens(stats, len(emitted))
         spec_state.usage.lengths.append(len(path))
-        spec_state.usage.plain_s = stats.plain_s
+        spec_state.usage.plain_s, why = stats.plain_s, self.controller.last_why
+        spec_state.usage.decisions[why] = spec_state.usage.decisions.get(why, 0) + 1
         if not spec_state.free_run_s and not spec_state.drafts:
             return
         for usage in (spec_state.usage, self.totals):

@@ -408,6 +408,11 @@ class Controller:
         """Sequences that this step must not slow down; one alone can only slow down itself."""
         return [i for i, s in enumerate(stats) if self._slack_s(s, plain_s) < 0.0] if len(stats) > 1 else []
 
+    @property
+    def last_why(self) -> str:
+        """Why the step that runs drafts as it does."""
+        return self.decisions[-1].why if self.decisions else ""
+
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:

@@ -158,3 +158,17 @@ def test_every_step_is_explained():
     drafted = [d for d in decisions if d["drafters"]]
     assert any("parallel" in d["drafters"] and d["depth"] > 1 and d["rows"] > 1 for d in drafted)
     assert all(d["rows"] == d["sequences"] for d in decisions if not d["drafters"])
+
+
+def test_an_answers_usage_explains_its_steps():
+    world = World(H200, AUTO)
+    text = Text(CATEGORIES["code"], 1)
+    opened = []
+    open_one = world.open
+    world.open = lambda text: opened.append(open_one(text)) or opened[-1]  # type: ignore[assignment,func-returns-value]
+    taken_s = world.answer([text])[0]
+    usage = opened[0].usage
+    assert sum(usage.decisions.values()) == len(usage.lengths)
+    assert usage.decisions["parallel pays by lower bound"] > 5
+    assert usage.plain_s == pytest.approx(sum(plain_s(H200, [text])), rel=0.15)
+    assert usage.plain_s > 1.5 * taken_s
