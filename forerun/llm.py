@@ -145,7 +145,9 @@ class LLM(OldLLMNames):
             )
         check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
         check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        check_switches(enable_prefix_caching=enable_prefix_caching, adapt=adapt)
+        check_switches(
+            enable_prefix_caching=enable_prefix_caching, adapt=adapt, skip_tokenizer_init=skip_tokenizer_init
+        )
         if batch_invariant is not None:
             check_switches(batch_invariant=batch_invariant)
         if where.type == "cpu":
