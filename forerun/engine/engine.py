@@ -128,7 +128,7 @@ class Engine:
         if any(s.verifies_provisional for s in batch):
             batch = draft_provisional(batch, self.scheduler, self.runner, self._max_nodes)
         self._draft_tokens(batch)  # for the sequences that decode with speculation
-        in_flight = self._run_ahead.begin(batch)
+        in_flight = self._run_ahead.begin(batch) if self.runner.can_launch else None
         if in_flight is not None:
             return self._finish_step(in_flight)
         output = self._run(batch)  # logits of every sequence that samples: of its last token, then of its draft
@@ -136,8 +136,9 @@ class Engine:
         outputs = iter(verify(output, [VerifyInput(s.seq.sampling_context, s.draft, s.verifier) for s in sampling]))
         for scheduled in batch:
             self._advance(scheduled, next(outputs) if scheduled.samples else None)
-        nodes = sum(len(s.draft) for s in batch)
-        self.scheduler.pacer.observe(self.scheduler.work, nodes, time.perf_counter() - start)
+        if self.scheduler.work.paced:
+            nodes = sum(len(s.draft) for s in batch)
+            self.scheduler.pacer.observe(self.scheduler.work, nodes, time.perf_counter() - start)
         return True
 
     def _finish_step(self, step: StepInFlight) -> bool:

@@ -28,8 +28,8 @@ from forerun.cache.tiers import Tiers
 from forerun.decode.control.cost import CostCurve
 from forerun.engine.fairness import FairShares, portion
 from forerun.engine.pace import StepPacer, StepWork
-from forerun.engine.prefixes import Prefixes
 from forerun.engine.sequence import Client, Phase, ScheduledSequence, Sequence
+from forerun.engine.speculative_prefill import Prefixes
 from forerun.prefill.sources.chunk_index import ChunkIndex
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
@@ -64,6 +64,7 @@ class Scheduler:
         self.shares = FairShares()
         self.pacer = pacer or StepPacer(lambda: CostCurve({1: 1.0}))
         self.work = StepWork(0, 0, 0)  # of the step that was scheduled last
+        self._shared = False  # whether there are several sequences in this step
         self._preempted: list[Sequence] = []  # in this step
         self.chunk_divisor = PROVISIONAL_CHUNK_DIVISOR  # 1: chunks are as if there were no provisional sequence
         # Tokens of an answer that run at once after a preemption, apart from the prompt's; None: no difference
@@ -98,14 +99,17 @@ class Scheduler:
     def schedule(self, spent: int = 0) -> list[ScheduledSequence]:
         """What one forward runs; `spent` tokens of the step's budget went into drafting prompts, but no sequence that
         decodes waits for that."""
-        self.shares.begin_step(self.sequences)
+        self._shared = len(self.running) + len(self.waiting) > 1  # else there is nothing to share out
+        if self._shared:
+            self.shares.begin_step(self.sequences)
         decoding = [seq for seq in self._active() if seq.remaining == 1]
         budget = max(self.max_num_batched_tokens - spent, min(self.max_num_batched_tokens, len(decoding)))
         batch: list[ScheduledSequence] = []
         for seq in decoding:
             if budget and seq.running and self._grow(seq, 1):
                 batch.append(ScheduledSequence(seq, 1))
-                self.shares.charge(seq.request.client, 1)
+                if self._shared:
+                    self.shares.charge(seq.request.client, 1)
                 budget -= seq.final is None or self.chunk_divisor > 1
         for seq, count in self._prompt_portions(min(budget, self._prompt_budget(budget + spent) - spent)).items():
             # with a provisional sequence, pages for all that it leaves to this one
@@ -152,9 +156,9 @@ class Scheduler:
         if not self._preempted:  # else what was just taken away would be handed out again
             prompts += self._next_in_line([seq for seq in self.waiting if self._can_try(seq)])
         given: dict[Sequence, int] = {}
-        size, failures, left_s = portion(budget), 0, self._seconds_beside_streams()
+        size, failures, left_s = portion(budget) if self._shared else budget, 0, self._seconds_beside_streams()
         while budget > 0 and prompts:
-            seq = self.shares.next(prompts)
+            seq = self.shares.next(prompts) if self._shared else prompts[0]
             if seq in self._preempted:
                 prompts.remove(seq)
                 continue
@@ -169,14 +173,17 @@ class Scheduler:
                 prompts.remove(seq)
                 continue
             most = min(seq.remaining, self._chunk(seq))
-            token_s = self.pacer.token_s(seq.computed)  # a token after many others takes longer
-            if left_s < token_s and given:
-                break
-            affordable = budget if left_s == math.inf else max(1, int(left_s / token_s))
-            count = min(size, budget, affordable, most - given.get(seq, 0))
+            count = min(size, budget, most - given.get(seq, 0))
+            if left_s < math.inf:
+                token_s = self.pacer.token_s(seq.computed)  # a token after many others takes longer
+                if left_s < token_s and given:
+                    break
+                count = min(count, max(1, int(left_s / token_s)))
+                left_s -= count * token_s
             given[seq] = given.get(seq, 0) + count
-            budget, left_s = budget - count, left_s - count * token_s
-            self.shares.give(seq, count, prompts)
+            budget -= count
+            if self._shared:
+                self.shares.give(seq, count, prompts)
             if given[seq] == most:
                 prompts.remove(seq)
         return given
