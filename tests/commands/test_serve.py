@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +23,16 @@ def test_it_answers_and_leaves(tiny_folder: Callable[[str], Path]):
     command = [sys.executable, "-m", "forerun.cli", "serve", "-m", str(folder), "--port", "0", "--threads", "1"]
     with subprocess.Popen([*command, "--name", "mine"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        watchdog = threading.Timer(120, process.kill)  # a line that never comes must not hang the suite
+        watchdog.start()
         try:
-            where = next(found[1] for line in process.stderr if (found := re.search(r"mine at (http://\S+)/v1", line)))
+            ready = (re.search(r"mine is ready at (http://\S+)/v1", line) for line in process.stderr)
+            where = next(found[1] for found in ready if found)
             body = {"model": "mine", "prompt": "The secret lamp", "temperature": 0}
             answer = httpx.post(f"{where}/v1/completions", json=body, timeout=30).json()
             assert answer["usage"]["completion_tokens"] > 0
         finally:
+            watchdog.cancel()
             process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         assert process.wait(30) == 0
