@@ -474,7 +474,7 @@ def test_what_vllm_users_pass(llm: LLM) -> None:
     ("options", "message", "hint"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs is 0", "leave max_num_seqs out for the default"),
-        ({"max_model_len": 10_000_000}, "max_model_len is 10000000, the model allows 2 to", "leave it out for"),
+        ({"max_model_len": 10_000_000}, "max_model_len is 10000000, allowed is from 2 to", "leave it out for"),
     ],
 )
 def test_limits_have_hints_that_help(options: Any, message: str, hint: str, tiny_folder: Callable[[str], Path]) -> None:

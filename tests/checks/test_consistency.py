@@ -48,7 +48,8 @@ def test_a_wrong_answer_fails(model: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def fake_llm(logits: list[float], weights: str = "float32") -> Any:
-    engine = SimpleNamespace(score=lambda ids: torch.tensor([logits]))
+    runner = SimpleNamespace(equal_bits=False)
+    engine = SimpleNamespace(score=lambda ids: torch.tensor([logits]), runner=runner)
     return SimpleNamespace(engine=engine, precision=SimpleNamespace(name=weights))
 
 

@@ -31,7 +31,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("seed", 1.5, "whole number"),
     ("logprobs", 21, "20"),
     ("stop", ("",), "non-empty"),
-    ("stop", tuple("abcdefghijklmnopq"), "17 strings"),
+    ("stop", tuple("abcdefghijklmnopq"), "17 entries"),
     ("logit_bias", {5: 101.0}, "logit_bias\\[5\\]"),
     ("logit_bias", None, "None"),
     ("stop", None, "None"),

@@ -3,9 +3,11 @@ CPU."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,7 +216,8 @@ class Projection:
 
 def projection(monkeypatch: pytest.MonkeyPatch, made: Projection, linear: Linear) -> object:
     monkeypatch.setattr(module, "_device_can", lambda _: True)
-    monkeypatch.setattr(module, "_float8_projection", lambda *_: made)
+    kernels = SimpleNamespace(Float8Projection=lambda *_: made)
+    monkeypatch.setitem(sys.modules, "forerun.models.cuda.float8", kernels)
     return float8_projection(linear, [32, 64], 1e-6)
 
 
