@@ -48,9 +48,12 @@ def interrupted(process: subprocess.Popen[str], times: int = 1) -> list[str]:
     begin = time.monotonic()
     for _ in range(times):
         process.send_signal(signal.SIGINT)
-    process.wait(60)
-    took = time.monotonic() - begin
-    _, err = process.communicate(timeout=60)
+    try:
+        process.wait(60)
+        took = time.monotonic() - begin
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # one that did not end must not run on beside the tests that follow
     assert process.returncode == 130 and took < SOON_S, (took, err)
     return err.splitlines()
 
