@@ -94,34 +94,30 @@ class HostBatch:
 
     def singles(self, first: int, end: int) -> HostBatch:
         """Some of the sequences of a batch in which each has one token."""
-        rows, count = slice(first, end), len(self.tokens[first:end])
-        return replace(
-            self,
-            tokens=self.tokens[rows],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            kv_lens=self.kv_lens[rows],
-            cu_seqlens=list(range(count + 1)),
-            seq_lens=self.seq_lens[rows],
-            pages=self.pages[rows],
-            logits_indices=list(range(count)),
-        )
+        count = len(self.tokens[first:end])
+        return self._select(slice(first, end), list(range(count + 1)), range(first, first + count), list(range(count)))
 
     def only_wanted(self) -> HostBatch:
         """The tokens whose logits are wanted and their sequences, as if the others had run before. Of no tree."""
         rows = np.array(self.logits_indices, dtype=np.int64)
         seqs = np.searchsorted(np.array(self.cu_seqlens), rows, side="right") - 1  # [N] of each row, in order
         kept, counts = np.unique(seqs, return_counts=True)
+        return self._select(rows, [0, *np.cumsum(counts).tolist()], kept.tolist(), list(range(len(rows))))
+
+    def _select(
+        self, rows: slice | np.ndarray, cu_seqlens: list[int], seqs: Sequence[int], logits_indices: list[int]
+    ) -> HostBatch:
+        """These rows, of these sequences."""
         return replace(
             self,
             tokens=self.tokens[rows],
             positions=self.positions[rows],
             slot_mapping=self.slot_mapping[rows],
             kv_lens=self.kv_lens[rows],
-            cu_seqlens=[0, *np.cumsum(counts).tolist()],
-            seq_lens=[self.seq_lens[s] for s in kept],
-            pages=[self.pages[s] for s in kept],
-            logits_indices=list(range(len(rows))),
+            cu_seqlens=cu_seqlens,
+            seq_lens=[self.seq_lens[s] for s in seqs],
+            pages=[self.pages[s] for s in seqs],
+            logits_indices=logits_indices,
         )
 
     def padded(self, rows: int) -> HostBatch:
