@@ -2,14 +2,14 @@
 
 A thread of its own writes, so that no step waits for a disk; pages not yet written are read from memory. What cannot be
 read, or is not what was written, is deleted and forgotten: the request computes it. When writing fails (full, read
-only), that is logged once and writing ends; reading goes on. One process at a time owns a folder. Knows no tokens and
-no pool.
+only), that is logged once and writing ends; reading goes on. Several processes may share a folder, on several machines
+too: each writes segments of its own and finds those of the others. Knows no tokens and no pool.
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
+import errno
 import logging
 import os
 import threading
@@ -19,16 +19,19 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
 
+from forerun.cache.file_lock import FileLock
 from forerun.cache.segments import Damaged, Segment, read_header, read_pages, write_segment
 from forerun.errors import BadRequest
 
 SEGMENT_BYTES = 32 << 20  # a file has at least one page, and not much more than this
 PENDING_BYTES = 256 << 20  # pages that wait to be written; beyond it pages that are merely evicted are dropped
+LIST_INTERVAL_S = 0.05  # at least, between two looks for segments of other processes
+STAMP_TICK_S = 2.0  # a folder's time of change may be as coarse: within it, a change may leave the time as it was
+WRITE_LOCK_S = 5.0  # for the lock; a process that is stopped while it holds it stops no other for longer
 SUFFIX = ".safetensors"
 
 log = logging.getLogger("forerun")
@@ -39,7 +42,7 @@ class DiskTier:
         self.folder, self.limit, self.identity = folder, nbytes, identity
         self.off = ""  # why nothing is written any more
         self.damaged = self.dropped = 0
-        self._segments: OrderedDict[Path, Segment] = OrderedDict()  # least recently used first; other models' too
+        self._segments: dict[Path, Segment] = {}  # other models' too
         self._where: dict[bytes, tuple[Segment, int]] = {}
         self._pending: OrderedDict[bytes, Tensor] = OrderedDict()
         self._pending_bytes = 0
@@ -47,49 +50,77 @@ class DiskTier:
         self._changed = threading.Condition()  # guards all of the above
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._lock_file = self._take_folder()
-        self._scan()
+        self._folder_time, self._changed_at, self._listed_at = -1, 0.0, 0.0  # nanoseconds; seconds of our own clock
+        self._newest_ns = 0  # the latest time of use of any file
+        self._lock = FileLock(folder / "lock")  # of whichever process writes a segment
+        self._alive = FileLock(folder / f"{uuid.uuid4().hex[:12]}.writer")  # held until this one is closed or killed
+        self._take_folder()
+        self._remove_unfinished()
+        self._find_segments()
+        self._shrink(0)
 
-    def _take_folder(self) -> TextIO | None:
-        """The folder's lock; None where nothing can be written there, but read."""
+    def _take_folder(self) -> None:
+        """Where nothing can be written there, it is read."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / "lock").open("a")
+            self._alive.acquire(WRITE_LOCK_S)
         except OSError as error:
             if not self.folder.is_dir():
                 raise BadRequest(f"the disk tier cannot use {self.folder}: {error}", "give another folder") from error
             self._switch_off(error)
-            return None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise BadRequest(
-                f"the disk tier in {self.folder} is in use by another LLM", "close that one, or give another folder"
-            ) from error
-        return file
 
-    def _scan(self) -> None:
-        """Find what earlier processes left; what was never finished is removed."""
-        found = []
-        for path in self.folder.iterdir():
-            if path.suffix == ".tmp" and not self.off:
+    def _remove_unfinished(self) -> None:
+        """Files that processes began which have ended: the lock of such a process is free."""
+        if self.off:
+            return
+        for path in self.folder.glob("*.writer"):
+            lock = FileLock(path)
+            if path != self._alive.path and lock.acquire():
+                lock.remove()
+        alive = {path.stem for path in self.folder.glob("*.writer")}
+        for path in self.folder.glob("*.tmp"):
+            if path.stem.split(".")[-1] not in alive:
                 path.unlink(missing_ok=True)
-            if path.suffix != SUFFIX:
-                continue
+
+    def _find_segments(self) -> None:
+        """Segments that other processes have written or removed since the last time, where the folder has changed."""
+        now = time.monotonic()
+        with self._changed:
+            if now - self._listed_at < LIST_INTERVAL_S:
+                return
+            self._listed_at, known = now, set(self._segments)
+        try:
+            found = self._changed_paths(now)
+        except OSError:  # a shared folder that does not answer: what is known stays known, and reading it fails alone
+            return
+        if found is None:
+            return
+        for path in known - found:
+            self._forget(path)
+        for path in found - known:
             try:
-                found.append((path.stat().st_mtime_ns, read_header(path)))
+                self._know(read_header(path))
             except (Damaged, OSError) as error:
                 self._discard(path, error)
-        for _, segment in sorted(found, key=lambda pair: pair[0]):
-            self._know(segment)
-        self._shrink(0)
+
+    def _changed_paths(self, now: float) -> set[Path] | None:
+        """Segments in the folder; None where it is as it was."""
+        changed_ns = self.folder.stat().st_mtime_ns
+        if changed_ns != self._folder_time:
+            self._folder_time, self._changed_at = changed_ns, now
+        elif now - self._changed_at > STAMP_TICK_S:
+            return None
+        return {path for path in self.folder.iterdir() if path.suffix == SUFFIX}
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def __contains__(self, key: bytes) -> bool:
         with self._changed:
-            return key in self._pending or key in self._where
+            if key in self._pending or key in self._where:
+                return True
+        self._find_segments()
+        with self._changed:
+            return key in self._where
 
     def __len__(self) -> int:
         with self._changed:
@@ -130,16 +161,18 @@ class DiskTier:
         return [index for _, index in takewhile(lambda place: place[0] is segment, places)]
 
     def _touch(self, segment: Segment) -> None:
-        with self._changed:
-            if segment.path in self._segments:
-                self._segments.move_to_end(segment.path)
         if not self.off:
             try:
-                _stamp(segment.path)
+                self._stamp(segment.path)
+            except FileNotFoundError:
+                self._forget(segment.path)
             except OSError as error:
                 self._switch_off(error)
 
     def _discard(self, path: Path, error: Exception) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE):  # another process evicted it
+            self._forget(path)
+            return
         log.warning("%s is not used: %s", path, error)
         self.damaged += 1
         self._remove(path)
@@ -186,8 +219,7 @@ class DiskTier:
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self.flush)
-        if self._lock_file is not None:
-            self._lock_file.close()
+        self._alive.remove()
 
     def _start(self) -> None:
         if self._thread is None and self._queue and not self.off:
@@ -214,16 +246,24 @@ class DiskTier:
                 self._settle(keys)
 
     def _write(self, keys: list[bytes], data: Tensor) -> None:
-        if data.nbytes > self.limit:  # a tier of less than one segment keeps what fits
-            keep = int(self.limit * 0.9) // data[0].nbytes
-            keys, data = keys[len(keys) - keep :], data[len(keys) - keep :]
-            if not keep:
+        """One process at a time: none writes what another has just written, and all together stay within the limit."""
+        held = self._lock.acquire(WRITE_LOCK_S)
+        try:
+            self._listed_at = 0.0
+            self._find_segments()
+            new = [i for i, key in enumerate(keys) if key not in self._where]
+            if data[0].nbytes * len(new) > self.limit:  # a tier of less than one segment keeps what fits
+                new = new[len(new) - int(self.limit * 0.9) // data[0].nbytes :]
+            if not new:
                 return
-        self._shrink(data.nbytes + (1 << 16))  # and its header
-        name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        segment = write_segment(self.folder / name, self.identity, keys, data)
-        _stamp(segment.path)
-        self._know(segment)
+            self._shrink(data[0].nbytes * len(new) + (1 << 16))  # and its header
+            path = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+            segment = write_segment(path, self.identity, [keys[i] for i in new], data[new], self._alive.path.stem)
+            self._stamp(segment.path)
+            self._know(segment)
+        finally:
+            if held:
+                self._lock.release()
 
     def _settle(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -252,29 +292,40 @@ class DiskTier:
                 self._where |= {key: (segment, i) for i, key in enumerate(segment.keys)}
 
     def _shrink(self, coming: int) -> None:
-        """Make room for so many bytes within the limit."""
-        while True:
-            with self._changed:
-                total = sum(segment.nbytes for segment in self._segments.values())
-                if total + coming <= self.limit or not self._segments or self.off:
-                    return
-                oldest = next(iter(self._segments))
-            self._remove(oldest)
+        """Make room for so many bytes within the limit: the files go first that no process has used for longest."""
+        with self._changed:
+            sizes = {path: segment.nbytes for path, segment in self._segments.items()}
+        used: dict[Path, int] = {}
+        for path in sizes:
+            try:
+                used[path] = path.stat().st_mtime_ns
+            except OSError:
+                self._forget(path)
+        self._newest_ns = max(self._newest_ns, *used.values(), 0)
+        total = sum(sizes[path] for path in used)
+        for path in sorted(used, key=lambda path: used[path]):
+            if total + coming <= self.limit or self.off:
+                return
+            self._remove(path)
+            total -= sizes[path]
 
-    def _remove(self, path: Path) -> None:
+    def _forget(self, path: Path) -> None:
         with self._changed:
             segment = self._segments.pop(path, None)
             for key in segment.keys if segment is not None else []:
                 if key in self._where and self._where[key][0] is segment:
                     del self._where[key]
+
+    def _remove(self, path: Path) -> None:
+        self._forget(path)
         if not self.off:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 self._switch_off(error)
 
-
-def _stamp(path: Path) -> None:
-    """Used now, so that the order survives a restart; the system's own stamps are too coarse to tell files apart."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
+    def _stamp(self, path: Path) -> None:
+        """Used now, so that the order survives a restart; the system's own stamps are too coarse to tell files apart.
+        Later than all others, whatever the clock: those of several machines may differ."""
+        self._newest_ns = now = max(time.time_ns(), self._newest_ns + 1)
+        os.utime(path, ns=(now, now))

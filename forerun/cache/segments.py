@@ -42,8 +42,8 @@ class Segment:
     nbytes: int  # of the file
 
 
-def write_segment(path: Path, identity: str, keys: Sequence[bytes], data: Tensor) -> Segment:
-    """Write pages, data [n, ...]; raises `OSError`, and then leaves nothing behind."""
+def write_segment(path: Path, identity: str, keys: Sequence[bytes], data: Tensor, writer: str = "") -> Segment:
+    """Write pages, data [n, ...]; raises `OSError`, and then leaves nothing behind. `writer`: in the temporary name."""
     checksums = [zlib.crc32(_bytes(page)) for page in data]
     about = {
         "format": FORMAT,
@@ -52,7 +52,7 @@ def write_segment(path: Path, identity: str, keys: Sequence[bytes], data: Tensor
         "checksums": json.dumps(checksums),
         "page_bytes": str(data[0].nbytes),
     }
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_suffix(f".{writer}.tmp")
     try:
         save_file({"kv": data.contiguous()}, temporary, metadata=about | {"digest": json_digest(about)})
         os.replace(temporary, path)

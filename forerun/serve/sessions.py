@@ -49,11 +49,21 @@ class ServerSessions:
         return f"{key.name if key else ''} {name}"
 
     def claim(self, name: str) -> None:
-        if name in self.busy:
+        """For one request at a time, of all servers that share the folder."""
+        try:
+            if name in self.busy:
+                raise BadRequest("")
+            self.llm.sessions.hold(name)
+        except BadRequest:
             hint = "wait for its answer, or use another session"
             shown = name.split(" ", 1)[1]
-            raise ApiError(409, f"session {shown!r} is answering another request", hint, code="session_busy")
+            raise ApiError(409, f"session {shown!r} is answering another request", hint, code="session_busy") from None
         self.busy.add(name)
+
+    def release(self, name: str) -> None:
+        if name in self.busy:
+            self.busy.discard(name)
+            self.llm.sessions.release(name)
 
     async def names(self, key: ApiKey | None) -> list[str]:
         mine = self.name_of("", key)
@@ -66,7 +76,7 @@ class ServerSessions:
         try:
             await completed(asyncio.to_thread(self._delete, name))
         finally:
-            self.busy.discard(name)
+            self.release(name)
 
     def _delete(self, name: str) -> None:
         with self._lock:
@@ -171,7 +181,7 @@ class SessionTurn:
             if self.session is not None and self.session.pending:
                 await completed(asyncio.to_thread(self._roll_back, self.session))
         finally:
-            self.sessions.busy.discard(self.session_name)
+            self.sessions.release(self.session_name)
 
     def _begin(self) -> None:
         session = self.sessions.open(self.session_name, self.options)

@@ -231,7 +231,7 @@ class Session:
         if self.closed or self._registry.driver.closed:
             self.closed = True
             return
-        with self._exclusively("close"):
+        with self._exclusively("close", held=forget):
             self._registry.close(self, forget)
             self.closed = True
 
@@ -247,7 +247,8 @@ class Session:
         self.close()
 
     @contextmanager
-    def _exclusively(self, what: str) -> Iterator[None]:
+    def _exclusively(self, what: str, held: bool = True) -> Iterator[None]:
+        """`held`: no other process may use it meanwhile."""
         if self.closed:
             raise BadRequest(f"cannot {what} session {self.name!r}: it is closed", "open it with llm.session(name)")
         self._registry.driver.check_open()
@@ -257,7 +258,14 @@ class Session:
                 "wait for its end or close its iterator; or fork it before, and use the fork",
             )
         try:
-            yield
+            if not held:
+                yield
+                return
+            self._registry.hold(self.name)
+            try:
+                yield
+            finally:
+                self._registry.release(self.name)
         finally:
             self._busy.release()
 

@@ -1,8 +1,9 @@
 """All sessions by name: those that are open, and those that the disk tier has kept from earlier processes.
 
 Pins their K/V in the pool for their time to live. A session's file is a small JSON document that is written whole or
-not at all; where the folder cannot be written, that is logged once, and sessions go on without files. What a turn does
-is in `session`.
+not at all; where the folder cannot be written, that is logged once, and sessions go on without files. Processes that
+share the folder take turns: one of them holds a session at a time, and the next reads what the last has written. What a
+turn does is in `session`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.cache.file_lock import FileLock
 from forerun.cache.segments import json_digest
 from forerun.errors import BadRequest, ForerunError
 from forerun.options import check_number
@@ -77,6 +79,7 @@ class SessionFiles:
         """`identity`: of the model's weights, on any device; sessions of other models are not listed."""
         self._folder, self._identity = folder, identity
         self._failed = False
+        self._versions: dict[str, tuple[int, ...] | None] = {}  # of the files as they were last read or written here
 
     def names(self) -> list[str]:
         found = []
@@ -87,11 +90,35 @@ class SessionFiles:
                 continue  # reported when it is opened by name
         return found
 
+    def lock(self, name: str) -> FileLock:
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(self._path(name).with_suffix(".lock"))
+
+    def exists(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def changed(self, name: str) -> bool:
+        """Whether another process has written or removed it."""
+        try:
+            return self._versions.get(name) != self.version(name)
+        except OSError:  # a shared folder that does not answer
+            return False
+
+    def version(self, name: str) -> tuple[int, ...] | None:
+        """Of its file; None where there is none."""
+        try:
+            found = self._path(name).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
     def load(self, name: str) -> SessionState | None:
         path = self._path(name)
-        if not path.exists():
-            return None
         try:
+            self._versions[name] = self.version(name)
+            if self._versions[name] is None:
+                return None
             state = _read(path)["state"]
             state["answer_text"] = state.pop("said")
             marks = [tuple(mark) for mark in state.pop("marks")]
@@ -115,6 +142,7 @@ class SessionFiles:
                 file.flush()
                 os.fsync(file.fileno())  # a machine that stops now must not leave an empty file under the name
             os.replace(temporary, self._path(name))
+            self._versions[name] = self.version(name)
             return True
         except OSError as error:
             with suppress(OSError):
@@ -124,7 +152,11 @@ class SessionFiles:
                 log.warning("session %r will not survive this process: %s", name, error)
             return False
 
-    def remove(self, name: str) -> None:
+    def close(self, name: str, forget: bool) -> None:
+        """No longer open here; `forget` removes its file."""
+        self._versions.pop(name, None)
+        if not forget:
+            return
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -155,6 +187,37 @@ class SessionRegistry:
         self._files = None if disk is None else SessionFiles(disk.folder / "sessions", llm.model_id)
         self._open: dict[str, Session] = {}
         self._lock = threading.RLock()
+        self._held: dict[str, tuple[FileLock, int]] = {}  # against other processes, and how often
+
+    def hold(self, name: str) -> None:
+        """Hold a session against other processes, until as many calls of `release`; it is then as they left it."""
+        if self._files is None:
+            return
+        with self._lock:
+            lock, count = self._held.get(name) or (self._files.lock(name), 0)
+            try:
+                if not count and not lock.acquire():
+                    raise BadRequest(f"session {name!r} is in use by another process", "wait for its answer")
+            except OSError:  # a folder that is full or read only: there is nothing to hold
+                return
+            self._refresh(name)
+            self._held[name] = lock, count + 1
+
+    def _refresh(self, name: str) -> None:
+        """Read an open session again where another process has continued it."""
+        session = self._open.get(name)
+        if session is not None and name not in self._held and self._files is not None and self._files.changed(name):
+            session._state = self._files.load(name) or SessionState()
+
+    def release(self, name: str) -> None:
+        with self._lock:
+            lock, count = self._held.pop(name, (None, 0))
+            if lock is not None and count > 1:
+                self._held[name] = lock, count - 1
+            elif lock is not None and self._files is not None and not self._files.exists(name):
+                lock.remove()
+            elif lock is not None:
+                lock.release()
 
     def names(self) -> list[str]:
         with self._lock:
@@ -164,6 +227,7 @@ class SessionRegistry:
         _check(name, ttl)
         self.driver.check_open()
         with self._lock:
+            self._refresh(name)
             session = self._open.get(name)
             if session is not None:
                 if ttl is not None:
@@ -208,8 +272,8 @@ class SessionRegistry:
             self._open.pop(session.name, None)
         with self.driver.exclusive() as engine:
             engine.scheduler.pins.close(session.name)
-        if self._files is not None and forget:
-            self._files.remove(session.name)
+        if self._files is not None:
+            self._files.close(session.name, forget)
 
 
 def _check(name: str, ttl: float | None) -> None:

@@ -63,14 +63,14 @@ class World:
     def crash(self) -> None:
         """The process is gone: what was not written is lost, and so is the lock."""
         disk = self.tiers.disk
-        assert disk is not None and disk._lock_file is not None
+        assert disk is not None
         with disk._changed:
             disk._queue.clear()
             disk._closed = True
             disk._changed.notify_all()
         if disk._thread is not None:
             disk._thread.join()
-        disk._lock_file.close()
+        disk._alive.release()
 
     def spill_all(self) -> None:
         self.tree.evict(self.pool.num_pages)

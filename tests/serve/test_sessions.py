@@ -242,6 +242,21 @@ def test_expired_sessions_are_closed_and_stored_on_disk(kept: Callable[[], LLM])
         error(made.post(CHAT, ASKED | own({"name": "b", "create": False})), 404)
 
 
+def test_a_session_moves_between_servers_that_share_a_folder(kept: Callable[[], LLM]):
+    with kept() as one, kept() as two, running(one) as here, running(two) as there:
+        told(here, ASKED | own("moving"))
+        told(there, ASKED | {"messages": [USER]} | own("moving"))
+        third = told(here, ASKED | {"messages": [USER]} | own("moving"))
+        assert third["forerun"]["session"]["turn"] == 3
+        patch, _ = slowed(one)
+        holding = Holding(here, ENDLESS | {"messages": [USER]} | own("moving"))
+        found = error(there.post(CHAT, ASKED | {"messages": [USER]} | own("moving")), 409)
+        assert found["code"] == "session_busy"
+        patch.undo()
+        holding.join()
+        assert told(there, ASKED | {"messages": [USER]} | own("moving"))["forerun"]["session"]["turn"] == 5
+
+
 def test_without_a_disk_nothing_is_closed_before_its_time(tiny_folder: Callable[[str], Path]):
     llm = LLM(str(tiny_folder("qwen3")), dtype="float32", threads=1, quiet=True)
     with llm, running(llm, max_sessions=1) as made:

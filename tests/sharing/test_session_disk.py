@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,6 @@ def test_a_restart_finds_sessions_and_their_cache(make: Callable[..., LLM], tmp_
         expected.append({"role": "user", "content": "Why?"})
         told = expected.answer(PARAMS)
         before = session.tokens
-        with pytest.raises(BadRequest, match="in use"):
-            make(disk=tmp_path)
     with make(disk=tmp_path) as llm:
         assert llm.sessions.names() == ["fork", "kept", "waiting"]
         assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("sessions/*.json"))
@@ -60,9 +59,9 @@ def test_a_crash_loses_nothing_of_a_finished_turn(make: Callable[..., LLM], tmp_
     session.append(LONG)
     session.answer(PARAMS)
     disk = llm.engine.tiers.disk  # type: ignore[union-attr]
-    assert disk is not None and disk._lock_file is not None
+    assert disk is not None
     disk.flush()
-    disk._lock_file.close()  # the process is gone
+    disk._alive.release()  # the process is gone
     with make(disk=tmp_path) as again:
         kept = again.session("crash", create=False)
         assert kept.tokens == session.tokens
@@ -220,3 +219,38 @@ def test_random_turns_forks_rewinds_and_restarts_beside_plain_lists(
     running.clear_cache()
     assert running.engine.pool.used == 0
     running.close()
+
+
+def test_a_session_moves_between_processes_that_share_the_folder(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("forerun.cache.disk.LIST_INTERVAL_S", 0.0)
+    with make(disk=tmp_path) as one, make(disk=tmp_path) as two:
+        here = one.session("moving")
+        here.append(LONG)
+        here.answer(PARAMS)
+        one.engine.tiers.disk.flush()  # type: ignore[union-attr]
+        there = two.session("moving", create=False)
+        assert there.tokens == here.tokens
+        there.append(" More of it.")
+        answer = there.answer(PARAMS)
+        assert answer.usage.served["disk"] > 0  # the other's K/V
+        here.append(" And more.")  # the turn between is part of it
+        assert here.turns == 2 and here.tokens[: len(there.tokens)] == there.tokens
+        assert not there.pending
+        assert two.session("moving").pending  # what the other appended
+        there.close(forget=True)
+        assert one.session("moving").tokens == [] and not list(tmp_path.glob("sessions/*.lock"))
+
+
+def test_one_process_at_a_time_has_a_session(make: Callable[..., LLM], tmp_path: Path):
+    with make(disk=tmp_path) as one, make(disk=tmp_path) as two:
+        here, there = one.session("held"), two.session("held")
+        here.append(LONG)
+        with closing(here.stream(PARAMS)) as events:
+            next(events)  # type: ignore[call-overload]
+            with pytest.raises(BadRequest, match="in use by another process"):
+                there.append(LONG)
+            there.close()  # needs nothing of the other
+        again = two.session("held")
+        assert again.answer(PARAMS).token_ids
