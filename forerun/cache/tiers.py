@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.cache.disk import DiskTier
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import TOKEN_BYTES, PrefixTree, pack
+from forerun.cache.text_files import TextFiles
 from forerun.errors import BadRequest
 from forerun.options import check_number
 
@@ -134,8 +135,11 @@ class Tiers:
             )
         self.host = host
         self.disk: DiskTier | None = None
+        self.texts: TextFiles | None = None  # of what is on disk
         if config.disk is not None:
-            self.disk = DiskTier(Path(config.disk).expanduser(), config.disk_bytes, self._root.hexdigest())
+            folder = Path(config.disk).expanduser()
+            self.disk = DiskTier(folder, config.disk_bytes, self._root.hexdigest())
+            self.texts = TextFiles(folder / "texts" / self._root.hexdigest())
 
     def keys(self, data: bytes, first: int = 0) -> list[bytes]:
         """Keys of the whole pages of packed tokens, from page `first` on."""
@@ -153,6 +157,7 @@ class Tiers:
     def spill(self, data: bytes, pages: Sequence[int]) -> None:
         """The pool is about to lose `pages`, the last ones of these packed tokens."""
         pairs = self._pairs(data, pages)
+        self._add_text(data)
         if self.host is None:
             self._to_disk(pairs, wait=False)
             return
@@ -162,6 +167,10 @@ class Tiers:
             gone = self.host.put([key for key, _ in part], self._gather([page for _, page in part]))
             if self.disk is not None and gone:
                 self.disk.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
+
+    def _add_text(self, data: bytes) -> None:
+        if self.texts is not None and self.disk is not None and not self.disk.off:
+            self.texts.add(data)
 
     def _pairs(self, data: bytes, pages: Sequence[int]) -> list[tuple[bytes, int]]:
         """Keys of `pages`, the last ones of these packed tokens."""
@@ -182,6 +191,7 @@ class Tiers:
         """
         if self.disk is None or self.disk.off:
             return None
+        self._add_text(data[: len(pages) * self.pool.page_size * TOKEN_BYTES])
         keys = self.keys(data)[: len(pages)]
         new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:COPY_PAGES]
         return (new[-1] + 1, [keys[i] for i in new], self._gather([pages[i] for i in new]).cpu()) if new else None
@@ -196,7 +206,7 @@ class Tiers:
         """Pages of a text after those in the pool, with one reference each, and how many tokens came from which tier.
         The caller has made room for all of the text."""
         keys = self.keys(pack(tokens), len(known))
-        count = next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+        count = self.count(keys)
         served = {"host": 0, "disk": 0}
         count = min(count, self.pool.free)
         if not count:
@@ -212,6 +222,24 @@ class Tiers:
             done += got
         self.pool.release(pages[done:])
         return pages[:done], served
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """How many of these pages, from the first on, are there."""
+        return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def read(self, keys: Sequence[bytes]) -> Tensor:
+        """Copies of pages on the pool's device, [n, L, 2, page, Hkv, D]: as many of the first as are there."""
+        out = torch.empty((len(keys), *self._shape), dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        done = 0
+        while done < len(keys):
+            if self.host is not None and keys[done] in self.host:
+                out[done] = self.host.get(keys[done : done + 1], torch.device("cpu"))[0]
+                done += 1
+            elif self.disk is None or not (got := self.disk.get(keys[done:], out[done:])):
+                break
+            else:
+                done += got
+        return out[:done].to(self._device)
 
     def _has(self, key: bytes) -> bool:
         return (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
@@ -277,12 +305,15 @@ class Tiers:
         page_bytes = math.prod(self._shape) * self._dtype.itemsize
         room = self.disk.limit // page_bytes
         latest: list[list[tuple[bytes, int]]] = []
-        for data, pages in tree.texts():
+        texts = tree.texts()
+        for data, pages in texts:
             latest.append(self._pairs(data, pages)[:room])
             room -= len(latest[-1])
         if self.host is not None and room > 0:
             for key, page in self.host.items()[-room:]:
                 self.disk.put([key], page[None].clone(), wait=True)
-        for pairs in reversed(latest):  # files written last are the last to go
+        for (data, _), pairs in [*zip(texts, latest, strict=True)][::-1]:  # files written last are the last to go
             self._to_disk(pairs, wait=True)
+            if pairs:
+                self._add_text(data)
         self.disk.close()

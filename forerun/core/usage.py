@@ -52,6 +52,7 @@ class PrefillReport:
     token_layers: int = 0  # that the target ran, of tokens * layers; of further answers, which share a draft, their own
     cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
     rounds: int = 0  # of recomputing: more than one where checks failed
+    predicted_kl: float | None = None  # of the answer to exact prefill's, with its margin; None: not predicted
     scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the check spans
     spans: list[dict[str, Any]] = field(default_factory=list)  # per check span: first entry, signals, passed
     depth_runs: list[tuple[int, int]] = field(default_factory=list)  # (depth, tokens) from the first entry on

@@ -85,11 +85,15 @@ class SpeculativePrefill:
         return drafted
 
     def _register(self, cache: ChunkIndex) -> None:
-        """From now on it is given all exact K/V; what the prefix tree holds already, at once, the latest last."""
-        tree = self.scheduler.tree
+        """From now on it is given all exact K/V; what tiers and the prefix tree hold already, at once, the latest
+        last."""
+        tree, tiers = self.scheduler.tree, self.scheduler.prefixes.tiers
         if cache in self.scheduler.text_caches:
             return
         self.scheduler.text_caches.append(cache)
+        cache.tiers = tiers
+        for data in tiers.texts.read() if tiers is not None and tiers.texts is not None else ():
+            cache.remember_stored(data)
         for data, _ in reversed(tree.texts()) if tree is not None else ():
             tokens = unpack(data)
             cache.remember(tokens, tree.match(tokens) if tree is not None else [])

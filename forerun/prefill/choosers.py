@@ -29,7 +29,7 @@ from forerun.prefill.state import PrefillState
 if TYPE_CHECKING:
     from forerun.prefill.sources import KVSource
 
-
+COMPARED_TOKENS = 16  # last ones of the tail: two rounds are compared by their distributions
 Chooser = Callable[[PrefillState, "KVSource", Runner], "np.ndarray | None"]  # scores [len(state.tokens)], if any
 
 
@@ -112,18 +112,21 @@ def tail_attention(runner: Runner, state: PrefillState, base: int) -> np.ndarray
     layers they run.
 
     The last layer is left out: rows without logits leave the pass before they attend there. A device with a recorded
-    pass and sums does both at once, in all layers.
+    pass and sums does both at once, in all layers. Where rounds are compared by the tail, its logits are kept.
     """
     seen = runner.tail_attention(Span(state.ids[state.end :].tolist(), state.end, state.pages, ()))
     if seen is not None:
         return seen
+    compared = COMPARED_TOKENS if state.compares_tail else 0
     tail_attention = TailAttention(runner, state.pages, state.end, len(state.tokens))
 
     def watch(layer: int, x: Tensor, q: Tensor | None, a: Tensor | None) -> None:
-        if q is not None:
+        if q is not None and q.shape[0] == len(state.tokens) - state.end:
             tail_attention.add(layer, q, state.end)
 
-    RaggedDepthPass(runner).run(tail_rows(state, base), watch)
+    out = RaggedDepthPass(runner).run(tail_rows(state, base, compared), watch)
+    if compared:
+        state.tail_logits = out.logits.clone()
     return tail_attention.reduce()
 
 

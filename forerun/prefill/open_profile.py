@@ -11,17 +11,12 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-import torch
-
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import SAMPLED_DIGITS, fingerprint, sampled_fingerprint
-from forerun.prefill.maps import Maps
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.profile import Profile
-
-CHUNK_RECOMPUTE_SHARE = 0.15  # of the tokens of copied chunks, where no profile measured one
+from forerun.prefill.profile import Profile, chunk_profile
 
 
 def open_profile(
@@ -65,20 +60,12 @@ def packaged(target: Checkpoint) -> Path | None:
     return path if path.is_file() else None
 
 
-def chunk_only_profile() -> Profile:
-    """Stands in where there is no profile: only the source `chunk`, which needs no maps, can draft. Nothing was
-    measured, so there is no quality curve, and no check can fail."""
-    none = torch.zeros(1, 1)
-    maps = Maps((0,), 1, none, none, none, none, none, none)
-    return Profile("chunk", "", "", {}, maps, 0.0, CHUNK_RECOMPUTE_SHARE)
-
-
 def prefiller_factory(profile: Profile | None) -> Callable[[DraftContext], Prefiller]:
     """Makes an engine's prefiller."""
 
     def make(ctx: DraftContext) -> Prefiller:
         if profile is None:
-            return Prefiller(ctx, chunk_only_profile())
+            return Prefiller(ctx, chunk_profile())
         if ctx.draft is None or ctx.draft.same_tokens:
             return Prefiller(ctx, profile)
         from forerun.prefill.cross_scores import CrossScores

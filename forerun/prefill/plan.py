@@ -210,6 +210,16 @@ def deepen(state: PrefillState, failed: list[CheckSpan], scores: np.ndarray, sha
     return _union(state.end, *parts)
 
 
+def next_slice(state: PrefillState, share: float, policy: Policy) -> tuple[np.ndarray, list[CheckSpan]]:
+    """The best of what is left by the same scores, this share of what is drafted, and new check spans among the
+    rest."""
+    drafted = np.arange(max(state.first, policy.first), state.end)
+    left = _open(state, drafted)
+    chosen = select(state.scores, left, round(share * len(drafted)))
+    spans = place(state, chosen, drafted[:0], policy)
+    return _open(state, _union(state.end, chosen, *(span.entries for span in spans))), spans
+
+
 def _count(
     state: PrefillState, candidates: int, must: np.ndarray, profile: Profile, costs: Costs, policy: Policy, spent: float
 ) -> tuple[int, str]:

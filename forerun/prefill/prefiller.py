@@ -25,7 +25,7 @@ from forerun.models.execution.runner import Runner
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
-from forerun.prefill.choosers import CHOOSERS, chooser_for, chooser_problem, tail_rows, warm_up
+from forerun.prefill.choosers import CHOOSERS, COMPARED_TOKENS, chooser_for, chooser_problem, tail_rows, warm_up
 from forerun.prefill.cross_scores import CrossScores
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import (
@@ -35,16 +35,18 @@ from forerun.prefill.plan import (
     PrefillPlan,
     deepen,
     least_work,
+    next_slice,
     plan,
+    required,
     share_for,
     too_short,
     why_exact,
 )
-from forerun.prefill.profile import Profile
+from forerun.prefill.profile import Profile, chunk_profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
-COMPARED_TOKENS = 16  # last ones of the tail: two rounds are compared by their distributions
+SLICE_GROWTH = 4  # each further round of a prompt whose damage is predicted takes so many times the tokens of the last
 
 
 class Prefiller:
@@ -60,6 +62,7 @@ class Prefiller:
     ) -> None:
         self._ctx, self.profile, self.policy = ctx, profile, policy or Policy()
         self._make, self._cross = make, cross
+        self._chunk_profile = profile if profile.kind == "chunk" else chunk_profile()
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
         self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
         self._sources: dict[str, KVSource] = {}
@@ -96,11 +99,16 @@ class Prefiller:
         self._assign(state, source)
         least = least_work(state, np.arange(self.policy.first), state.costs, self.policy)
         work = self._reading_cost(state) + least
-        return max(work / num_tokens, min((point.cost for point in self.profile.curve), default=0.0))
+        return max(work / num_tokens, min((point.cost for point in self.profile_of(source.name).curve), default=0.0))
+
+    def profile_of(self, source: str) -> Profile:
+        """What was measured about a source's drafts: those of `chunk` have nothing to do with the models' profile."""
+        return self._chunk_profile if source == "chunk" else self.profile
 
     def key(self, settings: Prefill) -> str:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
-        share, name = share_for(self.profile, settings.budget, settings.quality), self._source_name(settings)
+        name = self._source_name(settings)
+        share = share_for(self.profile_of(name), settings.budget, settings.quality)
         return f"{self._profile_key} {name} {chooser_for(settings.chooser)} {-1.0 if share is None else share:.3f}"
 
     @cached_property
@@ -143,7 +151,9 @@ class Prefiller:
             return state
         source.open(state)
         state.opened = True
-        why = why_exact(state, self.profile, source, state.costs, self.policy, self._reading_cost(state))
+        profile = self.profile_of(source.name)
+        state.compares_tail = profile.damage is not None
+        why = why_exact(state, profile, source, state.costs, self.policy, self._reading_cost(state))
         if why:
             state.fall_back(why)
         return state
@@ -177,10 +187,12 @@ class Prefiller:
             left = max(1, int(budget - (state.spent - before)))
             if state.read < len(state.tokens):
                 self._read(state, left)
-            elif state.stage is PrefillStage.READING:
-                self._plan(state)
             elif len(state.todo):
                 self._recompute(state, left)
+            elif state.source.leaves_gaps and not state.gaps_filled:
+                self._fill_gaps(state)
+            elif state.stage is PrefillStage.READING:
+                self._plan(state)
             else:
                 self._check(state)
         return max(1, math.ceil(state.spent - before))
@@ -212,6 +224,11 @@ class Prefiller:
         if not scores.passed(self.profile.thresholds, self.policy.failing).all():
             state.fall_back(f"a first check of {self.policy.span} of {state.read} tokens failed")
 
+    def _fill_gaps(self, state: PrefillState) -> None:
+        """What has no drafted K/V is computed before the tail is asked what it attends to."""
+        state.gaps_filled = True
+        state.todo = required(state, state.source, self.policy)
+
     def _plan(self, state: PrefillState) -> None:
         start = time.perf_counter()
         if state.report.chooser == "cross":
@@ -225,13 +242,16 @@ class Prefiller:
             chooser = state.report.chooser
             made = PrefillPlan(exact=f"the source {state.source.name!r} has no scores for the chooser {chooser!r}")
         else:
-            made = plan(state, scores, self.profile, state.source, state.costs, self.policy, state.spent)
+            profile = self.profile_of(state.source.name)
+            made = plan(state, scores, profile, state.source, state.costs, self.policy, state.spent)
         if scores is None or made.exact:
             state.fall_back(made.exact)
             return
         state.scores, state.spans = scores, made.spans
         state.stage = PrefillStage.RECOMPUTING
         start = time.perf_counter()
+        if state.compares_tail and state.tail_logits is None:
+            state.tail_logits = self._tail_logits(state)
         self._begin_round(state, made.todo, made.spans)
         state.report.check_s += time.perf_counter() - start
 
@@ -243,7 +263,7 @@ class Prefiller:
 
     def _recompute(self, state: PrefillState, budget: int) -> None:
         entries = state.todo[: min(budget, self._recomputer.most or budget)]
-        last = len(entries) == len(state.todo)
+        last = len(entries) == len(state.todo) and state.stage is PrefillStage.RECOMPUTING
         entries = entries[: self._recomputer.run(state, entries, state.checker, last)]
         state.todo = state.todo[len(entries) :]
         state.spent += state.costs.rows(entries)
@@ -264,18 +284,41 @@ class Prefiller:
             state.tail_logits = self._tail_logits(state)
             kl = divergence(state.tail_logits, before)
         scores = checker.scores(kl)
-        passed = scores.verdict(self.profile.thresholds, self.policy.failing)
+        passed = self._verdict(state, scores)
         scores.write(report, checker.spans, passed)
         failed = [span for span, good in zip(checker.spans, passed, strict=True) if not good]
         deepened = report.rounds - 1
         if not scores.finite.all():
             wipe(self._runner, state.pages, state.first, len(state.tokens))
             state.fall_back("drafted K/V held values that are no finite numbers")
-        elif not failed or deepened >= self.policy.deepenings:
+        elif not failed or (deepened >= self.policy.deepenings and report.predicted_kl is None):
             state.finish()
+        elif report.predicted_kl is not None:
+            self._take_next_slice(state, report.predicted_kl)
         else:
             self._deepen(state, failed, 1.0 / (self.policy.deepenings - deepened))
         report.check_s += time.perf_counter() - start
+
+    def _verdict(self, state: PrefillState, scores: Scores) -> np.ndarray:
+        """[spans] what passed: by the damage that is predicted for the answer, or by the profile's thresholds."""
+        profile = self.profile_of(state.source.name)
+        if profile.damage is None or scores.kl is None:
+            return scores.verdict(profile.thresholds, self.policy.failing)
+        value_error = float(np.nan_to_num(scores.values["value"][scores.base :], nan=1.0, posinf=1.0).mean())
+        state.report.predicted_kl = round(profile.damage.predict(scores.kl, value_error), 5)
+        return scores.finite & (state.report.predicted_kl <= profile.damage.max_kl)
+
+    def _take_next_slice(self, state: PrefillState, predicted_kl: float) -> None:
+        """More of the same ranking, or exact prefill where that would cost more or enough was tried."""
+        tried = state.report.rounds - 1
+        share = self.profile_of(state.source.name).share * SLICE_GROWTH ** (tried + 1)
+        todo, spans = next_slice(state, share, self.policy)
+        checks = sum(span.count for span in spans)
+        work = state.spent + state.costs.rows(todo) + state.costs.checks(checks) + state.costs.tail
+        if tried >= self.policy.deepenings or not spans or work > state.costs.exact:
+            state.fall_back(f"the predicted KL to exact prefill is {predicted_kl:.3f} after {tried + 1} rounds")
+        else:
+            self._begin_round(state, todo, spans)
 
     def _deepen(self, state: PrefillState, failed: list[CheckSpan], share: float) -> None:
         """Exact prefill, if all that failed might have to be recomputed at a cost beyond it."""
@@ -295,7 +338,9 @@ class Prefiller:
         """What the tail makes of the K/V as it is now: logits [COMPARED_TOKENS, V]."""
         state.spent += state.costs.tail
         state.report.token_layers += int(state.costs.tail) * state.layers
-        return self._ragged_pass.run(tail_rows(state, state.source.base, COMPARED_TOKENS)).logits.clone()
+        logits = self._ragged_pass.run(tail_rows(state, state.source.base, COMPARED_TOKENS)).logits.clone()
+        state.filled, state.logits, state.tail_ran = len(state.tokens) - 1, logits[-1:], True
+        return logits
 
 
 def refusal_of(source: KVSource, tokens: int) -> BadRequest | None:
@@ -340,13 +385,14 @@ class Recomputer:
             return False
         if checker is not None:
             checker.saw(recompute)
+        state.tail_ran = False
         if last:
             state.filled, state.logits = len(state.tokens) - 1, recompute.logits.clone()
         return True
 
     def _step_by_step(self, state: PrefillState, entries: np.ndarray, first: int, checker: Checker | None) -> None:
         """From layer `first` on. The tail is left to the engine, or once more, if it ran before."""
-        x, state.filled, state.logits = None, state.end, None
+        x, state.filled, state.logits, state.tail_ran = None, state.end, None, False
         if first:
             assert state.x is not None
             x = state.x.index_select(0, send(entries - state.first, state.x.device))

@@ -74,7 +74,10 @@ class PrefillState:
     scores: np.ndarray = field(default_factory=_none)  # [len(tokens)] the chooser's
     spans: list[CheckSpan] = field(default_factory=list)  # that the plan placed
     checker: Checker | None = None  # of this round
+    compares_tail: bool = False  # whether the first round is compared by the tail's distributions, too
     tail_logits: Tensor | None = None  # [tokens, V] of the tail after the round before
+    tail_ran: bool = False  # over the K/V as it is now: its work is counted
+    gaps_filled: bool = False  # entries that the source could not draft are computed
     first_checked: bool = False  # whether a first span was checked before all was read
     _sent: Tensor | None = None
 
@@ -124,8 +127,9 @@ class PrefillState:
 
     def finish(self) -> None:
         """All before the tail has K/V, and it was described: add up what that cost."""
-        self.report.token_layers += int(self.costs.tail) * self.layers
-        self.report.cost = (self.spent + self.costs.tail) / self.costs.exact
+        tail = 0.0 if self.tail_ran else self.costs.tail
+        self.report.token_layers += int(tail) * self.layers
+        self.report.cost = (self.spent + tail) / self.costs.exact
         self.stage = PrefillStage.DONE
 
     def fall_back(self, why: str) -> None:

@@ -27,6 +27,7 @@ class ForerunSide:
             kv_cache_tokens=pool,
             max_num_seqs=max(spec.batch, 1),
             max_model_len=spec.context,
+            disk=spec.disk,
             quiet=True,
         )
 
@@ -97,19 +98,35 @@ class ForerunSide:
     def provisional(self, ids: list[int], prefill: Prefill, tokens: int) -> Sample:
         """When the first provisional and the first confirmed token came, and how many of the former stayed."""
         self.llm.clear_cache()
+        return self.keeping(ids, prefill, tokens)
+
+    def after(self, before: list[int], ids: list[int], prefill: Prefill, tokens: int) -> Sample:
+        """The same after another prompt, which left its K/V behind."""
+        self.llm.clear_cache()
+        self._first_token(before)
+        return self.keeping(ids, prefill, tokens)
+
+    def keeping(self, ids: list[int], prefill: Prefill, tokens: int) -> Sample:
+        """The same with whatever is in the caches."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, prefill=prefill)
         start, first, confirmed = time.perf_counter(), None, None
-        shown, final = list[int](), list[int]()
+        shown, final, usage = list[int](), list[int](), None
         for event in self.llm.stream(ids, params):
-            now = time.perf_counter() - start
+            now, usage = time.perf_counter() - start, event.usage or usage
             if event.token_ids and event.provisional:
                 first = now if first is None else first
                 shown += event.token_ids
             elif event.token_ids:
                 confirmed = now if confirmed is None else confirmed
                 final += event.token_ids
-        kept = same_prefix(shown, final)
-        return {"provisional_s": first, "confirmed_s": confirmed, "shown": len(shown), "kept": kept, "token_ids": final}
+        times: Sample = {"provisional_s": first, "confirmed_s": confirmed}
+        report = None if usage is None or usage.prefill is None else asdict(usage.prefill)
+        about = {"cached_tokens": 0 if usage is None else usage.cached_tokens, "report": report}
+        return times | about | {"shown": len(shown), "kept": same_prefix(shown, final), "token_ids": final}
+
+    def close(self) -> None:
+        """What is cached goes to the disk tier, where there is one."""
+        self.llm.close()
 
     # -- speculation: answers end where the model ends them, since text after an end is unlike any other ---------------
 

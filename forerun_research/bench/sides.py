@@ -35,6 +35,7 @@ class SideSpec:
     shape: str | None = None  # random weights of this shape instead of a model
     draft: str | None = None  # a second model that guesses for the first; with `shape`: another shape
     profile: str | None = None  # of speculative prefill
+    disk: str | None = None  # folder of a disk tier
 
 
 class Side(Protocol):

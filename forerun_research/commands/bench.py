@@ -147,13 +147,21 @@ def prefill(
     shared: Annotated[
         int | None, typer.Option("--shared", min=1, help="Also a second request that shares this many tokens.")
     ] = None,
+    edited: Annotated[
+        list[str] | None,
+        typer.Option("--edited", help="A prompt met before with a line changed: top, middle, inserted; repeatable."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="With --edited: also from disk, after a restart.")] = False,
     as_json: OneJson = False,
 ) -> None:
-    """Time to the first token (default: prompts of 512 and 1,500 tokens; with --speculative 2,048 and 4,096).
+    """Time to the first token (default: prompts of 512 and 1,500 tokens; with --speculative 2,048 and 4,096, with
+    --edited 4,096).
 
     [bold]Examples[/bold]
 
     forerun bench prefill --tokens 1500 --shared 1400
+
+    forerun bench prefill --edited top --edited middle --tokens 4096 --runs 3
 
     forerun bench prefill --random-shape 8b --tokens 8192 --device cuda
 
@@ -161,10 +169,18 @@ def prefill(
 
     forerun bench prefill --speculative --random-shape 5b --draft-model 0.5b --tokens 8192 --device cuda
     """
-    from forerun_research.bench import common, prefill_table, speculative_prefill
+    from forerun_research.bench import common, edited_prompt, prefill_table, speculative_prefill
     from forerun_research.bench import prefill as bench
 
     drafting.check()
+    if restart and not edited:
+        raise BadRequest("--restart without --edited", "add --edited top")
+    if edited:
+        if drafting.speculative or shared is not None:
+            raise BadRequest("--edited is a bench of its own", "leave --speculative and --shared out")
+        result = edited_prompt.run(options.beside(True), tokens or [4096], edited, restart)
+        common.report(result, edited_prompt.table(result), as_json)
+        return
     setup = options.beside(drafting.speculative)
     if not drafting.speculative:
         result = bench.run(setup, tokens or [512, 1500], shared)

@@ -170,15 +170,15 @@ def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
 def adjusted(engine: Engine, setting: Setting) -> Iterator[None]:
     """For as long as it lasts: the profile suggests the setting's own share, and failed checks deepen as it says."""
     prefiller = prefiller_of(engine)
-    profile, policy = prefiller.profile, prefiller.policy
-    assert profile is not None  # nothing could be drafted without one
-    share = profile.share
+    profile, policy = prefiller.profile_of(setting.prefill.source), prefiller.policy
+    share, damage = profile.share, profile.damage
     try:
         profile.share = share if setting.share is None else setting.share
-        prefiller.policy = policy if setting.deepen else replace(policy, deepenings=0)
+        if not setting.deepen:
+            prefiller.policy, profile.damage = replace(policy, deepenings=0), None
         yield
     finally:
-        profile.share, prefiller.policy = share, policy
+        profile.share, profile.damage, prefiller.policy = share, damage, policy
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest
 from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.open_profile import chunk_only_profile
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.profile import CurvePoint
+from forerun.prefill.profile import CurvePoint, chunk_profile
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import (
     END,
@@ -71,7 +70,7 @@ def test_a_budget_below_the_sources_own_cost_is_refused(ctx: DraftContext):
 
 
 def test_problems_say_what_is_wrong(ctx: DraftContext):
-    bare = Prefiller(ctx, chunk_only_profile())
+    bare = Prefiller(ctx, chunk_profile())
     problem = bare.problem(SETTINGS, 1000)
     assert isinstance(problem, BadProfile) and "forerun calibrate" in problem.hint
     assert bare.problem(Prefill(), 1000) is None

@@ -32,6 +32,7 @@ class _Reuse:
     matches: list[ChunkMatch]
     pages: list[int]  # referenced until the prompt is done
     first: int  # entries before it have K/V already
+    copied: np.ndarray  # [end] bool: entries that have a copy
     deviation: np.ndarray  # [2, end] distance of the copied K and V of layer 1 from the target's own
     norm: np.ndarray  # [2, end] of the target's own
 
@@ -58,7 +59,10 @@ class ChunkSource(KVSource):
         size = self._pool.page_size
         pages = sorted({int(page) for match in matches for page in np.unique(match.slots // size)})
         self._pool.retain(pages)
-        state.source_state = _Reuse(matches, pages, first, *np.zeros((2, 2, state.end), dtype=np.float32))
+        copied = np.zeros(state.end, dtype=bool)
+        for match in matches:
+            copied[match.start : match.start + match.count] = True
+        state.source_state = _Reuse(matches, pages, first, copied, *np.zeros((2, 2, state.end), dtype=np.float32))
         state.read = max(state.read, state.first)
 
     @torch.inference_mode()
@@ -95,10 +99,10 @@ class ChunkSource(KVSource):
     def _uncopied(state: PrefillState, head: int = 0) -> np.ndarray:
         """[end] whether an entry has no copy, or is among the first `head` of a span."""
         reuse: _Reuse = state.source_state
-        uncopied = np.ones(state.end, dtype=bool)
-        uncopied[: reuse.first] = False
+        uncopied = ~reuse.copied
         for match in reuse.matches:
-            uncopied[match.start + head : match.start + match.count] = False
+            uncopied[match.start : match.start + min(head, match.count)] = True
+        uncopied[: reuse.first] = False
         return uncopied
 
     def scores(self, state: PrefillState) -> np.ndarray | None:
@@ -150,15 +154,29 @@ class ChunkSource(KVSource):
         if lo >= hi:
             return
         device, attention = self._decoder.device, self._decoder.attention
-        source = torch.from_numpy(match.slots[lo - match.start : hi - match.start]).to(device)
+        stored, size = None, self._pool.page_size
+        if match.stored:
+            assert self.index.tiers is not None
+            at, end = (match.old % size + n - match.start for n in (lo, hi))  # entries from the first stored page on
+            stored = self.index.tiers.read(match.stored[at // size : -(-end // size)])  # [n, L, 2, page, Hkv, D]
+            held = min(end, (at // size + len(stored)) * size) - at
+            state.source_state.copied[lo + max(0, held) : hi] = False  # gone since it was found
+            hi = lo + max(0, held)
+            source = torch.arange(at % size, at % size + hi - lo, device=device)
+        else:
+            source = torch.from_numpy(match.slots[lo - match.start : hi - match.start]).to(device)
+        if lo >= hi:
+            return
         target = self._slots(state, lo, hi)
         new = torch.arange(lo, hi, device=device)
         old = new + (match.old - match.start)
         rotations = {rope: table.between(old, new) for rope, table in attention.ropes.items()}
         for i in range(self.base, self._decoder.config.num_layers):
             k, v = self._runner.kv[i]
-            k.index_copy_(0, target, rotate(k.index_select(0, source), *rotations[self._decoder.config.layer_ropes[i]]))
-            v.index_copy_(0, target, v.index_select(0, source))
+            old_k, old_v = (k, v) if stored is None else (stored[:, i, part].flatten(0, 1) for part in (0, 1))
+            rotation = rotations[self._decoder.config.layer_ropes[i]]
+            k.index_copy_(0, target, rotate(old_k.index_select(0, source), *rotation))
+            v.index_copy_(0, target, old_v.index_select(0, source))
 
     def _zero_missing(self, state: PrefillState, lo: int, hi: int) -> None:
         """Zeros where there is no copy: rows that attend before these are computed must not read another prompt's

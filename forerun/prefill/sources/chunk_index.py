@@ -1,7 +1,9 @@
 """An index of earlier prompts and the pages with their exact K/V: finds spans of a new prompt among them.
 
 A text is indexed by hashes of windows at regular offsets; a prompt is looked up at every token, so a span is found at
-any position. Knows tokens and pages; neither K/V nor models, nor other holders of a page.
+any position. Its pages lie in the pool or, where there are such, in tiers: pages that the pool needs stay findable
+there, and so do those of earlier processes. Knows tokens and pages; neither K/V nor models, nor other holders of a
+page.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.cache.pool import PagePool
+from forerun.cache.prefix import pack, unpack
+from forerun.cache.tiers import Tiers
 
 WINDOW_TOKENS = 32  # hashed to find a span; a power of two
 STRIDE_TOKENS = 16  # an indexed text has one window at every multiple of this
 MIN_SPAN_TOKENS = 64  # shorter spans are not worth reusing: their K/V depends mostly on what came before them
 SINK_TOKENS = 4  # first entries of a text: attention sinks, whose K/V must not be copied to later positions
 MAX_PLACES_PER_WINDOW = 4
+MAX_STORED_TOKENS = 1 << 20  # of texts that only tiers hold
 _BASE = 0x9E3779B97F4A7C15
 
 
@@ -27,8 +32,9 @@ class IndexedText:
 
     tokens: np.ndarray  # [n] int64
     first: int
-    pages: list[int]
+    pages: list[int]  # of its first tokens, as many as the pool still has
     keys: list[int]  # hash of each window
+    stored: list[bytes]  # keys of all its pages in the tiers; empty: there are none
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class ChunkMatch:
     start: int
     count: int
     old: int
-    slots: np.ndarray  # [count] where their K/V lies
+    slots: np.ndarray  # [count] where their K/V lies in the pool
+    stored: tuple[bytes, ...] = ()  # where it lies in tiers instead: pages, the first of which has entry `old`
 
 
 class ChunkIndex:
@@ -46,6 +53,7 @@ class ChunkIndex:
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self.pool, self.max_pages = pool, max_pages
+        self.tiers: Tiers | None = None
         self.num_pages = 0
         self._texts: dict[IndexedText, None] = {}  # least recently used first
         self._places: dict[int, list[tuple[IndexedText, int]]] = {}  # window's hash -> text, offset; newest last
@@ -60,34 +68,65 @@ class ChunkIndex:
         if len(own) * size < WINDOW_TOKENS:
             return
         self.release(self.num_pages + len(own) - self.max_pages)
-        first = known * size
-        text = IndexedText(np.array(tokens[first : first + len(own) * size], dtype=np.int64), first, own, [])
-        text.keys = _hashes(text.tokens)[::STRIDE_TOKENS].tolist()
+        self.pool.retain(own)
+        self._held.update(own)
+        self.num_pages += len(own)
+        stored = [] if self.tiers is None else self.tiers.keys(pack(tokens[: whole * size]), known)[: len(own)]
+        self._add(np.array(tokens[known * size : (known + len(own)) * size], dtype=np.int64), known * size, own, stored)
+
+    def remember_stored(self, data: bytes) -> None:
+        """Index packed tokens whose pages are in tiers only."""
+        if self.tiers is None or not (keys := self.tiers.keys(data)):
+            return
+        tokens = np.array(unpack(data)[: len(keys) * self.pool.page_size], dtype=np.int64)
+        self._add(tokens, 0, [], keys)
+        self._forget_stored()
+
+    def _add(self, tokens: np.ndarray, first: int, pages: list[int], stored: list[bytes]) -> None:
+        text = IndexedText(tokens, first, pages, _hashes(tokens)[::STRIDE_TOKENS].tolist(), stored)
         for n, key in enumerate(text.keys):
             places = self._places.setdefault(key, [])
             places.append((text, n * STRIDE_TOKENS))
             del places[:-MAX_PLACES_PER_WINDOW]
-        self.pool.retain(own)
-        self._held.update(own)
-        self.num_pages += len(own)
         self._texts[text] = None
 
     def release(self, count: int) -> int:
         """Release `count` pages, or all there are, from the ends of the texts; returns how many."""
         released = 0
-        while released < count and self._texts:
-            text = next(iter(self._texts))
+        for text in [text for text in self._texts if text.pages]:
+            if released >= count:
+                break
             keep = max(0, len(text.pages) - (count - released))
             released += len(text.pages) - keep
             self._cut(text, keep)
+        self._forget_stored()
         return released
 
     def clear(self) -> None:
-        self.release(self.num_pages)
+        for text in list(self._texts):
+            text.stored = []
+            self._cut(text, 0)
+
+    def _forget_stored(self) -> None:
+        """The least recently used of what only tiers hold, beyond the limit."""
+        only = [text for text in self._texts if not text.pages]
+        total = sum(len(text.tokens) for text in only)
+        for text in only:
+            if total <= MAX_STORED_TOKENS:
+                return
+            total -= len(text.tokens)
+            text.stored = []
+            self._cut(text, 0)
 
     def _cut(self, text: IndexedText, keep: int) -> None:
+        """Give pages back from `keep` on. What tiers are going to have stays findable."""
         size = self.pool.page_size
         gone, text.pages = text.pages[keep:], text.pages[:keep]
+        self.pool.release(gone)
+        self._held.difference_update(gone)
+        self.num_pages -= len(gone)
+        if text.stored:
+            return
         text.tokens = text.tokens[: keep * size]
         left = len(range(0, len(text.tokens) - WINDOW_TOKENS + 1, STRIDE_TOKENS))
         for n, key in enumerate(text.keys[left:], left):
@@ -97,9 +136,6 @@ class ChunkIndex:
             else:
                 self._places.pop(key, None)
         del text.keys[left:]
-        self.pool.release(gone)
-        self._held.difference_update(gone)
-        self.num_pages -= len(gone)
         if not keep:
             del self._texts[text]
 
@@ -111,21 +147,35 @@ class ChunkIndex:
         at = covered = start
         while at < len(keys):
             best: tuple[int, int, IndexedText | None, int] = (0, 0, None, 0)  # count, start, text, offset in it
-            for text, offset in self._places.get(keys[at], ()):
+            for text, offset in reversed(self._places.get(keys[at], ())):
                 back, count = _extend(new, at, covered, text, offset)
                 best = max(best, (count, at - back, text, offset - back), key=lambda b: b[0])
             count, first, chosen, offset = best
             if chosen is None or count < MIN_SPAN_TOKENS:
                 at += 1
                 continue
-            found.append(ChunkMatch(first, count, chosen.first + offset, self._slots(chosen, offset, count)))
+            found += self._matches(chosen, offset, first, count)
             self._texts[chosen] = self._texts.pop(chosen)
             at = covered = first + count
         return found
 
-    def _slots(self, text: IndexedText, offset: int, count: int) -> np.ndarray:
-        size, entries = self.pool.page_size, np.arange(offset, offset + count)
-        return np.array(text.pages, dtype=np.int64)[entries // size] * size + entries % size
+    def _matches(self, text: IndexedText, offset: int, start: int, count: int) -> list[ChunkMatch]:
+        """One for what lies in the pool, one for what lies in tiers, as far as they have it."""
+        size, end = self.pool.page_size, offset + count
+        found, pooled = [], min(end, len(text.pages) * size)
+        if pooled > offset:
+            entries = np.arange(offset, pooled)
+            slots = np.array(text.pages, dtype=np.int64)[entries // size] * size + entries % size
+            found.append(ChunkMatch(start, len(slots), text.first + offset, slots))
+        at = max(offset, pooled)
+        if at < end and self.tiers is not None:
+            pages = text.stored[at // size : -(-end // size)]
+            there = self.tiers.count(pages)
+            held = min(end, (at // size + there) * size) - at
+            if held > 0:
+                none = np.zeros(0, dtype=np.int64)
+                found.append(ChunkMatch(start + at - offset, held, text.first + at, none, tuple(pages[:there])))
+        return found
 
 
 def _hashes(tokens: np.ndarray) -> np.ndarray:

@@ -21,6 +21,8 @@ from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.rope import RopeTable, rotate
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import CHUNK_DAMAGE
 from forerun.prefill.sources.chunk import SPAN_HEAD_TOKENS, ChunkSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny
@@ -235,7 +237,7 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     source.index.remember([*words(1, 40), *b], pages)
     ctx.pool.release(pages)
     prompt = [*words(3, 30), *b[:140], *words(4, 20)]
-    prefiller = make_prefiller(ctx, source, make_profile(share=0.3))
+    prefiller = make_prefiller(ctx, source, make_profile("chunk", share=0.3))
     own = array("i", ctx.pool.allocate(24))
     state = prefiller.open(new_state(prefiller, prompt, own, Prefill("speculative", source="chunk", chooser=chooser)))
     drive(prefiller, state, budget=40)
@@ -251,3 +253,47 @@ def test_a_whole_prompt_from_plan_to_repair(chooser: str, right: int, tiny_folde
     assert max(apart[: right + 1]) < 1e-3 and (apart[3] < 1e-3) == (right == 3), apart
     if right == 3:
         torch.testing.assert_close(answer(ctx, state), logits, atol=2e-4, rtol=1e-3)
+
+
+def edited(ctx: DraftContext, source: ChunkSource, spoil: float = 0.0) -> tuple[Prefiller, PrefillState]:
+    """A prompt met before under another first line, drafted to its end; `spoil`: noise in what is remembered of it. The
+    models' profile is of another source, whose thresholds no copied K/V passes."""
+    body, zeros = words(2, 180), {"key": [0.0] * 4, "value": [0.0] * 4, "attention": [1.0] * 4}
+    old = [*words(1, 40), *body]
+    pages, _ = exact(ctx, old)
+    for cache in (cache for layer in ctx.runner.kv for cache in layer):
+        slots = torch.tensor([page * 8 + i for page in pages for i in range(8)])
+        noise = torch.randn(cache[slots].shape, generator=torch.Generator().manual_seed(5)) * cache[slots].std()
+        cache[slots] += spoil * noise
+    source.index.remember(old, pages)
+    ctx.pool.release(pages)
+    prompt = [*words(3, 30), *body[:170], *words(4, 20)]
+    prefiller = make_prefiller(ctx, source, make_profile("self", thresholds=zeros))
+    own = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(prompt))))
+    state = prefiller.open(new_state(prefiller, prompt, own, Prefill("speculative", source="chunk")))
+    return prefiller, drive(prefiller, state, budget=60)
+
+
+def test_a_changed_first_line_is_accepted_by_the_damage_that_is_predicted(tiny_folder: Callable[[str], Path]):
+    ctx = draft_context_of(tiny_folder("mistral"))
+    source = ChunkSource(ctx)
+    prefiller, state = edited(ctx, source)
+    report = state.report
+    assert state.stage is PrefillStage.DONE, report
+    assert report.rounds == 1 and report.predicted_kl is not None and report.predicted_kl < CHUNK_DAMAGE.max_kl
+    assert report.cost < 1.0 and report.recomputed < report.drafted and all(span["passed"] for span in report.spans)
+    assert state.filled == len(state.tokens) - 1 and state.logits is not None  # the tail has run: one token is left
+    torch.testing.assert_close(answer(ctx, state), state.logits, atol=2e-4, rtol=1e-3)
+    prefiller.close(state)
+
+
+def test_copied_kv_that_would_change_the_answer_is_not_accepted(tiny_folder: Callable[[str], Path]):
+    """What is remembered is spoilt: the prediction grows with the damage, more is recomputed, and then all of it."""
+    ctx = draft_context_of(tiny_folder("llama"))
+    _, clean = edited(ctx, ChunkSource(ctx))
+    _, spoilt = edited(ctx, ChunkSource(ctx), spoil=2.0)
+    assert clean.report.predicted_kl is not None and spoilt.report.predicted_kl is not None
+    assert spoilt.report.spans[0]["value"] > clean.report.spans[0]["value"]
+    assert spoilt.report.spans[0]["passed"] is False
+    assert spoilt.stage is PrefillStage.EXACT and "predicted KL" in spoilt.report.fell_back
+    assert 1.0 < spoilt.report.cost < 2.0
