@@ -32,6 +32,8 @@ from forerun.serve.tools import ToolUse
 log = logging.getLogger("forerun.serve")
 
 STREAM_ERROR_TIMEOUT_S = 2.0  # for a client to read the error that ends its stream
+# Without a byte, after which a stream sends one that clients pass over: proxies and agents close after 30 to 60 s
+KEEP_ALIVE_S = 10.0
 CLIENT_CLOSED_STATUS = 499  # never sent, as the client is gone; for logs, metrics and traces
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -132,12 +134,16 @@ class CompletionResponse(Response):
         self.encoder.pinned_tokens = sum(max((pin.tokens for pin in found), default=0) for found in pins)
         if self.request_body.stream:
             await self._begin_stream(sum(len(request.prompt_ids) for request in requests))
+        keep_alive = asyncio.create_task(self._keep_alive())
         try:
             async with asyncio.TaskGroup() as group:
                 for number, request in enumerate(requests):
                     group.create_task(self._run_prompt(number, request))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
+        finally:
+            keep_alive.cancel()
+            await asyncio.gather(keep_alive, return_exceptions=True)  # a ping is sent whole or not at all
         for request, found in zip(requests, pins, strict=False):
             if found:
                 await asyncio.to_thread(self.ctx.pins.hold, self.key, request.prompt_ids, found)
@@ -216,8 +222,19 @@ class CompletionResponse(Response):
 
     async def _send_events(self, events: list[dict[str, Any]]) -> None:
         if events:
-            data = b"".join(map(self.wire.frame, events))
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send_bytes(b"".join(map(self.wire.frame, events)))
+
+    async def _send_bytes(self, data: bytes) -> None:
+        self._last_sent = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self) -> None:
+        """While a long prompt is computed nothing else would be sent for minutes."""
+        while self._streaming:
+            idle_s = time.monotonic() - self._last_sent
+            if idle_s >= KEEP_ALIVE_S:
+                await self._send_bytes(self.wire.ping)
+            await asyncio.sleep(KEEP_ALIVE_S if idle_s >= KEEP_ALIVE_S else KEEP_ALIVE_S - idle_s)
 
     async def _end_stream(self, last: bytes) -> None:
         await self._send({"type": "http.response.body", "body": last})

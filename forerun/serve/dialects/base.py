@@ -20,6 +20,7 @@ class WireFormat:
     """OpenAI's chat completions: nothing changes."""
 
     last_frame = b"data: [DONE]\n\n"
+    ping = b": keep-alive\n\n"  # a comment, which clients of server-sent events pass over
 
     def begin(self, prompt_tokens: int) -> list[dict[str, Any]]:
         """Events before the first chunk of a stream."""

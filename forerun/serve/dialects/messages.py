@@ -180,6 +180,8 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
 class MessagesFormat(NamedEvents):
     """One response."""
 
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, model: str) -> None:
         self.id, self.model = f"msg_{uuid.uuid4().hex[:24]}", model
         self._index, self._open = -1, ""  # the current block, and its kind
