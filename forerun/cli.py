@@ -19,7 +19,19 @@ import typer
 from typer.core import TyperGroup
 
 from forerun import interrupt
-from forerun.commands import calibrate, chat, check, classify, generate, models, serve, stats_command, train, trie
+from forerun.commands import (
+    calibrate,
+    chat,
+    check,
+    classify,
+    draft,
+    generate,
+    models,
+    serve,
+    stats_command,
+    train,
+    trie,
+)
 from forerun.commands.extras import install_hint, research
 from forerun.errors import BadRequest, ForerunError
 from forerun.renamed import COMMAND_OPTIONS
@@ -89,7 +101,7 @@ app = typer.Typer(
 )
 for single in (generate.generate, chat.chat, serve.serve, classify.classify, calibrate.calibrate, stats_command.stats):
     app.command()(single)
-for name, group in {"models": models, "check": check, "trie": trie, "train": train}.items():
+for name, group in {"models": models, "check": check, "trie": trie, "train": train, "draft": draft}.items():
     app.add_typer(group.app, name=name, cls=Subcommands)
 
 

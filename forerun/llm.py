@@ -79,8 +79,9 @@ class LLM(OldLLMNames):
 
     `model`: a known name, a folder, a .gguf file, a hub id, or an opened checkpoint. `draft_model`: a smaller model
     that drafts tokens, a file of `forerun train drafter`, or a folder of the `speculators` package (EAGLE-3, DFlash,
-    DSpark); a drafter trained for the models is found by itself. Its K/V is part of the pool. `prefill_profile`: a file
-    made by `forerun calibrate` for these models, for requests whose prompts are drafted; the default model has one.
+    DSpark), or remote:HOST:PORT, where `forerun draft serve` runs; a drafter trained for the models is found by itself.
+    Its K/V is part of the pool. `prefill_profile`: a file made by `forerun calibrate` for these models, for requests
+    whose prompts are drafted; the default model has one.
 
     `dtype`: auto, float32, float16, bfloat16 or int8. `quantization`: file multiplies a GGUF file's own blocks, 4 bits
     as 4 bits, by C kernels that are compiled at first use; int8 rounds them again; fp16 and float32 are as in `dtype`.
@@ -157,7 +158,8 @@ class LLM(OldLLMNames):
         loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init)
         checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
         by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
-        found = open_draft(draft_model, checkpoint, search=by_name and not named)
+        remote = draft_model if isinstance(draft_model, str) and draft_model.startswith("remote:") else None
+        found = open_draft(None if remote else draft_model, checkpoint, search=by_name and not named and not remote)
         hidden = found if isinstance(found, HiddenDrafterWeights) else None
         drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
         if adapt and hidden is None:
@@ -172,7 +174,7 @@ class LLM(OldLLMNames):
         draft = None if drafting is None else loader.draft(drafting, self.decoder, self.tokenizer, context)
         reader = None if hidden is None else loader.hidden_draft(hidden, checkpoint, self.decoder, context, adapt)
         self._adapted = hidden if adapt else None
-        self.draft_name = None if found is None else found.source
+        self.draft_name = remote if found is None else found.source
         self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
         decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
         beside = [] if reader is None else reader.on_pages
@@ -200,6 +202,8 @@ class LLM(OldLLMNames):
             if known is None:
                 self._costs.store(self.engine.speculator.controller)
             self._costs.load_learnt(self.engine.speculator.controller)
+        if remote is not None:
+            self.engine.speculator.draft_remotely(remote)
         self.load_report = loader.finish(costs_read=known is not None)
         self.driver = Driver(self.engine)
         self._sessions: SessionRegistry | None = None
@@ -459,6 +463,7 @@ class LLM(OldLLMNames):
         """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""
         first = not self.driver.closed
         self.driver.close()
+        self.engine.speculator.drafter_pool.close()
         if first and self._costs is not None:
             self._costs.close(self.engine.speculator.controller)
 

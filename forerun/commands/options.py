@@ -63,7 +63,7 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft-model", "-d", help="A smaller model that drafts, named as --model is."),
+    typer.Option("--draft-model", "-d", help="A smaller model that drafts, named as --model is; or remote:HOST:PORT."),
 ]
 Dtype = Annotated[
     str,

@@ -68,7 +68,7 @@ class ServerOptions:
             max_session_ttl=self.session_ttl,
             drain_s=self.drain,
             drafters=tuple(self.drafter or ()),
-            keys=_keys(self.api_keys),
+            keys=api_keys(self.api_keys),
             cors_origins=tuple(self.cors or ()),
             allowed_hosts=self._hosts(),
             strict=self.strict,
@@ -100,7 +100,7 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
 
     forerun serve --host 0.0.0.0 --api-keys keys.txt --max-queue 64
     """
-    _check_installed()
+    check_installed("fastapi", "prometheus_client", "uvicorn")
     from forerun.serve.logs import configure_logs
 
     config = server.config(opened.model)
@@ -150,14 +150,14 @@ def _reload(config: ServeConfig) -> None:
         log.error("API keys are as before: %s", error)
 
 
-def _check_installed() -> None:
-    missing = [name for name in ("fastapi", "prometheus_client", "uvicorn") if find_spec(name) is None]
+def check_installed(*names: str) -> None:
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         message = f"the server needs packages that are not installed: {', '.join(missing)}"
         raise BadRequest(message, "pip install 'forerun[serve]'")
 
 
-def _keys(path: Path | None) -> ApiKeys | None:
+def api_keys(path: Path | None) -> ApiKeys | None:
     from forerun.serve.config import ApiKeys
 
     if path is not None:

@@ -43,6 +43,7 @@ class DraftContext:
     hidden_kv: DraftKV | None = None  # its own K/V, where it has layers
     make_room: Callable[[int], bool] | None = None  # evicts cached pages until so many are free
     quiet: bool = True  # no progress while forwards are timed
+    remote_drafters: list[str] = field(default_factory=list)  # of `auto`, on other machines
     draft_states: dict[int, Any] = field(default_factory=dict)  # sequence -> what is computed of it in `draft_kv`
 
     @classmethod

@@ -18,7 +18,7 @@ from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.control.controller import Controller, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.draft_context import DraftContext
-from forerun.decode.drafters import Drafter, DraftRequest, registered
+from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers.base import Verifier
@@ -71,6 +71,14 @@ class DraftTask:
         return DraftRequest(state.seq_id, state.context, depth, self.max_nodes, self.pages, sampled=state.sampled)
 
 
+def _kind(name: str) -> type[Drafter]:
+    found = find(name)
+    if found is None:
+        hint = f"use auto, off, one of {', '.join(registered())}, remote:HOST:PORT, or several of these joined by +"
+        raise BadRequest(f"no drafter is called {name!r}", hint)
+    return found
+
+
 class DrafterPool:
     def __init__(self, ctx: DraftContext, controller: Controller) -> None:
         self.ctx, self.controller = ctx, controller
@@ -90,18 +98,15 @@ class DrafterPool:
         if wanted != "auto":
             names = [name.strip() for name in wanted.split("+")]
             for name in names:
-                if name not in registered():
-                    known = ", ".join(registered())
-                    hint = f"use auto, off, one of {known}, or several of these joined by +"
-                    raise BadRequest(f"no drafter is called {name!r}", hint)
+                _kind(name)
             return names if params.grammar is None or "grammar" in names else ["grammar", *names]
         free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar" or params.grammar is not None]
-        return [*free, *self.ctx.paid_drafters]
+        return [*free, *self.ctx.paid_drafters, *self.ctx.remote_drafters]
 
     def check(self, params: SamplingParams) -> None:
         """Raise where a request names a drafter that does not exist or cannot work here."""
         for name in self.names(params):
-            problem = registered()[name].problem(self.ctx)
+            problem = _kind(name).problem(self.ctx)
             if problem is not None:
                 raise problem
 
@@ -110,7 +115,13 @@ class DrafterPool:
 
     def remove(self, name: str) -> None:
         """Make it anew when a request next needs it."""
-        self._drafters.pop(name, None)
+        drafter = self._drafters.pop(name, None)
+        if drafter is not None:
+            drafter.close()
+
+    def close(self) -> None:
+        for name in list(self._drafters):
+            self.remove(name)
 
     def prepare(self, params: SamplingParams) -> None:
         """Make the drafters of a request, between steps: timing one or searching its layers can take long."""
@@ -123,7 +134,7 @@ class DrafterPool:
         """The drafters of a request that starts, without those that cannot be made."""
         names = []
         for name in self.names(params):
-            if registered()[name].cross_request and not params.cache:
+            if _kind(name).cross_request and not params.cache:
                 continue
             try:
                 if name not in self._drafters:
@@ -136,7 +147,7 @@ class DrafterPool:
     def _make(self, name: str) -> None:
         """A paid drafter is timed too; it joins only when both worked."""
         try:
-            drafter = registered()[name](self.ctx)
+            drafter = _kind(name)(self.ctx)
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known
@@ -241,3 +252,7 @@ class DrafterPool:
         """Drop what drafters remember of requests that ended."""
         for drafter in self._drafters.values():
             drafter.forget()
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What drafters report beside drafted and accepted tokens, where they do."""
+        return {name: found for name, drafter in self._drafters.items() if (found := drafter.figures())}

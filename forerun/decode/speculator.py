@@ -57,6 +57,11 @@ class Speculator:
                 curve.per_branch = max(0.0, star - chain) / (nodes - 1)
         return curve
 
+    def draft_remotely(self, name: str) -> None:
+        """`auto` drafts with this drafter on another machine, too."""
+        self.ctx.remote_drafters.append(name)
+        self.drafter_pool.prepare(SamplingParams())
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def check(self, params: SamplingParams) -> None:
@@ -100,7 +105,7 @@ class Speculator:
             task.spec_state.drafts, task.spec_state.free_run_s = [], {}
             self._refine_kind(task.spec_state)
         with_room = [task for task in tasks if task.max_nodes > 0]
-        self._run_free([task for task in with_room if not task.spec_state.sampled])
+        self._run_free(with_room)
         self._merge(with_room)
         self._run_paid(with_room, context, start)
         self._select(tasks, context, time.perf_counter() - start)
@@ -121,16 +126,23 @@ class Speculator:
     def _run_free(self, tasks: list[DraftTask]) -> None:
         least = self.controller.min_grown_prob() if tasks else 0.0
         for drafter, own in self._by_drafter(tasks, free=True):
-            chosen = [t for t in own if self.controller.should_run(t.spec_state.stats, drafter.name, t.covered)]
+            able = [t for t in own if drafter.can_sample or not t.spec_state.sampled]
+            chosen = [t for t in able if self.controller.should_run(t.spec_state.stats, drafter.name, t.covered)]
             if not chosen:
                 continue
-            requests = [replace(task.request(task.max_nodes), min_prob=least) for task in chosen]
+            requests = [self._free_request(drafter, task, least) for task in chosen]
             start = time.perf_counter()
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, draft in zip(chosen, drafts, strict=True):
                 task.spec_state.free_run_s[drafter.name] = seconds
                 self._add_candidate(task, draft)
+
+    def _free_request(self, drafter: Drafter, task: DraftTask, least: float) -> DraftRequest:
+        wait_s = (
+            math.inf if task.spec_state.fixed_depth else self.controller.max_wait_s(task.spec_state.stats, drafter.name)
+        )
+        return replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s)
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
         """The free or the paid drafters of these tasks, each with the tasks that use it."""
@@ -214,8 +226,9 @@ class Speculator:
         """One tree of all candidates of each task."""
         for task in tasks:
             if not task.draft.proposals:
-                free = [self.drafter_pool[draft.sources[0]].free for draft in task.candidates]
-                task.draft = tree.merge(task.candidates, [1.0 if each else MODEL_MERGE_WEIGHT for each in free])
+                drafters = [self.drafter_pool[draft.sources[0]] for draft in task.candidates]
+                models = [not drafter.free or drafter.can_sample for drafter in drafters]
+                task.draft = tree.merge(task.candidates, [MODEL_MERGE_WEIGHT if each else 1.0 for each in models])
 
     def _select(self, tasks: list[DraftTask], context: int, spent_s: float) -> None:
         """Keep the nodes that pay to verify."""
@@ -283,4 +296,5 @@ class Speculator:
         t = self.totals
         by_drafter = {name: {"drafted": d.drafted, "accepted": d.accepted} for name, d in t.drafters.items()}
         counted = {name: getattr(t, name) for name in ("steps", "drafted", "accepted", "draft_s", "verify_s")}
-        return {**counted, "drafters": by_drafter, "control": self.controller.stats()}
+        beside = self.drafter_pool.figures()
+        return {**counted, "drafters": by_drafter, "figures": beside, "control": self.controller.stats()}

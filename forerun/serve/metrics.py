@@ -127,11 +127,15 @@ class _EngineCollector(Collector):
         yield _counter("prompt_tokens", "Prompt tokens by where their K/V came from", served, "source")
         shares = {name: served[name] / max(1, sum(served.values())) for name in CACHES}
         yield _gauge("cache_hit_ratio", "Prompt tokens read from a cache, of all since the start", shares, "tier")
-        tallies = {name: drafters.get(name, Tally()) for name in registered()}
+        tallies = {name: Tally() for name in registered()} | drafters
         drafted = {name: tally.drafted for name, tally in tallies.items()}
         accepted = {name: tally.accepted for name, tally in tallies.items()}
         yield _counter("drafted_tokens", "Drafted tokens that were verified", drafted, "drafter")
         yield _counter("accepted_tokens", "Drafted tokens that were accepted", accepted, "drafter")
+        remote = self._engine.speculator.drafter_pool.figures()
+        for way in ("sent", "received"):
+            moved = {name: int(figures[f"bytes_{way}"]) for name, figures in remote.items()}
+            yield _counter(f"remote_draft_bytes_{way}", f"Bytes {way} for drafts of other machines", moved, "drafter")
         tiers = self._engine.tiers
         held = {} if tiers is None else tiers.figures()
         for what in ("tokens", "bytes"):

@@ -73,6 +73,12 @@ def test_every_drafter_is_exact_with_every_verifier(home: None) -> None:
     assert all(set(finding.data["differences"]) == set(LOSSLESS) for finding in findings)
 
 
+def test_a_remote_drafter_is_exact_whatever_its_server_sends(home: None) -> None:
+    (finding,) = check_exact(drafters=["remote, lying"])
+    assert finding.verdict == "pass" and finding.data["drafts"] > 50, finding
+    assert set(finding.data["differences"]) == set(LOSSLESS)
+
+
 def test_the_whole_check_passes_on_a_sound_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.checks.lossless.run.check_exact", lambda say: check_exact(say, ["lookup"]))
     monkeypatch.setattr(lossless_sampled, "MATCHED_SEEDS", 6)

@@ -33,6 +33,7 @@ from forerun.checks.enumeration import (
     target_distribution,
     tiny_logits,
 )
+from forerun.checks.lossless.remote import LyingRemoteDrafter
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext, DraftModel
 from forerun.decode.drafters import Drafter, DraftRequest, registered
@@ -330,8 +331,9 @@ def check_exact(
     """One finding for each drafter (default: all there are): with every lossless verifier, over all targets."""
     tiny = tiny_targets()
     plain = {target.name: target_distribution(target, COMPARED_TOKENS) for target in tiny}
-    for name in registered() if drafters is None else drafters:
-        kind = registered()[name]
+    known = registered() | {LyingRemoteDrafter.name: LyingRemoteDrafter}
+    for name in known if drafters is None else drafters:
+        kind = known[name]
         on_progress(f"exact: every outcome of {name}")
         ctx = next((world for world in tiny_worlds() if kind.problem(world) is None), None)
         if ctx is None:
@@ -366,8 +368,9 @@ def _differences(
     found: dict[str, float] = {}
     for target in targets:
         sampled = verifier.uses_proposals and not target.params.greedy
-        # A paid drafter's many drafts are followed for one step; what others propose changes as the answer grows
-        steps = 1 if sampled and not proposals.drafter.free else 2
+        # The many drafts of one that samples are followed for one step; what others propose changes as the answer grows
+        drafter = proposals.drafter
+        steps = 1 if sampled and (drafter.can_sample or not drafter.free) else 2
         law = output_distribution(proposals.of(target, sampled), target, verifier, COMPARED_TOKENS, steps)
         found[target.name] = difference(law, plain[target.name])
     return found

@@ -4,6 +4,7 @@ registered only while a check runs. Knows no part of the check itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -53,6 +54,9 @@ class VerifyAllDrafts(Controller):
 
     def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
         return True
+
+    def max_wait_s(self, s: RequestStats, drafter: str) -> float:
+        return math.inf
 
     def min_grown_prob(self) -> float:
         return MIN_GROWN_PROB

@@ -165,6 +165,19 @@ class Controller:
     def _may_explore(s: RequestStats, record: DrafterRecord, explored_s: float, share: float) -> bool:
         return explored_s <= share * s.elapsed_s and (s.tokens >= FIRST_TOKENS or record.has_paid(s.kind))
 
+    def max_wait_s(self, s: RequestStats, drafter: str) -> float:
+        """How long a batch may wait for a sequence's draft from another machine: what its tokens save, less doubt and
+        less what verifying them takes."""
+        assert self._step is not None
+        n, record, worth_s, path, tokens = len(self._step.stats), self.acceptance.records[drafter], 0.0, 1.0, 0.0
+        probs = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0 if s.named else DOUBT)
+        seconds = self.target.seconds_range(n, n + len(probs), n)
+        for extra_s, prob in zip(seconds[1:], probs, strict=True):
+            path *= prob
+            tokens += path
+            worth_s = max(worth_s, tokens * self._step.plain_s / n - (extra_s - seconds[0]))
+        return worth_s
+
     def min_grown_prob(self) -> float:
         """Path probability below which a drafted node cannot pay, so that free drafters need not grow it: half of what
         a row of the target costs, as a share of a token."""

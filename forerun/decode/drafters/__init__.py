@@ -10,10 +10,11 @@ from forerun.decode.drafters import (
     lookup,
     model,
     parallel,
+    remote,
     selfdraft,
     suffix,
 )
-from forerun.decode.drafters.base import Drafter, DraftRequest, register, registered
+from forerun.decode.drafters.base import Drafter, DraftRequest, find, register, registered
 from forerun.renamed import moved_names
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "copying",
     "cross",
     "eagle",
+    "find",
     "grammar",
     "heads",
     "lookup",
@@ -30,6 +32,7 @@ __all__ = [
     "parallel",
     "register",
     "registered",
+    "remote",
     "selfdraft",
     "suffix",
 ]

@@ -7,6 +7,7 @@ dropped for that request. Knows no verifier, no controller and no scheduler.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ class DraftRequest:
     sampled: bool = False  # draw from the drafter's own distribution and return that as `Draft.proposals`
     rng: Rng | None = None  # what to draw with; None: random numbers of the request's own seed
     min_prob: float = 0.02  # of a node's path: less probable ones are not worth verifying
+    max_wait_s: float = math.inf  # for a draft that comes from another machine: more is not worth it
     min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
     keep_drafting: Callable[[float, int], bool] | None = (
         None  # (path probability, depth) -> is one more round worth it?
@@ -101,8 +103,16 @@ class Drafter(ABC):
     def forget(self) -> None:  # noqa: B027
         """Drop what was learnt from requests that ended."""
 
+    def figures(self) -> dict[str, float]:
+        """What the drafter has to report beside drafted and accepted tokens."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """The engine ends; for drafters that hold connections."""
+
 
 _REGISTRY: dict[str, type[Drafter]] = {}
+_FAMILIES: dict[str, Callable[[str], type[Drafter]]] = {}
 
 
 def register(kind: type[Drafter]) -> type[Drafter]:
@@ -119,3 +129,16 @@ def unregister(name: str) -> None:
 def registered() -> dict[str, type[Drafter]]:
     """All drafters by name."""
     return dict(sorted(_REGISTRY.items()))
+
+
+def register_family(prefix: str, make: Callable[[str], type[Drafter]]) -> None:
+    """Make drafters available whose names have an argument, `prefix:ARGUMENT`, by a function of the argument."""
+    _FAMILIES[prefix] = make
+
+
+def find(name: str) -> type[Drafter] | None:
+    """A drafter by name; of a family, the class for the argument in its name."""
+    prefix, colon, argument = name.partition(":")
+    if colon and prefix in _FAMILIES:
+        return _FAMILIES[prefix](argument)
+    return _REGISTRY.get(name)

@@ -1,0 +1,342 @@
+"""`remote:ADDRESS`: drafts by a model on another machine (`forerun draft serve`), one of them in flight for a sequence.
+
+While the target verifies a draft, the server already drafts on from the outcome that is the most probable (parallel
+drafting); where the answer goes elsewhere that order is replaced by one for the answer as it is. Whether to wait for a
+draft that is not here yet is decided by what it is worth to the batch (`DraftRequest.max_wait_s`) and by measured round
+trips; without waiting, a step is plain and what arrives later is used from where the answer is by then. Several
+addresses, separated by commas, share the sequences. Knows no model: it is free where it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass, field
+
+from forerun.core import Draft
+from forerun.decode.draft_context import DraftContext
+from forerun.decode.drafters.base import Drafter, DraftRequest, register_family
+from forerun.decode.remote.held_draft import HeldDraft
+from forerun.decode.remote.link import Link, address_url, check_installed
+from forerun.decode.remote.protocol import (
+    PROB_BITS,
+    Close,
+    DraftOrder,
+    Forgot,
+    Frame,
+    Hello,
+    Refused,
+    Tree,
+    vocabulary_digest,
+)
+from forerun.errors import BadRequest
+
+MAX_DEPTH, MAX_NODES = 16, 48  # of a tree that is ordered
+SAMPLED_TOKENS = 16  # of a distribution: on chat at temperature 1 the likeliest 16 hold 95% of the mass
+MAX_WAIT_S = 30.0  # in one step, whatever a draft is worth
+FIRST_ANSWER_S = 2.0  # for the handshake when the drafter is made
+MEAN_WEIGHT = 0.15  # of the latest observation in moving means
+GUESS_EVERY = 16  # orders in ordinary mode before one in parallel mode is tried again
+MAX_STEP_S = 5.0  # between two drafts of a sequence that counts as one step: a pause of its caller does not
+MAX_FREE_S = 1.0  # of drafting on without being waited for
+
+
+@dataclass
+class _Flight:
+    """An order on its way: a draft after the first `first` tokens and the path `assumed`."""
+
+    version: int
+    first: int
+    assumed: Draft
+    sent: float  # on the clock
+    expected_s: float  # until its tree is here
+    guess: bool  # made while an earlier draft was verified
+
+    def fits(self, tokens: list[int]) -> bool:
+        """Whether its tree may still be of use."""
+        return all(a == b for a, b in zip(tokens[self.first :], self.assumed.tokens, strict=False))
+
+
+@dataclass
+class _Sequence:
+    wire_id: int
+    link: Link | None = None
+    connection: int = 0  # of that link, in which the server was told of the sequence
+    known_first: int = 0  # tokens that the server has and the target had accepted then,
+    known_assumed: list[int] = field(default_factory=list)  # and those after them that it had not
+    version: int = 0
+    flight: _Flight | None = None
+    held: list[HeldDraft] = field(default_factory=list)  # the newest last
+    refused: set[str] = field(default_factory=set)  # addresses
+    returned: float = 0.0  # when its last draft was returned
+
+    @property
+    def served(self) -> bool:
+        """Whether the connection is there that its server was told of it in."""
+        link = self.link
+        return link is not None and link.welcome is not None and link.connections == self.connection
+
+    def best(self, tokens: list[int]) -> HeldDraft | None:
+        """What is left of the drafts that are here; those of no use any more are dropped."""
+        rests = [rest for held in self.held[-2:] if (rest := held.rest(tokens)) is not None and len(rest.draft)]
+        self.held = rests
+        return max(rests, key=lambda rest: len(rest.draft), default=None)
+
+    def judge_guesses(self, tokens: list[int]) -> list[bool]:
+        """Of each draft that was made for a guessed outcome and is here since: whether that outcome came."""
+        found = []
+        for held in self.held:
+            if held.guess:
+                held.guess, rest = False, held.rest(tokens)
+                found.append(rest is not None and len(rest.draft) > 0)
+        return found
+
+
+class RoundTrips:
+    """Moving means of what drafts take, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.network_s = 0.0
+        self.server_s = 0.05  # of an order that is waited for, before one was
+        self.round_s = 0.01
+        self.step_s = 0.05  # of the target, between two drafts of a sequence
+        self.hits = 0.5  # share of guessed outcomes that came
+        self._ordinary = 0  # orders since the last guess
+
+    def observe(self, tree: Tree, flight: _Flight, now: float) -> None:
+        server_s = tree.server_us * 1e-6
+        self.network_s = self._mean(self.network_s, max(0.0, now - flight.sent - server_s))
+        if not flight.guess:
+            self.server_s = self._mean(self.server_s, server_s)
+        if tree.round_us:
+            self.round_s = self._mean(self.round_s, tree.round_us * 1e-6)
+
+    def observe_step(self, seconds: float) -> None:
+        if seconds < MAX_STEP_S:
+            self.step_s = self._mean(self.step_s, seconds)
+
+    def observe_guess(self, hit: bool) -> None:
+        self.hits = self._mean(self.hits, float(hit))
+
+    @staticmethod
+    def _mean(mean: float, value: float) -> float:
+        return value if not mean else mean + MEAN_WEIGHT * (value - mean)
+
+    @property
+    def answer_s(self) -> float:
+        return self.network_s + self.server_s
+
+    def guess_pays(self) -> bool:
+        """Whether to draft on while the target verifies: what a hit saves against the round that a miss delays the next
+        order by. In ordinary mode a guess is tried now and then, or a change would never be seen."""
+        saved_s = self.hits * min(self.step_s, self.answer_s)
+        if saved_s > (1.0 - self.hits) * self.round_s or self._ordinary >= GUESS_EVERY:
+            self._ordinary = 0
+            return True
+        self._ordinary += 1
+        return False
+
+
+class RemoteDrafter(Drafter):
+    free = True
+    can_sample = True
+    addresses: tuple[str, ...] = ()
+
+    def __init__(self, ctx: DraftContext) -> None:
+        self._vocab_size = ctx.runner.decoder.config.vocab_size
+        self._changed = threading.Condition()
+        self._sequences: dict[int, _Sequence] = {}
+        self._by_wire_id: dict[int, _Sequence] = {}
+        self._wire_ids = itertools.count(1)
+        self.trips = RoundTrips()
+        self.counts = {"orders": 0, "trees": 0, "guesses": 0, "hits": 0}
+        self.prob_bits = PROB_BITS[0]
+        hello = Hello(self._vocab_size, vocabulary_digest(ctx.tokenizer))
+        self.links = self._open_links(hello)
+        for link in self.links:
+            link.wait_attempted(FIRST_ANSWER_S)
+        refusals = [f"{link.address}: {link.refusal}" for link in self.links if link.refusal]
+        if len(refusals) == len(self.links):
+            self.close()
+            raise BadRequest(f"no drafts from {'; '.join(refusals)}", "name a draft server for this model and key")
+
+    def _open_links(self, hello: Hello) -> list[Link]:
+        return [Link(address, hello, self._receive, self._notify) for address in self.addresses]
+
+    @classmethod
+    def problem(cls, ctx: DraftContext) -> BadRequest | None:
+        return check_installed()
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        with self._changed:
+            sequences = [self._follow(request) for request in requests]
+            self._wait([(s, r) for s, r in zip(sequences, requests, strict=True) if s.best(r.tokens) is None])
+            drafts = [self._draft(s, r) for s, r in zip(sequences, requests, strict=True)]
+            now = time.monotonic()
+            for sequence in sequences:
+                sequence.returned = now
+        return drafts
+
+    def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        with self._changed:
+            sequence = self._sequences.pop(seq_id, None)
+            if sequence is not None:
+                del self._by_wire_id[sequence.wire_id]
+                if sequence.link is not None and sequence.known_first:
+                    sequence.link.send(Close(sequence.wire_id))
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+    def figures(self) -> dict[str, float]:
+        sent, received = (sum(getattr(link, f"bytes_{way}") for link in self.links) for way in ("sent", "received"))
+        trips = self.trips
+        return {
+            **self.counts,
+            "bytes_sent": sent,
+            "bytes_received": received,
+            "connected": sum(link.welcome is not None for link in self.links),
+            "network_s": round(trips.network_s, 6),
+            "server_s": round(trips.server_s, 6),
+            "hit_rate": round(trips.hits, 4),
+        }
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _follow(self, request: DraftRequest) -> _Sequence:
+        """A sequence as it is now: its server, and what became of the outcome that was guessed."""
+        sequence = self._sequences.get(request.seq_id)
+        if sequence is None:
+            sequence = self._sequences[request.seq_id] = _Sequence(next(self._wire_ids))
+            self._by_wire_id[sequence.wire_id] = sequence
+        if not sequence.served:
+            self._assign(sequence)
+        if sequence.returned:
+            self.trips.observe_step(time.monotonic() - sequence.returned)
+        self._judge(sequence, request.tokens)
+        return sequence
+
+    def _judge(self, sequence: _Sequence, tokens: list[int]) -> None:
+        """Drop an order that the answer has left, and count which guesses came true."""
+        outcomes = sequence.judge_guesses(tokens)
+        if sequence.flight is not None and not sequence.flight.fits(tokens):
+            outcomes += [False] if sequence.flight.guess else []
+            sequence.flight = None
+        for hit in outcomes:
+            self.trips.observe_guess(hit)
+            self.counts["hits"] += hit
+
+    def _assign(self, sequence: _Sequence) -> None:
+        """To the connected server with the fewest sequences; what another knew of it is of no use there."""
+        sequence.flight, sequence.known_first, sequence.known_assumed = None, 0, []
+        open_links = [link for link in self.links if link.welcome is not None and link.address not in sequence.refused]
+        held = [other.link for other in self._sequences.values() if other is not sequence]
+        sequence.link = min(open_links, key=held.count, default=None)
+        sequence.connection = 0 if sequence.link is None else sequence.link.connections
+
+    def _wait(self, missing: list[tuple[_Sequence, DraftRequest]]) -> None:
+        """Order what is missing and wait for it as long as that is worth it to the batch, all of which waits."""
+        start, ordered = time.monotonic(), set[int]()
+        while missing := [(s, r) for s, r in missing if s.served and s.best(r.tokens) is None]:
+            spent_s = time.monotonic() - start
+            worth_s = min(MAX_WAIT_S, sum(request.max_wait_s for _, request in missing))
+            patient = spent_s + self.trips.answer_s < worth_s
+            for sequence, request in missing:
+                if sequence.flight is None and sequence.wire_id not in ordered:  # once: a server may have nothing
+                    ordered.add(sequence.wire_id)
+                    self._order(sequence, request, Draft(), 0.0 if patient else self.trips.step_s, guess=False)
+            flights = [sequence.flight for sequence, _ in missing if sequence.flight is not None]
+            if not flights or spent_s + min(map(self._left_s, flights)) > worth_s:
+                return
+            self._changed.wait(worth_s - spent_s)
+            for sequence, request in missing:
+                self._judge(sequence, request.tokens)
+
+    @staticmethod
+    def _left_s(flight: _Flight) -> float:
+        """Until a tree is expected; one that is overdue is expected to take as long again."""
+        age = time.monotonic() - flight.sent
+        return flight.expected_s - age if age < 2.0 * flight.expected_s else age
+
+    def _draft(self, sequence: _Sequence, request: DraftRequest) -> Draft:
+        rest = sequence.best(request.tokens)
+        if rest is None:
+            return Draft()
+        if sequence.flight is None and self.trips.guess_pays():
+            free_s = min(MAX_FREE_S, max(0.0, self.trips.step_s - self.trips.network_s))
+            self._order(sequence, request, rest.likeliest_path(), free_s, guess=True)
+        if request.sampled:
+            return rest.sampled(request, self._vocab_size, self.name)
+        return rest.greedy(request.max_nodes, request.max_depth)
+
+    # -- orders and trees ----------------------------------------------------------------------------------------------
+
+    def _order(self, sequence: _Sequence, request: DraftRequest, assumed: Draft, free_s: float, guess: bool) -> None:
+        link, tokens, params, trips = sequence.link, request.tokens, request.context.params, self.trips
+        assert link is not None
+        new = tokens[sequence.known_first :] + assumed.tokens
+        pairs = zip(new, sequence.known_assumed, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(new), len(sequence.known_assumed)))
+        sequence.version += 1
+        order = DraftOrder(
+            sequence.wire_id,
+            sequence.version,
+            sequence.known_first + same,
+            len(assumed),
+            new[same:],
+            depth=min(MAX_DEPTH, max(1, request.max_depth)),
+            nodes=min(MAX_NODES, max(1, request.max_nodes)),
+            top_tokens=SAMPLED_TOKENS if request.sampled else 0,
+            prob_bits=self.prob_bits,
+            temperature=0.0 if params.greedy else params.temperature,
+            min_prob=request.min_prob,
+            paid_prob=min(1.0, trips.round_s / max(trips.step_s, 1e-6)),
+            free_ms=round(1000.0 * free_s),
+        )
+        sequence.known_first, sequence.known_assumed = len(tokens), list(assumed.tokens)
+        expected_s = trips.network_s + max(trips.server_s, free_s if guess else 0.0)
+        sequence.flight = _Flight(sequence.version, len(tokens), assumed, time.monotonic(), expected_s, guess)
+        if not link.send(order):
+            sequence.flight = None  # the next step finds another server, or none
+        self.counts["orders"] += 1
+        self.counts["guesses"] += guess
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _receive(self, frame: Frame) -> None:
+        """In a link's thread."""
+        if not isinstance(frame, Tree | Forgot | Refused):
+            raise BadRequest(f"a draft server sent a {type(frame).__name__}", "connect to a `forerun draft serve`")
+        with self._changed:
+            sequence = self._by_wire_id.get(frame.seq)
+            flight = None if sequence is None else sequence.flight
+            if sequence is None or flight is None or flight.version != frame.version:
+                return  # of an order that was replaced, or of a sequence that ended
+            sequence.flight = None
+            if isinstance(frame, Tree):
+                self.trips.observe(frame, flight, time.monotonic())
+                self.counts["trees"] += 1
+                sequence.held.append(HeldDraft.joined(flight.first, flight.assumed, frame, self.name, flight.guess))
+            else:
+                sequence.known_first, sequence.known_assumed = 0, []
+                if isinstance(frame, Refused) and sequence.link is not None:
+                    sequence.refused.add(sequence.link.address)
+                    sequence.link = None
+            self._changed.notify_all()
+
+
+def remote_drafter(addresses: str) -> type[Drafter]:
+    """The drafter `remote:ADDRESS[,ADDRESS...]`."""
+    named = tuple(address.strip() for address in addresses.split(","))
+    for address in named:
+        address_url(address)
+    return type("RemoteDrafter", (RemoteDrafter,), {"name": f"remote:{addresses}", "addresses": named})
+
+
+register_family("remote", remote_drafter)
