@@ -234,7 +234,7 @@ def _no_blocks(checkpoint: Checkpoint, asked: bool) -> str:
 
 
 def block_problem_of(checkpoint: Checkpoint) -> str:
-    """Why they cannot be. What a trained drafter changes is in 8-bit blocks, so the file that it changes decides."""
+    """Why they cannot be. What a trained drafter changes is in 5-bit blocks, so the file that it changes decides."""
     checkpoint = getattr(checkpoint, "base", checkpoint)
     looked_up = set() if checkpoint.config.tie_embeddings else {"embed"}
     shapes = expected_shapes(checkpoint.config)

@@ -198,7 +198,6 @@ class LayerShape(ctypes.Structure):
 # Arguments of each function, and what it returns
 FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_packed_bytes": ([whole, number, number], number),
-    "fr_row_bytes": ([number, whole], number),
     "fr_pack": ([whole, pointer, number, number, pointer, number, number, pointer], None),
     "fr_linear": ([pointer, pointer, pointer, real, number, pointer, pointer], None),
     "fr_gate": ([pointer, number, number, whole, pointer], None),

@@ -1,7 +1,8 @@
-"""Float matrices in GGUF formats: 16 bits (F16), 8 (Q8_0) and 4 (Q4_K, or Q4_1 where rows are no multiple of 256).
+"""Float matrices in GGUF formats: 16 bits (F16), 8 (Q8_0), 5 (Q5_0) and 4 (Q4_K, or Q4_1 where rows are no multiple of
+256).
 
-A block's scale and minimum are searched for: a few ranges are tried, each is fitted to the levels it gives by least
-squares, the one with the least squared error is taken. Knows no model and no kernel.
+For 4 bits a block's scale and minimum are searched for: a few ranges are tried, each is fitted to the levels it gives
+by least squares, the one with the least squared error is taken. Knows no model and no kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ RANGE_STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[str, Tensor]:
-    """A matrix [rows, cols] in 4, 8 or 16 bits as a file would store it: its format and bytes [rows, row bytes]."""
+    """A matrix [rows, cols] in 4, 5, 8 or 16 bits as a file would store it: its format and bytes [rows, row bytes]."""
     rows, cols = weight.shape
     format = format_of(cols, bits)
-    make: Callable[[Tensor], Tensor] = {"F16": f16, "Q8_0": q8_0, "Q4_K": q4_k, "Q4_1": q4_1}[format]
+    make: Callable[[Tensor], Tensor] = {"F16": f16, "Q8_0": q8_0, "Q5_0": q5_0, "Q4_K": q4_k, "Q4_1": q4_1}[format]
     step = max(1, CHUNK_WEIGHTS // cols)
     return format, torch.cat([make(weight[at : at + step].float()) for at in range(0, rows, step)])
 
@@ -31,7 +32,7 @@ def format_of(cols: int, bits: int) -> str:
     """The format of a matrix with rows of so many values."""
     if bits == 4:
         return "Q4_K" if cols % 256 == 0 else "Q4_1"
-    return "Q8_0" if bits == 8 else "F16"
+    return {5: "Q5_0", 8: "Q8_0", 16: "F16"}[bits]
 
 
 def f16(weight: Tensor) -> Tensor:
@@ -45,6 +46,18 @@ def q8_0(weight: Tensor) -> Tensor:
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
     levels = torch.where(scales > 0, blocks / scales.float(), 0).round_().clamp_(-127, 127).to(torch.int8)
     return torch.cat((scales.view(torch.uint8), levels.view(torch.uint8)), -1).reshape(weight.shape[0], -1)
+
+
+def q5_0(weight: Tensor) -> Tensor:
+    """Blocks of 32 five-bit values with a scale: the value farthest from zero is its -16th multiple."""
+    blocks = weight.reshape(-1, 32)
+    farthest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scales = (farthest / -16).half()
+    levels = torch.where(scales != 0, blocks / scales.float(), 0).round_().add_(16).clamp_(0, 31).to(torch.uint8)
+    packed = (levels[:, :16] & 15) | (levels[:, 16:] & 15) << 4
+    bits = (levels >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # the fifth ones, eight in a byte
+    high = bits.sum(-1, dtype=torch.uint8)
+    return torch.cat((scales.view(torch.uint8), high, packed), -1).reshape(weight.shape[0], -1)
 
 
 def q4_1(weight: Tensor) -> Tensor:

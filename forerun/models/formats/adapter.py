@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forerun")
 
+# Of matrices that a drafter changes. A 0.5B on HumanEval: 3.75 tokens a round of depth 4 and 4.75 of depth 10, with 8
+# bits 3.70 and 5.00; a round of one row takes 10.6 ms instead of 16.8.
+CHANGED_BITS = 5
 NAME_DIGITS = 12  # of each model's sampled fingerprint in a file's name
 
 
@@ -142,11 +145,11 @@ class AdaptedCheckpoint:
         return value
 
     def stored(self, name: str) -> tuple[str, Tensor]:
-        """Changed matrices in 8 bits where the file has blocks, so that they run in the same kernels as the others; the
+        """Changed matrices in CHANGED_BITS where the file has blocks, to run in the same kernels as the others; the
         embedding as the file has it: `with_mask` puts the mask's row in."""
         if name not in self.drafter.low_rank:
             return self.base.stored(name)
-        return quantise(self.tensor(name), 8) if self.quantised else as_stored(self.tensor(name))
+        return quantise(self.tensor(name), CHANGED_BITS) if self.quantised else as_stored(self.tensor(name))
 
     def with_mask(self, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Embeddings by token id, the mask's among them."""

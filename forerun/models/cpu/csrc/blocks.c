@@ -160,42 +160,34 @@ void fr_pack(int type, const uint8_t *src, int64_t rows, int64_t cols, const int
 
 /* ---- activations ------------------------------------------------------------------------------------------------ */
 
-/* A prepared row: int8 values, then what the kernels need of them, each array aligned to 64 bytes. */
-typedef struct {
-    int8_t *q;
-    float *scales;    /* by block; for float16: the values themselves */
-    int32_t *offsets; /* -16 times the sum of 32 values; of superblocks: -32 times that of 16, for Q6_K (with 8 lanes: a
-                       * pair of int16 that adds up to it) */
-    float *totals;    /* by block of 32: its sum, scaled */
-    /* of superblocks */
-    int32_t *powers;  /* by group: log2 of its scale to the block's, as an addition to a float's exponent */
-    int16_t *sums;    /* by group, times its power of two, in units of 2**(shift of the block) */
-    int32_t *shifts;  /* by block: that of its sums, likewise */
-} Row;
+/* Prepared activations: a tile of up to TILE rows side by side, so that a kernel finds all of them at fixed distances from
+ * one address. A block of n rows has q [n][32] and then n of each: */
+#if LANES == 16
+#define TILE 8 /* as many rows as there are registers for */
+#else
+#define TILE 4
+#endif
+enum {
+    SCALE = 32,  /* float */
+    OFFSET = 36, /* -16 times the sum of the values */
+    TOTAL = 40,  /* float: their sum, scaled */
+    BLOCK_BYTES = 44,
+};
+/* A superblock has q [8][n][32] and then: */
+enum {
+    POWERS = 256,  /* [8][n] log2 of the group's scale to the superblock's, as an addition to a float's exponent */
+    OFFSETS = 288, /* [8][2][n] -32 times the sum of 16, for Q6_K (with 8 lanes: a pair of int16 that adds up to it) */
+    SUMS = 352,    /* [4][n] of two groups, an int16 each, times their powers of two, in units of 2**shift */
+    SHIFT = 368,   /* [n] likewise an addition to an exponent */
+    SUPER_SCALE = 372, /* [n] float */
+    SUPER_BYTES = 376,
+};
+/* The number i of a field of row t; beside float16 a block is one float. */
+INLINE int32_t *field(const uint8_t *x, int n, int offset, int i, int t) { return (int32_t *)(x + offset * n + 4 * (i * n + t)); }
+INLINE float *real(const uint8_t *x, int n, int offset, int t) { return (float *)(x + offset * n + 4 * t); }
 
-static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
-static int64_t row_parts(uint8_t *at, int64_t cols, int per, Row *row) {
-    uint8_t *start = at;
-    *row = (Row){0};
-    if (per == 1) {
-        row->scales = (float *)at;
-        return align64(cols * 4);
-    }
-    row->q = (int8_t *)at, at += align64(cols);
-    row->scales = (float *)at, at += align64(cols / per * 4);
-    row->offsets = (int32_t *)at, at += align64(cols / (per == SUPER ? 16 : GROUP) * 4);
-    if (per == SUPER) {
-        row->powers = (int32_t *)at, at += align64(cols / GROUP * 4);
-        row->sums = (int16_t *)at, at += align64(cols / GROUP * 2);
-        row->shifts = (int32_t *)at, at += align64(cols / SUPER * 4);
-    } else
-        row->totals = (float *)at, at += align64(cols / GROUP * 4);
-    return at - start;
-}
-int64_t fr_row_bytes(int64_t cols, int per) {
-    Row row;
-    return row_parts((uint8_t *)64, cols, per, &row);
-}
+static int64_t row_bytes(int64_t cols, int per) { return cols / per * (per == 1 ? 4 : per == SUPER ? SUPER_BYTES : BLOCK_BYTES); }
+int64_t fr_prepared_bytes(int64_t count, int64_t cols, int per) { return (count * row_bytes(cols, per) + 63) & ~(int64_t)63; }
 
 INLINE int32_t sum16(const int8_t *q) {
     __m128i sum = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)q));
@@ -206,21 +198,21 @@ INLINE int32_t sum16(const int8_t *q) {
 
 INLINE int32_t offset_of(int32_t sum) { return LANES == 16 ? -32 * sum : (int32_t)((-16 * sum & 0xffff) * 0x10001u); }
 
-/* 32 values with a scale of their own. */
-INLINE void quantise_group(const Vec *v, int64_t b, const Row *row) {
+/* 32 values with a scale of their own, as row t of a tile. */
+INLINE void quantise_group(const Vec *v, uint8_t *out, int n, int t) {
     Vec peak = v_abs(v[0]);
     for (int i = 1; i < GROUP / LANES; i++) peak = v_max(peak, v_abs(v[i]));
     float top = v_peak(peak);
     Vec inverse = v_set(top > 0 ? 127.0f / top : 0.0f);
-    int8_t *q = row->q + b * GROUP;
+    int8_t *q = (int8_t *)out + GROUP * t;
     for (int i = 0; i < GROUP / LANES; i++) v_store_int8(q + i * LANES, v_mul(v[i], inverse));
-    row->scales[b] = top / 127.0f;
     int32_t sum = sum16(q) + sum16(q + 16);
-    row->offsets[b] = -16 * sum, row->totals[b] = row->scales[b] * (float)sum;
+    *real(out, n, SCALE, t) = top / 127.0f, *real(out, n, TOTAL, t) = top / 127.0f * (float)sum;
+    *field(out, n, OFFSET, 0, t) = -16 * sum;
 }
 
 /* 256 values: the scale of their peak, of which a group of 32 takes the smallest half, quarter, ... that covers it. */
-INLINE void quantise_super(const Vec *v, int64_t b, const Row *row) {
+INLINE void quantise_super(const Vec *v, uint8_t *out, int n, int t) {
     float peaks[8], top = 0;
     int32_t power[8], sum[8], largest = 0, shift = 0;
     for (int g = 0; g < 8; g++) {
@@ -233,30 +225,32 @@ INLINE void quantise_super(const Vec *v, int64_t b, const Row *row) {
     exponent = _mm256_sub_epi32(_mm256_srli_epi32(exponent, 23), _mm256_set1_epi32(127));
     exponent = _mm256_sub_epi32(_mm256_set1_epi32(MAX_SHIFT), _mm256_min_epi32(exponent, _mm256_set1_epi32(MAX_SHIFT)));
     _mm256_storeu_si256((__m256i *)power, exponent);
-    _mm256_storeu_si256((__m256i *)(row->powers + 8 * b), _mm256_slli_epi32(exponent, 23));
-    row->scales[b] = top / (127.0f * (1 << MAX_SHIFT));
+    *real(out, n, SUPER_SCALE, t) = top / (127.0f * (1 << MAX_SHIFT));
     float inverse = top > 0 ? 127.0f / top : 0.0f;
     for (int g = 0; g < 8; g++) {
-        int8_t *q = row->q + b * SUPER + g * GROUP;
+        int8_t *q = (int8_t *)out + GROUP * (g * n + t);
         Vec factor = v_set(inverse * (float)(1 << (MAX_SHIFT - power[g])));
         for (int i = 0; i < GROUP / LANES; i++) v_store_int8(q + i * LANES, v_mul(v[g * GROUP / LANES + i], factor));
         int32_t s0 = sum16(q), s1 = sum16(q + 16);
-        row->offsets[16 * b + 2 * g] = offset_of(s0), row->offsets[16 * b + 2 * g + 1] = offset_of(s1);
+        *field(out, n, POWERS, g, t) = power[g] << 23;
+        *field(out, n, OFFSETS, 2 * g, t) = offset_of(s0), *field(out, n, OFFSETS, 2 * g + 1, t) = offset_of(s1);
         sum[g] = (s0 + s1) * (1 << power[g]);
         largest |= sum[g] < 0 ? -sum[g] : sum[g];
     }
     while (largest >> shift > INT16_MAX) shift++;
-    row->shifts[b] = shift << 23;
+    *field(out, n, SHIFT, 0, t) = shift << 23;
     for (int g = 0; g < 8; g++) {
         int32_t rounded = (sum[g] + (1 << shift >> 1)) >> shift;
-        row->sums[8 * b + g] = (int16_t)(rounded > INT16_MAX ? INT16_MAX : rounded);
+        int16_t value = (int16_t)(rounded > INT16_MAX ? INT16_MAX : rounded);
+        memcpy((uint8_t *)field(out, n, SUMS, g / 2, t) + 2 * (g % 2), &value, 2);
     }
 }
 
-/* One row as the kernels of a format read it. With eps >= 0 it is RMS-normalised first; `norm` may be null. */
-void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int per, uint8_t *out) {
-    Row row;
-    row_parts(out, cols, per, &row);
+/* Row `t` of `count`. With eps >= 0 it is RMS-normalised first; `norm` may be null. */
+void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int per, int64_t t, int64_t count, uint8_t *out) {
+    int64_t first = t / TILE * TILE, block_bytes = row_bytes(per, per);
+    int n = count - first < TILE ? (int)(count - first) : TILE, own = (int)(t - first);
+    out += first * row_bytes(cols, per);
     Vec factor = v_set(1.0f);
     if (eps >= 0) {
         Vec total = v_set(0);
@@ -270,9 +264,13 @@ void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int 
             v[i] = v_mul(v_load(x + b * size + i * LANES), factor);
             if (norm) v[i] = v_mul(v[i], v_load(norm + b * size + i * LANES));
         }
-        if (per == 1) v_store(row.scales + b * LANES, v[0]);
-        else if (per == SUPER) quantise_super(v, b, &row);
-        else quantise_group(v, b, &row);
+        if (per == SUPER) quantise_super(v, out + b * n * block_bytes, n, own);
+        else if (per == GROUP) quantise_group(v, out + b * n * block_bytes, n, own);
+        else {
+            float each[LANES];
+            v_store(each, v[0]);
+            for (int i = 0; i < LANES; i++) *real(out + (b * LANES + i) * n * block_bytes, n, 0, own) = each[i];
+        }
     }
 }
 
@@ -286,238 +284,212 @@ INLINE void fetch(const uint8_t *w, int64_t bytes) {
 INLINE void fetch_ahead(const uint8_t *w, int64_t bytes, int ahead) {
     if (ahead) fetch(w + PREFETCH_BYTES, bytes);
 }
+#define UNROLL _Pragma("GCC unroll 8") /* which of a group's vectors it is decides how it is unpacked */
 INLINE int32_t word(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
 
 #if LANES == 16
 #define ISA "avx512_vnni"
-#define TILE 8 /* activation rows of a tile: as many as there are registers for */
 INLINE __m512 half16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-/* The 8 vectors of a group: 4 consecutive quants of each of 16 rows. */
-INLINE void load_group(const uint8_t *w, int bits, __m512i *v) {
-    const __m512i low = _mm512_set1_epi8(15);
-    if (bits == 8) {
-        for (int s = 0; s < 8; s++) v[s] = _mm512_loadu_si512(w + 64 * s);
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512i n = _mm512_loadu_si512(w + 64 * i);
-        v[i] = _mm512_and_si512(n, low), v[4 + i] = _mm512_and_si512(_mm512_srli_epi16(n, 4), low);
-    }
-    if (bits == 5) {
-        __m512i h = _mm512_loadu_si512(w + 256), bit = _mm512_set1_epi8(16);
-        for (int s = 0; s < 8; s++) {
-            __m512i m = s < 4 ? _mm512_slli_epi16(h, 4 - s) : _mm512_srli_epi16(h, s - 4);
-            v[s] = _mm512_or_si512(v[s], _mm512_and_si512(m, bit));
-        }
-    }
-    if (bits == 6) {
-        __m512i pair = _mm512_set1_epi8(48);
-        for (int s = 0; s < 8; s++) {
-            __m512i h = _mm512_loadu_si512(w + 256 + 64 * (s >> 2));
-            int shift = 4 - 2 * (s & 3);
-            h = shift >= 0 ? _mm512_slli_epi16(h, shift) : _mm512_srli_epi16(h, -shift);
-            v[s] = _mm512_or_si512(v[s], _mm512_and_si512(h, pair));
+/* Vector s of a group's 8: 4 consecutive quants of each of 16 rows. */
+INLINE __m512i quants(const uint8_t *w, int bits, int s) {
+    if (bits == 8) return _mm512_loadu_si512(w + 64 * s);
+    __m512i n = _mm512_loadu_si512(w + 64 * (s & 3));
+    n = _mm512_and_si512(s < 4 ? n : _mm512_srli_epi16(n, 4), _mm512_set1_epi8(15));
+    if (bits == 4) return n;
+    __m512i high = _mm512_loadu_si512(w + 256 + (bits == 6 ? 64 * (s >> 2) : 0));
+    int shift = bits == 5 ? 4 - s : 4 - 2 * (s & 3);
+    high = shift >= 0 ? _mm512_slli_epi16(high, shift) : _mm512_srli_epi16(high, -shift);
+    return _mm512_or_si512(n, _mm512_and_si512(high, _mm512_set1_epi8(bits == 5 ? 16 : 48)));
+}
+/* acc[t] += vectors from..to of a group times row t's values. All rows for one vector, then the next: no product waits
+ * for the one before it, and a vector is unpacked when it is needed. Compilers would put it in another order. */
+INLINE void dot_rows(__m512i *acc, const uint8_t *w, int bits, int from, int to, const int8_t (*q)[GROUP], int T) {
+    UNROLL for (int s = from; s < to; s++) {
+        __m512i v = quants(w, bits, s);
+        __asm__("" : "+v"(v));
+        for (int t = 0; t < T; t++) {
+            acc[t] = _mm512_dpbusd_epi32(acc[t], v, _mm512_set1_epi32(word(q[t] + 4 * s)));
+            __asm__("" : "+v"(acc[t]));
         }
     }
 }
 /* A float times the power of two that `power` adds to its exponent; zero becomes about 1e-34. */
-INLINE __m512 times_power(__m512 a, const int32_t *power) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(*power)));
-}
-INLINE __m512i dot4(__m512i acc, const __m512i *v, const int8_t *x) {
-    for (int s = 0; s < 4; s++) acc = _mm512_dpbusd_epi32(acc, v[s], _mm512_set1_epi32(word(x + 4 * s)));
-    return acc;
+INLINE __m512 times_power(__m512 a, int32_t power) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(power)));
 }
 
 /* Columns in pairs, each with a sum of its own. */
-INLINE void float_tile(const uint8_t *w, int64_t cols, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void float_tile(const uint8_t *w, int64_t cols, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
     __m512 even[TILE], odd[TILE];
     for (int t = 0; t < T; t++) even[t] = odd[t] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS) {
+    for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS, x += 8 * T) {
         fetch_ahead(w, 4 * ROWS, ahead);
         __m512 w0 = half16(w), w1 = half16(w + 2 * ROWS);
         for (int t = 0; t < T; t++) {
-            even[t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(x[t].scales[c]), even[t]);
-            odd[t] = _mm512_fmadd_ps(w1, _mm512_set1_ps(x[t].scales[c + 1]), odd[t]);
+            even[t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(*real(x, T, 0, t)), even[t]);
+            odd[t] = _mm512_fmadd_ps(w1, _mm512_set1_ps(*real(x, T, 4, t)), odd[t]);
         }
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, _mm512_add_ps(even[t], odd[t]));
 }
-INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const Row *x, int T,
+INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const uint8_t *x, int T,
                        float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-        __m512i v[8];
+    for (; blocks; blocks--, w += k->packed_bytes, x += BLOCK_BYTES * T) {
+        __m512i i[TILE];
         fetch_ahead(w, k->packed_bytes, ahead);
-        __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
-        load_group(w + (mins ? 4 : 2) * ROWS, bits, v);
         for (int t = 0; t < T; t++) {
-            const int8_t *q = x[t].q + GROUP * b;
-            __m512i i = _mm512_setzero_si512();
-            if (offset) i = _mm512_set1_epi32(x[t].offsets[b]);
-            if (offset == 8) i = _mm512_srai_epi32(i, 1);
-            if (offset == 128) i = _mm512_slli_epi32(i, 3);
-            i = dot4(dot4(i, v, q), v + 4, q + 16);
-            if (mins) acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(x[t].totals[b]), acc[t]);
-            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i), d), _mm512_set1_ps(x[t].scales[b]), acc[t]);
+            i[t] = _mm512_setzero_si512();
+            if (offset) i[t] = _mm512_set1_epi32(*field(x, T, OFFSET, 0, t));
+            if (offset == 8) i[t] = _mm512_srai_epi32(i[t], 1);
+            if (offset == 128) i[t] = _mm512_slli_epi32(i[t], 3);
+        }
+        dot_rows(i, w + (mins ? 4 : 2) * ROWS, bits, 0, 8, (const int8_t (*)[GROUP])x, T);
+        __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
+        for (int t = 0; t < T; t++) {
+            if (mins) acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(*real(x, T, TOTAL, t)), acc[t]);
+            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i[t]), d), _mm512_set1_ps(*real(x, T, SCALE, t)), acc[t]);
         }
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     const int group = 256 + (bits == 5 ? 64 : 0);
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+    for (; blocks; blocks--, w += k->packed_bytes, x += SUPER_BYTES * T) {
         fetch_ahead(w, k->packed_bytes, ahead);
-        __m512 part[TILE], d = half16(w), dm = half16(w + 2 * ROWS);
+        __m512 part[TILE];
         __m512i min[TILE];
         for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps(), min[t] = _mm512_setzero_si512();
         for (int j = 0; j < 8; j++) {
-            __m512i v[8];
-            load_group(w + 20 * ROWS + group * j, bits, v);
+            __m512i i[TILE];
+            for (int t = 0; t < T; t++) i[t] = _mm512_setzero_si512();
+            dot_rows(i, w + 20 * ROWS + group * j, bits, 0, 8, (const int8_t (*)[GROUP])x + j * T, T);
             __m512 sc = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + 4 * ROWS + ROWS * j))));
-            for (int t = 0; t < T; t++) {
-                const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                __m512i i = dot4(dot4(_mm512_setzero_si512(), v, q), v + 4, q + 16);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i), times_power(sc, x[t].powers + 8 * b + j), part[t]);
-            }
+            for (int t = 0; t < T; t++)
+                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[t]), times_power(sc, *field(x, T, POWERS, j, t)), part[t]);
         }
         for (int p = 0; p < 4; p++) {
             __m512i m = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(w + 12 * ROWS + 2 * ROWS * p)));
-            for (int t = 0; t < T; t++) {
-                min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32(word(x[t].sums + 8 * b + 2 * p)));
-            }
+            for (int t = 0; t < T; t++) min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32(word(field(x, T, SUMS, p, t))));
         }
+        __m512 d = half16(w), dm = half16(w + 2 * ROWS);
         for (int t = 0; t < T; t++) {
             __m512 f = _mm512_mul_ps(part[t], d);
-            f = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min[t]), times_power(dm, x[t].shifts + b), f);
-            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(x[t].scales[b]), acc[t]);
+            f = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min[t]), times_power(dm, *field(x, T, SHIFT, 0, t)), f);
+            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
         }
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
-INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
     __m512 acc[TILE];
     for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+    for (; blocks; blocks--, w += k->packed_bytes, x += SUPER_BYTES * T) {
         fetch_ahead(w, k->packed_bytes, ahead);
         __m512 part[TILE], d = half16(w);
         for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps();
-        for (int j = 0; j < 8; j++) {
-            __m512i v[8];
-            load_group(w + 18 * ROWS + 384 * j, 6, v);
-            const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j;
-            __m512 sc0 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)s)));
-            __m512 sc1 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(s + ROWS))));
-            for (int t = 0; t < T; t++) {
-                const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                const int32_t *offset = x[t].offsets + 16 * b + 2 * j, *power = x[t].powers + 8 * b + j;
-                __m512i i0 = dot4(_mm512_set1_epi32(offset[0]), v, q), i1 = dot4(_mm512_set1_epi32(offset[1]), v + 4, q + 16);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i0), times_power(sc0, power), part[t]);
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i1), times_power(sc1, power), part[t]);
+        for (int j = 0; j < 8; j++)
+            UNROLL for (int h = 0; h < 2; h++) {
+                __m512i i[TILE];
+                for (int t = 0; t < T; t++) i[t] = _mm512_set1_epi32(*field(x, T, OFFSETS, 2 * j + h, t));
+                dot_rows(i, w + 18 * ROWS + 384 * j, 6, 4 * h, 4 * h + 4, (const int8_t (*)[GROUP])x + j * T, T);
+                const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j + ROWS * h;
+                __m512 sc = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)s)));
+                for (int t = 0; t < T; t++)
+                    part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[t]), times_power(sc, *field(x, T, POWERS, j, t)), part[t]);
             }
-        }
         for (int t = 0; t < T; t++)
-            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(part[t], d), _mm512_set1_ps(x[t].scales[b]), acc[t]);
+            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(part[t], d), _mm512_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
     }
     for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
 #else
 #define ISA "avx2"
-#define TILE 4
 INLINE __m256 half8(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 
 /* As above for rows 8h to 8h + 7. */
-INLINE void load_group(const uint8_t *w, int bits, int h, __m256i *v) {
-    const __m256i low = _mm256_set1_epi8(15);
+INLINE __m256i quants(const uint8_t *w, int bits, int h, int s) {
     w += 32 * h;
-    if (bits == 8) {
-        for (int s = 0; s < 8; s++) v[s] = _mm256_loadu_si256((const __m256i *)(w + 64 * s));
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        __m256i n = _mm256_loadu_si256((const __m256i *)(w + 64 * i));
-        v[i] = _mm256_and_si256(n, low), v[4 + i] = _mm256_and_si256(_mm256_srli_epi16(n, 4), low);
-    }
-    if (bits == 5) {
-        __m256i n = _mm256_loadu_si256((const __m256i *)(w + 256)), bit = _mm256_set1_epi8(16);
-        for (int s = 0; s < 8; s++) {
-            __m256i m = s < 4 ? _mm256_slli_epi16(n, 4 - s) : _mm256_srli_epi16(n, s - 4);
-            v[s] = _mm256_or_si256(v[s], _mm256_and_si256(m, bit));
+    if (bits == 8) return _mm256_loadu_si256((const __m256i *)(w + 64 * s));
+    __m256i n = _mm256_loadu_si256((const __m256i *)(w + 64 * (s & 3)));
+    n = _mm256_and_si256(s < 4 ? n : _mm256_srli_epi16(n, 4), _mm256_set1_epi8(15));
+    if (bits == 4) return n;
+    __m256i high = _mm256_loadu_si256((const __m256i *)(w + 256 + (bits == 6 ? 64 * (s >> 2) : 0)));
+    int shift = bits == 5 ? 4 - s : 4 - 2 * (s & 3);
+    high = shift >= 0 ? _mm256_slli_epi16(high, shift) : _mm256_srli_epi16(high, -shift);
+    return _mm256_or_si256(n, _mm256_and_si256(high, _mm256_set1_epi8(bits == 5 ? 16 : 48)));
+}
+INLINE __m256 times_power(__m256 a, int32_t power) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(power)));
+}
+/* acc[t] = sums of pairs in 16 bits: 4 vectors of quants up to 31 cannot overflow them (4 * 2 * 31 * 127 < 2**15), nor 2
+ * of quants up to 63. */
+INLINE void dot_rows(__m256i *acc, const uint8_t *w, int bits, int h, int from, int to, const int8_t (*q)[GROUP], int T) {
+    UNROLL for (int s = from; s < to; s++) {
+        __m256i v = quants(w, bits, h, s);
+        for (int t = 0; t < T; t++) {
+            __m256i p = _mm256_maddubs_epi16(v, _mm256_set1_epi32(word(q[t] + 4 * s)));
+            acc[t] = s == from ? p : _mm256_add_epi16(acc[t], p);
         }
     }
-    if (bits == 6) {
-        __m256i pair = _mm256_set1_epi8(48);
-        for (int s = 0; s < 8; s++) {
-            __m256i n = _mm256_loadu_si256((const __m256i *)(w + 256 + 64 * (s >> 2)));
-            int shift = 4 - 2 * (s & 3);
-            n = shift >= 0 ? _mm256_slli_epi16(n, shift) : _mm256_srli_epi16(n, -shift);
-            v[s] = _mm256_or_si256(v[s], _mm256_and_si256(n, pair));
-        }
-    }
 }
-INLINE __m256 times_power(__m256 a, const int32_t *power) {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(*power)));
-}
-/* Sums of pairs in 16 bits: 4 vectors of quants up to 31 cannot overflow them (4 * 2 * 31 * 127 < 2**15). */
-INLINE __m256i dot16(const __m256i *v, const int8_t *x) {
-    __m256i acc = _mm256_maddubs_epi16(v[0], _mm256_set1_epi32(word(x)));
-    for (int s = 1; s < 4; s++)
-        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(v[s], _mm256_set1_epi32(word(x + 4 * s))));
-    return acc;
-}
-INLINE __m256i dot_signed(__m256i acc, const __m256i *v, const int8_t *x) { /* quants with 128 added */
+INLINE void dot_signed(__m256i *acc, const uint8_t *w, int h, const int8_t (*q)[GROUP], int T) { /* quants with 128 added */
     const __m256i flip = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
-    for (int s = 0; s < 8; s++) {
-        __m256i w = _mm256_xor_si256(v[s], flip);
-        __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(word(x + 4 * s)), w));
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(p, ones));
+    UNROLL for (int s = 0; s < 8; s++) {
+        __m256i v = _mm256_xor_si256(quants(w, 8, h, s), flip), size = _mm256_abs_epi8(v);
+        for (int t = 0; t < T; t++) {
+            __m256i p = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(word(q[t] + 4 * s)), v));
+            acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
+        }
     }
-    return acc;
 }
 
-INLINE void float_tile(const uint8_t *w0, int64_t cols, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void float_tile(const uint8_t *w0, int64_t cols, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
     for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0 + 16 * h;
+        const uint8_t *w = w0 + 16 * h, *x = x0;
         __m256 even[TILE], odd[TILE];
         for (int t = 0; t < T; t++) even[t] = odd[t] = _mm256_setzero_ps();
-        for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS) {
+        for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS, x += 8 * T) {
             if (!h) fetch_ahead(w, 4 * ROWS, ahead);
             __m256 v0 = half8(w), v1 = half8(w + 2 * ROWS);
             for (int t = 0; t < T; t++) {
-                even[t] = _mm256_fmadd_ps(v0, _mm256_set1_ps(x[t].scales[c]), even[t]);
-                odd[t] = _mm256_fmadd_ps(v1, _mm256_set1_ps(x[t].scales[c + 1]), odd[t]);
+                even[t] = _mm256_fmadd_ps(v0, _mm256_set1_ps(*real(x, T, 0, t)), even[t]);
+                odd[t] = _mm256_fmadd_ps(v1, _mm256_set1_ps(*real(x, T, 4, t)), odd[t]);
             }
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, _mm256_add_ps(even[t], odd[t]));
     }
 }
-INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const Row *x, int T,
+INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T,
                        float *y, int64_t ldy, int ahead) {
     const __m256i ones = _mm256_set1_epi16(1);
     for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0;
+        const uint8_t *w = w0, *x = x0;
         __m256 acc[TILE];
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
-            __m256i v[8];
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += BLOCK_BYTES * T) {
+            const uint8_t *body = w + (mins ? 4 : 2) * ROWS;
+            __m256i i[TILE], low[TILE];
             if (!h) fetch_ahead(w, k->packed_bytes, ahead);
+            if (bits == 8) {
+                for (int t = 0; t < T; t++) i[t] = _mm256_setzero_si256();
+                dot_signed(i, body, h, (const int8_t (*)[GROUP])x, T);
+            } else {
+                dot_rows(low, body, bits, h, 0, 4, (const int8_t (*)[GROUP])x, T);
+                for (int t = 0; t < T; t++) low[t] = _mm256_madd_epi16(low[t], ones);
+                dot_rows(i, body, bits, h, 4, 8, (const int8_t (*)[GROUP])x, T);
+                for (int t = 0; t < T; t++) i[t] = _mm256_add_epi32(low[t], _mm256_madd_epi16(i[t], ones));
+            }
             __m256 d = half8(w + 16 * h), m = mins ? half8(w + 2 * ROWS + 16 * h) : _mm256_setzero_ps();
-            load_group(w + (mins ? 4 : 2) * ROWS, bits, h, v);
             for (int t = 0; t < T; t++) {
-                const int8_t *q = x[t].q + GROUP * b;
-                __m256i i;
-                if (bits == 8) i = dot_signed(_mm256_setzero_si256(), v, q);
-                else {
-                    i = _mm256_add_epi32(_mm256_madd_epi16(dot16(v, q), ones), _mm256_madd_epi16(dot16(v + 4, q + 16), ones));
-                    __m256i o = _mm256_set1_epi32(x[t].offsets[b]);
-                    if (offset) i = _mm256_add_epi32(i, offset == 8 ? _mm256_srai_epi32(o, 1) : o);
-                }
-                if (mins) acc[t] = _mm256_fmadd_ps(m, _mm256_set1_ps(x[t].totals[b]), acc[t]);
-                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i), d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
+                __m256i o = _mm256_set1_epi32(*field(x, T, OFFSET, 0, t));
+                if (offset == 8 || offset == 16) i[t] = _mm256_add_epi32(i[t], offset == 8 ? _mm256_srai_epi32(o, 1) : o);
+                if (mins) acc[t] = _mm256_fmadd_ps(m, _mm256_set1_ps(*real(x, T, TOTAL, t)), acc[t]);
+                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i[t]), d), _mm256_set1_ps(*real(x, T, SCALE, t)), acc[t]);
             }
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
@@ -528,79 +500,73 @@ INLINE __m256i twice(__m128i bytes8) { /* 8 bytes as pairs of equal int16 */
 }
 INLINE __m256i twice_signed(__m128i bytes8) { return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes8, bytes8)); }
 
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
     const int group = 256 + (bits == 5 ? 64 : 0);
     for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0;
+        const uint8_t *w = w0, *x = x0;
         __m256 acc[TILE];
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += SUPER_BYTES * T) {
             __m256 part[TILE];
             __m256i min[TILE];
             if (!h) fetch_ahead(w, k->packed_bytes, ahead);
             for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps(), min[t] = _mm256_setzero_si256();
             for (int j = 0; j < 8; j++) {
-                __m256i v[8];
-                load_group(w + 20 * ROWS + group * j, bits, h, v);
+                __m256i low[TILE], high[TILE];
+                dot_rows(low, w + 20 * ROWS + group * j, bits, h, 0, 4, (const int8_t (*)[GROUP])x + j * T, T);
                 __m256i sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
+                if (bits == 5)
+                    for (int t = 0; t < T; t++) low[t] = _mm256_madd_epi16(low[t], sc);
+                dot_rows(high, w + 20 * ROWS + group * j, bits, h, 4, 8, (const int8_t (*)[GROUP])x + j * T, T);
                 for (int t = 0; t < T; t++) {
-                    const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                    __m256i lo = dot16(v, q), hi = dot16(v + 4, q + 16), i;
-                    if (bits == 4) i = _mm256_madd_epi16(_mm256_add_epi16(lo, hi), sc);
-                    else i = _mm256_add_epi32(_mm256_madd_epi16(lo, sc), _mm256_madd_epi16(hi, sc));
-                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i), x[t].powers + 8 * b + j));
+                    __m256i i = bits == 4 ? _mm256_madd_epi16(_mm256_add_epi16(low[t], high[t]), sc)
+                                          : _mm256_add_epi32(low[t], _mm256_madd_epi16(high[t], sc));
+                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i), *field(x, T, POWERS, j, t)));
                 }
             }
             for (int p = 0; p < 4; p++) {
                 __m256i m = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 12 * ROWS + 2 * ROWS * p + 16 * h)));
                 for (int t = 0; t < T; t++)
-                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32(word(x[t].sums + 8 * b + 2 * p))));
+                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32(word(field(x, T, SUMS, p, t)))));
             }
             __m256 d = half8(w + 16 * h), dm = half8(w + 2 * ROWS + 16 * h);
             for (int t = 0; t < T; t++) {
                 __m256 f = _mm256_mul_ps(part[t], d);
-                f = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(min[t]), times_power(dm, x[t].shifts + b), f);
-                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(x[t].scales[b]), acc[t]);
+                f = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(min[t]), times_power(dm, *field(x, T, SHIFT, 0, t)), f);
+                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
             }
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
     }
 }
-INLINE __m256i dot6(const __m256i *v, const int8_t *x, __m256i sc) { /* quants up to 63: two vectors fit 16 bits */
-    __m256i a = _mm256_add_epi16(_mm256_maddubs_epi16(v[0], _mm256_set1_epi32(word(x))),
-                                 _mm256_maddubs_epi16(v[1], _mm256_set1_epi32(word(x + 4))));
-    __m256i b = _mm256_add_epi16(_mm256_maddubs_epi16(v[2], _mm256_set1_epi32(word(x + 8))),
-                                 _mm256_maddubs_epi16(v[3], _mm256_set1_epi32(word(x + 12))));
-    return _mm256_add_epi32(_mm256_madd_epi16(a, sc), _mm256_madd_epi16(b, sc));
-}
-INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
     for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0;
+        const uint8_t *w = w0, *x = x0;
         __m256 acc[TILE];
         for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes) {
+        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += SUPER_BYTES * T) {
             __m256 part[TILE];
             if (!h) fetch_ahead(w, k->packed_bytes, ahead);
             for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps();
             for (int j = 0; j < 8; j++) {
-                __m256i v[8];
-                load_group(w + 18 * ROWS + 384 * j, 6, h, v);
                 const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j + 8 * h;
-                __m256i sc0 = twice_signed(_mm_loadl_epi64((const __m128i *)s));
-                __m256i sc1 = twice_signed(_mm_loadl_epi64((const __m128i *)(s + ROWS)));
-                for (int t = 0; t < T; t++) {
-                    const int8_t *q = x[t].q + SUPER * b + GROUP * j;
-                    const int32_t *offset = x[t].offsets + 16 * b + 2 * j;
-                    __m256i i = _mm256_add_epi32(dot6(v, q, sc0), dot6(v + 4, q + 16, sc1));
-                    __m256i o = _mm256_add_epi32(_mm256_madd_epi16(sc0, _mm256_set1_epi32(offset[0])),
-                                                 _mm256_madd_epi16(sc1, _mm256_set1_epi32(offset[1])));
-                    __m256 f = _mm256_cvtepi32_ps(_mm256_add_epi32(i, o));
-                    part[t] = _mm256_add_ps(part[t], times_power(f, x[t].powers + 8 * b + j));
+                __m256i i[TILE], pair[TILE];
+                UNROLL for (int g = 0; g < 4; g++) {
+                    __m256i sc = twice_signed(_mm_loadl_epi64((const __m128i *)(s + (g < 2 ? 0 : ROWS))));
+                    dot_rows(pair, w + 18 * ROWS + 384 * j, 6, h, 2 * g, 2 * g + 2, (const int8_t (*)[GROUP])x + j * T, T);
+                    for (int t = 0; t < T; t++) {
+                        pair[t] = _mm256_madd_epi16(pair[t], sc);
+                        if (g % 2 == 0)
+                            pair[t] = _mm256_add_epi32(pair[t], _mm256_madd_epi16(sc, _mm256_set1_epi32(*field(x, T, OFFSETS, 2 * j + g / 2, t))));
+                        i[t] = g ? _mm256_add_epi32(i[t], pair[t]) : pair[t];
+                    }
                 }
+                for (int t = 0; t < T; t++)
+                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i[t]), *field(x, T, POWERS, j, t)));
             }
             __m256 d = half8(w + 16 * h);
             for (int t = 0; t < T; t++)
-                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(part[t], d), _mm256_set1_ps(x[t].scales[b]), acc[t]);
+                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(part[t], d), _mm256_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
         }
         for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
     }
@@ -609,7 +575,7 @@ INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const Row 
 
 const char *fr_isa(void) { return ISA; }
 
-INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, int T, float *y, int64_t ldy, int ahead) {
+INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
     switch (k->type) {
     case F16: float_tile(w, blocks, x, T, y, ldy, ahead); break;
     case Q4_0: plain_tile(k, 4, 0, 8, w, blocks, x, T, y, ldy, ahead); break;
@@ -622,8 +588,8 @@ INLINE void tile(const Kind *k, const uint8_t *w, int64_t blocks, const Row *x, 
     case Q6_K: q6_tile(k, w, blocks, x, T, y, ldy, ahead); break;
     }
 }
-typedef void Tile(const Kind *, const uint8_t *, int64_t, const Row *, float *, int64_t, int);
-#define FIXED(T) static __attribute__((noinline)) void tile##T(const Kind *k, const uint8_t *w, int64_t b, const Row *x, float *y, int64_t ldy, int ahead) { tile(k, w, b, x, T, y, ldy, ahead); }
+typedef void Tile(const Kind *, const uint8_t *, int64_t, const uint8_t *, float *, int64_t, int);
+#define FIXED(T) static __attribute__((noinline)) void tile##T(const Kind *k, const uint8_t *w, int64_t b, const uint8_t *x, float *y, int64_t ldy, int ahead) { tile(k, w, b, x, T, y, ldy, ahead); }
 FIXED(1) FIXED(2) FIXED(3) FIXED(4)
 #if TILE == 8
 FIXED(5) FIXED(6) FIXED(7) FIXED(8)
@@ -635,13 +601,10 @@ static Tile *const TILES[] = {0, tile1, tile2, tile3, tile4};
 /* Row groups from..to of a packed matrix times `count` prepared rows: y [count, (to - from) ROWS]. */
 void fr_product(int type, const uint8_t *w, int64_t cols, int64_t from, int64_t to, const uint8_t *x, int64_t count, float *y) {
     const Kind *k = kind_of(type);
-    int64_t blocks = cols / k->per, bytes = fr_row_bytes(cols, k->per), ldy = (to - from) * ROWS;
+    int64_t blocks = cols / k->per, bytes = row_bytes(cols, k->per), ldy = (to - from) * ROWS;
     fetch(w + from * blocks * k->packed_bytes, PREFETCH_BYTES);
     for (int64_t g = from; g < to; g++)
-        for (int64_t t = 0; t < count; t += TILE) {
-            Row row[TILE];
-            int n = count - t < TILE ? (int)(count - t) : TILE;
-            for (int i = 0; i < n; i++) row_parts((uint8_t *)x + (t + i) * bytes, cols, k->per, row + i);
-            TILES[n](k, w + g * blocks * k->packed_bytes, blocks, row, y + t * ldy + (g - from) * ROWS, ldy, !t);
-        }
+        for (int64_t t = 0; t < count; t += TILE)
+            TILES[count - t < TILE ? count - t : TILE](k, w + g * blocks * k->packed_bytes, blocks, x + t * bytes,
+                                                      y + t * ldy + (g - from) * ROWS, ldy, !t);
 }

@@ -56,7 +56,7 @@ static void prepare_chunk(const void *arg, int64_t t, void *none) {
     if (c->in.gate) gate_row(x, cols, c->in.gate, gated), x = gated;
     for (int i = 0; i < 3; i++)
         if (c->prepared[i])
-            fr_prepare(x, c->in.norm, c->in.eps, cols, PERS[i], c->prepared[i] + t * fr_row_bytes(cols, PERS[i]));
+            fr_prepare(x, c->in.norm, c->in.eps, cols, PERS[i], t, c->count, c->prepared[i]);
 }
 
 typedef struct { const Part *part; int64_t column, from, to, lo, hi; } Place; /* row groups from..to, rows lo..hi */
@@ -96,7 +96,7 @@ static void commit_chunk(const void *arg, int64_t chunk, const void *buffer) {
 
 static void product(const Matrix *m, Input in, int64_t count, const float *add, float *y) {
     Call c = {m->parts, m->num_parts, m->rows, in, count, {0}, m->bias, add, y, {0}, {0}, 0, 0, 0};
-    int64_t chunks = 0, widest = 0, cols = m->parts->cols, row_bytes[3] = {0}, threads = pool_threads(), length = 0;
+    int64_t chunks = 0, widest = 0, cols = m->parts->cols, bytes_of[3] = {0}, threads = pool_threads(), length = 0;
     for (int64_t p = 0; p < m->num_parts; p++) length += m->parts[p].bytes;
     length /= LONG_CHUNKS * threads;
     length = length < CHUNK_BYTES ? CHUNK_BYTES : length > LONG_CHUNK_BYTES ? LONG_CHUNK_BYTES : length;
@@ -111,12 +111,12 @@ static void product(const Matrix *m, Input in, int64_t count, const float *add, 
         c.tail_chunk = chunks, c.tail_from = all - tail, c.tail_groups = CHUNK_BYTES > bytes ? CHUNK_BYTES / bytes : 1;
         chunks += (tail + c.tail_groups - 1) / c.tail_groups;
         widest = groups > widest ? groups : widest;
-        row_bytes[per_index(part)] = fr_row_bytes(cols, part->per);
+        bytes_of[per_index(part)] = fr_prepared_bytes(count, cols, part->per);
     }
     Arena *arena;
-    uint8_t *prepared = arena_take(count * (row_bytes[0] + row_bytes[1] + row_bytes[2]), &arena);
-    for (int i = 0; i < 3; prepared += count * row_bytes[i++])
-        if (row_bytes[i]) c.prepared[i] = prepared;
+    uint8_t *prepared = arena_take(bytes_of[0] + bytes_of[1] + bytes_of[2], &arena);
+    for (int i = 0; i < 3; prepared += bytes_of[i++])
+        if (bytes_of[i]) c.prepared[i] = prepared;
     if (count < 4)
         for (int64_t t = 0; t < count; t++) prepare_chunk(&c, t, 0);
     else
