@@ -25,6 +25,7 @@ from forerun.commands import (
     check,
     classify,
     draft,
+    edit,
     generate,
     models,
     serve,
@@ -99,7 +100,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for single in (generate.generate, chat.chat, serve.serve, classify.classify, calibrate.calibrate, stats_command.stats):
+_SINGLE = (generate.generate, chat.chat, edit.edit, classify.classify, serve.serve)
+for single in (*_SINGLE, calibrate.calibrate, stats_command.stats):
     app.command()(single)
 for name, group in {"models": models, "check": check, "trie": trie, "train": train, "draft": draft}.items():
     app.add_typer(group.app, name=name, cls=Subcommands)

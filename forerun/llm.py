@@ -59,6 +59,7 @@ from forerun.runtime.threads import choose_threads
 if TYPE_CHECKING:
     from forerun.cache.pool import PagePool
     from forerun.decode.trie import TokenTrie
+    from forerun.recipes.edit import Edited, EditMode, EditPiece
     from forerun.sharing.branching import BranchOn
     from forerun.sharing.rollout_config import Score
     from forerun.sharing.session import Session
@@ -386,6 +387,37 @@ class LLM(OldLLMNames):
         from forerun.sharing.top_items import top_items
 
         return top_items(self, self.encode(prompt), trie, k, end)
+
+    def edit(
+        self,
+        file: str | Path,
+        instruction: str,
+        *,
+        text: str | None = None,
+        mode: EditMode = "auto",
+        params: SamplingParams | None = None,
+    ) -> Edited:
+        """Edit a file as the instruction says: the new text and a unified diff; nothing is written. `text`: the file's
+        text, where it is not to be read. `mode`: program: copied and new lines, a copied span in one forward; rewrite:
+        the whole file again, with copied drafts; auto: programs where the model can write them. See `recipes.edit`.
+        """
+        from forerun.recipes.edit import edit
+
+        return edit(self, file, instruction, text=text, mode=mode, params=params)
+
+    def stream_edit(
+        self,
+        file: str | Path,
+        instruction: str,
+        *,
+        text: str | None = None,
+        mode: EditMode = "auto",
+        params: SamplingParams | None = None,
+    ) -> Iterator[EditPiece]:
+        """`edit` as it comes: text of the new file and hunks of the diff; the last piece has the result."""
+        from forerun.recipes.edit import stream_edit
+
+        return stream_edit(self, file, instruction, text=text, mode=mode, params=params)
 
     def stats(self) -> Stats:
         """How prompt tokens were served and what answers cost so far, in total and by session."""

@@ -28,7 +28,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 100.0
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # by generation_config.json
-GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "trie")
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark", "trie", "edit")
 GRAMMAR_SAMPLING = ("masked", "conditional")
 PREFILL_MODES = ("exact", "speculative", "provisional")
 PREFILL_SOURCES = ("auto", "draft", "self", "chunk")
@@ -63,13 +63,13 @@ class Grammar:
     `Grammar.regex("[0-9]+")`, `Grammar.lark("start: ...")`, `Grammar.trie("items.trie")`, `Grammar.choice(["a", "b"])`.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "lark", "trie"] = option(
+    kind: Literal["json_schema", "json_object", "regex", "lark", "trie", "edit"] = option(
         help="What `source` is.", choices=GRAMMAR_KINDS, closed=True
     )
     source: Converted[str, Any] = option(
         "",
-        help="The schema (JSON text, a dict or a pydantic model), the pattern, the Lark grammar, or the path of a file "
-        "of `forerun trie build`.",
+        help="The schema (JSON text, a dict or a pydantic model), the pattern, the Lark grammar, the path of a file "
+        "of `forerun trie build`, or the text that a program edits.",
     )
     sampling: GrammarSampling = option(
         "masked",
@@ -86,6 +86,8 @@ class Grammar:
             object.__setattr__(self, "source", _schema_text(source))
         elif not isinstance(source, str):
             raise BadRequest(f"the source of a {self.kind} grammar is text, got {source!r:.80}", "pass a str")
+        if self.kind == "edit" and self.sampling == "conditional":
+            raise BadRequest("an edit program with sampling 'conditional'", "use sampling='masked'")
 
     @classmethod
     def json(cls, schema: Any = None, sampling: GrammarSampling = "masked") -> Grammar:
@@ -106,6 +108,11 @@ class Grammar:
     def trie(cls, path: str | Path, sampling: GrammarSampling = "masked") -> Grammar:
         """An item of a file that `forerun trie build` wrote."""
         return cls("trie", str(path), sampling)
+
+    @classmethod
+    def edit(cls, text: str) -> Grammar:
+        """A program that edits this text: copies of its lines, and new lines (docs/edits.md)."""
+        return cls("edit", text)
 
     @classmethod
     def choice(cls, texts: Iterable[str], sampling: GrammarSampling = "masked") -> Grammar:
@@ -317,6 +324,8 @@ class SamplingParams:
             raise BadRequest(f"grammar must be a Grammar, got {self.grammar!r:.80}", _GRAMMARS)
         if self.grammar is not None and self.grammar.sampling == "conditional":
             self._check_conditional()
+        if self.grammar is not None and self.grammar.kind == "edit" and self.prefill.mode == "provisional":
+            raise BadRequest("prefill is 'provisional' beside an edit program", "use prefill='exact'")
         if not isinstance(self.prediction, str) and any(type(token) is not int for token in self.prediction):
             raise BadRequest(f"prediction must be text or token ids, got {self.prediction!r:.80}", "leave it out")
         if not self.cache and self.prefill.source == "chunk":

@@ -46,6 +46,7 @@ RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in pac
 # (importing module, imported module or package): why the import may point upward. Only inside functions or for types.
 ALLOWED_UPWARD: dict[tuple[str, str], str] = {
     ("forerun.llm", "forerun.sharing"): "LLM.sessions, rollout and workers: methods people look for on LLM",
+    ("forerun.llm", "forerun.recipes"): "LLM.edit: a method people look for on LLM",
 }
 # The one module that may reach research, by its name at run time.
 BRIDGE = "forerun.commands.extras"

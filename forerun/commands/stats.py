@@ -15,7 +15,8 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     parts = [
         f"prompt {usage.prompt_tokens:,} tokens ({_served(usage)})",
         f"first token {usage.ttft_s:.2f} s",
-        f"{usage.completion_tokens:,} tokens at {usage.tokens_per_second:.1f}/s",
+        f"{usage.completion_tokens:,} tokens at {usage.tokens_per_second:.1f}/s"
+        + (f", {usage.copied:,} copied" if usage.copied else ""),
         f"total {usage.total_s:.2f} s",
         finish_reason or "unfinished",
     ]

@@ -87,7 +87,7 @@ class ConditionalReport:
 
 
 _SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first")
-_SUMS = ("written", "completion_tokens", "preemptions", "steps", *_SPECULATION_COUNTS)
+_SUMS = ("written", "completion_tokens", "copied", "preemptions", "steps", *_SPECULATION_COUNTS)
 
 
 @dataclass
@@ -99,6 +99,7 @@ class Usage:
     served: dict[str, int] = field(default_factory=dict)  # prompt tokens by where they came from
     written: int = 0  # tokens whose exact K/V others can read now and could not before
     completion_tokens: int = 0
+    copied: int = 0  # tokens of lines that an edit program copied: they run in one forward, and are not sampled
     preemptions: int = 0
     queued_s: float = 0.0
     ttft_s: float = 0.0  # from submission to the first token

@@ -119,12 +119,13 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> None:
         """Raise BadRequest unless the grammar can be used with this tokenizer."""
-        self._parser(grammar)
+        self.parser(grammar)
 
     def constraint(self, grammar: Grammar) -> AnswerGrammar:
-        return AnswerGrammar(grammar, self._parser(grammar), self.vocabulary)
+        return AnswerGrammar(grammar, self.parser(grammar), self.vocabulary)
 
-    def _parser(self, grammar: Grammar) -> LLMatcher:
+    def parser(self, grammar: Grammar) -> LLMatcher:
+        """Never advanced, only copied."""
         with self._lock:
             if grammar in self._parsers:
                 self._parsers.move_to_end(grammar)

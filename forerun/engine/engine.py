@@ -189,7 +189,7 @@ class Engine:
 
     def _max_nodes(self, seq: Sequence) -> int:
         """Tokens of a draft that could still become part of the answer."""
-        return max(0, min(seq.params.max_tokens - seq.num_generated, self.max_length - len(seq.tokens)) - 1)
+        return max(0, min(seq.params.max_tokens - seq.num_sampled, self.max_length - len(seq.tokens)) - 1)
 
     def _run(self, batch: list[ScheduledSequence]) -> Output:
         start = time.perf_counter()
@@ -255,14 +255,15 @@ class Engine:
         """The sampled tokens become part of the answer, up to where it ends."""
         first = len(seq.tokens)
         event, reason = self.output.append(seq, output)
-        seq.computed = min(seq.computed + len(output.verdict.path), len(seq.tokens) - 1)
+        copied = len(seq.tokens) - first - len(event.token_ids)  # behind the sampled tokens, without K/V
+        seq.computed = min(seq.computed + len(output.verdict.path), len(seq.tokens) - (copied or 1))
         seq.record_step(len(event.token_ids), len(scheduled.draft))
         if seq.provisional is not None and not seq.provisional.verified:
             last = reason is not None or self.runner.decoding_rows is None
             event.confirmed, event.retracted = seq.provisional.verify(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
         elif seq.spec_state is not None:
-            self.speculator.record_outcome(seq.spec_state, scheduled.draft, output.verdict, seq.tokens[first:])
+            self.speculator.record_outcome(seq.spec_state, scheduled.draft, output.verdict, event.token_ids)
         if seq.final is not None:
             emit_provisional(seq, event, self.scheduler, ends=reason is not None)
             self._send(seq.request, event)

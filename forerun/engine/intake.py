@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forerun.core import SamplingParams
+from forerun.decode.edit_answer import EditAnswer
 from forerun.decode.speculator import Speculator
 from forerun.decode.trie import TokenTrie, open_trie
 from forerun.decode.trie_answer import TrieAnswer
@@ -69,6 +70,8 @@ class Intake:
             self.speculative_prefill.check(params.prefill, len(prompt_ids))
         if params.grammar is not None and params.grammar.kind == "trie":
             TrieAnswer(open_trie(params.grammar.source), vocab, self.end_ids)
+        elif params.grammar is not None and params.grammar.kind == "edit":
+            self.constraint(params.grammar)
         elif params.grammar is not None:
             self.grammars.compile(params.grammar)
         packed = _packed(prompt_ids, vocab)  # fast for long prompts: one by one only to name what is wrong
@@ -111,6 +114,8 @@ class Intake:
             )
         if grammar.kind == "trie":
             return TrieAnswer(open_trie(grammar.source), self.model.vocab_size, self.end_ids)
+        if grammar.kind == "edit":
+            return EditAnswer(grammar, self.grammars)
         return self.grammars.constraint(grammar)
 
     def trie(self, grammar: Grammar) -> TokenTrie | None:

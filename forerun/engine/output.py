@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from forerun.decode.edit_answer import EditAnswer
 from forerun.decode.trie_answer import TrieAnswer
 from forerun.decode.verify import StepOutput
 from forerun.engine.sequence import Event, FinishReason, Sequence
@@ -32,7 +33,8 @@ class OutputWriter:
     def append(self, seq: Sequence, step: StepOutput) -> tuple[Event, FinishReason | None]:
         """Add a step's tokens to an answer, up to where it ends; the event, and the reason where it ends."""
         event, reason = Event(seq.request.id, seq.index), None
-        for token in step.tokens:
+        program = seq.grammar if isinstance(seq.grammar, EditAnswer) else None
+        for token in step.tokens if program is None else step.tokens[: program.until_part_end(step.tokens)]:
             seq.tokens.append(token)
             event.token_ids.append(token)
             if token not in seq.params.stop_token_ids:
@@ -47,14 +49,25 @@ class OutputWriter:
         seq.usage.steps += 1
         if seq.grammar is not None:
             seq.grammar.advance(event.token_ids)
+        if program is not None and program.copied and reason is None:
+            reason = self._append_copied(seq, program.copied)
         return event, reason
+
+    def _append_copied(self, seq: Sequence, copied: list[int]) -> FinishReason | None:
+        """Lines that an edit program has copied follow in the sequence; they are no part of the answer, which is the
+        program."""
+        if len(seq.tokens) + len(copied) >= self._max_length:
+            return "length"
+        seq.tokens += copied
+        seq.usage.copied += len(copied)
+        return None
 
     def finish(self, seq: Sequence, reason: FinishReason, event: Event) -> None:
         """Complete an answer's last event: the rest of its text, the reason, and its usage, which is counted."""
         if (stream := self._streams.pop(seq, None)) is not None:
             event.text += stream.flush()
             event.stop = stream.found
-        seq.usage.completion_tokens = seq.num_generated
+        seq.usage.completion_tokens = seq.num_sampled
         seq.usage.total_s = time.perf_counter() - seq.request.arrived
         event.finish_reason, event.usage = reason, seq.usage
         self._stats.book(seq.request.session, seq.usage, finished=reason in ("stop", "length"))
@@ -84,7 +97,7 @@ class OutputWriter:
         if isinstance(seq.grammar, TrieAnswer) and seq.grammar.ends_at(seq.generated):
             return "stop"
         full = len(seq.tokens) >= self._max_length
-        return "length" if full or seq.num_generated >= seq.params.max_tokens else None
+        return "length" if full or seq.num_sampled >= seq.params.max_tokens else None
 
 
 class TextStream:

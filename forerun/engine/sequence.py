@@ -163,8 +163,13 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens of the answer, without the lines that an edit program copied."""
+        return self.num_generated - self.usage.copied
+
+    @property
     def remaining(self) -> int:
-        """Tokens that have no K/V yet; 1 while decoding."""
+        """Tokens that have no K/V yet; 1 while decoding, and more after a copy of lines."""
         return len(self.tokens) - self.computed
 
     @property

@@ -12,13 +12,17 @@ from forerun.recipes.candidates import Best, Candidate, Vote, best_of_n, sample,
 from forerun.recipes.classify import Classified, classify, label_question
 from forerun.recipes.compare import Comparison, compare
 from forerun.recipes.consensus import Ranking, Wording, equilibrium_ranking
+from forerun.recipes.edit import BrokenEdit, Edited, EditPiece, edit, stream_edit
 
 __all__ = [
     "Best",
+    "BrokenEdit",
     "Candidate",
     "ChunkRun",
     "Classified",
     "Comparison",
+    "EditPiece",
+    "Edited",
     "Ranking",
     "Vote",
     "Wording",
@@ -26,9 +30,11 @@ __all__ = [
     "best_of_n",
     "classify",
     "compare",
+    "edit",
     "equilibrium_ranking",
     "label_question",
     "plan",
     "sample",
     "self_consistency",
+    "stream_edit",
 ]

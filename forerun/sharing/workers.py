@@ -223,6 +223,8 @@ def _check_params(params: SamplingParams) -> None:
         raise BadRequest(f"params ask for n={params.n} answers of each worker", "give the number of workers instead")
     if not params.prefill.exact:
         raise BadRequest(f"workers cannot start from {params.prefill.mode} prefill", "leave prefill out")
+    if params.grammar is not None and params.grammar.kind == "edit":
+        raise BadRequest("workers cannot write edit programs", "ask with llm.edit")
     if params.speculation.drafter not in ("auto", "off"):
         raise BadRequest(
             f"workers do not speculate, params name the drafter {params.speculation.drafter}",
