@@ -16,6 +16,7 @@ EXPECTED = {  # a piece of text that only a run that worked prints
     "batch.py": ["What is 11 plus 5?", "6 answers"],
     "documents.py": ["prompt tokens cached"],
     "earlier_first_token.py": ["exact        first token", "speculative  first token", "of the work", "provisional  "],
+    "edit_file.py": ["used: ", "tokens written"],
     "extraction.py": ["years  <-  The lamp at Skerry", "drafted tokens accepted"],
     "own_drafter.py": ["drafted tokens accepted", "the same answer as plain decoding"],
     "rollouts.py": ["tokens computed"],
