@@ -91,18 +91,8 @@ def params_for_each(params: OneOrMore, count: int, options: Mapping[str, Any]) -
     return [as_params(params, options)] * count  # type: ignore[arg-type]
 
 
-DTYPES = {  # as others write them: our name of the mode
-    "auto": "auto",
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float16": "fp16",
-    "half": "fp16",
-    "fp16": "fp16",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "int8": "int8",
-}
+_SPELLINGS = {"float32": ("float", "fp32"), "fp16": ("float16", "half"), "bf16": ("bfloat16",), "auto": (), "int8": ()}
+DTYPES = {name: mode for mode, others in _SPELLINGS.items() for name in (mode, *others)}  # as others write them
 
 
 def weights_mode(dtype: object, quantization: str | None) -> str:

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Check that results are what they should be; exit status 1 if not.")
 
 
-@app.callback()
-def group() -> None:
-    """Check that results are what they should be; exit status 1 if not."""
-
-
 @app.command()
 def model(
     model: opt.Model = opt.DEFAULT_MODEL,

@@ -112,15 +112,16 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
     from rich.console import Console
 
     from forerun.serve.app import create_app
+    from forerun.serve.observer import RequestObserver
     from forerun.serve.server import Server, listen
-    from forerun.serve.tracing import TracingMiddleware, open_traces
+    from forerun.serve.tracing import OPERATIONS, open_traces
 
     console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
     # A port that is taken is an error before a model is loaded
     with listen(host, server.port) as sock, run_in_thread(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
         app = run_in_thread(lambda: create_app(llm, config))  # warms up
         if traces is not None:
-            app.add_middleware(TracingMiddleware, traces=traces)
+            app.add_middleware(RequestObserver, report=traces.record, paths=OPERATIONS)
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: _reload(config))

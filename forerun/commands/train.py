@@ -22,11 +22,6 @@ KINDS = ("parallel", "block", "heads")
 RATES = {"parallel": 4e-4, "block": 8e-4, "heads": 1e-3}  # of Adam, at its highest
 
 
-@app.callback()
-def train() -> None:
-    """Train drafters for a model, on this machine."""
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """What a drafter is trained on, and how; see `TrainJob` and `TrainSettings`."""

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Lists of allowed answers: make their files, and rank them.")
 
 
-@app.callback()
-def group() -> None:
-    """Lists of allowed answers: make their files, and rank them."""
-
-
 @app.command()
 def build(
     items: Annotated[Path, typer.Argument(help="A text a line, or .jsonl: texts, lists of token ids, or objects.")],

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.core import ROOT
 from forerun.errors import OutOfPages
 from forerun.models.execution.runner import Span
 from forerun.runtime.lease import EngineLease
@@ -63,12 +62,3 @@ class AnswerTree:
                 "than are free",
                 "ask again when fewer requests run, raise kv_cache_tokens, or score fewer answers",
             )
-
-
-def path_of(parents: Sequence[int], tokens: Sequence[int], node: int) -> list[int]:
-    """The tokens from the first to `node`."""
-    path: list[int] = []
-    while node != ROOT:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]

@@ -26,7 +26,8 @@ from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
 from forerun.serve.fill import FillPrompt
 from forerun.serve.logs import RequestIdMiddleware
-from forerun.serve.metrics import Metrics, MetricsMiddleware
+from forerun.serve.metrics import Metrics
+from forerun.serve.observer import RequestObserver
 from forerun.serve.page_api import add_page_api, add_page_files
 from forerun.serve.preparation import PreparationPool, PromptLimit
 from forerun.serve.prompt_pins import PromptPins
@@ -73,7 +74,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
             allow_headers=["*"],  # clients in browsers send many of their own
             expose_headers=["Retry-After", "x-request-id", IGNORED_HEADER],
         )
-    app.add_middleware(MetricsMiddleware, metrics=ctx.metrics)  # counts refused requests, too
+    app.add_middleware(RequestObserver, report=ctx.metrics.count_request)  # refused requests, too
     app.add_middleware(RequestIdMiddleware)
     return app
 

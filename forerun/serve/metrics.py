@@ -6,13 +6,14 @@ answers count, too. Label values come from fixed lists: nothing in a request can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
 import forerun
 from forerun.core import Tally, Usage
@@ -20,27 +21,14 @@ from forerun.decode.drafters import registered
 from forerun.engine.stats import CACHES, SERVED
 from forerun.llm import LLM
 from forerun.serve.admission import AdmissionControl
-from forerun.serve.observer import RequestObserver
-
-if TYPE_CHECKING:
-    from forerun.serve.response import CompletionResponse
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 RATIO_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
 LABELLED_PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/responses",
-    "/tokenize",
-    "/detokenize",
-    "/metrics",
-    "/health",
-    "/ready",
+    *(f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings", "models", "responses")),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/metrics", "/health", "/ready"),
 )
 
 
@@ -93,7 +81,8 @@ class Metrics:
         for name, (text, read) in gauges.items():
             Gauge(name, text, registry=self.registry).set_function(read)
 
-    def count_request(self, path: str, status: int) -> None:
+    def count_request(self, scope: Scope, status: int, *_: object) -> None:
+        path = scope["path"]
         known = path if path in LABELLED_PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
         self._requests.labels(known, str(status)).inc()
 
@@ -121,50 +110,30 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, drafters = self._engine.stats, self._engine.speculator.totals.drafters
-        yield _counter("answers", "Answers that ended by themselves", stats.answers)
-        yield _counter("completion_tokens", "Tokens of answers", stats.completion_tokens)
+        yield CounterMetricFamily("forerun_answers", "Answers that ended by themselves", stats.answers)
+        yield CounterMetricFamily("forerun_completion_tokens", "Tokens of answers", stats.completion_tokens)
+        counts, gauges = partial(_labelled, CounterMetricFamily), partial(_labelled, GaugeMetricFamily)
         served = {name: stats.served[name] for name in SERVED}
-        yield _counter("prompt_tokens", "Prompt tokens by where their K/V came from", served, "source")
+        yield counts("prompt_tokens", "Prompt tokens by where their K/V came from", "source", served)
         shares = {name: served[name] / max(1, sum(served.values())) for name in CACHES}
-        yield _gauge("cache_hit_ratio", "Prompt tokens read from a cache, of all since the start", shares, "tier")
+        yield gauges("cache_hit_ratio", "Prompt tokens read from a cache, of all since the start", "tier", shares)
         tallies = {name: Tally() for name in registered()} | drafters
-        drafted = {name: tally.drafted for name, tally in tallies.items()}
-        accepted = {name: tally.accepted for name, tally in tallies.items()}
-        yield _counter("drafted_tokens", "Drafted tokens that were verified", drafted, "drafter")
-        yield _counter("accepted_tokens", "Drafted tokens that were accepted", accepted, "drafter")
+        for what, became in (("drafted", "verified"), ("accepted", "accepted")):
+            values = {name: getattr(tally, what) for name, tally in tallies.items()}
+            yield counts(f"{what}_tokens", f"Drafted tokens that were {became}", "drafter", values)
         remote = self._engine.speculator.drafter_pool.figures()
         for way in ("sent", "received"):
             moved = {name: int(figures[f"bytes_{way}"]) for name, figures in remote.items()}
-            yield _counter(f"remote_draft_bytes_{way}", f"Bytes {way} for drafts of other machines", moved, "drafter")
+            yield counts(f"remote_draft_bytes_{way}", f"Bytes {way} for drafts of other machines", "drafter", moved)
         tiers = self._engine.tiers
         held = {} if tiers is None else tiers.figures()
         for what in ("tokens", "bytes"):
             values = {name: figures[what] for name, figures in held.items()}
-            yield _gauge(f"tier_{what}", f"K/V in a tier beyond the pool, in {what}", values, "tier")
+            yield gauges(f"tier_{what}", f"K/V in a tier beyond the pool, in {what}", "tier", values)
 
 
-def _counter(name: str, text: str, value: float | dict[str, int], label: str = "") -> Metric:
-    if not isinstance(value, dict):
-        return CounterMetricFamily(f"forerun_{name}", text, value=value)
-    family = CounterMetricFamily(f"forerun_{name}", text, labels=[label])
-    for key, number in value.items():
-        family.add_metric([key], number)
-    return family
-
-
-def _gauge(name: str, text: str, values: dict[str, float], label: str) -> Metric:
-    family = GaugeMetricFamily(f"forerun_{name}", text, labels=[label])
+def _labelled(kind: type[Any], name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = kind(f"forerun_{name}", text, labels=[label])
     for key, number in values.items():
         family.add_metric([key], number)
     return family
-
-
-class MetricsMiddleware(RequestObserver):
-    """Counts every request by path and status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        super().__init__(app)
-        self.metrics = metrics
-
-    def on_end(self, scope: Scope, status: int, arrived: float, response: CompletionResponse | None) -> None:
-        self.metrics.count_request(scope["path"], status)

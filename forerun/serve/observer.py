@@ -7,7 +7,7 @@ holds: that object is in the scope's state.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from forerun.serve.response import CompletionResponse
 
 
-class RequestObserver(ABC):
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+class RequestObserver:
+    """`report` gets the scope, the status, when the request arrived by `time.perf_counter`, and what answered it, if
+    something did. `paths`: of requests that are reported; None: all."""
 
-    def observes(self, scope: Scope) -> bool:
-        return scope["type"] == "http"
-
-    @abstractmethod
-    def on_end(self, scope: Scope, status: int, arrived: float, response: CompletionResponse | None) -> None:
-        """`arrived`: by `time.perf_counter`."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        report: Callable[[Scope, int, float, CompletionResponse | None], None],
+        paths: Container[str] | None = None,
+    ) -> None:
+        self.app, self.report, self.paths = app, report, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.observes(scope):
+        if scope["type"] != "http" or (self.paths is not None and scope["path"] not in self.paths):
             await self.app(scope, receive, send)
             return
         state, arrived, sent = scope.setdefault("state", {}), time.perf_counter(), 500  # where nothing is sent
@@ -43,4 +44,4 @@ class RequestObserver(ABC):
             await self.app(scope, receive, send_noting_status)
         finally:
             response = state.get("response")
-            self.on_end(scope, sent if response is None else response.status_code, arrived, response)
+            self.report(scope, sent if response is None else response.status_code, arrived, response)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
 import forerun
 from forerun.errors import BadRequest
-from forerun.serve.observer import RequestObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -193,17 +192,3 @@ def _set_status(root: Span, status: int) -> None:
         root.set_attribute("error.type", str(status))
     if status >= 500:
         root.set_status(Status(StatusCode.ERROR))
-
-
-class TracingMiddleware(RequestObserver):
-    """Records the spans of every completion request when it has ended."""
-
-    def __init__(self, app: ASGIApp, traces: TraceRecorder) -> None:
-        super().__init__(app)
-        self.traces = traces
-
-    def observes(self, scope: Scope) -> bool:
-        return super().observes(scope) and scope["path"] in OPERATIONS
-
-    def on_end(self, scope: Scope, status: int, arrived: float, response: CompletionResponse | None) -> None:
-        self.traces.record(scope, status, arrived, response)

@@ -16,7 +16,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from forerun import LLM
 from forerun.errors import BadRequest
 from forerun.serve import ServeConfig, create_app
-from forerun.serve.tracing import TraceRecorder, TracingMiddleware, _url, open_traces
+from forerun.serve.observer import RequestObserver
+from forerun.serve.tracing import OPERATIONS, TraceRecorder, _url, open_traces
 from tests.serve.common import ASKED, CHAT, NAME, Running, serving, wait_for
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -32,7 +33,8 @@ def exported() -> InMemorySpanExporter:
 def traced(llm: LLM, exported: InMemorySpanExporter) -> Iterator[Running]:
     config = ServeConfig(NAME)
     app = create_app(llm, config)
-    app.add_middleware(TracingMiddleware, traces=TraceRecorder(SimpleSpanProcessor(exported), {}))
+    report = TraceRecorder(SimpleSpanProcessor(exported), {}).record
+    app.add_middleware(RequestObserver, report=report, paths=OPERATIONS)
     with serving(llm, app, config) as made:
         yield made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from forerun.core import Draft
 from forerun.decode.control.controller import MIN_GROWN_PROB, Controller, PaidPlan, RequestStats
@@ -26,33 +27,16 @@ class VerifyAllDrafts(Controller):
         """Stated probabilities stay: branches keep the drafter's order, and wrong ones may stay the likeliest."""
         return list(draft.probs)
 
-    def select(
-        self,
-        stats: list[RequestStats],
-        drafts: list[Draft],
-        probs: list[list[float]],
-        limits: list[int],
-        context: int,
-        spent_s: float = 0.0,
-    ) -> list[list[int]]:
+    def select(self, stats: Any, drafts: list[Draft], probs: Any, limits: list[int], *costs: Any) -> list[list[int]]:
         return [list(range(min(limit, len(draft)))) for limit, draft in zip(limits, drafts, strict=True)]
 
-    def plan_rounds(
-        self,
-        stats: list[RequestStats],
-        drafts: list[Draft],
-        drafter: str,
-        limits: list[int],
-        context: int,
-        start_s: list[float],
-        spent_s: float = 0.0,
-    ) -> PaidPlan:
+    def plan_rounds(self, stats: Any, drafts: Any, drafter: str, limits: list[int], *costs: Any) -> PaidPlan:
         return PaidPlan(drafter, list(limits), 1.0, [[0.0] * max(limits, default=0)] * len(stats), "every draft")
 
-    def should_draft(self, stats: list[RequestStats], drafters: list[list[str]], context: int, now: float) -> bool:
-        return super().should_draft(stats, drafters, context, now) or True
+    def should_draft(self, *given: Any) -> bool:
+        return super().should_draft(*given) or True
 
-    def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
+    def should_run(self, *given: Any, **more: Any) -> bool:
         return True
 
     def max_wait_s(self, s: RequestStats, drafter: str) -> float:

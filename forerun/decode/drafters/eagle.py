@@ -7,13 +7,10 @@ target's once they are accepted. Loaded from folders of the `speculators` packag
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +21,7 @@ from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
 from forerun.models.decoder import Output
-from forerun.models.execution.runner import Runner, Span
+from forerun.models.execution.runner import Runner, Span, median_seconds
 from forerun.models.hidden_draft import EagleModel
 
 
@@ -74,18 +71,12 @@ class EagleRunner:
         """A launch of several rounds runs whole models only."""
 
     def time_forward(self, tokens: int, context: int, repeats: int) -> float:
-        pool = self._target.pool
-        pages = array("i", pool.allocate(pool.pages_for(context + tokens + 1)))
-        times = []
         try:
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                self.forward([Span([0] * tokens, context, pages, range(tokens))]).logits[-1, 0].item()
-                times.append(time.perf_counter() - start)
+            with self._target.pool.borrow(context + tokens + 1) as pages:
+                span = Span([0] * tokens, context, pages, range(tokens))
+                return median_seconds(lambda: self.forward([span]).logits[-1, 0].item(), repeats)
         finally:
-            pool.release(pages)
             self.start()
-        return float(np.median(times[1:]))
 
 
 @register

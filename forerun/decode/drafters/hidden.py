@@ -19,8 +19,9 @@ from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
 from forerun.decode.drafters.best_first import Marginals, grow
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
+from forerun.models.execution.runner import median_seconds
 
-TIMED_REPEATS = 2
+TIMED_REPEATS = 3
 
 
 class HiddenDrafter(Drafter):
@@ -78,13 +79,5 @@ class HiddenDrafter(Drafter):
         return min(request.max_depth, request.max_nodes, self.tokens_per_round)
 
     def time_round(self, tokens: int, context: int) -> float:
-        pages = array("i", self._pool.allocate(self._pool.pages_for(context + tokens + 1)))
-        times = []
-        try:
-            for _ in range(TIMED_REPEATS + 1):
-                start = time.perf_counter()
-                self._run_blank(tokens, context, pages)
-                times.append(time.perf_counter() - start)
-        finally:
-            self._pool.release(pages)
-        return min(times[1:])
+        with self._pool.borrow(context + tokens + 1) as pages:
+            return median_seconds(lambda: self._run_blank(tokens, context, pages), TIMED_REPEATS)

@@ -385,11 +385,17 @@ class Runner:
                 f"{self.pool.free} are free",
                 "ask again when fewer requests run, or raise kv_cache_tokens",
             )
-        times = []
         with self.pool.borrow(context + tokens) as pages:
             span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                self.forward([span], blocks=blocks).logits[-1, 0].item()  # reading one value waits for the device
-                times.append(time.perf_counter() - start)
-        return float(np.median(times[1:] or times))
+            # reading one value waits for the device
+            return median_seconds(lambda: self.forward([span], blocks=blocks).logits[-1, 0].item(), repeats)
+
+
+def median_seconds(run: Callable[[], object], repeats: int) -> float:
+    """Of one run; a first one does not count, unless there is no other."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[1:] or times))
