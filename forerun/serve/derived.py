@@ -48,6 +48,11 @@ def derived(name: str, options: type, *names: str, optional: bool = False, base:
     return create_model(name, __base__=base, **fields)  # type: ignore[call-overload]
 
 
+def accepted(name: str, *fields: str) -> Any:
+    """A model with fields that clients send and that have no effect here, whatever their values."""
+    return create_model(name, __base__=LenientModel, **dict.fromkeys(fields, (Any, None)))  # type: ignore[call-overload]
+
+
 def _given(hint: Any) -> Any:
     """What a field takes, where it is converted on creation."""
     return get_args(hint)[1] if get_origin(hint) is Converted else hint

@@ -28,7 +28,8 @@ from typing import Any
 import forerun
 from forerun.core import TokenLogprob, Usage
 from forerun.engine.sequence import Event
-from forerun.serve.tool_parser import ParsedCall, ToolCallParser
+from forerun.serve.tool_parser import ToolCallParser
+from forerun.serve.tool_schema import call_object
 from forerun.serve.tools import ToolUse
 from forerun.text.tokenizer import Tokenizer
 
@@ -173,7 +174,7 @@ class ChatEncoder(ResponseEncoder):
             message["content"] = "".join(delta.content for delta in deltas)
             if parser.calls:
                 message["content"] = message["content"] or None
-                message["tool_calls"] = [_call(call) for call in parser.calls]
+                message["tool_calls"] = [call_object(call.id, call.name, call.arguments) for call in parser.calls]
                 reason = _tool_finish_reason(reason)
         logprobs = self._entries(self._visible(choice.logprobs))
         head = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -202,7 +203,7 @@ class ChatEncoder(ResponseEncoder):
         content, calls = "".join(part.content for part in parsed), dict[int, dict[str, Any]]()
         for part in parsed:
             if part.begun is not None:
-                calls[part.call] = {"index": part.call} | _call(part.begun, arguments="")
+                calls[part.call] = {"index": part.call} | call_object(part.begun.id, part.begun.name, "")
             elif part.call >= 0:
                 call = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.arguments
@@ -287,11 +288,6 @@ class CompletionEncoder(ResponseEncoder):
         for token, logprob in top:
             found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
         return found
-
-
-def _call(call: ParsedCall, arguments: str | None = None) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _tool_finish_reason(reason: str | None) -> str | None:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from forerun.errors import BadRequest
 from forerun.options import check_number, field_of
 from forerun.params import PREFILL_MODES, Grammar, Prefill, SamplingParams, Speculation
-from forerun.serve.derived import LenientModel, StrictModel, derived, described
+from forerun.serve.derived import LenientModel, StrictModel, accepted, derived, described
 from forerun.serve.fill import FillPrompt
 from forerun.serve.guided import GuidedFields, lark
 from forerun.serve.tool_schema import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, chosen
@@ -137,6 +137,10 @@ class ResponseFormat(LenientModel):
         return Grammar("regex", source) if self.type == "regex" else Grammar("lark", lark(source))
 
 
+def joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class TextPart(LenientModel):
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -144,29 +148,27 @@ class TextPart(LenientModel):
     annotations: Any = None
 
 
-class Message(LenientModel):
+_ReturnedFields: Any = accepted(
+    "_ReturnedFields", "annotations", "reasoning", "reasoning_content", "thinking_blocks", "provider_specific_fields"
+)
+
+
+class Message(_ReturnedFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None  # not part of any chat template
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # Fields of responses, of this server and of others, which clients send back unchanged; none is part of a prompt
+    # As `_ReturnedFields`: of responses, of this server and of others, sent back unchanged; none is part of a prompt
     refusal: str | None = None
-    annotations: Any = None
     audio: None = None
     function_call: None = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-    thinking_blocks: Any = None
-    provider_specific_fields: Any = None
     cache_control: Any = None
     images: None = None
 
     @property
     def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined(self.content or "")
 
     @property
     def template_role(self) -> str:
@@ -182,7 +184,14 @@ class Message(LenientModel):
             raise BadRequest(f"a message of role {self.role} and its tool_call_id", "only results have one, and all do")
 
 
-class _CompletionBody(GuidedFields, _SamplingFields):
+# About accounts, storage and models that this server does not have; many clients send them
+_UnusedFields: Any = accepted(
+    *("_UnusedFields", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("reasoning_effort", "verbosity", "modalities"),
+)
+
+
+class _CompletionBody(GuidedFields, _UnusedFields, _SamplingFields):
     """What both kinds of request have."""
 
     model: str | None = None  # left out: the one that there is
@@ -197,15 +206,6 @@ class _CompletionBody(GuidedFields, _SamplingFields):
         default=None, description="The prompt's K/V stays in the pool, in place of that of the last request so named."
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # 24h: as long as the server allows
-    # Accepted because many clients send them; about accounts, storage and models that this server does not have
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None
 
     @property
     def constrained(self) -> bool:
@@ -249,10 +249,6 @@ class Prediction(LenientModel):
     type: Literal["content"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
 
 class ChatRequest(_CompletionBody):
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -288,15 +284,14 @@ class ChatRequest(_CompletionBody):
             room,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             grammar=grammar if tools is None else tools.grammar(grammar),
-            prediction=tuple(encode(self.prediction.text)[: min(longest, room)]) if self.prediction else (),
+            prediction=tuple(encode(joined(self.prediction.content))[: min(longest, room)]) if self.prediction else (),
         )
 
     def tool_use(self, dialect: ToolDialect) -> ToolUse | None:
         """None: the output is text only."""
         tools, must = chosen(self.tools, self.tool_choice)
-        parallel = self.parallel_tool_calls is not False and not isinstance(
-            self.tool_choice, NamedTool
-        )  # named: one call
+        named = isinstance(self.tool_choice, NamedTool)  # then there is one call
+        parallel = self.parallel_tool_calls is not False and not named
         return ToolUse(dialect, tuple(tools), must, parallel) if tools else None
 
     def session_encoder(self, dialect: ToolDialect) -> Callable[[list[dict[str, Any]]], list[int]]:
@@ -323,9 +318,8 @@ class ChatRequest(_CompletionBody):
             raise BadRequest("add_generation_prompt begins an answer, continue_final_message continues one", hint)
         use, last = self.tool_use(dialect), self.messages[-1]
         anew = self.add_generation_prompt or self.continue_final_message is False
-        if (
-            whole and not anew and last.role == "assistant" and not last.tool_calls and len(self.messages) > 1
-        ):  # to be continued
+        alone = len(self.messages) == 1
+        if whole and not anew and not alone and last.role == "assistant" and not last.tool_calls:  # to be continued
             prompt = chat_prompt(dialect, self.messages[:-1], use.tools if use else ())
             return replace(prompt, continued=last.text)
         return chat_prompt(dialect, self.messages, use.tools if use else ())

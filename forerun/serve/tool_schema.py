@@ -70,6 +70,11 @@ class ToolCall(LenientModel):
     index: int | None = None  # sent by clients that assembled it from a stream
 
 
+def call_object(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A call as messages have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def chosen(tools: list[Tool] | None, choice: ToolChoice | None) -> tuple[list[Tool], bool]:
     """The tools that the model may call, and whether it must."""
     if not tools:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.params import Grammar
 from forerun.serve.tool_grammar import calls_only, calls_or_json, calls_or_text
 from forerun.serve.tool_parser import CALL_BEGIN, CALL_END, PYTHON_TAG, ToolCallParser
-from forerun.serve.tool_schema import Tool
+from forerun.serve.tool_schema import Tool, call_object
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -113,14 +113,8 @@ def _native(messages: Sequence[Message]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"role": message.template_role, "content": message.text}
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.values},
-                }
-                for call in message.tool_calls
-            ]
+            made = [call_object(call.id, call.function.name, call.function.values) for call in message.tool_calls]
+            entry["tool_calls"] = made
         if message.tool_call_id is not None:
             entry |= {"tool_call_id": message.tool_call_id, "name": names.get(message.tool_call_id, "")}
         entries.append(entry)

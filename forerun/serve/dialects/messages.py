@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from forerun.errors import BadRequest
-from forerun.serve.derived import LenientModel
+from forerun.serve.derived import LenientModel, accepted
 from forerun.serve.dialects.base import NamedEvents, chat_request, joined_text
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, ForerunOptions
+from forerun.serve.tool_schema import call_object
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 PROVISIONAL_EVENTS = ("provisional", "confirm", "retract")
@@ -78,7 +79,10 @@ class CountRequest(LenientModel):
         return found
 
 
-class MessagesRequest(CountRequest):
+_UnusedFields: Any = accepted("_UnusedMessagesFields", "metadata", "service_tier", "inference_geo", "speed")
+
+
+class MessagesRequest(CountRequest, _UnusedFields):
     max_tokens: int
     stream: bool | None = False
     stop_sequences: list[str] | None = None
@@ -86,12 +90,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
     top_k: int | None = None
     forerun: ForerunOptions | None = None
-    # Accepted without effect
-    metadata: Any = None
-    service_tier: Any = None
     container: None = None
-    inference_geo: Any = None
-    speed: Any = None
 
     def to_chat(self) -> ChatRequest:
         more: dict[str, Any] = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
@@ -116,13 +115,8 @@ def _tool(number: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         hint = "describe it as a tool of your own, with an input_schema"
         raise BadRequest(f"tools.{number} is {tool.type!r:.60}, a tool that Anthropic's servers have", hint)
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    made = {name: value for name, value in function.items() if value is not None}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    made = {name: value for name, value in (function | {"strict": tool.strict}).items() if value is not None}
     return {"type": "function", "function": made} | _marked(tool.model_dump())
 
 
@@ -145,8 +139,8 @@ def _converted(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
     for number, block in enumerate(message.content):
         kind, where = block.get("type"), f"{place}.{number}"
         if kind == "tool_use" and message.role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+            calls.append(call_object(block.get("id"), block.get("name"), arguments))
             mark = _marked(block)
         elif kind == "tool_result" and message.role == "user":
             text = joined_text(block.get("content"), f"{where}.content", ("text",))

@@ -10,6 +10,7 @@ from typing import Any
 from forerun.serve.dialects.base import NamedEvents
 from forerun.serve.dialects.responses import ResponsesRequest
 from forerun.serve.errors import ApiError
+from forerun.serve.tool_schema import call_object
 
 _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "previous_response_id")
 
@@ -86,12 +87,10 @@ class ResponsesFormat(NamedEvents):
         found: list[dict[str, Any]] = []
         if self._open is None or self._open["type"] != "message":
             found += self._close()
-            item = self._begin_item(_message_item("", "in_progress") | {"content": []})
+            found.append(self._begin_item(_message_item("", "in_progress") | {"content": []}))
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            found += [
-                item,
-                self._item_event("response.content_part.added", content_index=0, part=part | {"logprobs": []}),
-            ]
+            empty = part | {"logprobs": []}
+            found.append(self._item_event("response.content_part.added", content_index=0, part=empty))
             self._items[-1]["content"] = [part]
         self._items[-1]["content"][0]["text"] += text
         self._items[-1]["content"][0]["logprobs"] += logprobs
@@ -169,15 +168,8 @@ class ResponsesFormat(NamedEvents):
     def _answer(self) -> dict[str, Any]:
         """As a chat message, for the request that continues it."""
         texts = [item["content"][0]["text"] for item in self._items if item["type"] == "message"]
-        calls = [
-            {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
-            }
-            for item in self._items
-            if item["type"] == "function_call"
-        ]
+        written = [item for item in self._items if item["type"] == "function_call"]
+        calls = [call_object(item["call_id"], item["name"], item["arguments"]) for item in written]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         return message | {"tool_calls": calls} if calls else message
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from forerun.errors import BadRequest
-from forerun.serve.derived import LenientModel
+from forerun.serve.derived import LenientModel, accepted
 from forerun.serve.dialects.base import chat_request, joined_text
 from forerun.serve.schema import ChatRequest, ForerunOptions
+from forerun.serve.tool_schema import call_object
 
 _TEXT_KINDS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -21,7 +22,13 @@ class TextOptions(LenientModel):
     verbosity: Any = None
 
 
-class ResponsesRequest(LenientModel):
+_UnusedFields: Any = accepted(
+    *("_UnusedResponsesFields", "reasoning", "truncation", "user", "service_tier", "safety_identifier"),
+    *("max_tool_calls", "stream_options"),
+)
+
+
+class ResponsesRequest(_UnusedFields):
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -44,15 +51,7 @@ class ResponsesRequest(LenientModel):
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
-    # Accepted without effect
-    metadata: dict[str, Any] | None = None
-    reasoning: Any = None
-    truncation: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    max_tool_calls: Any = None
-    stream_options: Any = None
+    metadata: dict[str, Any] | None = None  # is part of the response
 
     def to_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """`messages`: the conversation with this request's input, without its instructions."""
@@ -95,8 +94,7 @@ def _add_item(found: list[dict[str, Any]], item: dict[str, Any], place: str) -> 
         text = joined_text(item.get("content"), f"{place}.content", _TEXT_KINDS, skipped=("refusal",))
         found.append({"role": item["role"], "content": text})
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        call = call_object(item.get("call_id"), item.get("name"), item.get("arguments"))
         if not found or found[-1]["role"] != "assistant":  # calls belong to the message before them
             found.append({"role": "assistant", "content": ""})
         found[-1].setdefault("tool_calls", []).append(call)
