@@ -104,10 +104,8 @@ def weights_mode(dtype: object, quantization: str | None) -> str:
     if quantization in (None, "auto"):
         return mode
     if quantization not in ("int8", "file", "fp16", "float32"):
-        raise BadRequest(
-            f"quantization is {quantization!r:.80}",
-            "use file (a GGUF file's own blocks), int8, fp16, float32, or auto: what is faster here",
-        )
+        hint = "use file (a GGUF file's own blocks), int8, fp16, float32, or auto: what is faster here"
+        raise BadRequest(f"quantization is {quantization!r:.80}", hint)
     if mode not in ("auto", quantization):
         raise BadRequest(f"dtype is {name!r} and quantization {quantization!r}", "leave one of them out")
     return quantization
@@ -120,10 +118,8 @@ def weight_goal(
     if memory is None and quality is None:
         return None
     if memory is not None and quality is not None:
-        raise BadRequest(
-            f"memory is {memory!r:.40} and quality {quality!r:.40}: either decides the bits of all layers",
-            "leave one of them out",
-        )
+        problem = f"memory is {memory!r:.40} and quality {quality!r:.40}: either decides the bits of all layers"
+        raise BadRequest(problem, "leave one of them out")
     name = "quality" if memory is None else "memory"
     if device.type != "cpu":
         raise BadRequest(f"{name} chooses bits of layers for a CPU, and the device is {device.type}", "use device=cpu")

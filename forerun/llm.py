@@ -142,9 +142,8 @@ class LLM(OldLLMNames):
         where, weights = choose_device(device), weights_mode(dtype, quantization)
         tiers = TierConfig(host_bytes, disk, disk_bytes)
         if tiers.any and not enable_prefix_caching:
-            raise BadRequest(
-                "tiers keep what the prefix cache holds, and enable_prefix_caching is off", "leave one of them out"
-            )
+            hint = "leave one of them out"
+            raise BadRequest("tiers keep what the prefix cache holds, and enable_prefix_caching is off", hint)
         check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
         check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         check_switches(
@@ -164,10 +163,8 @@ class LLM(OldLLMNames):
         hidden = found if isinstance(found, HiddenDrafterWeights) else None
         drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
         if adapt and hidden is None:
-            raise BadRequest(
-                "adapt is for a drafter on the target's hidden states, and there is none",
-                "give one as draft_model (forerun train drafter --kind block), or leave adapt out",
-            )
+            hint = "give one as draft_model (forerun train drafter --kind block), or leave adapt out"
+            raise BadRequest("adapt is for a drafter on the target's hidden states, and there is none", hint)
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
         self.config, self.model = self.decoder.config, checkpoint.source
@@ -244,10 +241,7 @@ class LLM(OldLLMNames):
         return self._complete(as_conversations(messages), params, progress, options)
 
     def stream(
-        self,
-        prompt: Prompt | Messages,
-        params: SamplingParams | None = None,
-        **options: Unpack[SamplingOptions],
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
         return self.driver.stream(self.request(self.encode(prompt), as_params(params, options)))
@@ -430,10 +424,8 @@ class LLM(OldLLMNames):
         ids = [] if prompt is None else self.encode(prompt)
         unknown = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
         if unknown is not None:
-            raise BadRequest(
-                f"token id {unknown} is not in the vocabulary of {self.config.vocab_size}",
-                "encode with this model's tokenizer",
-            )
+            hint = "encode with this model's tokenizer"
+            raise BadRequest(f"token id {unknown} is not in the vocabulary of {self.config.vocab_size}", hint)
         with self.driver.exclusive() as engine:
             return summarise_tree(engine.tree, ids, most)
 
@@ -472,9 +464,8 @@ class LLM(OldLLMNames):
         how many trials of learning there were, and how many were kept."""
         hidden = self.engine.speculator.ctx.hidden
         if self._adapted is None or hidden is None or hidden.adapter is None:
-            raise BadRequest(
-                "nothing learns here", "open the model with adapt=True and a drafter of kind block or heads"
-            )
+            hint = "open the model with adapt=True and a drafter of kind block or heads"
+            raise BadRequest("nothing learns here", hint)
         with self.driver.exclusive():
             learnt, stats = hidden.adapter.tensors(), dict(hidden.adapter.stats)
         kept = {name: value for name, value in self._adapted.tensors.items() if not name.startswith("adapter.")}
@@ -489,7 +480,8 @@ class LLM(OldLLMNames):
 
     def clear_cache(self) -> None:
         """Forget all cached prefixes in memory; the disk tier keeps its files."""
-        self.driver.clear_cache()
+        with self.driver.exclusive() as engine:
+            engine.clear_cache()
 
     def close(self) -> None:
         """Cancel what still runs and write what the disk tier is to keep; asking again is an error."""

@@ -40,9 +40,8 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
     if isinstance(model, (str, Path)):
         return open_checkpoint(resolve(str(model)))
     if not hasattr(model, "tokenizer"):
-        raise BadRequest(
-            f"a model cannot be a {type(model).__name__}: {model!r:.80}", "give a name, a path or a hub id"
-        )
+        hint = "give a name, a path or a hub id"
+        raise BadRequest(f"a model cannot be a {type(model).__name__}: {model!r:.80}", hint)
     return model
 
 
@@ -122,17 +121,8 @@ class ModelLoader:
         self, checkpoint: Checkpoint, context: int, is_draft: bool = False, plan: WeightPlan | None = None
     ) -> tuple[Decoder, Precision]:
         with self.stage("weights"):
-            decoder, precision = build_decoder(
-                checkpoint,
-                self.device,
-                self.weights,
-                context,
-                self.quiet,
-                is_draft,
-                self.batch_invariant,
-                report=self.report,
-                plan=plan,
-            )
+            how = (self.device, self.weights, context, self.quiet, is_draft, self.batch_invariant)
+            decoder, precision = build_decoder(checkpoint, *how, report=self.report, plan=plan)
         if plan is not None and plan.streamed:
             from forerun.models.cpu.planning import warn_streamed
 

@@ -34,19 +34,8 @@ PREFILL_MODES = ("exact", "speculative", "provisional")
 PREFILL_SOURCES = ("auto", "draft", "self", "chunk")
 PREFILL_CHOOSERS = ("auto", "draft", "lower", "deviation", "tail", "cross", "start", "random")
 DRAFTERS = (
-    "auto",
-    "off",
-    "model",
-    "parallel",
-    "block",
-    "heads",
-    "eagle3",
-    "lookup",
-    "suffix",
-    "copy",
-    "grammar",
-    "self",
-    "cross",
+    *("auto", "off", "model", "parallel", "block", "heads", "eagle3"),
+    *("lookup", "suffix", "copy", "grammar", "self", "cross"),
 )
 VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded")
 
@@ -135,9 +124,8 @@ def _schema_text(schema: Any) -> str:
             return json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"the JSON schema cannot be written as JSON: {error}", "use plain values") from None
-    raise BadRequest(
-        f"a JSON schema is a dict, a pydantic model or JSON text, got {schema!r:.80}", 'pass e.g. {"type": "object"}'
-    )
+    hint = 'pass e.g. {"type": "object"}'
+    raise BadRequest(f"a JSON schema is a dict, a pydantic model or JSON text, got {schema!r:.80}", hint)
 
 
 @dataclass(frozen=True)
@@ -204,17 +192,13 @@ class Prefill:
     def __post_init__(self) -> None:
         check_fields(self, "prefill: ")
         if self.budget is not None and self.quality is not None:
-            raise BadRequest(
-                f"prefill has a budget of {self.budget} and a quality of {self.quality}",
-                "give one of them: the other follows from the profile's curve",
-            )
+            hint = "give one of them: the other follows from the profile's curve"
+            raise BadRequest(f"prefill has a budget of {self.budget} and a quality of {self.quality}", hint)
         given = [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
         if self.exact and given:
             named = ", ".join(f"{name} {getattr(self, name)!r}" for name in given)
-            raise BadRequest(
-                f"prefill is 'exact', and {named} is about drafted prompts",
-                f"ask for the mode speculative or provisional, or leave {' and '.join(given)} out",
-            )
+            hint = f"ask for the mode speculative or provisional, or leave {' and '.join(given)} out"
+            raise BadRequest(f"prefill is 'exact', and {named} is about drafted prompts", hint)
 
     @property
     def exact(self) -> bool:
@@ -259,11 +243,7 @@ class SamplingParams:
         (), help="End the answer before any of these tokens."
     )
     seed: int | None = option(
-        None,
-        help="Same seed, same answer; default: drawn once per request.",
-        low=-(2**63),
-        high=2**64,
-        whole=True,
+        None, help="Same seed, same answer; default: drawn once per request.", low=-(2**63), high=2**64, whole=True
     )
     logprobs: int | None = option(
         None,
@@ -358,10 +338,8 @@ class SamplingParams:
                 "leave them out, or use sampling='masked'",
             )
         if not self.prefill.exact:
-            raise BadRequest(
-                f"prefill is {self.prefill.mode!r} beside a grammar with sampling 'conditional'",
-                "use prefill='exact', or sampling='masked'",
-            )
+            hint = "use prefill='exact', or sampling='masked'"
+            raise BadRequest(f"prefill is {self.prefill.mode!r} beside a grammar with sampling 'conditional'", hint)
 
     @classmethod
     def from_generation_config(cls, settings: Mapping[str, Any]) -> SamplingParams:
@@ -379,12 +357,8 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether penalties or biases change the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.logit_bias)
-        )
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias)
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -29,16 +29,8 @@ LLM_ARGUMENTS = {
     "prefix_cache": "enable_prefix_caching",
 }
 SAMPLING_ARGUMENTS = {"speculate": "speculation", "prefilling": "prefill"}
-COMMAND_OPTIONS = {
-    "--weights": "--dtype",
-    "--draft": "--draft-model",
-    "--profile": "--prefill-profile",
-    "--pool-tokens": "--kv-cache-tokens",
-    "--max-batch": "--max-num-seqs",
-    "--max-context": "--max-model-len",
-    "--speculate": "--speculation",
-}
-
+_OPTIONS = LLM_ARGUMENTS | {"speculate": "speculation"}
+COMMAND_OPTIONS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in _OPTIONS.items()}
 
 MODULES = {
     "forerun.accounting": "forerun.engine.stats",

@@ -129,10 +129,8 @@ class Tiers:
         self._root = hashlib.blake2b(about.encode(), digest_size=16)
         host = HostTier(config.host_bytes, self._shape, kv.dtype, kv.is_cuda) if config.host_bytes else None
         if host is not None and not host.num_pages:
-            raise BadRequest(
-                f"host_bytes is {config.host_bytes:,}, a page has {host.page_bytes:,} bytes",
-                "raise it, or leave it out",
-            )
+            hint = "raise it, or leave it out"
+            raise BadRequest(f"host_bytes is {config.host_bytes:,}, a page has {host.page_bytes:,} bytes", hint)
         self.host = host
         self.disk: DiskTier | None = None
         self.texts: TextFiles | None = None  # of what is on disk

@@ -17,6 +17,10 @@ from torch import Tensor
 
 from forerun import data
 from forerun.errors import BadRequest
+from forerun.llm import LLM
+from forerun.models.build import block_problem_of, choose_device
+from forerun.models.fetch.store import resolve
+from forerun.models.formats.checkpoint import open_checkpoint
 
 REFERENCE = "float32"
 COMPARED_ROWS = 128  # distributions compared at once: bounds the temporaries to this many times the vocabulary
@@ -57,10 +61,6 @@ def measure_modes(
 
 def default_modes(model: str, device: str) -> tuple[str, ...]:
     """The modes worth asking about: those that are not float32, and a file's own blocks where it has some."""
-    from forerun.models.build import block_problem_of, choose_device
-    from forerun.models.fetch.store import resolve
-    from forerun.models.formats.checkpoint import open_checkpoint
-
     if choose_device(device).type == "cuda":
         return ("bf16",)
     return ("fp16", "int8") if block_problem_of(open_checkpoint(resolve(model))) else ("fp16", "int8", "file")
@@ -70,8 +70,6 @@ def _score(
     model: str, weights: str, texts: Mapping[str, str], tokens: int, options: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Token ids and logits of each text; the model is closed again before the next one is opened."""
-    from forerun import LLM
-
     dtype, quantization = ("auto", weights) if weights == "file" else (weights, None)
     with LLM(
         model, dtype=dtype, quantization=quantization, max_model_len=max(tokens + 1, 2), quiet=True, **options

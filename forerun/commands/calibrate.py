@@ -63,9 +63,7 @@ def calibrate(
     draft: Annotated[
         str | None,
         typer.Option(
-            "--draft-model",
-            "-d",
-            help="A smaller model of the same tokenizer that drafts; none: the target itself.",
+            "--draft-model", "-d", help="A smaller model of the same tokenizer that drafts; none: the target itself."
         ),
     ] = None,
     device: opt.Device = "auto",

@@ -101,9 +101,8 @@ def _source(llm: LLM, asked: Any, name: str | None) -> Iterator[Plain | Session]
     session = llm.session(name)
     begun = bool(session.tokens or session.messages)
     if begun and not isinstance(asked, str) and asked[0]["role"] == "system":
-        raise BadRequest(
-            f"session {name!r} has begun, --system comes too late", "leave it out, or name another session"
-        )
+        hint = "leave it out, or name another session"
+        raise BadRequest(f"session {name!r} has begun, --system comes too late", hint)
     with asking(session, asked):
         yield session
 

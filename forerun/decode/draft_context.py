@@ -93,10 +93,8 @@ class DraftContext:
         made = (
             "load a folder of the `speculators` package" if kind == "eagle3" else f"forerun train drafter --kind {kind}"
         )
-        return BadRequest(
-            f"the drafter {kind!r} reads the target's hidden states with a model trained for it: {found}",
-            f"{made}; then give it as draft_model=..., or --draft-model",
-        )
+        problem = f"the drafter {kind!r} reads the target's hidden states with a model trained for it: {found}"
+        return BadRequest(problem, f"{made}; then give it as draft_model=..., or --draft-model")
 
     def draft_problem(self, user: str, through_text: bool) -> BadRequest | None:
         """Why `user` cannot work with the draft model: it needs the target's tokens, or goes through the text."""

@@ -284,9 +284,8 @@ class AnswerGrammar:
 def _parse(grammar: Grammar, backend: LLTokenizer) -> LLMatcher:
     name, size = _NAMES[grammar.kind], len(grammar.source)
     if size > MAX_SOURCE_CHARS:
-        raise BadRequest(
-            f"the {name} grammar has {size} characters, the limit is {MAX_SOURCE_CHARS}", "use a smaller one"
-        )
+        hint = "use a smaller one"
+        raise BadRequest(f"the {name} grammar has {size} characters, the limit is {MAX_SOURCE_CHARS}", hint)
     if lone := re.search("[\ud800-\udfff]", grammar.source):
         raise BadRequest(f"the {name} grammar has a lone surrogate at character {lone.start()}", "pass valid Unicode")
     ll = _llguidance()

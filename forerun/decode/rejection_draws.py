@@ -210,7 +210,5 @@ class RejectionDraws:
 
 
 def _no_answer(max_tokens: int) -> DeadEnd:
-    return DeadEnd(
-        f"no answer of the grammar has a probability above 0 within {max_tokens} tokens",
-        "raise max_tokens, or let the grammar have shorter answers",
-    )
+    hint = "raise max_tokens, or let the grammar have shorter answers"
+    return DeadEnd(f"no answer of the grammar has a probability above 0 within {max_tokens} tokens", hint)

@@ -43,9 +43,8 @@ class TokenTrie:
         rows = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int64)  # [items, longest]
         flat = np.array([token for ids in sequences for token in ids], dtype=np.int64)
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < 2**31:
-            raise BadRequest(
-                f"token ids are from {int(flat.min())} to {int(flat.max())}", "use ids from 0 to 2147483647"
-            )
+            hint = "use ids from 0 to 2147483647"
+            raise BadRequest(f"token ids are from {int(flat.min())} to {int(flat.max())}", hint)
         rows[np.arange(rows.shape[1]) < lengths[:, None]] = flat
         order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
         rows, lengths = rows[order], lengths[order]
@@ -197,10 +196,8 @@ def _check(sequences: Sequence[Sequence[int]], lengths: np.ndarray) -> None:
     if not len(sequences):
         raise BadRequest("the trie has no items", "give at least one")
     if int(lengths.max()) > MAX_ITEM_TOKENS:
-        raise BadRequest(
-            f"item {int(lengths.argmax())} has {int(lengths.max())} tokens, the limit is {MAX_ITEM_TOKENS}",
-            "use shorter items",
-        )
+        problem = f"item {int(lengths.argmax())} has {int(lengths.max())} tokens, the limit is {MAX_ITEM_TOKENS}"
+        raise BadRequest(problem, "use shorter items")
 
 
 def _check_unique(nodes: np.ndarray, items: np.ndarray) -> None:

@@ -122,10 +122,8 @@ class ConditionalAnswer(TrieAnswer, Futures):
 def check_vocabulary(trie: TokenTrie, vocab_size: int) -> None:
     highest = int(trie.tokens.max())
     if highest >= vocab_size:
-        raise BadRequest(
-            f"the trie {trie.source} has token id {highest}, the vocabulary has {vocab_size}",
-            "build it with this model's tokenizer",
-        )
+        hint = "build it with this model's tokenizer"
+        raise BadRequest(f"the trie {trie.source} has token id {highest}, the vocabulary has {vocab_size}", hint)
 
 
 def rows_to_score(trie: TokenTrie, end_ids: Sequence[int]) -> list[int]:

@@ -42,9 +42,8 @@ class EngineConfig:
                 "a step holds one token of every running request: raise max_num_batched_tokens or lower max_num_seqs",
             )
         if self.kv_cache_tokens < 2 * self.page_size:
-            raise BadRequest(
-                f"kv_cache_tokens is {self.kv_cache_tokens}, less than two pages of {self.page_size}", "raise it"
-            )
+            problem = f"kv_cache_tokens is {self.kv_cache_tokens}, less than two pages of {self.page_size}"
+            raise BadRequest(problem, "raise it")
 
     @property
     def capacity(self) -> int:
@@ -74,10 +73,8 @@ def size_kv_cache(
     if asked is not None:
         needed = asked * page_bytes // page_size
         if needed > free:
-            raise OutOfPages(
-                f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free",
-                f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out",
-            )
+            problem = f"kv_cache_tokens is {asked}: {needed / 1e9:.1f} GB of KV, {free / 1e9:.1f} GB of memory are free"
+            raise OutOfPages(problem, f"ask for at most {free * asked // needed} tokens, or leave kv_cache_tokens out")
         return asked
     if gpu_memory_utilization is not None:
         return _utilised(gpu_memory_utilization, free, total, page_bytes) * page_size

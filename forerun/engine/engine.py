@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -40,11 +39,9 @@ from forerun.errors import ForerunError
 from forerun.models.decoder import Decoder, Output
 from forerun.models.execution.runner import Runner
 from forerun.models.hidden_draft import HiddenDraftModel
+from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.upgrade import Upgrader
 from forerun.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from forerun.prefill.prefiller import Prefiller
 
 log = logging.getLogger("forerun")
 

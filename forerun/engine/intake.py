@@ -9,12 +9,13 @@ import random
 import struct
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forerun.core import SamplingParams
 from forerun.decode.edit_answer import EditAnswer
+from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
+from forerun.decode.language import Languages
 from forerun.decode.speculator import Speculator
 from forerun.decode.trie import TokenTrie, open_trie
 from forerun.decode.trie_answer import TrieAnswer
@@ -25,10 +26,6 @@ from forerun.errors import BadRequest, OutOfPages
 from forerun.models.config import ModelConfig
 from forerun.params import Grammar
 from forerun.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from forerun.decode.grammar import AnswerGrammar, GrammarCompiler
-    from forerun.decode.language import Languages
 
 
 @dataclass(eq=False)
@@ -55,10 +52,8 @@ class Intake:
             raise BadRequest("the prompt is empty", "give at least one token of text")
         if len(prompt_ids) >= limit:
             larger = ", or load the model with a larger max_model_len" if limit < self.model.max_context else ""
-            raise BadRequest(
-                f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer",
-                f"shorten the prompt{larger}",
-            )
+            problem = f"the prompt has {len(prompt_ids)} tokens, the context holds {limit} with the answer"
+            raise BadRequest(problem, f"shorten the prompt{larger}")
         if len(prompt_ids) >= self.config.capacity:
             raise OutOfPages(
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {self.config.capacity} with the answer",
@@ -77,9 +72,8 @@ class Intake:
         packed = _packed(prompt_ids, vocab)  # fast for long prompts: one by one only to name what is wrong
         for token in (*(prompt_ids if packed is None else ()), *params.logit_bias, *params.prediction):
             if not isinstance(token, int) or not 0 <= token < vocab:
-                raise BadRequest(
-                    f"token id {token!r} is not in the vocabulary of {vocab}", "encode with this model's tokenizer"
-                )
+                hint = "encode with this model's tokenizer"
+                raise BadRequest(f"token id {token!r} is not in the vocabulary of {vocab}", hint)
         return array("i", prompt_ids) if packed is None else packed
 
     def sequences(self, request: Request) -> list[Sequence]:
@@ -109,9 +103,8 @@ class Intake:
     def constraint(self, grammar: Grammar) -> AnswerGrammar | TrieAnswer:
         """For one answer that is masked."""
         if grammar.sampling == "conditional":
-            raise BadRequest(
-                "sampling 'conditional' looks ahead, and this request came without", "use sampling='masked' here"
-            )
+            hint = "use sampling='masked' here"
+            raise BadRequest("sampling 'conditional' looks ahead, and this request came without", hint)
         if grammar.kind == "trie":
             return TrieAnswer(open_trie(grammar.source), self.model.vocab_size, self.end_ids)
         if grammar.kind == "edit":
@@ -123,8 +116,6 @@ class Intake:
         if grammar.kind == "trie":
             return open_trie(grammar.source)
         if self._languages is None:
-            from forerun.decode.language import Languages
-
             self._languages = Languages(self.grammars)
         return self._languages.trie(grammar)
 
@@ -140,8 +131,6 @@ class Intake:
         if self.tokenizer is None:
             raise BadRequest("a grammar needs a tokenizer, this engine has none", "leave the grammar out")
         if self._grammars is None:
-            from forerun.decode.grammar import GrammarCompiler
-
             self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size)
         return self._grammars
 

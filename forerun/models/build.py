@@ -32,16 +32,7 @@ from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.dequant import EmbeddingRows
 from forerun.models.formats.fingerprint import fingerprint
-from forerun.models.linear import (
-    CPU_PRECISIONS,
-    Int8Rows,
-    Linear,
-    Norm,
-    PackedInt8,
-    Precision,
-    Rotation,
-    int8_range,
-)
+from forerun.models.linear import CPU_PRECISIONS, Int8Rows, Linear, Norm, PackedInt8, Precision, Rotation, int8_range
 from forerun.models.packed_cache import LIMIT_VARIABLE, PackedFile, PackedKey, PackedWriter, folder
 from forerun.models.packed_cache import load as load_packed
 
@@ -66,9 +57,8 @@ def choose_device(device: str) -> torch.device:
     if device not in ("cpu", "cuda"):
         raise BadRequest(f"device is {device!r}", "use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadRequest(
-            "device is cuda, but torch sees no GPU here", "use device=cpu, or install a CUDA build of torch"
-        )
+        hint = "use device=cpu, or install a CUDA build of torch"
+        raise BadRequest("device is cuda, but torch sees no GPU here", hint)
     return torch.device(device)
 
 

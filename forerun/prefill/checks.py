@@ -243,10 +243,8 @@ def check_thresholds(thresholds: dict[str, list[float]], layers: int) -> None:
     """Raise unless they are for a target of so many layers."""
     for signal, limits in thresholds.items():
         if len(limits) != (1 if signal == "kl" else layers):
-            raise BadProfile(
-                f"the profile has {len(limits)} thresholds for {signal!r}, the target has {layers} layers",
-                "calibrate again: forerun calibrate --target ... --out PROFILE",
-            )
+            problem = f"the profile has {len(limits)} thresholds for {signal!r}, the target has {layers} layers"
+            raise BadProfile(problem, "calibrate again: forerun calibrate --target ... --out PROFILE")
 
 
 def divergence(now: Tensor, before: Tensor) -> float:

@@ -77,10 +77,8 @@ def chooser_problem(name: str, source: str, has_cross: bool) -> BadRequest | Non
     if name not in PREFILL_CHOOSERS:
         return BadRequest(f"the chooser of prefill is {name!r}", f"use one of {', '.join(PREFILL_CHOOSERS)}")
     if name == "cross" and not has_cross:
-        return BadRequest(
-            "the chooser 'cross' needs a draft model of another tokenizer, and none is open",
-            "open the model with such a draft, or use chooser=auto",
-        )
+        hint = "open the model with such a draft, or use chooser=auto"
+        return BadRequest("the chooser 'cross' needs a draft model of another tokenizer, and none is open", hint)
     if source not in OFFERED_BY.get(name, (source,)):
         offered = " or ".join(OFFERED_BY[name])
         return BadRequest(f"the chooser {name!r} goes with the source {offered}, not {source}", "use chooser=auto")

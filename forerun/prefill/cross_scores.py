@@ -136,10 +136,8 @@ class CrossScores:
         alignment = TokenAlignment(tokens, self._target, self._draft)
         count = len(alignment.ids)
         if count > self.max_tokens:
-            raise BadRequest(
-                f"the prompt has {count} tokens of the draft model, which reads at most {self.max_tokens}",
-                "shorten it, or use another chooser",
-            )
+            problem = f"the prompt has {count} tokens of the draft model, which reads at most {self.max_tokens}"
+            raise BadRequest(problem, "shorten it, or use another chooser")
         if count == 0:
             return np.zeros(len(tokens))
         return alignment.carry(self._read(alignment.ids, min(alignment.tokens_before(len(tokens) - tail), count - 1)))

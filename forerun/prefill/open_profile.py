@@ -15,6 +15,7 @@ from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import SAMPLED_DIGITS, fingerprint, sampled_fingerprint
+from forerun.prefill.cross_scores import CrossScores
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile, chunk_profile
 
@@ -68,8 +69,6 @@ def prefiller_factory(profile: Profile | None) -> Callable[[DraftContext], Prefi
             return Prefiller(ctx, chunk_profile())
         if ctx.draft is None or ctx.draft.same_tokens:
             return Prefiller(ctx, profile)
-        from forerun.prefill.cross_scores import CrossScores
-
         return Prefiller(ctx, profile, cross=CrossScores(ctx))
 
     return make

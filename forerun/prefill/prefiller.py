@@ -347,10 +347,8 @@ def refusal_of(source: KVSource, tokens: int) -> BadRequest | None:
     """Why a source cannot draft a prompt of so many tokens."""
     if source.max_tokens is None or tokens <= source.max_tokens:
         return None
-    return BadRequest(
-        f"the prompt has {tokens} tokens, the draft model reads at most {source.max_tokens}",
-        "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)",
-    )
+    hint = "shorten it, or allow exact prefill for such prompts: allow_exact=True (--allow-exact)"
+    return BadRequest(f"the prompt has {tokens} tokens, the draft model reads at most {source.max_tokens}", hint)
 
 
 class Recomputer:

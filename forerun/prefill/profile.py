@@ -106,6 +106,5 @@ def chunk_profile() -> Profile:
 def require_profile(profile: Profile, kind: str) -> None:
     """Raise unless it is one for this source."""
     if profile.kind != kind:
-        raise BadProfile(
-            f"the profile is one for the source {profile.kind!r}, not for {kind!r}", f"use source={profile.kind}"
-        )
+        hint = f"use source={profile.kind}"
+        raise BadProfile(f"the profile is one for the source {profile.kind!r}, not for {kind!r}", hint)

@@ -46,10 +46,8 @@ def accept_until_broken(
         chunk = list(propose(run.state))
         own = list(verify(run.state, chunk))
         if len(own) != len(chunk) + 1:
-            raise BadRequest(
-                f"verify returned {len(own)} actions for a chunk of {len(chunk)}",
-                "return the verifier's action in the state and after each action of the chunk",
-            )
+            hint = "return the verifier's action in the state and after each action of the chunk"
+            raise BadRequest(f"verify returned {len(own)} actions for a chunk of {len(chunk)}", hint)
         run.calls, run.proposed = run.calls + 1, run.proposed + len(chunk)
         for at, action in enumerate(own):
             run.state = act(run.state, action)

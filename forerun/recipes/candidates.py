@@ -97,10 +97,8 @@ def self_consistency(
             hash(candidate.vote)
         except Exception as error:
             candidate.vote = None
-            raise BadRequest(
-                f"extract raised {type(error).__name__} on a candidate: {error}",
-                "return something that can be counted (text, a number), or None where there is no answer",
-            ) from error
+            hint = "return something that can be counted (text, a number), or None where there is no answer"
+            raise BadRequest(f"extract raised {type(error).__name__} on a candidate: {error}", hint) from error
 
     found = _evaluated(llm, prompt, n, params, seed, evaluate)
     counts = Counter(c.vote for c in found if c.vote is not None)

@@ -109,10 +109,8 @@ def equilibrium_ranking(
 ) -> Ranking:
     """Rank candidate answers by where generator and discriminator agree. One prefill of the question serves all."""
     if len(candidates) < 2 or len(set(candidates)) < len(candidates):
-        raise BadRequest(
-            f"{len(candidates)} candidates, {len(set(candidates))} of them distinct",
-            "a ranking needs at least two, each given once",
-        )
+        hint = "a ranking needs at least two, each given once"
+        raise BadRequest(f"{len(candidates)} candidates, {len(set(candidates))} of them distinct", hint)
     for candidate in candidates:
         if not isinstance(candidate, str) or not candidate.strip():
             raise BadRequest(f"a candidate is text, got {candidate!r:.80}", "leave empty ones out")

@@ -40,7 +40,7 @@ class Driver:
         self._gate = threading.RLock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self.closed = False
         self._steppers = 0  # callers that step the engine themselves or use it between steps
         self._readers = 0  # callers that leave the steps to the thread
         self._mailbox: Mailbox[Event] | None = None  # to the event loop of the latest request
@@ -138,14 +138,14 @@ class Driver:
         self.check_open()
         busy = True
         with self._stepping():
-            while busy and not self._closed:
+            while busy and not self.closed:
                 with self._lock:
                     busy = self.engine.upgrade_step() if self.engine.idle else self.engine.step()
 
     def close(self) -> None:
         """Cancel all open requests; from now on every call is an error."""
         with self._gate:
-            self._closed = True
+            self.closed = True
         self._halt()
         with self._lock:
             self.engine.end_all()
@@ -155,7 +155,7 @@ class Driver:
     def save(self, tokens: list[int]) -> None:
         """Write the exact K/V of a text to the disk tier; the engine can step while the disk is written."""
         tiers, at, data = self.engine.tiers, 0, pack(tokens)
-        while tiers is not None and not self._closed:
+        while tiers is not None and not self.closed:
             with self.exclusive():
                 copied = tiers.copy(data, self.engine.tree.match(tokens), at)
             if copied is None:
@@ -182,22 +182,14 @@ class Driver:
                 self.collect()
 
     def _halt(self) -> None:
-        self._closed = True
+        self.closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
             atexit.unregister(self._halt)
 
-    def clear_cache(self) -> None:
-        with self.exclusive() as engine:
-            engine.clear_cache()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ForerunError("this LLM is closed", "make a new one, or ask inside the `with` block")
 
     def _submit(self, request: Request) -> None:
@@ -268,19 +260,19 @@ class Driver:
 
     def _background(self) -> None:
         with self._gate:
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self.closed:
                 self._thread = threading.Thread(target=self._loop, name="forerun-engine", daemon=True)
                 self._thread.start()
                 atexit.register(self._halt)  # a process must not end in the middle of a forward
         self._wake.set()
 
     def _loop(self) -> None:
-        while not self._closed:
+        while not self.closed:
             self._wake.wait()
             self._wake.clear()
             if self.engine.idle and self._wake.wait(UPGRADE_DELAY_S):
                 continue  # a new request
-            while not self._closed and self._serve():
+            while not self.closed and self._serve():
                 pass
 
     def _serve(self) -> bool:

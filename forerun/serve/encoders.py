@@ -105,9 +105,8 @@ class ResponseEncoder(ABC):
             return [self._own("provisional", index, len(event.token_ids), event.text)] if event.text else []
         if not choice.provisional_ids:
             return []
-        before, after = (
-            self._confirmed(choice, count) for count in (choice.confirmed, choice.confirmed + event.confirmed)
-        )
+        counts = (choice.confirmed, choice.confirmed + event.confirmed)
+        before, after = (self._confirmed(choice, count) for count in counts)
         events = [
             ("confirm", event.confirmed, after[len(before) :]),
             ("retract", event.retracted, choice.provisional[len(after) :]),

@@ -35,6 +35,5 @@ def fill_tokens(tokenizer: Tokenizer) -> list[int]:
         if None not in ids[:3]:
             return [token for token in ids if token is not None]
     hint = "leave suffix out, or use a model such as qwen2.5-coder-1.5b-instruct"
-    raise BadRequest(
-        "suffix needs a model that fills in the middle, and this one's vocabulary has no tokens for it", hint
-    )
+    problem = "suffix needs a model that fills in the middle, and this one's vocabulary has no tokens for it"
+    raise BadRequest(problem, hint)

@@ -107,10 +107,7 @@ def _about(ctx: ServerContext) -> dict[str, Any]:
             "off",
             *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),
         ],
-        "options": {
-            "temperature": documented(SamplingParams, "temperature"),
-            "budget": documented(Prefill, "budget"),
-        },
+        "options": {"temperature": documented(SamplingParams, "temperature"), "budget": documented(Prefill, "budget")},
         "shows_prompts": config.show_prompts,
     }
 
@@ -134,11 +131,7 @@ def _run(ctx: ServerContext, run: SharedRun) -> dict[str, Any]:
 def _tokens(ctx: ServerContext, messages: list[dict[str, str]]) -> dict[str, Any]:
     ids = ctx.llm.encode(messages)
     fits = len(ids) < ctx.max_context
-    return {
-        "tokens": len(ids),
-        "context": ctx.max_context,
-        "pieces": _pieces(ctx.llm.tokenizer, ids) if fits else [],
-    }
+    return {"tokens": len(ids), "context": ctx.max_context, "pieces": _pieces(ctx.llm.tokenizer, ids) if fits else []}
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -11,8 +11,9 @@ import os.path
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forerun.cache.pins import Pins
 from forerun.cache.prefix import pack
 from forerun.errors import ForerunError
 from forerun.llm import LLM
@@ -21,9 +22,6 @@ from forerun.serve.schema import ChatRequest, CompletionRequest, Message
 from forerun.serve.tool_schema import Tool
 from forerun.serve.tools import ToolDialect, chat_prompt
 from forerun.sharing.session_registry import DEFAULT_TTL_S
-
-if TYPE_CHECKING:
-    from forerun.cache.pins import Pins
 
 MAX_PINS = 64  # of one API key
 MAX_PINNED_SHARE = 0.5  # of the pool's pages, for all pins of prompts together

@@ -13,22 +13,20 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core import Usage
+from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.serve.config import ApiKey
 from forerun.serve.errors import ApiError
+from forerun.serve.schema import Message, SessionOptions
 from forerun.serve.tool_parser import ToolCallParser
 from forerun.sharing.session import Session, completed
 from forerun.sharing.session_registry import DEFAULT_TTL_S
 from forerun.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from forerun.engine.engine import Engine
-    from forerun.serve.schema import Message, SessionOptions
 
 Encode = Callable[[list[dict[str, Any]]], list[int]]
 
@@ -222,10 +220,8 @@ def new_messages(stored: Sequence[dict[str, Any]], sent: Sequence[Message]) -> l
     if stored and len(sent) > len(stored) and all(_same(*pair) for pair in zip(stored, sent, strict=False)):
         sent = sent[len(stored) :]
     elif stored and any(message.role not in ("user", "tool") for message in sent):
-        raise BadRequest(
-            "the messages are neither new ones of user or tool nor the session's whole conversation with more",
-            "send only what is new, or the conversation word for word, or start another session",
-        )
+        problem = "the messages are neither new ones of user or tool nor the session's whole conversation with more"
+        raise BadRequest(problem, "send only what is new, or the conversation word for word, or start another session")
     return [message.model_dump(include=_STORED, exclude_none=True) | {"content": message.text} for message in sent]
 
 

@@ -8,14 +8,7 @@ from forerun.sharing.rollout import arollout
 from forerun.sharing.rollout_config import RolloutConfig
 from forerun.sharing.scoring import ContinuationScores, score_continuations
 from forerun.sharing.top_items import RankedItem, TopItems
-from forerun.sharing.tree import (
-    RolloutNode,
-    RolloutTree,
-    Trajectory,
-    group_relative,
-    node_advantages,
-    token_advantages,
-)
+from forerun.sharing.tree import RolloutNode, RolloutTree, Trajectory, group_relative, node_advantages, token_advantages
 
 __all__ = [
     "ContinuationScores",
@@ -39,6 +32,5 @@ _RECIPES = (
     *("Comparison", "compare", "Ranking", "Wording", "equilibrium_ranking"),
 )
 __getattr__ = moved_names(
-    __name__,
-    {"Scored": (__name__, "ContinuationScores")} | {name: ("forerun.recipes", name) for name in _RECIPES},
+    __name__, {"Scored": (__name__, "ContinuationScores")} | {name: ("forerun.recipes", name) for name in _RECIPES}
 )

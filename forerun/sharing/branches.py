@@ -86,10 +86,8 @@ def checked_score(score: Callable[[T], float], subject: T, what: str) -> float:
     try:
         value = score(subject)
     except Exception as error:
-        raise BadRequest(
-            f"the score function raised {type(error).__name__} on {what}: {error}",
-            "that one has no score, the others are not affected; make the function return a number for any text",
-        ) from error
+        hint = "that one has no score, the others are not affected; make the function return a number for any text"
+        raise BadRequest(f"the score function raised {type(error).__name__} on {what}: {error}", hint) from error
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise BadRequest(f"the score function gave {value!r} for {what}", "return a finite number")
     return float(value)

@@ -98,14 +98,10 @@ class Brancher:
         try:
             found = list(function(node))
         except Exception as error:
-            raise BadRequest(
-                f"branch_on raised {type(error).__name__} on node {node.id}: {error}",
-                "it gets a node of the tree and returns positions in node.token_ids",
-            ) from error
+            hint = "it gets a node of the tree and returns positions in node.token_ids"
+            raise BadRequest(f"branch_on raised {type(error).__name__} on node {node.id}: {error}", hint) from error
         for at in found:
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(node.token_ids):
-                raise BadRequest(
-                    f"branch_on gave position {at!r} for node {node.id}, which has {len(node.token_ids)} tokens",
-                    "positions are whole numbers from 0 to len(node.token_ids) - 1",
-                )
+                problem = f"branch_on gave position {at!r} for node {node.id}, which has {len(node.token_ids)} tokens"
+                raise BadRequest(problem, "positions are whole numbers from 0 to len(node.token_ids) - 1")
         return found

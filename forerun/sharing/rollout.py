@@ -58,10 +58,8 @@ class Rollout:
         self.llm, self.config = llm, config
         self.page_size = llm.engine.pool.page_size if llm.engine.config.enable_prefix_caching else NO_SHARING
         if config.token_budget <= len(stem):
-            raise BadRequest(
-                f"the token budget is {config.token_budget}, the stem alone has {len(stem)} tokens",
-                "raise token_budget to the stem's length and what the answers may take, or shorten the prompt",
-            )
+            hint = "raise token_budget to the stem's length and what the answers may take, or shorten the prompt"
+            raise BadRequest(f"the token budget is {config.token_budget}, the stem alone has {len(stem)} tokens", hint)
         logprobs = min(MAX_LOGPROBS, max(MIN_TOP_LOGPROBS, config.params.logprobs or 0))
         self.params = replace(config.params, logprobs=logprobs)
         llm.engine.intake.check(stem, self.params)

@@ -52,10 +52,8 @@ class RolloutConfig:
         for name in ("width", "depth", "token_budget"):
             check_number(name, getattr(self, name), 1, whole=True)
         if self.branch_on not in BRANCH_NAMES and not callable(self.branch_on):
-            raise BadRequest(
-                f"branch_on is {self.branch_on!r}",
-                f"use {', '.join(BRANCH_NAMES)} or a function from node to positions",
-            )
+            hint = f"use {', '.join(BRANCH_NAMES)} or a function from node to positions"
+            raise BadRequest(f"branch_on is {self.branch_on!r}", hint)
         if self.score is not None and not callable(self.score):
             raise BadRequest(f"score is {self.score!r:.80}", "give a function from a trajectory to a number")
         if self.prune_below is not None and self.score is None:

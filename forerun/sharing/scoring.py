@@ -156,7 +156,5 @@ class _Scorer:
             job.logprobs.append(logprob)
 
     def _too_large(self, tokens: int) -> OutOfPages:
-        return OutOfPages(
-            f"scoring {tokens} tokens needs {self.pool.pages_for(tokens)} pages, {self.pool.free} are free",
-            "ask again when fewer requests run, or raise kv_cache_tokens",
-        )
+        problem = f"scoring {tokens} tokens needs {self.pool.pages_for(tokens)} pages, {self.pool.free} are free"
+        return OutOfPages(problem, "ask again when fewer requests run, or raise kv_cache_tokens")

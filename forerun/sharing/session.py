@@ -66,9 +66,8 @@ class Session:
         """Add text, token ids, a message or messages for the next answer."""
         with self._exclusively("append to"):
             before = self._state.before_turn()
-            if isinstance(content, dict) or (
-                isinstance(content, (list, tuple)) and content and _is_message(content[0])
-            ):
+            several = isinstance(content, (list, tuple)) and content and not isinstance(content[0], (int, str))
+            if isinstance(content, dict) or several:
                 self._append_messages([content] if isinstance(content, dict) else content)  # type: ignore[arg-type]
             else:
                 self._append_text(content)  # type: ignore[arg-type]
@@ -77,17 +76,14 @@ class Session:
 
     def _append_messages(self, messages: Messages) -> None:
         if self._state.tokens and not self._state.messages:
-            raise BadRequest(
-                f"session {self.name!r} is plain text, it cannot take messages", "open another session for them"
-            )
+            hint = "open another session for them"
+            raise BadRequest(f"session {self.name!r} is plain text, it cannot take messages", hint)
         self._state.messages += self._registry.llm.tokenizer.plain_messages(messages)
 
     def _append_text(self, content: str | list[int]) -> None:
         if self._state.messages:
-            raise BadRequest(
-                f"session {self.name!r} is a conversation, it cannot take plain text",
-                "append {'role': 'user', 'content': ...}",
-            )
+            hint = "append {'role': 'user', 'content': ...}"
+            raise BadRequest(f"session {self.name!r} is a conversation, it cannot take plain text", hint)
         llm = self._registry.llm
         if isinstance(content, str) and content and self._state.tokens:  # no BOS token in the middle
             self._state.tokens += llm.tokenizer.encode(content)
@@ -253,10 +249,8 @@ class Session:
             raise BadRequest(f"cannot {what} session {self.name!r}: it is closed", "open it with llm.session(name)")
         self._registry.driver.check_open()
         if not self._busy.acquire(blocking=False):
-            raise BadRequest(
-                f"cannot {what} session {self.name!r}: a turn of it is running",
-                "wait for its end or close its iterator; or fork it before, and use the fork",
-            )
+            hint = "wait for its end or close its iterator; or fork it before, and use the fork"
+            raise BadRequest(f"cannot {what} session {self.name!r}: a turn of it is running", hint)
         try:
             if not held:
                 yield
@@ -297,10 +291,6 @@ class _Turn:
 def _check_one(params: SamplingParams) -> None:
     if params.n != 1:
         raise BadRequest(f"a session has one answer a turn, n is {params.n}", "fork it for others")
-
-
-def _is_message(value: object) -> bool:
-    return not isinstance(value, (int, str))
 
 
 def _check_count(what: str, value: int, limit: int, name: str) -> None:

@@ -17,17 +17,15 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.cache.file_lock import FileLock
 from forerun.cache.segments import json_digest
 from forerun.errors import BadRequest, ForerunError
+from forerun.llm import LLM
 from forerun.options import check_number
+from forerun.runtime.driver import Driver
 from forerun.sharing.session import Session
-
-if TYPE_CHECKING:
-    from forerun.llm import LLM
-    from forerun.runtime.driver import Driver
 
 log = logging.getLogger("forerun")
 
@@ -125,9 +123,8 @@ class SessionFiles:
             pending = state.pop("pending")
             return SessionState(**state, marks=marks, pending=None if pending is None else tuple(pending))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ForerunError(
-                f"the file of session {name!r} is damaged: {error}", f"remove {path}, or choose another name"
-            ) from error
+            hint = f"remove {path}, or choose another name"
+            raise ForerunError(f"the file of session {name!r} is damaged: {error}", hint) from error
 
     def save(self, name: str, state: SessionState) -> bool:
         """Whether it is on disk now."""
@@ -278,8 +275,7 @@ class SessionRegistry:
 
 def _check(name: str, ttl: float | None) -> None:
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
-        raise BadRequest(
-            f"a session's name is text of 1 to {MAX_NAME_CHARS} characters, got {name!r:.80}", "choose another name"
-        )
+        hint = "choose another name"
+        raise BadRequest(f"a session's name is text of 1 to {MAX_NAME_CHARS} characters, got {name!r:.80}", hint)
     if ttl is not None:
         check_number("ttl", ttl, 0, 1e9, open_low=True, hint="give seconds, or leave it out")

@@ -18,20 +18,17 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from forerun.core import Draft, SamplingParams
 from forerun.decode.verifiers.base import MatchVerifier
 from forerun.decode.verify import StepOutput, VerifyInput, verify
 from forerun.engine.sequence import Event, FinishReason, Request, Sequence
 from forerun.errors import BadRequest, OutOfPages
+from forerun.llm import LLM, Messages, Prompt
 from forerun.models.decoder import Output
 from forerun.options import check_number
 from forerun.runtime.lease import EngineLease
 from forerun.sharing.blocks import BlockRunner, WorkerBlock
-
-if TYPE_CHECKING:
-    from forerun.llm import LLM, Messages, Prompt
 
 MAX_WORKERS = 16
 NUM_SEEDS = 1 << 64  # seeds are taken modulo this
@@ -226,10 +223,8 @@ def _check_params(params: SamplingParams) -> None:
     if params.grammar is not None and params.grammar.kind == "edit":
         raise BadRequest("workers cannot write edit programs", "ask with llm.edit")
     if params.speculation.drafter not in ("auto", "off"):
-        raise BadRequest(
-            f"workers do not speculate, params name the drafter {params.speculation.drafter}",
-            "leave speculation out: every step of a worker changes what the others see",
-        )
+        hint = "leave speculation out: every step of a worker changes what the others see"
+        raise BadRequest(f"workers do not speculate, params name the drafter {params.speculation.drafter}", hint)
 
 
 def _prefixes(llm: LLM, prefixes: Seq[Prompt] | None, n: int) -> list[list[int]]:

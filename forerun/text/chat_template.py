@@ -76,9 +76,8 @@ class ChatTemplate:
         made = []
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRequest(
-                    f"a message must have a role, got {message!r:.80}", "pass {'role': ..., 'content': ...}"
-                )
+                hint = "pass {'role': ..., 'content': ...}"
+                raise BadRequest(f"a message must have a role, got {message!r:.80}", hint)
             if message["role"] not in ROLES and not self._names(message["role"]):
                 raise BadRequest(f"a message has the role {message['role']!r:.80}", f"known are {', '.join(ROLES)}")
             content = message.get("content")
@@ -113,9 +112,8 @@ class ChatTemplate:
             try:
                 self._compiled[name] = _environment().from_string(self._texts[name])
             except jinja2.TemplateSyntaxError as error:
-                raise CorruptModel(
-                    f"{self._source}: its chat template is damaged ({error})", "fetch it again"
-                ) from error
+                hint = "fetch it again"
+                raise CorruptModel(f"{self._source}: its chat template is damaged ({error})", hint) from error
         return self._compiled[name]
 
 

@@ -81,9 +81,8 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BadRequest(
-                f"the text has a lone surrogate at character {error.start}", "pass valid Unicode"
-            ) from error
+            hint = "pass valid Unicode"
+            raise BadRequest(f"the text has a lone surrogate at character {error.start}", hint) from error
         with self._lock:
             self.backend.encode_special_tokens = not parse_special
             return self.backend.encode(text, add_special_tokens=add_special).ids
@@ -219,10 +218,8 @@ def _decoding(backend: tokenizers.Tokenizer, source: str) -> tuple[bool, bool]:
     if "ByteLevel" in kinds:
         return True, False
     if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        raise UnsupportedModel(
-            f"{source}: tokenizers that decode with {' + '.join(kinds)} are not supported",
-            "use a byte-level BPE or SentencePiece model",
-        )
+        hint = "use a byte-level BPE or SentencePiece model"
+        raise UnsupportedModel(f"{source}: tokenizers that decode with {' + '.join(kinds)} are not supported", hint)
     space = [step for step in steps if step["type"] == "Metaspace"]
     prefixed = bool(space) and space[0].get("prepend_scheme", "always") != "never"
     return False, prefixed or any(step["type"] == "Strip" and step["start"] > 0 for step in steps)

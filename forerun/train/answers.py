@@ -45,9 +45,8 @@ def collect_answers(
     excerpts = _excerpts(llm.tokenizer, texts, rng) if texts else None
     chat = llm.tokenizer.has_chat_template
     if not chat and excerpts is None:
-        raise BadRequest(
-            f"{llm.model} has no chat template, so it cannot ask itself questions", "give --text to continue"
-        )
+        hint = "give --text to continue"
+        raise BadRequest(f"{llm.model} has no chat template, so it cannot ask itself questions", hint)
     start, before = time.monotonic(), done
     path.parent.mkdir(parents=True, exist_ok=True)
     while done < count and (deadline is None or time.monotonic() < deadline):

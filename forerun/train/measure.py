@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from forerun import data
 from forerun.core import Usage
@@ -101,7 +100,3 @@ def worth(figures: Sequence[DraftFigure], trained_way: str) -> tuple[bool, str]:
     )
     pays = trained >= MIN_GAIN * max(plain, untrained)
     return pays, f"{'worth using here' if pays else 'not worth using here'}: {told} (tokens a second over all prompts)"
-
-
-def as_records(figures: Sequence[DraftFigure]) -> list[dict[str, Any]]:
-    return [asdict(figure) for figure in figures]

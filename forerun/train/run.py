@@ -34,7 +34,6 @@ from forerun.train.measure import (
     LONG_CONTEXT_TOKENS,
     DraftFigure,
     after_long_text,
-    as_records,
     held_out_prompts,
     run_figures,
     worth,
@@ -64,14 +63,11 @@ def choose_mask(target: Checkpoint, draft: Checkpoint, given: int | None) -> int
     if given is None and used < draft.config.vocab_size:
         return used
     if given is None:
-        raise BadRequest(
-            f"every id of {draft.source} stands for some text, so none is free for a mask",
-            "name one that never occurs in your texts: --mask-token ID",
-        )
+        hint = "name one that never occurs in your texts: --mask-token ID"
+        raise BadRequest(f"every id of {draft.source} stands for some text, so none is free for a mask", hint)
     if not 0 <= given < draft.config.vocab_size:
-        raise BadRequest(
-            f"--mask-token is {given}, {draft.source} has {draft.config.vocab_size} tokens", "give another"
-        )
+        hint = "give another"
+        raise BadRequest(f"--mask-token is {given}, {draft.source} has {draft.config.vocab_size} tokens", hint)
     return given
 
 
@@ -79,9 +75,8 @@ def open_pair(job: TrainJob) -> tuple[Checkpoint, Checkpoint]:
     """Both models, opened and checked against each other."""
     target, draft = (open_checkpoint(resolve(str(name))) for name in (job.target, job.draft))
     if not target.tokenizer().same_tokens(draft.tokenizer()):
-        raise BadRequest(
-            f"the tokens of {draft.source} are not those of {target.source}", "train a draft model of the same family"
-        )
+        hint = "train a draft model of the same family"
+        raise BadRequest(f"the tokens of {draft.source} are not those of {target.source}", hint)
     check_texts(job)
     return target, draft
 
@@ -205,7 +200,7 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
     _free()
     if measure:
         figures = measure_drafter(target, run.ways(job.out), settings.tokens, device)
-        drafter.facts |= {"figures": as_records(figures), "worth": worth(figures, settings.kind)[1]}
+        drafter.facts |= {"figures": [asdict(figure) for figure in figures], "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
     state.remove()
     return drafter

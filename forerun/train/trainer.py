@@ -95,10 +95,8 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
         shortest = settings.window + 1
         if len(stream) < 4 * shortest:
-            raise BadRequest(
-                f"the text makes {len(stream):,} tokens, training needs {4 * shortest:,} at the least",
-                "give more --text or --answers, or a smaller --window",
-            )
+            problem = f"the text makes {len(stream):,} tokens, training needs {4 * shortest:,} at the least"
+            raise BadRequest(problem, "give more --text or --answers, or a smaller --window")
 
     def state(self) -> dict[str, object]:
         tensors = [tensor.detach().cpu() for tensor in self.network.parameters()]

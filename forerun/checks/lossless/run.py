@@ -41,21 +41,13 @@ def check_lossless(
     on_progress("loading")
     # whatever a batch promises by default, here all of it is to be proved
     with LLM(
-        model,
-        draft_model=draft,
-        dtype=weights,
-        device=device,
-        threads=threads,
-        batch_invariant=True,
-        quiet=True,
+        model, draft_model=draft, dtype=weights, device=device, threads=threads, batch_invariant=True, quiet=True
     ) as llm:
         context = llm.engine.config.max_model_len
         room = context - max(tokens, COMPARED_TOKENS + DRAFT_NODES) - DRAFT_NODES
         if room < 2:
-            raise BadRequest(
-                f"answers of {tokens} tokens leave no room for a prompt in a context of {context}",
-                "ask for fewer tokens",
-            )
+            hint = "ask for fewer tokens"
+            raise BadRequest(f"answers of {tokens} tokens leave no room for a prompt in a context of {context}", hint)
         asked = choose_prompts(llm, prompts, min(MAX_PROMPT_TOKENS, room))
         yield from check_sampled(llm, asked, temperature, samples, on_progress)
         yield from check_greedy(llm, asked, tokens, on_progress)

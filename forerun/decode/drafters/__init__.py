@@ -1,40 +1,14 @@
 """The drafters that come with Forerun; importing them here registers their names."""
 
-from forerun.decode.drafters import (
-    block,
-    copying,
-    cross,
-    eagle,
-    grammar,
-    heads,
-    lookup,
-    model,
-    parallel,
-    remote,
-    selfdraft,
-    suffix,
-)
+from importlib import import_module
+
 from forerun.decode.drafters.base import Drafter, DraftRequest, find, register, registered
 from forerun.renamed import moved_names
 
-__all__ = [
-    "DraftRequest",
-    "Drafter",
-    "block",
-    "copying",
-    "cross",
-    "eagle",
-    "find",
-    "grammar",
-    "heads",
-    "lookup",
-    "model",
-    "parallel",
-    "register",
-    "registered",
-    "remote",
-    "selfdraft",
-    "suffix",
-]
+__all__ = ["DraftRequest", "Drafter", "find", "register", "registered"]
+
+_MODEL_DRAFTERS = ("model", "parallel", "block", "heads", "eagle", "cross", "selfdraft", "remote")
+for _module in (*_MODEL_DRAFTERS, "lookup", "suffix", "copying", "grammar"):
+    import_module(f"{__name__}.{_module}")
 
 __getattr__ = moved_names(__name__, {"Ask": (__name__, "DraftRequest")})

@@ -93,9 +93,8 @@ class Drafter(ABC):
 
     def time_round(self, tokens: int, context: int) -> float:
         """Of paid drafters: seconds of one round with so many tokens, after a context of this length."""
-        raise BadRequest(
-            f"the drafter {self.name!r} runs a model and has no time_round", "implement time_round: seconds of a round"
-        )
+        hint = "implement time_round: seconds of a round"
+        raise BadRequest(f"the drafter {self.name!r} runs a model and has no time_round", hint)
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:  # noqa: B027
         """A sequence ended; `tokens` are its prompt and answer. For drafters that learn or hold state."""

@@ -73,10 +73,8 @@ class CrossDrafter(Drafter):
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
         if ctx.draft is not None and ctx.draft.same_tokens:
-            return BadRequest(
-                f"the tokens of {ctx.draft.source} are the target's own, there is nothing to translate",
-                "use the drafter `model`",
-            )
+            problem = f"the tokens of {ctx.draft.source} are the target's own, there is nothing to translate"
+            return BadRequest(problem, "use the drafter `model`")
         return ctx.draft_problem(f"the drafter {cls.name!r}", through_text=True)
 
     # -- the contract --------------------------------------------------------------------------------------------------

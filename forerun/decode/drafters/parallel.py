@@ -36,10 +36,8 @@ class ParallelDrafter(ModelDrafter):
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
         problem = super().problem(ctx)
         if problem is None and ctx.draft is not None and ctx.draft.parallel is None:
-            return BadRequest(
-                f"{ctx.draft.source} was not trained to draft several tokens in one forward",
-                "train it: forerun train drafter --kind parallel; or use the drafter `model`",
-            )
+            hint = "train it: forerun train drafter --kind parallel; or use the drafter `model`"
+            return BadRequest(f"{ctx.draft.source} was not trained to draft several tokens in one forward", hint)
         return problem
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:

@@ -53,9 +53,8 @@ class SelfDrafter(ModelDrafter):
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
         if ctx.tokenizer is None:
-            return BadRequest(
-                f"the drafter {cls.name!r} needs a tokenizer to find the layers it can skip", "use another drafter"
-            )
+            hint = "use another drafter"
+            return BadRequest(f"the drafter {cls.name!r} needs a tokenizer to find the layers it can skip", hint)
         return None
 
     def catch_up_tokens(self, request: DraftRequest) -> int:

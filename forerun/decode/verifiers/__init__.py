@@ -21,19 +21,15 @@ def make_verifier(spec: Speculation) -> Verifier:
     name = AUTO if spec.verify == "auto" else spec.verify
     if name in LOSSLESS:
         if spec.bound > 0:
-            raise BadRequest(
-                f"the verifier {name!r} is lossless and takes no bound, got {spec.bound}",
-                f"leave the bound out, or name a lossy verifier: {', '.join(LOSSY)}",
-            )
+            hint = f"leave the bound out, or name a lossy verifier: {', '.join(LOSSY)}"
+            raise BadRequest(f"the verifier {name!r} is lossless and takes no bound, got {spec.bound}", hint)
         return LOSSLESS[name]()
     if name in LOSSY:
         if spec.bound == 0:
             raise BadRequest(f"the verifier {name!r} is lossy and has no bound", "give a bound above 0, 1 at most")
         return LOSSY[name](spec.bound)
-    raise BadRequest(
-        f"there is no verifier {spec.verify!r}",
-        f"use auto, {', '.join(LOSSLESS)}, or one that is lossy: {', '.join(LOSSY)}",
-    )
+    hint = f"use auto, {', '.join(LOSSLESS)}, or one that is lossy: {', '.join(LOSSY)}"
+    raise BadRequest(f"there is no verifier {spec.verify!r}", hint)
 
 
 __all__ = ["AUTO", "LOSSLESS", "LOSSY", "Verifier", "make_verifier"]

@@ -19,7 +19,15 @@ from forerun.decode.verifiers.residual import Residual
 from forerun.options import check_number
 
 
-class TypicalVerifier(Verifier):
+class _LossyVerifier(Verifier):
+    lossless = False
+
+    def __init__(self, bound: float) -> None:
+        check_number(f"the bound of {self.name!r}", bound, 0, 1)
+        self.bound = bound
+
+
+class TypicalVerifier(_LossyVerifier):
     """Typical acceptance (Medusa, Cai et al. 2024): a token is good enough if p(x) >= min(eps, sqrt(eps) * exp(-H(p))).
 
     The lower the target's entropy, the more probable a token must be. `bound` is 1 - eps: near 0 only tokens pass that
@@ -28,11 +36,6 @@ class TypicalVerifier(Verifier):
     """
 
     name = "typical"
-    lossless = False
-
-    def __init__(self, bound: float) -> None:
-        check_number(f"the bound of {self.name!r}", bound, 0, 1)
-        self.bound = bound
 
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict:
         depths = {ROOT: 0}  # of nodes whose whole path passes
@@ -55,7 +58,7 @@ class TypicalVerifier(Verifier):
         return min(eps, math.sqrt(eps) * math.exp(-entropy))
 
 
-class BoundedVerifier(RejectionVerifier):
+class BoundedVerifier(_LossyVerifier, RejectionVerifier):
     """Rejection sampling against a target that leans towards the draft, in the manner of Cactus (Hao and Mou 2026).
 
     At every position the answer's next token has a distribution whose total variation distance from the target's is at
@@ -65,11 +68,6 @@ class BoundedVerifier(RejectionVerifier):
     """
 
     name = "bounded"
-    lossless = False
-
-    def __init__(self, bound: float) -> None:
-        check_number(f"the bound of {self.name!r}", bound, 0, 1)
-        self.bound = bound
 
     def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
         budget, reached = self.bound, 1.0  # reached: the probability that a child is tried

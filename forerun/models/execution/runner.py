@@ -134,11 +134,7 @@ class Runner:
         return make_all_layers_kv(self.decoder, self.kv)
 
     def forward(
-        self,
-        spans: list[Span],
-        taps: Taps | None = None,
-        blocks: Seq[int] | None = None,
-        watch: Watch | None = None,
+        self, spans: list[Span], taps: Taps | None = None, blocks: Seq[int] | None = None, watch: Watch | None = None
     ) -> Output:
         """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
         whole = taps is None and blocks is None and watch is None

@@ -87,10 +87,8 @@ def snapshot(name: str, *, download: bool) -> Path:
     except Exception as error:  # the hub client raises errors of its own, of its HTTP library and of the system
         raise _failure(name, error) from error
     if not _complete(folder):
-        raise ModelNotFound(
-            f"hub model {name} has no complete safetensors weights with config.json",
-            "choose its safetensors version, or download its .gguf file and give the file",
-        )
+        hint = "choose its safetensors version, or download its .gguf file and give the file"
+        raise ModelNotFound(f"hub model {name} has no complete safetensors weights with config.json", hint)
     return folder
 
 

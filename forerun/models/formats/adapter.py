@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,7 @@ from forerun.models.formats.drafter_file import (
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, is_speculators
 from forerun.models.formats.pard import ParallelDrafting
-
-if TYPE_CHECKING:
-    from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
 
@@ -89,19 +87,15 @@ class DrafterFile:
         """Raise unless it was trained for these models."""
         self.check_draft(draft)
         if self.target != fingerprint(target):
-            raise BadDrafter(
-                f"the drafter {self.path} was trained for {self.names.get('target')}, not for {target.source}",
-                TRAIN_HINT,
-            )
+            problem = f"the drafter {self.path} was trained for {self.names.get('target')}, not for {target.source}"
+            raise BadDrafter(problem, TRAIN_HINT)
 
     def check_draft(self, draft: Checkpoint) -> None:
         """Raise unless this is the draft model that it changes."""
         self._check_shapes(draft)
         if self.draft != fingerprint(draft):
-            raise BadDrafter(
-                f"the drafter {self.path} changes {self.names.get('draft')}, not {draft.source}",
-                f"use it with {self.names.get('draft')}, or {TRAIN_HINT}",
-            )
+            hint = f"use it with {self.names.get('draft')}, or {TRAIN_HINT}"
+            raise BadDrafter(f"the drafter {self.path} changes {self.names.get('draft')}, not {draft.source}", hint)
 
     def _check_shapes(self, draft: Checkpoint) -> None:
         config, shapes = draft.config, expected_shapes(draft.config)

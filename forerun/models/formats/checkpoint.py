@@ -13,15 +13,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from forerun.errors import CorruptModel, ForerunError, ModelNotFound, UnsupportedModel
 from forerun.models.config import MAX_SIZE, ModelConfig
-
-if TYPE_CHECKING:
-    from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 _PATH_HINT = "give a .gguf file, or a folder with config.json, tokenizer.json and .safetensors files"
 
@@ -74,10 +72,8 @@ class ConfigKeys:
 
 
 def unsupported_architecture(source: str, found: Any, supported: Iterable[str]) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{source}: architecture {found!r} is not supported; supported are {', '.join(supported)}",
-        "choose a model of a supported architecture",
-    )
+    problem = f"{source}: architecture {found!r} is not supported; supported are {', '.join(supported)}"
+    return UnsupportedModel(problem, "choose a model of a supported architecture")
 
 
 @contextmanager
@@ -96,9 +92,8 @@ def checked(tensor: torch.Tensor, name: str, source: str) -> torch.Tensor:
     """The tensor, if all of it are numbers; one infinity or NaN (a damaged scale) would spoil every answer."""
     low, high = map(float, tensor.aminmax())  # one pass at the speed of memory; a NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise CorruptModel(
-            f"{source}: tensor {name!r} holds infinities or NaN", "fetch or copy the model again; it is damaged"
-        )
+        hint = "fetch or copy the model again; it is damaged"
+        raise CorruptModel(f"{source}: tensor {name!r} holds infinities or NaN", hint)
     return tensor
 
 
@@ -139,10 +134,8 @@ def check_shapes(
         if have is None:
             raise CorruptModel(f"{source}: tensor {names[name]!r} is missing", "fetch or convert the model again")
         if have != want:
-            raise CorruptModel(
-                f"{source}: tensor {names[name]!r} has shape {list(have)}, expected {list(want)}",
-                "configuration and weights disagree: fetch or convert the model again",
-            )
+            hint = "configuration and weights disagree: fetch or convert the model again"
+            raise CorruptModel(f"{source}: tensor {names[name]!r} has shape {list(have)}, expected {list(want)}", hint)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -139,17 +139,15 @@ class GGUFFile:
     def _header(self, reader: _Reader) -> tuple[int, int]:
         magic = self._map[:4]
         if magic != MAGIC:
-            raise CorruptModel(
-                f"{self.path.name} starts with {magic!r}, a GGUF file with {MAGIC!r}", "give a GGUF file"
-            )
+            hint = "give a GGUF file"
+            raise CorruptModel(f"{self.path.name} starts with {magic!r}, a GGUF file with {MAGIC!r}", hint)
         reader.take(4, "the magic")
         version = reader.number("I", "the version")
         if version not in VERSIONS:
             swapped = version >> 24 in VERSIONS and version & 0xFFFFFF == 0
             what = "is big-endian" if swapped else f"has GGUF version {version}"
-            raise UnsupportedModel(
-                f"{self.path.name} {what}, readable are little-endian versions 2 and 3", "convert it again"
-            )
+            hint = "convert it again"
+            raise UnsupportedModel(f"{self.path.name} {what}, readable are little-endian versions 2 and 3", hint)
         return reader.number("Q", "the tensor count"), reader.number("Q", "the metadata count")
 
     def _tensor_table(self, reader: _Reader, count: int) -> dict[str, TensorInfo]:

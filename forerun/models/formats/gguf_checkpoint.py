@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,8 @@ from forerun.models.formats.checkpoint import (
 )
 from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.gguf import GGUFFile
-
-if TYPE_CHECKING:
-    from forerun.text.tokenizer import Tokenizer
+from forerun.models.formats.gguf_tokenizer import tokenizer_from_gguf
+from forerun.text.tokenizer import Tokenizer
 
 INTERLEAVED = ("llama", "mistral")  # architectures whose files store q and k rows in pairs (2i, 2i+1)
 _OWN_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -177,9 +176,8 @@ def _llama3_rope(theta: float, table: torch.Tensor, source: str) -> RopeConfig:
         width = 1.0 / (slope * float(x[0]) - float(y[0]))  # high - low, in units of low
         guess = RopeConfig(theta, "llama3", factor, round(slope * width * 2 * math.pi), 1.0, 1.0 + width)
     if not _matches(guess, table):
-        raise UnsupportedModel(
-            f"{source}: the rope_freqs table follows no Llama 3 scaling rule", "convert the model again"
-        )
+        hint = "convert the model again"
+        raise UnsupportedModel(f"{source}: the rope_freqs table follows no Llama 3 scaling rule", hint)
     return guess
 
 
@@ -249,8 +247,6 @@ class GGUFCheckpoint:
         return stored.transpose(1, 2).reshape(-1)
 
     def tokenizer(self) -> Tokenizer:
-        from forerun.models.formats.gguf_tokenizer import tokenizer_from_gguf
-
         with reading(f"{self.source}: its tokenizer"):
             return tokenizer_from_gguf(self.file.metadata, self.config, self.source)
 

@@ -53,9 +53,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any], config: ModelConfig, source: s
     if not tokens or kind is None:
         raise ModelNotFound(f"{source} has no tokenizer in its metadata", "use a GGUF file that was made with one")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedModel(
-            f"{source}: tokenizer {kind!r} is not supported; supported are gpt2 and llama", "choose another model"
-        )
+        hint = "choose another model"
+        raise UnsupportedModel(f"{source}: tokenizer {kind!r} is not supported; supported are gpt2 and llama", hint)
     types: list[int] = metadata.get(_KEY + "token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise CorruptModel(f"{source}: {len(types)} token types for {len(tokens)} tokens", "convert the model again")
@@ -81,10 +80,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any], config: ModelConfig, source: s
 def _split(metadata: dict[str, Any], family: str, source: str) -> str:
     name = metadata.get(_KEY + "pre", "default")
     if name not in _SPLITS:
-        raise UnsupportedModel(
-            f"{source}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_SPLITS)}",
-            "use the model's safetensors folder, which carries its own tokenizer.json",
-        )
+        problem = f"{source}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_SPLITS)}"
+        raise UnsupportedModel(problem, "use the model's safetensors folder, which carries its own tokenizer.json")
     return _QWEN2 if name == "default" and family.startswith("qwen") else _SPLITS[name]
 
 

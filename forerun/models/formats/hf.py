@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,9 +18,7 @@ from forerun.models.formats.checkpoint import check_shapes, checked, expected_sh
 from forerun.models.formats.dequant import as_stored
 from forerun.models.formats.hf_config import hf_name, read_config
 from forerun.models.formats.pard import read_parallel
-
-if TYPE_CHECKING:
-    from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "fetch or copy the model's folder again"
@@ -46,9 +44,8 @@ class FolderCheckpoint:
         self.folder = folder
         self.source = folder.resolve().name
         if not (folder / "config.json").exists():
-            raise ModelNotFound(
-                f"{folder} has no config.json", "give a folder with config.json, tokenizer.json and .safetensors files"
-            )
+            hint = "give a folder with config.json, tokenizer.json and .safetensors files"
+            raise ModelNotFound(f"{folder} has no config.json", hint)
         generation = folder / "generation_config.json"
         root = read_json(folder / "config.json")
         self.generation = read_json(generation) if generation.exists() else {}  # the settings its makers recommend
@@ -73,9 +70,8 @@ class FolderCheckpoint:
         if not files:
             others = sorted({file.suffix for file in self.folder.glob("*") if file.suffix in (".bin", ".pt", ".pth")})
             found = f"; it has {', '.join(others)} weights, which are not read" if others else ""
-            raise ModelNotFound(
-                f"{self.source} has no .safetensors file{found}", "use a safetensors version of the model"
-            )
+            hint = "use a safetensors version of the model"
+            raise ModelNotFound(f"{self.source} has no .safetensors file{found}", hint)
         return tuple(files)
 
     def _handle(self, file: Path) -> Any:
@@ -126,8 +122,6 @@ class FolderCheckpoint:
         return as_stored(self._read(name))
 
     def tokenizer(self) -> Tokenizer:
-        from forerun.text.tokenizer import Tokenizer
-
         with reading(f"{self.source}: its tokenizer"):
             return Tokenizer.from_folder(self.folder, eos_ids=self.config.eos_ids, bos_id=self.config.bos_id)
 

@@ -141,10 +141,8 @@ def _reject(keys: ConfigKeys, family: str) -> None:
     """Features that would change the numbers if they were ignored."""
     if keys.get("quantization_config"):
         method = keys.get("quantization_config").get("quant_method")
-        raise UnsupportedModel(
-            f"{keys.source}: weights quantised with {method!r} are not supported",
-            "use the unquantised model or a GGUF file",
-        )
+        hint = "use the unquantised model or a GGUF file"
+        raise UnsupportedModel(f"{keys.source}: weights quantised with {method!r} are not supported", hint)
     if family != "qwen2" and keys.get("attention_bias"):
         raise keys.unsupported("attention_bias")
     for key in ("mlp_bias", "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):

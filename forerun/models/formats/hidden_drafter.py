@@ -22,14 +22,7 @@ from torch import Tensor
 from forerun.errors import BadDrafter, CorruptModel, UnsupportedModel
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint, checked
-from forerun.models.formats.drafter_file import (
-    TRAIN_HINT,
-    not_whole,
-    read_drafter,
-    restored,
-    rounded,
-    write_drafter,
-)
+from forerun.models.formats.drafter_file import TRAIN_HINT, not_whole, read_drafter, restored, rounded, write_drafter
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.hf_config import read_config
 
@@ -228,9 +221,8 @@ def _opened(made: HiddenDrafterWeights) -> HiddenDrafterWeights:
     if int(config.get("markov_rank", 0) or 0) and markov != "vanilla":
         raise UnsupportedModel(f"{made.source} has a {markov!r} Markov head", "use a drafter with a vanilla one")
     if not 1 <= made.tokens <= MAX_BLOCK_TOKENS:
-        raise BadDrafter(
-            f"{made.source} drafts {made.tokens} tokens in a pass", f"1 to {MAX_BLOCK_TOKENS} are possible"
-        )
+        hint = f"1 to {MAX_BLOCK_TOKENS} are possible"
+        raise BadDrafter(f"{made.source} drafts {made.tokens} tokens in a pass", hint)
     made.layers  # noqa: B018 (raises where the configuration cannot be read)
     return made
 
@@ -239,9 +231,8 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
     """A block drafter as a DSpark folder: with the target's head over its vocabulary; the package reads embeddings, the
     mask's among them, from the target."""
     if made.kind != "block":
-        raise UnsupportedModel(
-            f"a drafter of kind {made.kind!r} has no form in the `speculators` format", "train one with --kind block"
-        )
+        hint = "train one with --kind block"
+        raise UnsupportedModel(f"a drafter of kind {made.kind!r} has no form in the `speculators` format", hint)
     made.check(target)
     tensors = dict(made.tensors)
     head = "embed" if target.config.tie_embeddings else "head"

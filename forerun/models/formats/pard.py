@@ -39,14 +39,11 @@ def read_parallel(root: dict[str, Any], vocab: int, source: str) -> ParallelDraf
     if mask is None:
         return None
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < vocab:
-        raise CorruptModel(
-            f"{source}: pard_token is {mask!r}, the vocabulary has {vocab} tokens", "fetch or train the drafter again"
-        )
+        hint = "fetch or train the drafter again"
+        raise CorruptModel(f"{source}: pard_token is {mask!r}, the vocabulary has {vocab} tokens", hint)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_PARALLEL_TOKENS:
-        raise CorruptModel(
-            f"{source}: num_speculative_tokens is {tokens!r}, between 1 and {MAX_PARALLEL_TOKENS} are possible",
-            "fetch or train the drafter again",
-        )
+        problem = f"{source}: num_speculative_tokens is {tokens!r}, between 1 and {MAX_PARALLEL_TOKENS} are possible"
+        raise CorruptModel(problem, "fetch or train the drafter again")
     return ParallelDrafting(mask, tokens)
 
 

@@ -76,10 +76,8 @@ class CalibrationState:
             reason = error if isinstance(error, OSError) else error.__context__  # torch raises another one on closing
             if not isinstance(reason, OSError):
                 raise
-            raise BadRequest(
-                f"cannot write the state {self.path}: {reason.strerror or reason}",
-                "make room there: the same command resumes from the last state; or give another --out",
-            ) from None
+            hint = "make room there: the same command resumes from the last state; or give another --out"
+            raise BadRequest(f"cannot write the state {self.path}: {reason.strerror or reason}", hint) from None
         self._last_save = time.monotonic()
         self._save_s = self._last_save - start
 
@@ -116,8 +114,6 @@ class CalibrationState:
         if other:
             now = self._inputs
             changes = ", ".join(f"{name} was {job.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in other)
-            raise BadRequest(
-                f"{self.path} is the state of another calibration: {changes}",
-                f"give the same arguments to resume it; {hint}",
-            )
+            problem = f"{self.path} is the state of another calibration: {changes}"
+            raise BadRequest(problem, f"give the same arguments to resume it; {hint}")
         return values

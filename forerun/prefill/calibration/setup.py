@@ -130,10 +130,8 @@ def _base(config: ModelConfig, asked: int | None, alone: bool) -> int:
     """Beside a draft only layer 0, which costs next to nothing; a model that drafts for itself needs some layers."""
     base = asked if asked is not None else max(1, round(SELF_LAYER_SHARE * config.num_layers)) if alone else 1
     if base >= config.num_layers:
-        raise BadRequest(
-            f"base is {base}, but the target has {config.num_layers} layers and some must be left to draft",
-            f"give --base from 1 to {config.num_layers - 1}",
-        )
+        problem = f"base is {base}, but the target has {config.num_layers} layers and some must be left to draft"
+        raise BadRequest(problem, f"give --base from 1 to {config.num_layers - 1}")
     return base
 
 

@@ -125,9 +125,8 @@ def open_chat(
     if not isinstance(params, SamplingParams):
         raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(temperature=...)")
     if params.grammar is not None or params.n != 1:
-        raise BadRequest(
-            "plans bring their own grammar and take one answer", "leave grammar and n out of the parameters"
-        )
+        hint = "leave grammar and n out of the parameters"
+        raise BadRequest("plans bring their own grammar and take one answer", hint)
     return BudgetedChat(llm, params, limits or Limits())
 
 
@@ -153,10 +152,8 @@ class Example:
         plan = parse(self.plan)
         missing = [step.name for step in plan.steps if step.name not in self.results]
         if not plan.steps or missing:
-            raise BadRequest(
-                f"the example {self.task!r:.60} has no result for {', '.join(missing) or 'any step'}",
-                "give every step of its plan a result",
-            )
+            problem = f"the example {self.task!r:.60} has no result for {', '.join(missing) or 'any step'}"
+            raise BadRequest(problem, "give every step of its plan a result")
         return plan
 
 

@@ -73,8 +73,7 @@ def joined_text(content: Any, place: str, kinds: tuple[str, ...], skipped: tuple
             continue
         if kind not in kinds or not isinstance(block.get("text"), str):
             shown = kind if isinstance(kind, str) else type(block).__name__
-            raise BadRequest(
-                f"{place}.{number} is of type {shown!r:.60}", f"the model gets text only: {', '.join(kinds)}"
-            )
+            hint = f"the model gets text only: {', '.join(kinds)}"
+            raise BadRequest(f"{place}.{number} is of type {shown!r:.60}", hint)
         texts.append(block["text"])
     return "".join(texts)

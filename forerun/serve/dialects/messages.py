@@ -105,9 +105,8 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise BadRequest(
-            "the output's format is not of type json_schema", "give {'type': 'json_schema', 'schema': ...}"
-        )
+        hint = "give {'type': 'json_schema', 'schema': ...}"
+        raise BadRequest("the output's format is not of type json_schema", hint)
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema")}}
 
 

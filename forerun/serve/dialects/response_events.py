@@ -19,10 +19,7 @@ class ResponsesFormat(NamedEvents):
     """One response. `on_complete` gets it, and its answer as a chat message, once it is whole."""
 
     def __init__(
-        self,
-        model: str,
-        body: ResponsesRequest,
-        on_complete: Callable[[dict[str, Any], dict[str, Any]], None],
+        self, model: str, body: ResponsesRequest, on_complete: Callable[[dict[str, Any], dict[str, Any]], None]
     ) -> None:
         self._body, self._on_complete = body, on_complete
         self._number = 0  # of the next event
@@ -150,14 +147,11 @@ class ResponsesFormat(NamedEvents):
         return self._head | cut_off | {"status": status, "output": list(self._items), "usage": usage}
 
     def _complete(self, usage: dict[str, Any]) -> dict[str, Any]:
-        details, computed = usage["prompt_tokens_details"], usage["completion_tokens"]
+        details = usage["prompt_tokens_details"]
         counts = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": details["cached_tokens"],
-                "cache_write_tokens": details["cache_write_tokens"],
-            },
-            "output_tokens": computed,
+            "input_tokens_details": {name: details[name] for name in ("cached_tokens", "cache_write_tokens")},
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
