@@ -103,9 +103,8 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            k.nbytes + v.nbytes for kv in (self.kv, *(draft_kv.kv for draft_kv in self.draft_kvs)) for k, v in kv
-        )
+        held = [self.kv, *(draft_kv.kv for draft_kv in self.draft_kvs)]
+        return sum(k.nbytes + v.nbytes for kv in held for k, v in kv)
 
     @staticmethod
     def page_bytes(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:

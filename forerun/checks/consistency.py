@@ -53,10 +53,9 @@ def check_model(
         together: list[Prompt] = [*asked]
         solo = SoloAnswers(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
         yield _compare(llm, solo, f"batch of {prompts}", llm.generate(together, params))
-    with load(enable_prefix_caching=False, max_num_batched_tokens=max(prompts, 2 * PAGE_TOKENS)) as llm:
-        yield _compare(
-            llm, solo, f"prefill in chunks of {max(prompts, 2 * PAGE_TOKENS)}", llm.generate(together, params)
-        )
+    chunk = max(prompts, 2 * PAGE_TOKENS)
+    with load(enable_prefix_caching=False, max_num_batched_tokens=chunk) as llm:
+        yield _compare(llm, solo, f"prefill in chunks of {chunk}", llm.generate(together, params))
     with load() as llm:
         yield _compare(llm, solo, "prefix tree, cold", llm.generate(together, params))
         warm = llm.generate(together, params)

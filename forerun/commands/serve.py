@@ -125,9 +125,8 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
         where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: _reload(config))
-        console.print(
-            f"{config.model_name} is ready at {where}/v1, page {where}/, {_cost(llm)}", markup=False, soft_wrap=True
-        )
+        ready = f"{config.model_name} is ready at {where}/v1, page {where}/, {_cost(llm)}"
+        console.print(ready, markup=False, soft_wrap=True)
         if config.keys is None and host not in LOCAL:
             warning = f"any client that can reach {host} may send requests: consider --api-keys"
             console.print(warning, style="yellow", markup=False, soft_wrap=True)

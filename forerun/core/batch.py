@@ -108,17 +108,9 @@ class HostBatch:
         self, rows: slice | np.ndarray, cu_seqlens: list[int], seqs: Sequence[int], logits_indices: list[int]
     ) -> HostBatch:
         """These rows, of these sequences."""
-        return replace(
-            self,
-            tokens=self.tokens[rows],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            kv_lens=self.kv_lens[rows],
-            cu_seqlens=cu_seqlens,
-            seq_lens=[self.seq_lens[s] for s in seqs],
-            pages=[self.pages[s] for s in seqs],
-            logits_indices=logits_indices,
-        )
+        own = {name: getattr(self, name)[rows] for name in ("tokens", "positions", "slot_mapping", "kv_lens")}
+        own |= {name: [getattr(self, name)[s] for s in seqs] for name in ("seq_lens", "pages")}
+        return replace(self, **own, cu_seqlens=cu_seqlens, logits_indices=logits_indices)
 
     def padded(self, rows: int) -> HostBatch:
         """With at least so many rows: those that are missing form a sequence that sees and writes nothing."""
@@ -183,9 +175,8 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-    staged = torch.empty(
-        size // WORD_BYTES, dtype=torch.int64, pin_memory=device.type == "cuda" and size >= PINNED_FROM_BYTES
-    )
+    pinned = device.type == "cuda" and size >= PINNED_FROM_BYTES
+    staged = torch.empty(size // WORD_BYTES, dtype=torch.int64, pin_memory=pinned)
     words = staged.numpy()
     host = {np.dtype(np.int64): words, np.dtype(np.int32): words.view(np.int32)}
     for array, start in zip(arrays, starts, strict=True):

@@ -64,9 +64,8 @@ class DraftContext:
             return cls(pool, runner, tokenizer, max_context, hidden=draft, hidden_kv=own)
         draft_kv = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
-        return cls(
-            pool, runner, tokenizer, max_context, draft, Runner(draft.decoder, pool, context, draft_kv.kv), draft_kv
-        )
+        own_runner = Runner(draft.decoder, pool, context, draft_kv.kv)
+        return cls(pool, runner, tokenizer, max_context, draft, own_runner, draft_kv)
 
     def warm_up(self) -> None:
         """Compile now what the first forwards of both models would."""
@@ -90,9 +89,8 @@ class DraftContext:
         if self.hidden is not None and self.hidden.kind == kind:
             return None
         found = "there is none" if self.hidden is None else f"{self.hidden.source} is of kind {self.hidden.kind!r}"
-        made = (
-            "load a folder of the `speculators` package" if kind == "eagle3" else f"forerun train drafter --kind {kind}"
-        )
+        trained = f"forerun train drafter --kind {kind}"
+        made = "load a folder of the `speculators` package" if kind == "eagle3" else trained
         problem = f"the drafter {kind!r} reads the target's hidden states with a model trained for it: {found}"
         return BadRequest(problem, f"{made}; then give it as draft_model=..., or --draft-model")
 

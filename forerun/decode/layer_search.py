@@ -96,10 +96,9 @@ def speedup(agreement: float, cost: float) -> float:
 def block_costs(decoder: Decoder) -> list[float]:
     """The share of each block in a forward of one token, the head's last: by bytes of weights, which is what such a
     forward reads, and the same on a busy machine and an idle one."""
-    sizes = [sum(m.nbytes for m in part) for w in decoder.layers for part in ((w.qkv, w.o), (w.gate_up, w.down))] + [
-        decoder.head.nbytes
-    ]
-    return [size / sum(sizes) for size in sizes]
+    sizes = [sum(m.nbytes for m in part) for w in decoder.layers for part in ((w.qkv, w.o), (w.gate_up, w.down))]
+    total = sum(sizes) + decoder.head.nbytes
+    return [size / total for size in (*sizes, decoder.head.nbytes)]
 
 
 def _candidates(influence: list[float], best: Callable[[], tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -184,21 +183,13 @@ class _ExactBefore(AttentionBackend):
         self.config, self.device = decoder.config, decoder.device
         self._inner, self._kv = decoder.attention, kv
         self._own = (torch.zeros_like(kv[0][0]), torch.zeros_like(kv[0][1]))  # any layer's: one runs at a time
-        size = batch.page_size
-        slots: list[int] = []
-        owner: list[int] = []
-        entry: list[int] = []
-        for s, (pages, context) in enumerate(zip(batch.pages, batch.seq_lens, strict=True)):
-            slots += [int(pages[e // size]) * size + e % size for e in range(context)]
-            owner += [s] * context
-            entry += range(context)
-        rows = [s for s in range(len(batch.seq_lens)) for _ in range(batch.cu_seqlens[s], batch.cu_seqlens[s + 1])]
-        self._slots = torch.tensor(slots, device=self.device)  # [C] of everything there is
-        self._distance = (
-            torch.from_numpy(batch.kv_lens).long()[:, None] - 1 - torch.tensor(entry)
-        )  # [T, C] entries back
-        self._distance[torch.tensor(rows)[:, None] != torch.tensor(owner)] = 0
-        self._distance = self._distance.to(self.device)
+        entries = [(s, e) for s, context in enumerate(batch.seq_lens) for e in range(context)]  # [C] all there is
+        slots = [int(batch.pages[s][e // batch.page_size]) * batch.page_size + e % batch.page_size for s, e in entries]
+        self._slots = torch.tensor(slots, device=self.device)
+        owner, entry = torch.tensor(entries).T
+        rows = torch.arange(len(batch.seq_lens)).repeat_interleave(torch.tensor(batch.cu_seqlens).diff())  # [T]
+        distance = torch.from_numpy(batch.kv_lens).long()[:, None] - 1 - entry  # [T, C] entries back
+        self._distance = distance.masked_fill_(rows[:, None] != owner, 0).to(self.device)
 
     def plan(self, batch: TokenBatch) -> None:
         self._rows = batch.slot_mapping

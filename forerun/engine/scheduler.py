@@ -196,9 +196,9 @@ class Scheduler:
         if self.answer_rows is not None:
             prompt_left = len(seq.request.prompt_ids) - seq.computed
             most = min(most, prompt_left if prompt_left > 0 else self.answer_rows)
-        return (
-            most if _without_provisional(seq) else max(1, min(most, self.max_num_batched_tokens // self.chunk_divisor))
-        )
+        if _without_provisional(seq):
+            return most
+        return max(1, min(most, self.max_num_batched_tokens // self.chunk_divisor))
 
     def reserve(self, seq: Sequence, nodes: int) -> int:
         """Pages for a draft of up to `nodes` tokens after a sequence; how many there is room for. Drafts take what is

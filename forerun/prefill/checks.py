@@ -151,9 +151,8 @@ class Checker:
         """The same of a pass that picked its check rows by itself."""
         layers = list(range(self._base, recompute.x.shape[0]))
         if recompute.x.shape[1] and layers:
-            self._passes.append(
-                _Pass(PickedRows(recompute.x[self._base :]), PickedRows(recompute.q[self._base :]), layers)
-            )
+            x, q = (PickedRows(rows[self._base :]) for rows in (recompute.x, recompute.q))
+            self._passes.append(_Pass(x, q, layers))
 
     @torch.inference_mode()
     def scores(self, kl: float | None = None) -> Scores:

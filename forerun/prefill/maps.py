@@ -192,10 +192,8 @@ class KVWriter:
 
     def rows(self, state: PrefillState, first: int, end: int) -> Rows:
         """These entries through the target's layers below `base`."""
-        sent = state.sent(self._decoder.device)[first:end]
-        return Rows(
-            state.ids[first:end], np.arange(first, end), state.pages, np.full(end - first, self.base), sent=sent
-        )
+        sent, depths = state.sent(self._decoder.device)[first:end], np.full(end - first, self.base)
+        return Rows(state.ids[first:end], np.arange(first, end), state.pages, depths, sent=sent)
 
     @torch.inference_mode()
     def write(self, state: PrefillState, hidden: list[Tensor], first: int, end: int) -> None:

@@ -33,10 +33,9 @@ def prompt_logprobs(
             for start in range(0, len(ids) - 1, PIECE_TOKENS):
                 check_cancelled()
                 piece = ids[start : start + PIECE_TOKENS]
+                span = Span(piece, start, pages, range(len(piece)), prompt=True)
                 with lease.exclusive() as engine:
-                    logits = engine.runner.forward(
-                        [Span(piece, start, pages, range(len(piece)), prompt=True)]
-                    ).logits.float()
+                    logits = engine.runner.forward([span]).logits.float()
                 following = ids[start + 1 : start + 1 + len(piece)]
                 entries = [logprob(row, token, params) for row, token in zip(logits, following, strict=False)]
                 found += [entry for entry in entries if entry is not None]

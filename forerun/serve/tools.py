@@ -48,9 +48,8 @@ class ToolDialect:
             if CALL_BEGIN in text and "<function=" not in text:
                 return cls(tokenizer)
             if re.search(r'\\?"parameters\\?"', text) or PYTHON_TAG in text:
-                return cls(
-                    tokenizer, llama=True, tag=tokenizer.backend.token_to_id(PYTHON_TAG) in tokenizer.special_ids
-                )
+                tag = tokenizer.backend.token_to_id(PYTHON_TAG) in tokenizer.special_ids
+                return cls(tokenizer, llama=True, tag=tag)
         return cls(tokenizer, native=False)
 
 

@@ -108,9 +108,8 @@ class Rollout:
     def _new_answers(self) -> list[NewBranch]:
         root = self.tree.root
         longest, again = self._limit() - len(root.token_ids), self._prefill(len(root.token_ids))
-        group = SiblingGroup(
-            self.config.min_distance, [child.first_tokens(MAX_COMPARED_TOKENS) for child in root.children]
-        )
+        begun = [child.first_tokens(MAX_COMPARED_TOKENS) for child in root.children]
+        group = SiblingGroup(self.config.min_distance, begun)
         starts: list[NewBranch] = []
         left, missing = self.left, self.config.width - len(root.children)
         while len(starts) < missing:
@@ -119,11 +118,10 @@ class Rollout:
             if prefill + longest > left and not first:
                 break
             max_tokens = min(longest, left - prefill)  # a budget too small for one whole answer gives part of one
-            node = self.tree.add(root, 1)
-            starts.append(
-                NewBranch(node, list(root.token_ids), max_tokens, max_tokens == longest, prefill + max_tokens, group)
-            )
-            left -= prefill + max_tokens
+            node, reserved = self.tree.add(root, 1), prefill + max_tokens
+            full_length = max_tokens == longest
+            starts.append(NewBranch(node, list(root.token_ids), max_tokens, full_length, reserved, group))
+            left -= reserved
         return starts
 
     def _limit(self) -> int:

@@ -179,9 +179,8 @@ class Workers:
 
     def _sample(self, running: list[Worker], output: Output) -> list[Event]:
         """One more token for each of these workers, from its row of logits."""
-        steps = verify(
-            output, [VerifyInput(worker.seq.sampling_context, Draft(), MatchVerifier()) for worker in running]
-        )
+        inputs = [VerifyInput(worker.seq.sampling_context, Draft(), MatchVerifier()) for worker in running]
+        steps = verify(output, inputs)
         return [self._append(worker, step) for worker, step in zip(running, steps, strict=True)]
 
     def _append(self, worker: Worker, step: StepOutput) -> Event:

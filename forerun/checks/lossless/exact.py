@@ -352,9 +352,8 @@ def _finding(proposals: Proposals, targets: list[TinyTarget], plain: dict[str, L
     largest = f"largest difference of a probability {max(worst.values()):.1g}, allowed {MAX_DIFFERENCE:.0e}"
     if wrong:
         where = [max(found[name], key=lambda target: found[name][target]) for name in wrong]
-        detail = (
-            "; ".join(f"with {n}: {worst[n]:.2g} ({t})" for n, t in zip(wrong, where, strict=True)) + f"; {largest}"
-        )
+        named = (f"with {n}: {worst[n]:.2g} ({t})" for n, t in zip(wrong, where, strict=True))
+        detail = "; ".join([*named, largest])
     else:
         detail = f"with {', '.join(found)}: {largest}"
     figures = {"differences": found, "allowed": MAX_DIFFERENCE, "drafts": proposals.drafts}

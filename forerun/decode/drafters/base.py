@@ -41,9 +41,7 @@ class DraftRequest:
     min_prob: float = 0.02  # of a node's path: less probable ones are not worth verifying
     max_wait_s: float = math.inf  # for a draft that comes from another machine: more is not worth it
     min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
-    keep_drafting: Callable[[float, int], bool] | None = (
-        None  # (path probability, depth) -> is one more round worth it?
-    )
+    keep_drafting: Callable[[float, int], bool] | None = None  # (path probability, depth) -> is a round worth it?
 
     id = renamed_attribute("id", "seq_id")
     depth = renamed_attribute("depth", "max_depth")

@@ -130,9 +130,8 @@ def _spelled(
 ) -> list[tuple[int, float]]:
     """The certain text after `path` in tokens, each with its probability."""
     text, assumed = _text(constraint, token_bytes, path, limit * _BYTES_PER_TOKEN)
-    tokens = spell(
-        constraint.vocabulary.tokenizer, [*constraint.tokens[-_CONTEXT_TOKENS:], *path][-_CONTEXT_TOKENS:], text
-    )
+    before = [*constraint.tokens[-_CONTEXT_TOKENS:], *path][-_CONTEXT_TOKENS:]
+    tokens = spell(constraint.vocabulary.tokenizer, before, text)
     whole = len(tokens) <= limit and len(text) < limit * _BYTES_PER_TOKEN
     tokens = tokens[: min(limit, constraint.accepts(path, tokens))]
     found, at = [], 0

@@ -191,9 +191,8 @@ class SuffixDrafter(Drafter):
                 seq = self._sequences[request.seq_id] = _Sequence()
             budget -= self._read(seq, request.tokens, max(budget, _MIN_READ_TOKENS))
             automaton, match = self._match(seq, request.tokens)
-            drafts.append(
-                grow_best_first(match, partial(follow, automaton), request, self.name) if match[1] else Draft()
-            )
+            expand = partial(follow, automaton)
+            drafts.append(grow_best_first(match, expand, request, self.name) if match[1] else Draft())
         return drafts
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:

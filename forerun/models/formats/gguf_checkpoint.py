@@ -187,12 +187,9 @@ def _matches(rope: RopeConfig, table: torch.Tensor) -> bool:
 
 def _end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     """The declared end token first, then others of the vocabulary that end an answer."""
-    names = ("eos", "eot", "eom")
-    declared = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    known = [
-        i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3 and token in _END_TOKENS
-    ]
+    declared = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = zip(metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", []), strict=False)
+    known = [i for i, (token, kind) in enumerate(named) if kind == 3 and token in _END_TOKENS]
     return tuple(dict.fromkeys(i for i in declared + known if i is not None))
 
 

@@ -97,9 +97,8 @@ class FolderCheckpoint:
         prefixes = [name.removesuffix(ending) for name in self._where if name.endswith(ending)]
         prefix = prefixes[0] if prefixes else "model."
         heads = [name for name in self._where if name.endswith("lm_head.weight")]
-        names = {
-            name: prefix + hf_name(name, self.config.family) for name in expected_shapes(self.config) if name != "head"
-        }
+        others = [name for name in expected_shapes(self.config) if name != "head"]
+        names = {name: prefix + hf_name(name, self.config.family) for name in others}
         return names | {"head": heads[0] if heads else "lm_head.weight"}
 
     def _read(self, name: str) -> torch.Tensor:

@@ -54,9 +54,8 @@ class CalibrationState:
 
     def stopped(self) -> str:
         """What an interrupted calibration leaves."""
-        return (
-            f"stopped; the same command resumes from {self.path}" if self.path.exists() else "stopped; nothing is saved"
-        )
+        left = f"the same command resumes from {self.path}" if self.path.exists() else "nothing is saved"
+        return f"stopped; {left}"
 
     def save(self, values: dict[str, Any]) -> None:
         with interrupt.shield:

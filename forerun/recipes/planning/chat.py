@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.errors import BadRequest
+from forerun.inputs import as_params
 from forerun.options import check_number
 from forerun.params import Grammar, SamplingParams
 from forerun.recipes.planning.calls import Tool, check_tools
@@ -121,9 +122,7 @@ def open_chat(
     if not isinstance(task, str) or not task.strip():
         raise BadRequest(f"a task is text, got {task!r:.80}", "describe what the tools are to find out")
     check_tools(tools)
-    params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise BadRequest(f"params must be SamplingParams, got {params!r:.80}", "pass SamplingParams(temperature=...)")
+    params = as_params(params)
     if params.grammar is not None or params.n != 1:
         hint = "leave grammar and n out of the parameters"
         raise BadRequest("plans bring their own grammar and take one answer", hint)
