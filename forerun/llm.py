@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -19,7 +19,7 @@ import torch
 from forerun.cache.prefix import TreeSummary, summarise_tree
 from forerun.cache.tiers import TierConfig, Tiers
 from forerun.core import SamplingParams
-from forerun.engine.config import EngineConfig, size_kv_cache
+from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Event, Request
 from forerun.engine.stats import Stats
@@ -35,29 +35,26 @@ from forerun.inputs import (
     as_token_ids,
     check_counts,
     check_switches,
-    checked_model_len,
     params_for_each,
     weight_goal,
     weights_mode,
 )
-from forerun.loading import ModelLoader, opened
+from forerun.loading import ModelLoader, OpenedModels
 from forerun.models.build import choose_device
 from forerun.models.cpu.block_linear import pool_stats
 from forerun.models.fetch.store import DEFAULT_MODEL
-from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.outputs import Choice, Completion, acomplete, complete
 from forerun.params import SamplingOptions
-from forerun.prefill.open_profile import open_profile, prefiller_factory
+from forerun.prefill.open_profile import prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.renamed import LLM_ARGUMENTS, OldLLMNames, accepts_old_arguments
 from forerun.runtime.driver import Driver
 from forerun.runtime.threads import choose_threads
 
 if TYPE_CHECKING:
-    from forerun.cache.pool import PagePool
     from forerun.decode.trie import TokenTrie
     from forerun.recipes.edit import Edited, EditMode, EditPiece
     from forerun.sharing.branching import BranchOn
@@ -156,61 +153,49 @@ class LLM(OldLLMNames):
             torch.set_num_threads(count)
         goal = weight_goal(memory, quality, weights, where)
         loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init)
-        checkpoint, named = opened(model), prefill_profile is not None  # a profile knows its draft as it is
-        by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
-        remote = draft_model if isinstance(draft_model, str) and draft_model.startswith("remote:") else None
-        found = open_draft(None if remote else draft_model, checkpoint, search=by_name and not named and not remote)
-        hidden = found if isinstance(found, HiddenDrafterWeights) else None
-        drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
-        if adapt and hidden is None:
-            hint = "give one as draft_model (forerun train drafter --kind block), or leave adapt out"
-            raise BadRequest("adapt is for a drafter on the target's hidden states, and there is none", hint)
-        context = checked_model_len(max_model_len, checkpoint.config.max_context)
-        self.tokenizer, self.decoder, self.precision = loader.target(checkpoint, context)
-        self.config, self.model = self.decoder.config, checkpoint.source
-        self._generation: dict[str, Any] = getattr(checkpoint, "generation", {})
-        draft = None if drafting is None else loader.draft(drafting, self.decoder, self.tokenizer, context)
-        reader = None if hidden is None else loader.hidden_draft(hidden, checkpoint, self.decoder, context, adapt)
-        self._adapted = hidden if adapt else None
-        self.draft_name = remote if found is None else found.source
-        self.prefill_profile = open_profile(prefill_profile, checkpoint, drafting)
-        decoders = [self.decoder] if draft is None else [self.decoder, draft.decoder]
-        beside = [] if reader is None else reader.on_pages
+        opened = loader.open(model, draft_model, prefill_profile, max_model_len, adapt)
         config = EngineConfig(
-            max_model_len=context,
-            kv_cache_tokens=size_kv_cache(decoders, context, kv_cache_tokens, gpu_memory_utilization, beside=beside),
+            max_model_len=opened.context,
+            kv_cache_tokens=opened.size_kv_cache(kv_cache_tokens, gpu_memory_utilization),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or STEP_TOKENS[where.type],
             enable_prefix_caching=enable_prefix_caching,
             max_gap_ms=max_gap_ms,
         )
+        self._adapted = opened.hidden if adapt else None
+        self._start(loader, opened, config, tiers)
+
+    def _start(self, loader: ModelLoader, opened: OpenedModels, config: EngineConfig, tiers: TierConfig) -> None:
+        """The engine of what was opened, and what goes with it."""
+        self.tokenizer, self.decoder, self.precision = opened.tokenizer, opened.decoder, opened.precision
+        self.config, self.model, self.prefill_profile = self.decoder.config, opened.checkpoint.source, opened.profile
+        self._generation: dict[str, Any] = getattr(opened.checkpoint, "generation", {})
+        drafts = opened.drafting or opened.hidden
+        self.draft_name = opened.remote if drafts is None else drafts.source
         kept = tiers.disk is not None  # beyond this process
-        self.fingerprint = fingerprint(checkpoint, quiet) if kept else ""  # of all weights: names the K/V on disk
-        self.model_id = sampled_fingerprint(checkpoint) if kept else ""  # of some: names the sessions there
-        loose = self.precision.name in ("int8", "file", "mixed") and batch_invariant is False
-        keep = self._tiers(tiers, loose) if tiers.any else None
-        prefiller = prefiller_factory(self.prefill_profile)
-        models = [checkpoint] if drafting is None else [checkpoint, drafting]
-        self._costs = loader.costs(models, self.precision, config.capacity, reader)
+        # of all weights: names the K/V on disk; of some: names the sessions there
+        self.fingerprint = fingerprint(opened.checkpoint, loader.quiet) if kept else ""
+        self.model_id = sampled_fingerprint(opened.checkpoint) if kept else ""
+        identity = f"{self.fingerprint} {self.precision.identity}"
+        if self.precision.name in ("int8", "file", "mixed") and loader.batch_invariant is False:
+            identity += " loose"  # bits depend on the batch: an engine that promises others must not read them
+        self._costs = loader.costs(opened, config.capacity)
         known = None if self._costs is None else self._costs.load()
         with loader.stage("costs"):
-            text = None if skip_tokenizer_init else self.tokenizer
-            self.engine = Engine(self.decoder, text, config, draft or reader, known, prefiller, keep, quiet)
+            text, draft = None if loader.skip_tokenizer else self.tokenizer, opened.draft or opened.reader
+            keep = (lambda pool: Tiers(pool, tiers, identity)) if tiers.any else None
+            prefiller = prefiller_factory(opened.profile)
+            self.engine = Engine(self.decoder, text, config, draft, known, prefiller, keep, loader.quiet)
         if self._costs is not None:
             if known is None:
                 self._costs.store(self.engine.speculator.controller)
             self._costs.load_learnt(self.engine.speculator.controller)
-        if remote is not None:
-            self.engine.speculator.draft_remotely(remote)
+        if opened.remote is not None:
+            self.engine.speculator.draft_remotely(opened.remote)
         self.load_report = loader.finish(costs_read=known is not None)
         self.driver = Driver(self.engine)
         self._sessions: SessionRegistry | None = None
         self._sessions_lock = threading.Lock()
-
-    def _tiers(self, config: TierConfig, loose: bool) -> Callable[[PagePool], Tiers]:
-        """`loose`: bits depend on the batch they came from; an engine that promises others must not read them."""
-        identity = f"{self.fingerprint} {self.precision.identity}" + (" loose" if loose else "")
-        return lambda pool: Tiers(pool, config, identity)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

@@ -18,17 +18,22 @@ from forerun import data
 from forerun.core.usage import LoadReport
 from forerun.decode.control.cost_cache import CostCache
 from forerun.decode.draft_context import DraftModel
+from forerun.engine.config import size_kv_cache
 from forerun.errors import BadRequest
+from forerun.inputs import checked_model_len
 from forerun.models.build import MIN_KEPT_BYTES, build_decoder, checkpoint_bytes
 from forerun.models.cpu.importance import WeightGoal, WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.decoder import Decoder
 from forerun.models.fetch.store import resolve
+from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
+from forerun.prefill.open_profile import open_profile
+from forerun.prefill.profile import Profile
 from forerun.text.tokenizer import NoTokenizer, Tokenizer
 
 log = logging.getLogger("forerun")
@@ -43,6 +48,33 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
         hint = "give a name, a path or a hub id"
         raise BadRequest(f"a model cannot be a {type(model).__name__}: {model!r:.80}", hint)
     return model
+
+
+@dataclass
+class OpenedModels:
+    """A target, what drafts for it (a draft model, or a drafter on its hidden states), and their profile."""
+
+    checkpoint: Checkpoint
+    context: int  # longest prompt and answer together
+    tokenizer: Tokenizer
+    decoder: Decoder
+    precision: Precision
+    drafting: Checkpoint | None
+    draft: DraftModel | None
+    hidden: HiddenDrafterWeights | None
+    reader: HiddenDraftModel | None
+    profile: Profile | None
+    remote: str | None  # where drafts of another machine come from
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        return [self.checkpoint] if self.drafting is None else [self.checkpoint, self.drafting]
+
+    def size_kv_cache(self, asked: int | None, gpu_memory_utilization: float | None) -> int:
+        """Tokens of the pool: as many as asked for, or by memory."""
+        decoders = [self.decoder] if self.draft is None else [self.decoder, self.draft.decoder]
+        beside = [] if self.reader is None else self.reader.on_pages
+        return size_kv_cache(decoders, self.context, asked, gpu_memory_utilization, beside=beside)
 
 
 @dataclass(eq=False)
@@ -69,18 +101,38 @@ class ModelLoader:
         self.report.total_s, self.report.costs_read = time.perf_counter() - self._start, costs_read
         return self.report
 
-    def target(self, checkpoint: Checkpoint, context: int) -> tuple[Tokenizer, Decoder, Precision]:
+    def open(
+        self,
+        model: str | Path | Checkpoint,
+        draft_model: str | Path | Checkpoint | HiddenDrafterWeights | None,
+        prefill_profile: str | Path | Profile | None,
+        max_model_len: int | None,
+        adapt: bool,
+    ) -> OpenedModels:
+        """The models of an `LLM`; the arguments are its own."""
+        checkpoint = opened(model)
+        by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
+        remote = draft_model if isinstance(draft_model, str) and draft_model.startswith("remote:") else None
+        search = by_name and remote is None and prefill_profile is None  # a profile knows its draft as it is
+        found = open_draft(None if remote else draft_model, checkpoint, search)
+        hidden = found if isinstance(found, HiddenDrafterWeights) else None
+        drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
+        if adapt and hidden is None:
+            hint = "give one as draft_model (forerun train drafter --kind block), or leave adapt out"
+            raise BadRequest("adapt is for a drafter on the target's hidden states, and there is none", hint)
+        context = checked_model_len(max_model_len, checkpoint.config.max_context)
         tokenizer = self._tokenizer(checkpoint)
-        return tokenizer, *self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
+        decoder, precision = self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
+        draft = None if drafting is None else self._draft(drafting, decoder, tokenizer, context)
+        reader = None
+        if hidden is not None:
+            with self.stage("weights"):
+                reader = build_hidden_draft(hidden, checkpoint, decoder, context, adapt)
+        profile = open_profile(prefill_profile, checkpoint, drafting)
+        target = (checkpoint, context, tokenizer, decoder, precision)
+        return OpenedModels(*target, drafting, draft, hidden, reader, profile, remote)
 
-    def hidden_draft(
-        self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int, adapt: bool
-    ) -> HiddenDraftModel:
-        """A drafter on the hidden states of that target, which the checkpoint holds."""
-        with self.stage("weights"):
-            return build_hidden_draft(weights, checkpoint, target, context, adapt)
-
-    def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
+    def _draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""
         own = self._tokenizer(checkpoint)
         decoder, _ = self._decoder(checkpoint, min(context, checkpoint.config.max_context), is_draft=True)
@@ -129,11 +181,9 @@ class ModelLoader:
             warn_streamed(decoder, plan, checkpoint.source)
         return decoder, precision
 
-    def costs(
-        self, models: list[Checkpoint], precision: Precision, context: int, reader: HiddenDraftModel | None = None
-    ) -> CostCache | None:
-        """Where the costs of these models' forwards and what was accepted are kept; None for tiny models. `reader`: the
-        drafter on the target's hidden states."""
+    def costs(self, opened: OpenedModels, context: int) -> CostCache | None:
+        """Where the costs of these models' forwards and what was accepted are kept; None for tiny models."""
+        models, precision, reader = opened.checkpoints, opened.precision, opened.reader
         files = [file for checkpoint in models for file in checkpoint.files]
         if min(map(checkpoint_bytes, models)) < MIN_KEPT_BYTES:
             return None
