@@ -145,12 +145,3 @@ def check_switches(**given: bool) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise BadRequest(f"{name} is {value!r:.80}, it must be True or False", "leave it out")
-
-
-def checked_model_len(asked: int | None, limit: int) -> int:
-    """`max_model_len`, or all that the model allows."""
-    if asked is None:
-        return limit
-    hint = f"leave it out for {limit}, all that the model was trained for, or choose a smaller value"
-    check_number("max_model_len", asked, 2, limit, whole=True, hint=hint)
-    return asked

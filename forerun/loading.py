@@ -20,7 +20,6 @@ from forerun.decode.control.cost_cache import CostCache
 from forerun.decode.draft_context import DraftModel
 from forerun.engine.config import size_kv_cache
 from forerun.errors import BadRequest
-from forerun.inputs import checked_model_len
 from forerun.models.build import MIN_KEPT_BYTES, build_decoder, checkpoint_bytes
 from forerun.models.cpu.importance import WeightGoal, WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
@@ -32,6 +31,7 @@ from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
+from forerun.options import check_number
 from forerun.prefill.open_profile import open_profile
 from forerun.prefill.profile import Profile
 from forerun.text.tokenizer import NoTokenizer, Tokenizer
@@ -48,6 +48,15 @@ def opened(model: str | Path | Checkpoint) -> Checkpoint:
         hint = "give a name, a path or a hub id"
         raise BadRequest(f"a model cannot be a {type(model).__name__}: {model!r:.80}", hint)
     return model
+
+
+def checked_model_len(asked: int | None, limit: int) -> int:
+    """`max_model_len`, or all that the model allows."""
+    if asked is None:
+        return limit
+    hint = f"leave it out for {limit}, all that the model was trained for, or choose a smaller value"
+    check_number("max_model_len", asked, 2, limit, whole=True, hint=hint)
+    return asked
 
 
 @dataclass
