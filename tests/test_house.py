@@ -34,7 +34,7 @@ LAYERS = (
     ("forerun.llm",),
     ("forerun.sharing",),
     ("forerun.drafters", "forerun"),  # the public names
-    ("forerun.recipes", "forerun.serve", "forerun.train"),
+    ("forerun.recipes", "forerun.serve", "forerun.train", "forerun.vllm"),
     ("forerun.checks",),
     ("forerun.commands",),
     ("forerun.cli",),

@@ -61,6 +61,7 @@ class Linear:
     """The contract, and its plain form on `F.linear`: right on any device and in any dtype."""
 
     packs = False  # whether weights are turned into a form of the kernel's own
+    beside: type[Linear] | None = None  # what float matrices that run beside it are held in, where that is another kind
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape

@@ -22,7 +22,6 @@ from torch import Tensor
 from forerun.cache.pool import slots_of
 from forerun.core.batch import send
 from forerun.errors import BadProfile
-from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
 from forerun.models.decoder import Decoder
 from forerun.models.execution.float8_mlp import float8_projection
 from forerun.models.execution.runner import Runner
@@ -146,8 +145,8 @@ _HINT = "calibrate for these models: forerun calibrate --target ... --out PROFIL
 
 def precision_of(decoder: Decoder) -> Precision:
     """What the decoder's own matrices are held in, for matrices that run beside them."""
-    kind = type(decoder.layers[0].qkv)
-    return Precision("as the decoder", Q8Linear if kind is BlockLinear else kind, decoder.dtype)
+    own = decoder.layers[0].qkv
+    return Precision("as the decoder", own.beside or type(own), decoder.dtype)
 
 
 def tail_attention_for(state: PrefillState, chooser: str, runner: Runner) -> TailAttention | None:

@@ -158,5 +158,8 @@ class Q8Linear(BlockLinear):
         super().__init__([("Q8_0", q8_0(weight))], bias)
 
 
+BlockLinear.beside = Q8Linear
+
+
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -100,12 +100,15 @@ class Span:
 class Runner:
     """Runs batches on one decoder and its K/V; on CUDA as captured graphs where one fits."""
 
-    def __init__(self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None) -> None:
-        """`kv`: the decoder's plane of the pool, where it is not the pool's own model."""
+    def __init__(
+        self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None, plain: bool = False
+    ) -> None:
+        """`kv`: the decoder's plane of the pool, where it is not the pool's own model. `plain`: nothing is captured,
+        for layers that are not ours."""
         self.decoder, self.pool, self.kv = decoder, pool, pool.kv if kv is None else kv
         self.features: HiddenFeatures | None = None  # what a drafter reads of every token that runs
         self.graphs: GraphRunner | None = None
-        if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
+        if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16 and not plain:
             from forerun.models.cuda.graphs import GraphRunner
 
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)

@@ -1,0 +1,39 @@
+"""vLLM's own model classes, whose instances can be found again by the model's name.
+
+A connector is given K/V tensors and never the model; this is the one thing the subclasses add. Knows no prompt.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+_loaded: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by the name vLLM opened it under
+
+
+def loaded_model(name: str) -> Any | None:
+    """The model that this process has loaded under that name."""
+    return _loaded.get(name)
+
+
+class _Remembered(torch.nn.Module):
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **others: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
+        _loaded[vllm_config.model_config.model] = self
+
+
+class ForerunLlamaForCausalLM(_Remembered, LlamaForCausalLM):
+    pass
+
+
+class ForerunQwen2ForCausalLM(_Remembered, Qwen2ForCausalLM):
+    pass
+
+
+class ForerunQwen3ForCausalLM(_Remembered, Qwen3ForCausalLM):
+    pass
