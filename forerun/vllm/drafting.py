@@ -26,8 +26,9 @@ from forerun.models.execution.runner import Runner
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.params import Prefill
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.open_profile import chunk_only_profile, open_profile
+from forerun.prefill.open_profile import open_profile
 from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.profile import chunk_profile
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun.vllm.attention import PromptBlocks, VllmAttention
 from forerun.vllm.models import loaded_model
@@ -92,7 +93,7 @@ class PromptDrafter:
         runner = Runner(decoder, self._pool, context, plain=True)
         loaded = None if draft is None else self._load_draft(draft, checkpoint, decoder, context)
         ctx = DraftContext.build(self._pool, runner, None, context, loaded)
-        self._prefiller = Prefiller(ctx, profile or chunk_only_profile(), settings.policy)
+        self._prefiller = Prefiller(ctx, profile or chunk_profile(), settings.policy)
         self._pass = RaggedDepthPass(runner)
         self._index = self._prefiller.source(Prefill("speculative", source="chunk")).text_index
         self._waiting: list[PromptToDraft] = []
@@ -160,6 +161,8 @@ class PromptDrafter:
         prompt.computed = end
         if end == prompt.end:
             prompt.computed, prompt.synced = None, end
+            if state.settings.exact:
+                state.fall_back("")
             state.stage = PrefillStage.DONE
             if self._index is not None:
                 self._index.remember(state.tokens[:end], state.pages)
@@ -175,10 +178,20 @@ class PromptDrafter:
         self._pool.release(state.pages)
 
     def _open_waiting(self) -> None:
-        """In their order, as staging pages allow."""
-        while self._waiting and self._pool.pages_for(len(self._waiting[0].tokens)) <= self._pool.free:
+        """In their order, as staging pages allow; chunks of earlier prompts give theirs up."""
+        while self._waiting:
+            needed = self._pool.pages_for(len(self._waiting[0].tokens))
+            if self._index is not None and needed <= self._pool.num_pages:
+                self._index.release(needed - self._pool.free)
+            if self._pool.free < needed <= self._pool.num_pages:
+                return
             prompt = self._waiting.pop(0)
-            pages = array("i", self._pool.allocate(self._pool.pages_for(len(prompt.tokens))))
+            if needed > self._pool.num_pages:
+                staged = self._pool.num_pages * STAGING_PAGE_SIZE
+                why = f"{len(prompt.tokens)} tokens are more than staging_tokens, which is {staged}"
+                self._results.failed[prompt.request_id] = {"approximate": False, "fell_back": why}
+                continue
+            pages = array("i", self._pool.allocate(needed))
             self._opened += 1
             state = PrefillState(
                 *(self._opened, prompt.tokens, pages, 0, len(prompt.tokens), prompt.settings, len(self._pool.kv))

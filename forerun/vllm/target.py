@@ -28,7 +28,8 @@ class ModuleLinear(Linear):
 
     @property
     def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.module.parameters())
+        """Before quantisation: a packed module no longer has its weights."""
+        return self.module.input_size * self.module.output_size * self.module.params_dtype.itemsize
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
         y = self.module(x if norm is None else self.norm(x))[0]
@@ -36,7 +37,9 @@ class ModuleLinear(Linear):
 
 
 class ModuleHead(ModuleLinear):
-    """The head: vLLM computes logits with it through the model."""
+    """The head, which vLLM's model applies itself; its matrix may be the embedding's."""
+
+    nbytes = 0
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, add: Tensor | None = None) -> Tensor:
         return self.module.compute_logits(x if norm is None else self.norm(x))
