@@ -132,7 +132,7 @@ class ModelLoader:
         context = checked_model_len(max_model_len, checkpoint.config.max_context)
         tokenizer = self._tokenizer(checkpoint)
         decoder, precision = self._decoder(checkpoint, context, plan=self._plan(checkpoint, tokenizer))
-        draft = None if drafting is None else self._draft(drafting, decoder, tokenizer, context)
+        draft = None if drafting is None else self.draft(drafting, decoder, tokenizer, context)
         reader = None
         if hidden is not None:
             with self.stage("weights"):
@@ -141,7 +141,7 @@ class ModelLoader:
         target = (checkpoint, context, tokenizer, decoder, precision)
         return OpenedModels(*target, drafting, draft, hidden, reader, profile, remote)
 
-    def _draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
+    def draft(self, checkpoint: Checkpoint, target: Decoder, tokenizer: Tokenizer, context: int) -> DraftModel:
         """A draft model for that target."""
         own = self._tokenizer(checkpoint)
         decoder, _ = self._decoder(checkpoint, min(context, checkpoint.config.max_context), is_draft=True)
