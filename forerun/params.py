@@ -185,7 +185,9 @@ class Prefill:
         high=1.0,
         open_low=True,
     )
-    source: str = option("auto", help="What drafts the prompt's K/V; auto: the profile's.", choices=PREFILL_SOURCES)
+    source: str = option(
+        "auto", help="What drafts the prompt's K/V; auto: the profile's, or text met before.", choices=PREFILL_SOURCES
+    )
     chooser: str = option("auto", help="What chooses the tokens that are recomputed.", choices=PREFILL_CHOOSERS)
     allow_exact: bool = option(False, help="Where the prompt cannot be drafted, compute it instead of an error.")
 

@@ -121,6 +121,7 @@ class Sequence:
         self.pages = array("i")
         self.computed = 0
         self.draft_key: str | None = None  # drafted K/V is shared under it; None: all of its K/V is exact
+        self.prefill_settings = self.params.prefill  # with the source that was chosen for it
         self.prefill: PrefillState | None = None  # of a drafted prompt, as long as the sequence has pages
         self.provisional: ProvisionalAnswer | None = None  # of a final sequence: tokens that came before its own
         self.final: Sequence | None = None  # of a provisional sequence

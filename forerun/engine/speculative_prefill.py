@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from forerun.prefill.prefiller import Prefiller
     from forerun.prefill.sources.chunk_index import ChunkIndex
 
+MIN_MET_SHARE = (
+    0.5  # of the tokens that are not known exactly: more must have been met before for `auto` to take `chunk`
+)
+
 
 class SpeculativePrefill:
     """`prefiller`: None where this engine cannot draft prompts."""
@@ -65,7 +69,7 @@ class SpeculativePrefill:
     def open(self, seq: Sequence) -> Sequence | None:
         """Mark a new sequence whose prompt is to be drafted, or return a provisional sequence of which that is true;
         where it cannot be, the report in its usage has the reason."""
-        settings = seq.params.prefill
+        settings = self._with_source(seq)
         provisional = settings.mode == "provisional"
         if settings.exact or (provisional and seq.index):  # further answers read the first one's exact prompt
             return None
@@ -78,11 +82,27 @@ class SpeculativePrefill:
         if source.text_index is not None:
             self._register(source.text_index)
         drafted = Sequence(seq.request, seq.index, seq.seed) if provisional else seq
-        drafted.draft_key = self.prefiller.key(settings)
+        drafted.draft_key, drafted.prefill_settings = self.prefiller.key(settings), settings
         if not provisional:
             return None
         drafted.final, seq.provisional = seq, ProvisionalAnswer(seq=drafted)
         return drafted
+
+    def _with_source(self, seq: Sequence) -> Prefill:
+        """What was asked for; of source `auto` with `chunk` named where most of what is not known was met before."""
+        settings = seq.params.prefill
+        measured = settings.budget is not None or settings.quality is not None  # by the profile's curve
+        if self.prefiller is None or settings.exact or settings.source != "auto" or measured or not seq.params.cache:
+            return settings
+        chunk = replace(settings, source="chunk")
+        index = self.prefiller.source(chunk).text_index
+        if index is None or self.prefiller.problem(chunk, len(seq.tokens)) is not None:
+            return settings
+        self._register(index)
+        tokens = seq.packed(-1)
+        first = len(self.scheduler.prefixes.exact_pages(seq)) * self.scheduler.pool.page_size
+        met = sum(match.count for match in index.find(tokens, first, len(tokens)))
+        return chunk if met > MIN_MET_SHARE * (len(tokens) - first) else settings
 
     def _register(self, cache: ChunkIndex) -> None:
         """From now on it is given all exact K/V; what tiers and the prefix tree hold already, at once, the latest
@@ -342,7 +362,7 @@ class Prefixes:
         missing = self.pool.pages_for(len(seq.tokens)) - len(seq.pages)
         seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         tokens, layers = seq.packed(len(seq.tokens)), len(self.pool.kv)
-        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.params.prefill, layers)
+        state = PrefillState(seq.id, tokens, seq.pages, seq.computed, len(tokens), seq.prefill_settings, layers)
         if self.approximate is not None and seq.params.cache:
             state.add_known(self.approximate.read(key, seq.packed(-1), state.first, seq.pages))
         seq.prefill = state

@@ -81,7 +81,7 @@ class Prefiller:
         except ForerunError as error:
             return error
         problem = chooser_problem(chooser_for(settings.chooser), source.name, self._cross is not None)
-        problem = problem or refusal_of(source, num_tokens)
+        problem = problem or refusal_of(source, num_tokens) or self._quality_problem(settings, source.name)
         if problem is not None or settings.budget is None or num_tokens < self.policy.shortest + self.policy.tail:
             return problem
         least = self._least_cost(settings, source, num_tokens)
@@ -90,6 +90,18 @@ class Prefiller:
         return BadRequest(
             f"prefill: budget is {settings.budget}, drafting by {source.name!r} costs at least {least:.2f} here",
             f"give a budget of at least {math.ceil(100 * least) / 100}, or none",
+        )
+
+    def _quality_problem(self, settings: Prefill, source: str) -> BadRequest | None:
+        profile = self.profile_of(source)
+        if settings.quality is None or share_for(profile, None, settings.quality) is not None:
+            return None
+        best = max((point.top1 for point in profile.curve), default=0.0)
+        reach = f"the profile's curve reaches {best:.3f}" if best else f"the source {source!r} has no curve of quality"
+        give = f"give at most {math.floor(1000 * best) / 1000}" if best else "leave it out"
+        return BadRequest(
+            f"prefill: quality is {settings.quality}, {reach}",
+            f"{give}, or allow exact prefill instead: allow_exact=True (--allow-exact)",
         )
 
     def _least_cost(self, settings: Prefill, source: KVSource, num_tokens: int) -> float:

@@ -10,6 +10,8 @@ import pytest
 
 from forerun.cli import main
 from forerun.prefill.calibration import resume
+from forerun.prefill.calibration.setup import least_window
+from forerun.prefill.calibration.windows import WindowSettings
 from forerun.prefill.profile import Profile
 from tests.prefill.calibration.common import write_pair, write_text
 
@@ -40,7 +42,7 @@ def test_from_files_to_a_profile(
     out = tmp_path / "new" / "a.profile"
     # One file belongs to --text, the rest follows as a shell expands it
     given = ("--target", models[0], "--draft-model", models[1], "--text", *files, "--out", out)
-    assert run(*given, *QUICK, "--steps", 2, "--json") == 0
+    assert run(*given, *QUICK, "--steps", 2, "--json", "--force") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["kind"], record["rank"], record["base"]) == ("draft", 16, 1)
     assert record["facts"]["files"] == 4 and record["facts"]["steps"] == 2
@@ -53,7 +55,7 @@ def test_without_a_rank_the_model_decides(
     models: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("--target", models[0], "--draft-model", models[1], "--text", text, "--out", tmp_path / "a.profile")
-    small = ("--window", 416, "--tokens", 3000, "--device", "cpu", "--no-distill", "--json")
+    small = ("--window", 416, "--tokens", 3000, "--device", "cpu", "--no-distill", "--json", "--force")
     assert run(*given, *small) == 0
     assert json.loads(capsys.readouterr().out)["rank"] == 64  # as wide as the target
     maps = Profile.load(tmp_path / "a.profile").maps
@@ -65,8 +67,11 @@ def test_a_table_for_people(
 ) -> None:
     out = tmp_path / "a.profile"
     given = ("--target", models[0], "--text", text, "--out", out)
-    assert run(*given, *QUICK, "--base", 2, "--no-distill", "--quality", 1.0) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    assert run(*given, *QUICK, "--base", 2, "--no-distill", "--quality", 1.0, "--force") == 0
+    printed = capsys.readouterr()
+    shown, stages = " ".join(printed.out.split()), printed.err
+    assert [f"{n} of 4: " in stages for n in (1, 2, 3, 4)] == [True, True, False, True]  # nothing is distilled
+    assert "hold on prose: agreement" in shown and "was not measured" in shown
     assert "target, drafted by itself" in shown and "default" in shown and "30%" in shown
     assert "No share reaches an agreement of 1" in shown and "a.profile" in shown.replace(" ", "")
 
@@ -95,7 +100,6 @@ def test_ctrl_c_shows_how_to_resume(
     [
         (("--steps", 3, "--minutes", 2), "--steps 3 and --minutes 2 cannot go together"),
         (("--no-distill", "--steps", 3), "--no-distill"),
-        (("--window", 200), "too short"),
         (("--base", 4), "4 layers"),
         (("--text", "nowhere.txt"), "cannot read nowhere.txt"),
         (("--window", 900), "too short: 5 files"),
@@ -112,9 +116,16 @@ def test_what_cannot_work_is_said_at_once(
     text = write_text(tmp_path / "text", files=5, words=300)
     given = ("--target", models[0], "--text", text, "--out", tmp_path / "a", *QUICK)
     assert run(*given, *wrong) == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("calibrating, 1 of 4")]
     assert lines[0].startswith("error: ") and said in lines[0] and lines[1].startswith("hint: ")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_window_that_the_help_rules_out_is_refused(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    least = least_window(WindowSettings().continuation)
+    given = ("--target", models[0], "--text", text, "--out", tmp_path / "a", "--no-distill", "--force")
+    assert run(*given, "--window", least - 1) == 2 and not list(tmp_path.iterdir())
+    assert run(*given, "--window", least, "--rank", 8, "--tokens", 3000, "--device", "cpu") == 0
 
 
 def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,4 +64,5 @@ def finish(engine: Engine, steps: int = 10_000) -> None:
 
 def leaked(engine: Engine) -> int:
     """References to pages that neither of the caches accounts for, when no sequence is left."""
-    return int(engine.pool.refs.sum()) - engine.tree.num_pages - engine.approximate.num_pages
+    texts = sum(cache.num_pages for cache in engine.scheduler.text_caches)
+    return int(engine.pool.refs.sum()) - engine.tree.num_pages - engine.approximate.num_pages - texts

@@ -101,3 +101,19 @@ class _Wrong:
     @staticmethod
     def crc32(data: object) -> int:
         return -1
+
+
+def test_auto_takes_what_was_met_before(opened: Callable[..., LLM]):
+    """Without a profile: a new prompt is computed, the same with a line changed is drafted, a repeated one is read."""
+    auto = Prefill("provisional", allow_exact=True)
+    with opened() as llm:
+        first = asked(llm, OLD, auto)
+        assert first.usage.prefill.drafted == 0 and "needs a profile" in first.usage.prefill.fell_back
+        found = asked(llm, EDITS["inserted"], auto)
+        assert found.usage.prefill.source == "chunk" and found.usage.prefill.drafted > 800
+        again = asked(llm, EDITS["inserted"], auto)
+        assert again.usage.prefill.drafted == 0 and again.usage.cached_tokens > 1300
+        llm.clear_cache()
+        assert asked(llm, EDITS["inserted"], Prefill()).token_ids == found.token_ids == again.token_ids
+        private = SamplingParams(max_tokens=2, prefill=auto, cache=False)
+        assert llm.generate(EDITS["top"], private)[0].usage.prefill.drafted == 0

@@ -49,11 +49,14 @@ def test_drafting_that_costs_more_than_it_saves_is_not_begun(ctx: DraftContext):
     assert state.stage is PrefillStage.EXACT and "would cost" in state.report.fell_back and source.read_entries == []
 
 
-def test_a_quality_beyond_the_curve_is_exact_prefill(ctx: DraftContext):
+def test_a_quality_beyond_the_curve_is_refused_or_exact_prefill(ctx: DraftContext):
     curve = [CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)]
     prefiller = make_prefiller(ctx, Fake(ctx), curve=curve)
     settings = Prefill("speculative", quality=0.99)
-    assert prefiller.problem(settings, len(IDS)) is None
+    problem = prefiller.problem(settings, len(IDS))
+    assert problem is not None and "reaches 0.950" in str(problem) and "at most 0.95, or allow exact" in problem.hint
+    copied = Prefiller(ctx, chunk_profile()).problem(Prefill("speculative", source="chunk", quality=0.9), len(IDS))
+    assert "has no curve of quality" in str(copied)
     state = start(prefiller, ctx, settings)
     assert state.stage is PrefillStage.EXACT and "0.950" in state.report.fell_back
     assert start(prefiller, ctx, Prefill("speculative", quality=0.94)).stage is PrefillStage.READING

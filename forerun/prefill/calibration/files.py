@@ -17,6 +17,14 @@ from forerun.errors import BadRequest
 SECTION_BYTES = 256 * 1024
 _SNIFF_BYTES = 64 * 1024  # read to find out whether a file is text
 _HINT = "give UTF-8 text files or folders of them: --text notes.txt --text src/"
+_PROSE = {".txt", ".md", ".rst", ".tex", ".adoc", ""}
+_DATA = {".json", ".jsonl", ".csv", ".tsv", ".log", ".xml", ".html", ".yaml", ".yml", ".toml", ".ini", ".cfg"}
+
+
+def text_kind(path: Path) -> str:
+    """By its name: prose, data, or code, which has the most suffixes."""
+    suffix = path.suffix.lower()
+    return "prose" if suffix in _PROSE else "data" if suffix in _DATA else "code"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Knows what to save of a stage and which of the distilled maps are the best; not 
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,10 @@ TIMED_STEPS = 3  # of distillation, to estimate how long one takes
 EVALUATIONS = 8  # of distilled maps on held-out text, spread over all steps: the best ones are kept
 SELECTION_WINDOWS = 16  # held-out windows for that
 SELECTION_SHARE = 0.1  # of tokens recomputed in them
+DISTILL_MINUTES = 10.0  # where neither steps nor minutes are given
+# up to which share of the time that is given each stage may run; measuring has the rest
+RIDGE_END_SHARE, DISTILL_END_SHARE, CURVE_END_SHARE = 0.35, 0.75, 0.9
+STAGES = ("reading text", "fitting maps", "distilling maps", "measuring quality")
 
 
 @dataclass
@@ -39,15 +44,30 @@ class CalibrationJob:
     saved: CalibrationState
     quiet: bool = False
 
+    def over(self, share: float) -> bool:
+        """Whether this share of the time for the whole command is spent; never where it has no limit."""
+        return self.settings.minutes is not None and self.saved.seconds >= 60.0 * share * self.settings.minutes
+
 
 def fit(job: CalibrationJob) -> tuple[Maps, dict[str, Any]]:
     """The maps, and facts about how they were fitted."""
     saved = job.saved
     if "maps" not in saved.values:
+        announce(1, job.quiet, job.settings.minutes, RIDGE_END_SHARE)
         saved.values = {"maps": _ridge(job).tensors()}
         saved.save(saved.values)
     maps = _restored(job.pair, saved.values["maps"])
-    return Distillation(job, maps).run() if job.settings.distill else (maps, {"steps": 0})
+    if not job.settings.distill:
+        return maps, {"steps": 0}
+    announce(2, job.quiet, job.settings.minutes, DISTILL_END_SHARE)
+    return Distillation(job, maps).run()
+
+
+def announce(stage: int, quiet: bool, minutes: float | None = None, end_share: float = 1.0) -> None:
+    """A line for each stage, also where there is no terminal."""
+    if not quiet:
+        limit = "" if minutes is None else f", until {end_share * minutes:.1f} of {minutes:g} minutes"
+        print(f"calibrating, {stage + 1} of {len(STAGES)}: {STAGES[stage]}{limit}", file=sys.stderr, flush=True)
 
 
 def _ridge(job: CalibrationJob) -> Maps:
@@ -63,6 +83,8 @@ def _ridge(job: CalibrationJob) -> Maps:
     for at in track(range(done, len(rows), settings.batch), "fitting maps", job.quiet):
         ridge.add(*_examples(pair, rows[at : at + settings.batch].to(device).long()))
         saved.save_point(lambda at=at: {"ridge": ridge.state(), "windows": at + settings.batch})  # type: ignore[misc]
+        if job.over(RIDGE_END_SHARE):
+            break
     asked = settings.rank or min(MAX_DEFAULT_RANK, config.hidden_size)
     rank = min(asked, *ridge.xy.shape)  # beyond the rank of the sums all would be zeros
     return ridge.fit(pair.taps, pair.base, config.kv_size, rank, rank, settings.strength, pair.target_embedding)
@@ -98,13 +120,15 @@ class Distillation:
                 next(self._feed)
         else:
             self._best = maps
+            start = time.monotonic()
             self._kl = self._first = self._evaluate(maps)
+            self._evaluation_s = time.monotonic() - start
 
     def run(self) -> tuple[Maps, dict[str, Any]]:
         distiller = self._distiller
         settings, saved = self._job.settings, self._job.saved
         if settings.steps is None and not distiller.done:
-            distiller.schedule = replace(distiller.schedule, steps=self._affordable(settings.minutes))
+            distiller.schedule = replace(distiller.schedule, steps=self._affordable())
         steps = distiller.schedule.steps
         every = max(1, steps // EVALUATIONS)
         for step in track(range(distiller.done, steps), "distilling maps", self._job.quiet):
@@ -112,21 +136,28 @@ class Distillation:
             if (step + 1) % every == 0 or step + 1 == steps:
                 self._keep_best()
             saved.save_point(self._state)
+            if step + 1 < steps and self._job.over(DISTILL_END_SHARE):  # steps have become slower than the first few
+                self._keep_best()
+                break
         saved.values = self._state()
         saved.save(saved.values)
-        return self._best, {"steps": steps, "ridge_kl": self._first, "distilled_kl": self._kl}
+        return self._best, {"steps": distiller.done, "ridge_kl": self._first, "distilled_kl": self._kl}
 
     def _step(self) -> None:
         self._distiller.step(next(self._feed).to(self._pair.target.device).long())
 
-    def _affordable(self, minutes: float) -> int:
+    def _affordable(self) -> int:
         """Steps that fit into the time, by the duration of the first few."""
+        minutes, spent = self._job.settings.minutes, self._job.saved.seconds
+        seconds = 60.0 * DISTILL_MINUTES
+        if minutes is not None:
+            seconds = 60.0 * DISTILL_END_SHARE * minutes - spent - EVALUATIONS * self._evaluation_s
         times = []
         for _ in range(TIMED_STEPS):
             start = time.monotonic()
             self._step()
             times.append(time.monotonic() - start)
-        return max(TIMED_STEPS + 1, round(60.0 * minutes / min(times)))
+        return max(TIMED_STEPS + 1, round(seconds / min(times)))
 
     def _keep_best(self) -> None:
         maps = self._distiller.result()

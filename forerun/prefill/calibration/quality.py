@@ -96,14 +96,15 @@ def measure_curve(
     pair: ModelPair,
     maps: Maps,
     windows: Tensor,
-    kinds: Sequence[str],
+    kinds: Sequence[tuple[str, ...]],
     ahead: int,
     reading: float,
     batch: int,
-    after_batch: Callable[[], None],
+    stop: Callable[[], bool | None],
     quiet: bool,
 ) -> tuple[list[CurvePoint], QualityByKind]:
-    """The curve over windows of plain text, and the figures of every kind of window."""
+    """The curve over windows of plain text, and the figures of every kind of window, of which each may have several.
+    `stop` is asked after each batch; what is measured by then counts."""
     same: dict[float, list[Tensor]] = {share: [] for share in CURVE_SHARES}
     kl: dict[float, list[Tensor]] = {share: [] for share in CURVE_SHARES}
     for rows in track(windows.split(batch), "measuring quality", quiet):
@@ -112,14 +113,16 @@ def measure_curve(
             quality = quality_at(drafted, share)
             same[share].append(quality.same.float().mean(1).cpu())
             kl[share].append(quality.kl.mean(1).cpu())
-        after_batch()
-    marks = {kind: torch.tensor([k == kind for k in kinds]) for kind in sorted(set(kinds))}
+        if stop():
+            break
+    kinds = kinds[: sum(map(len, kl[CURVE_SHARES[0]]))]
+    marks = {kind: torch.tensor([kind in window for window in kinds]) for kind in sorted(set().union(*kinds))}
     found: QualityByKind = {kind: [] for kind in marks}
     for share in CURVE_SHARES:
         agreement, divergence = torch.cat(same[share]), torch.cat(kl[share])
         for kind, mark in marks.items():
             figures = {"top1": float(agreement[mark].mean()), "kl": float(divergence[mark].mean())}
-            found[kind].append({"share": share, **figures})
+            found[kind].append({"share": share, **figures, "windows": int(mark.sum())})
     plain = found.get(PLAIN) or next(iter(found.values()))
     prompt = windows.shape[1] - ahead
     costs = [total_cost(pair.target.config, maps, reading, pair.alone, share, prompt) for share in CURVE_SHARES]

@@ -24,6 +24,7 @@ from forerun.errors import BadRequest
 
 SAVE_INTERVAL_S = 60.0
 MAX_SAVING_SHARE = 0.05  # of the time
+MAX_STATE_BYTES = 2 << 30  # a larger state is not written: that part of the work is done anew after Ctrl-C
 STATE_VERSION = 2  # the sums of older ones have another width
 
 
@@ -31,10 +32,12 @@ class CalibrationState:
     """`inputs`: everything that determines the result; a state with other inputs is refused. `values`: what an earlier
     run saved."""
 
-    def __init__(self, out: Path, inputs: dict[str, Any]) -> None:
+    def __init__(self, out: Path, inputs: dict[str, Any], start: float | None = None) -> None:
+        """`start`: of the command, by the monotonic clock."""
         self.path = out.with_name(out.name + ".state")
         self._inputs = inputs
-        self._start = self._last_save = time.monotonic()
+        self._last_save = time.monotonic()
+        self._start = self._last_save if start is None else start
         self._save_s, self._earlier_s = 0.0, 0.0  # of the last save, and of earlier runs
         self.stop_requested = False
         self.values: dict[str, Any] = self._load() if self.path.exists() else {}
@@ -58,8 +61,10 @@ class CalibrationState:
         return f"stopped; {left}"
 
     def save(self, values: dict[str, Any]) -> None:
-        with interrupt.shield:
-            self._write(values)
+        if _nbytes(values) <= MAX_STATE_BYTES:
+            with interrupt.shield:
+                self._write(values)
+        self._last_save = time.monotonic()
 
     def _write(self, values: dict[str, Any]) -> None:
         start = time.monotonic()
@@ -77,11 +82,11 @@ class CalibrationState:
                 raise
             hint = "make room there: the same command resumes from the last state; or give another --out"
             raise BadRequest(f"cannot write the state {self.path}: {reason.strerror or reason}", hint) from None
-        self._last_save = time.monotonic()
-        self._save_s = self._last_save - start
+        self._save_s = time.monotonic() - start
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        for path in (self.path, self.path.with_name(self.path.name + ".part")):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def defer_interrupt(self) -> Iterator[None]:
@@ -116,3 +121,10 @@ class CalibrationState:
             problem = f"{self.path} is the state of another calibration: {changes}"
             raise BadRequest(problem, f"give the same arguments to resume it; {hint}")
         return values
+
+
+def _nbytes(values: Any) -> int:
+    """Of the tensors in nested dictionaries."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    return sum(map(_nbytes, values.values())) if isinstance(values, dict) else 0

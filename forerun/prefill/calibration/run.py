@@ -6,7 +6,8 @@ The order of the stages, and the error when memory runs out. Each stage's own wo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 from forerun.errors import BadRequest
-from forerun.prefill.calibration.fit import SELECTION_WINDOWS, CalibrationJob, fit
-from forerun.prefill.calibration.quality import default_share, measure_curve, reading_cost
+from forerun.prefill.calibration.fit import CURVE_END_SHARE, SELECTION_WINDOWS, CalibrationJob, announce, fit
+from forerun.prefill.calibration.quality import QualityByKind, default_share, measure_curve, reading_cost
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
 from forerun.prefill.calibration.thresholds import choose_thresholds
@@ -25,6 +26,9 @@ from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
 CURVE_WINDOWS = 64  # held-out windows that the curve and the thresholds are measured on
+MIN_AGREEMENT = 0.8  # with exact prefill, at the default share: a worse profile is saved only where that is asked for
+HOLDS_AGREEMENT = 0.9  # at the default share, from which on a profile is said to hold on a kind of text
+TEXT_KINDS = ("code", "data", "prose")
 
 
 def calibrate(
@@ -36,13 +40,16 @@ def calibrate(
     text: WindowSettings,
     device: torch.device,
     quiet: bool = False,
+    force: bool = False,
 ) -> Profile:
-    """Fit, measure and save a profile. After Ctrl-C the same call resumes."""
+    """Fit, measure and save a profile. After Ctrl-C the same call resumes. `force`: save it however bad it is."""
+    start = time.monotonic()
     check_window(text.prompt, text.continuation)
     check_writable(out)
     models = open_models(target, draft, settings, text.length)
+    announce(0, quiet)
     windows = read_windows(paths, models.target.tokenizer(), text, quiet)
-    saved = CalibrationState(out, _inputs(models, windows, settings, text))
+    saved = CalibrationState(out, _inputs(models, windows, settings, text), start)
     with _within_memory(settings, text):
         job = CalibrationJob(models.build(device, quiet), windows, settings, text, saved, quiet)
         with saved.defer_interrupt():
@@ -54,6 +61,14 @@ def calibrate(
         held = len(windows.held)
         profile.facts["selected_on"] = max(0, min(CURVE_WINDOWS, held) + min(SELECTION_WINDOWS, held) - held)
     profile.facts |= {"settings": asdict(settings), "recipe": asdict(text)}
+    agreement = next(point.top1 for point in profile.curve if point.share == profile.share)
+    if agreement < MIN_AGREEMENT and not force:
+        raise BadRequest(
+            f"the profile reaches an agreement of {agreement:.2f} with exact prefill, less than {MIN_AGREEMENT:g}, "
+            "and is not saved",
+            "more text like your prompts, more --minutes or a larger --base may help; the same command with --force "
+            f"saves it as it is (what was fitted is in {saved.path.name})",
+        )
     profile.save(out)
     saved.remove()
     return profile
@@ -75,12 +90,18 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
     config = models.target.config
     reading = reading_cost(config, models.source.config if models.source else None, models.base, max(models.taps))
 
-    def save_point() -> None:
-        job.saved.save_point(lambda: job.saved.values)  # the maps are all there is to save
+    def stop_after(end_share: float) -> Callable[[], bool]:
+        def stop() -> bool:
+            job.saved.save_point(lambda: job.saved.values)  # the maps are all there is to save
+            return job.over(end_share)
 
-    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, job.settings.batch, save_point, quiet)
+        return stop
+
+    announce(3, quiet, job.settings.minutes)
+    stop, batch = stop_after(CURVE_END_SHARE), job.settings.batch
+    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, batch, stop, quiet)
     share, reached = default_share(curve, quality)
-    limits = choose_thresholds(pair, maps, held, ahead, share, quality, save_point, quiet)
+    limits = choose_thresholds(pair, maps, held, ahead, share, quality, stop_after(1.0), quiet)
     source = models.source or models.target
     return Profile(
         kind=models.kind,
@@ -92,8 +113,18 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
         share=share,
         curve=curve,
         thresholds=limits,
-        facts={"quality_reached": reached, "kinds": by_kind},
+        facts={"quality_reached": reached, "kinds": by_kind, "texts": _texts(by_kind, share)},
     )
+
+
+def _texts(by_kind: QualityByKind, share: float) -> dict[str, dict[str, Any]]:
+    """Of each kind of text the quality at the default share, and whether the profile holds on it."""
+    found = {}
+    for kind in TEXT_KINDS:
+        for point in by_kind.get(kind, ()):
+            if point["share"] == share:
+                found[kind] = {**point, "holds": point["top1"] >= HOLDS_AGREEMENT}
+    return found
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class FitSettings:
     strength: float = 1e-3  # of the ridge
     batch: int = 4  # windows at a time
     steps: int | None = None  # of distillation
-    minutes: float = 10.0  # of distillation, where steps are not given
+    minutes: float | None = None  # of the whole calibration; None: as long as it takes, with ten of distillation
     distill: bool = True
     quality: float = 0.97  # agreement with exact prefill that the default share and the thresholds aim at
 
@@ -87,10 +87,13 @@ def open_models(target: str, draft: str | None, settings: FitSettings, window: i
     return CalibrationModels(opened, source, taps, base, (fingerprint(opened), fingerprint(read)))
 
 
-def check_window(prompt: int, continuation: int) -> None:
+def least_window(continuation: int) -> int:
     """Distillation cuts windows down to half, and compares two continuations: something must be left to draft."""
-    least = 2 * (FIRST_TOKENS + TAIL_TOKENS) + 3 * continuation + 64
-    if prompt < least:
+    return 2 * (FIRST_TOKENS + TAIL_TOKENS) + 3 * continuation + 64
+
+
+def check_window(prompt: int, continuation: int) -> None:
+    if prompt < (least := least_window(continuation)):
         raise BadRequest(
             f"prompts of {prompt} tokens are too short: {FIRST_TOKENS + TAIL_TOKENS} of each are always recomputed",
             f"give --window {least} or more",

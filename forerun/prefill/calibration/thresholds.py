@@ -46,14 +46,15 @@ def choose_thresholds(
     ahead: int,
     share: float,
     quality: float,
-    after_window: Callable[[], None],
+    stop: Callable[[], bool | None],
     quiet: bool,
 ) -> dict[str, list[float]]:
-    """Signal -> worst value that passes, layer by layer; `kl`: one for all."""
+    """Signal -> worst value that passes, layer by layer; `kl`: one for all. `stop` is asked after each window."""
     seen = []
     for rows in track(windows.split(1), "choosing thresholds", quiet):  # each has its checks elsewhere
         seen.append(measure_signals(pair, maps, rows, ahead, share))
-        after_window()
+        if stop():
+            break
     kl, agreement = (torch.cat([getattr(s, name) for s in seen]) for name in ("kl", "agreement"))
     # a quality that the drafts do not reach at this share cannot be required: it would only fail good prompts
     good = harmless_windows(kl, agreement, min(quality, float(agreement.mean())))

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.options import check_number
-from forerun.prefill.calibration.files import Section, find_files, split_held_out
+from forerun.prefill.calibration.files import Section, find_files, split_held_out, text_kind
 from forerun.text.tokenizer import Tokenizer
 
 MIN_TRAIN_WINDOWS, MIN_HELD_WINDOWS = 4, 2  # with fewer no figure means anything
@@ -56,7 +56,7 @@ class WindowSettings:
 class Windows:
     train: Tensor  # [windows, prompt + continuation] int32
     held: Tensor  # the same, of other text
-    kinds: list[str]  # of the held ones: plain, echo or recall
+    kinds: list[tuple[str, ...]]  # of the held ones: plain, echo or recall, and the kind of their text
     files: int
 
 
@@ -69,13 +69,13 @@ def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, settings: WindowSe
     least = (MIN_TRAIN_WINDOWS, MIN_HELD_WINDOWS)
     wanted = [max(2 * n, int(s * settings.tokens) // settings.length) for s, n in zip(shares, least, strict=True)]
     parts = zip(sections, wanted, ("reading text", "reading held-out text"), strict=True)
-    train, held = (_cut(*part, tokenizer, settings.length, quiet) for part in parts)
+    (train, _), (held, texts) = (_cut(*part, tokenizer, settings.length, quiet) for part in parts)
     if len(train) < MIN_TRAIN_WINDOWS or len(held) < MIN_HELD_WINDOWS:
         raise _too_short(len(files), len(train), len(held), settings)
     augmenter = Augmenter(tokenizer, settings.prompt, settings.continuation)
     augmenter.augment(train, settings.echo, settings.recall, rng)
-    kinds = augmenter.augment(held, settings.echo, settings.recall, rng)
-    return Windows(_tensor(train), _tensor(held), kinds, len(files))
+    made = augmenter.augment(held, settings.echo, settings.recall, rng)
+    return Windows(_tensor(train), _tensor(held), [*zip(made, texts, strict=True)], len(files))
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:
@@ -94,11 +94,13 @@ def _too_short(files: int, train: int, held: int, settings: WindowSettings) -> B
 
 def _cut(
     sections: list[Section], want: int, label: str, tokenizer: Tokenizer, length: int, quiet: bool
-) -> list[list[int]]:
-    """Windows that begin where a document does, as far as documents are long enough; what is left over is joined."""
+) -> tuple[list[list[int]], list[str]]:
+    """Windows that begin where a document does, as far as documents are long enough; what is left over is joined. With
+    the kind of text of each, of joined ones the last."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None and tokenizer.add_bos else []
     body = length - len(start)
     rows: list[list[int]] = []
+    kinds: list[str] = []
     rest: list[int] = []
     for section in track(sections, label, quiet):
         for text in section.texts():
@@ -109,9 +111,10 @@ def _cut(
             while len(rest) >= body:
                 rows.append(start + rest[:body])
                 rest = rest[body:]
+        kinds += [text_kind(section.path)] * (len(rows) - len(kinds))
         if len(rows) >= want:
             break
-    return rows[:want]
+    return rows[:want], kinds[:want]
 
 
 class Augmenter:

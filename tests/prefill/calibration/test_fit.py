@@ -12,6 +12,7 @@ from forerun.prefill.calibration import fit as fitting
 from forerun.prefill.calibration.fit import CalibrationJob, Distillation, _examples, fit
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, ModelPair
 from forerun.prefill.calibration.resume import CalibrationState
+from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.setup import FitSettings
 from forerun.prefill.calibration.windows import Windows, WindowSettings
 from forerun.prefill.maps import unit
@@ -22,7 +23,7 @@ TEXT = WindowSettings(prompt=300, continuation=16)
 @pytest.fixture(scope="module")
 def windows() -> Windows:
     tokens = torch.randint(3, 512, (10, 316), generator=torch.Generator().manual_seed(0)).int()
-    return Windows(tokens[:7], tokens[7:], ["plain"] * 3, 1)
+    return Windows(tokens[:7], tokens[7:], [("plain", "prose")] * 3, 1)
 
 
 def settings(**values: Any) -> FitSettings:
@@ -124,9 +125,38 @@ def test_the_best_maps_are_kept_not_the_last(
     assert torch.equal(maps.up, seen[2]["up"]) and not torch.equal(maps.up, seen[4]["up"])
 
 
-def test_time_becomes_steps(pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10_000, 5))  # five seconds between two readings
-    monkeypatch.setattr(fitting.time, "monotonic", lambda: float(next(clock)))
+@pytest.mark.parametrize(("slower", "steps"), [(5.0, 18), (30.0, 7)])
+def test_time_becomes_steps(
+    slower: float, steps: int, pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of five seconds, later ones perhaps slower; 90 of 120 seconds are for fitting."""
+    now, step = [0.0], Distillation._step
+
+    def timed(self: Distillation) -> None:
+        now[0] += 5.0 if self._distiller.done < 4 else slower
+        step(self)
+
+    monkeypatch.setattr(Distillation, "_step", timed)
+    monkeypatch.setattr(fitting.time, "monotonic", lambda: now[0])
     saved = CalibrationState(tmp_path / "a", {})
-    _, facts = fit(CalibrationJob(pair, windows, settings(steps=None, minutes=0.5), TEXT, saved, True))
-    assert facts["steps"] == 6
+    _, facts = fit(CalibrationJob(pair, windows, settings(steps=None, minutes=2.0), TEXT, saved, True))
+    assert facts["steps"] == steps
+
+
+def test_the_first_fit_has_a_part_of_the_time(
+    pair: ModelPair, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, add, seen = [0.0], Ridge.add, list[int]()
+
+    def timed(self: Ridge, x: torch.Tensor, y: torch.Tensor) -> None:
+        now[0] += 11.0
+        seen.append(len(x))
+        add(self, x, y)
+
+    monkeypatch.setattr(Ridge, "add", timed)
+    monkeypatch.setattr(fitting.time, "monotonic", lambda: now[0])
+    job = CalibrationJob(
+        pair, windows, settings(distill=False, minutes=1.0, batch=1), TEXT, CalibrationState(tmp_path / "a", {}), True
+    )
+    fit(job)
+    assert len(seen) == 2  # 21 of 60 seconds

@@ -99,3 +99,15 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert not saved.path.exists()
+
+
+def test_a_state_beyond_the_limit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = CalibrationState(tmp_path / "a", {})
+    monkeypatch.setattr(resume, "MAX_STATE_BYTES", 100)
+    state.save({"sums": {"xx": torch.zeros(5, 5)}})
+    assert state.path.exists()
+    before = state.path.read_bytes()
+    state.save({"sums": {"xx": torch.zeros(5, 6)}})
+    assert state.path.read_bytes() == before  # the last one that fits
+    state.remove()
+    assert not list(tmp_path.iterdir())

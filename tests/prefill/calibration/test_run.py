@@ -32,7 +32,7 @@ SETTINGS = FitSettings(rank=64, steps=3)
 @pytest.fixture(scope="module")
 def made(models: tuple[Path, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "pair.profile"
-    calibrate(str(models[0]), str(models[1]), [text], out, SETTINGS, TEXT, CPU, quiet=True)
+    calibrate(str(models[0]), str(models[1]), [text], out, SETTINGS, TEXT, CPU, quiet=True, force=True)
     return out
 
 
@@ -50,6 +50,8 @@ def test_a_profile_comes_out(made: Path, models: tuple[Path, Path]) -> None:
     held = profile.facts["held_tokens"] // TEXT.length
     assert profile.facts["selected_on"] == held  # so few that all of them served both ends, and it is said
     assert [p.name for p in made.parent.iterdir()] == ["pair.profile"]  # the state is gone
+    (kind,) = profile.facts["texts"]
+    assert kind == "prose" and profile.facts["texts"][kind]["holds"] is False
 
 
 def test_drafts_are_closer_after_fitting(made: Path, pair: ModelPair, models: tuple[Path, Path], text: Path) -> None:
@@ -93,7 +95,10 @@ def test_ctrl_c_and_again(
     assert [p.name for p in tmp_path.iterdir()] == ["pair.profile.state"]
     with pytest.raises(BadRequest, match="state of another calibration: rank was 64, is 8"):
         calibrate(target, draft, [text], out, replace(SETTINGS, rank=8), TEXT, CPU, quiet=True)
-    calibrate(target, draft, [text], out, SETTINGS, TEXT, CPU, quiet=True)
+    with pytest.raises(BadRequest, match=r"agreement of 0\.\d\d with exact prefill.* not saved") as refused:
+        calibrate(target, draft, [text], out, SETTINGS, TEXT, CPU, quiet=True)
+    assert "--force" in refused.value.hint and [p.name for p in tmp_path.iterdir()] == ["pair.profile.state"]
+    calibrate(target, draft, [text], out, SETTINGS, TEXT, CPU, quiet=True, force=True)
     assert [p.name for p in tmp_path.iterdir()] == ["pair.profile"]
     ours, straight = Profile.load(out), Profile.load(made)
     assert ours.share == straight.share

@@ -18,7 +18,7 @@ PLAIN = WindowSettings(prompt=96, continuation=32, echo=0.0, recall=0.0, tokens=
 def test_windows_are_text_from_a_documents_start(text: Path, tokenizer: Tokenizer) -> None:
     windows = read_windows([text], tokenizer, PLAIN)
     assert windows.train.shape[1] == windows.held.shape[1] == 128 and windows.train.dtype == torch.int32
-    assert windows.files == 6 and set(windows.kinds) == {"plain"}
+    assert windows.files == 6 and set(windows.kinds) == {("plain", "prose")}
     assert (windows.train.numel() + windows.held.numel()) <= 10_000
     starts = [tokenizer.encode(path.read_text())[:64] for path in text.iterdir()]
     assert any(row[:64].tolist() in starts for row in windows.train)
