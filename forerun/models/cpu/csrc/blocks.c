@@ -426,14 +426,16 @@ INLINE __m256i quants(const uint8_t *w, int bits, int h, int s) {
 INLINE __m256 times_power(__m256 a, int32_t power) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(power)));
 }
-/* acc[t] = sums of pairs in 16 bits: 4 vectors of quants up to 31 cannot overflow them (4 * 2 * 31 * 127 < 2**15), nor 2
- * of quants up to 63. */
+/* acc[t] = sums of pairs in 16 bits: 8 vectors of quants up to 15 cannot overflow them (8 * 2 * 15 * 127 < 2**15), nor 4 of
+ * quants up to 31, nor 2 of quants up to 63. */
 INLINE void dot_rows(__m256i *acc, const uint8_t *w, int bits, int h, int from, int to, const int8_t (*q)[GROUP], int T) {
     UNROLL for (int s = from; s < to; s++) {
         __m256i v = quants(w, bits, h, s);
+        __asm__("" : "+x"(v));
         for (int t = 0; t < T; t++) {
             __m256i p = _mm256_maddubs_epi16(v, _mm256_set1_epi32(word(q[t] + 4 * s)));
             acc[t] = s == from ? p : _mm256_add_epi16(acc[t], p);
+            __asm__("" : "+x"(acc[t]));
         }
     }
 }
@@ -478,6 +480,9 @@ INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint
             if (bits == 8) {
                 for (int t = 0; t < T; t++) i[t] = _mm256_setzero_si256();
                 dot_signed(i, body, h, (const int8_t (*)[GROUP])x, T);
+            } else if (bits == 4) {
+                dot_rows(i, body, bits, h, 0, 8, (const int8_t (*)[GROUP])x, T);
+                for (int t = 0; t < T; t++) i[t] = _mm256_madd_epi16(i[t], ones);
             } else {
                 dot_rows(low, body, bits, h, 0, 4, (const int8_t (*)[GROUP])x, T);
                 for (int t = 0; t < T; t++) low[t] = _mm256_madd_epi16(low[t], ones);
@@ -512,17 +517,16 @@ INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t block
             if (!h) fetch_ahead(w, k->packed_bytes, ahead);
             for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps(), min[t] = _mm256_setzero_si256();
             for (int j = 0; j < 8; j++) {
-                __m256i low[TILE], high[TILE];
-                dot_rows(low, w + 20 * ROWS + group * j, bits, h, 0, 4, (const int8_t (*)[GROUP])x + j * T, T);
-                __m256i sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
-                if (bits == 5)
-                    for (int t = 0; t < T; t++) low[t] = _mm256_madd_epi16(low[t], sc);
-                dot_rows(high, w + 20 * ROWS + group * j, bits, h, 4, 8, (const int8_t (*)[GROUP])x + j * T, T);
-                for (int t = 0; t < T; t++) {
-                    __m256i i = bits == 4 ? _mm256_madd_epi16(_mm256_add_epi16(low[t], high[t]), sc)
-                                          : _mm256_add_epi32(low[t], _mm256_madd_epi16(high[t], sc));
-                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i), *field(x, T, POWERS, j, t)));
+                const uint8_t *body = w + 20 * ROWS + group * j;
+                __m256i i[TILE], high[TILE], sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
+                dot_rows(i, body, bits, h, 0, bits == 4 ? 8 : 4, (const int8_t (*)[GROUP])x + j * T, T);
+                for (int t = 0; t < T; t++) i[t] = _mm256_madd_epi16(i[t], sc);
+                if (bits == 5) {
+                    dot_rows(high, body, bits, h, 4, 8, (const int8_t (*)[GROUP])x + j * T, T);
+                    for (int t = 0; t < T; t++) i[t] = _mm256_add_epi32(i[t], _mm256_madd_epi16(high[t], sc));
                 }
+                for (int t = 0; t < T; t++)
+                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i[t]), *field(x, T, POWERS, j, t)));
             }
             for (int p = 0; p < 4; p++) {
                 __m256i m = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 12 * ROWS + 2 * ROWS * p + 16 * h)));
