@@ -109,7 +109,12 @@ class Grammar:
         found = list(texts)
         if isinstance(texts, str) or not found or not all(isinstance(text, str) and text for text in found):
             raise BadRequest(f"the texts of a choice are {texts!r:.80}", "give a list of texts that are not empty")
-        return cls("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in found), sampling)
+        return cls("regex", any_of(found), sampling)
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A regex that matches these texts and no others."""
+    return "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
 
 
 _GRAMMARS = "pass Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"

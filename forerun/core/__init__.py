@@ -8,23 +8,3 @@ from forerun.core.batch import EXTRA_KV_SLOTS, KV, HostBatch, KVShape, TokenBatc
 from forerun.core.draft import ROOT, Draft, Verdict
 from forerun.core.usage import ConditionalReport, PrefillReport, Tally, TokenLogprob, Usage
 from forerun.params import Grammar, Prefill, SamplingParams, Speculation
-
-__all__ = [
-    "EXTRA_KV_SLOTS",
-    "KV",
-    "ROOT",
-    "ConditionalReport",
-    "Draft",
-    "Grammar",
-    "HostBatch",
-    "KVShape",
-    "Prefill",
-    "PrefillReport",
-    "SamplingParams",
-    "Speculation",
-    "Tally",
-    "TokenBatch",
-    "TokenLogprob",
-    "Usage",
-    "Verdict",
-]

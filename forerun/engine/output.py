@@ -87,12 +87,10 @@ class OutputWriter:
             self._streams[seq] = TextStream(self._tokenizer.stream(), seq.params.stop)
         return self._streams[seq].push(token)
 
-    def _stop_token(self, seq: Sequence) -> bool:
-        return bool(seq.params.stop_token_ids) and seq.tokens[-1] in seq.params.stop_token_ids
-
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         stream = self._streams.get(seq)
-        if (stream is not None and stream.stopped) or self.ends_with_eos(seq) or self._stop_token(seq):
+        stopped = (stream is not None and stream.stopped) or seq.tokens[-1] in seq.params.stop_token_ids
+        if stopped or self.ends_with_eos(seq):
             return "stop"
         if isinstance(seq.grammar, TrieAnswer) and seq.grammar.ends_at(seq.generated):
             return "stop"

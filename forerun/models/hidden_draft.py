@@ -125,6 +125,7 @@ class HiddenDraftModel:
         def part(name: str) -> Tensor:
             return self._tensors[f"layers.{i}.{name}.weight"]
 
+        q_norm, k_norm = (f"layers.{i}.self_attn.{n}_norm.weight" for n in "qk")
         return Layer(
             attn_norm=self._norm(f"layers.{i}.input_layernorm.weight", eps),
             qkv=self._linear(torch.cat([part(f"self_attn.{n}_proj") for n in "qkv"])),
@@ -132,12 +133,7 @@ class HiddenDraftModel:
             mlp_norm=self._norm(f"layers.{i}.post_attention_layernorm.weight", eps),
             gate_up=self._linear(torch.cat((part("mlp.gate_proj"), part("mlp.up_proj")))),
             down=self._linear(part("mlp.down_proj")),
-            qk_norms=(
-                self._norm(f"layers.{i}.self_attn.q_norm.weight", eps),
-                self._norm(f"layers.{i}.self_attn.k_norm.weight", eps),
-            )
-            if qk_norm
-            else None,
+            qk_norms=(self._norm(q_norm, eps), self._norm(k_norm, eps)) if qk_norm else None,
         )
 
     def _decoder(self, config: ModelConfig, checkpoint: Checkpoint) -> Decoder:

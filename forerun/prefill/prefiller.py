@@ -11,7 +11,6 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -121,11 +120,7 @@ class Prefiller:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
         name = self._source_name(settings)
         share = share_for(self.profile_of(name), settings.budget, settings.quality)
-        return f"{self._profile_key} {name} {chooser_for(settings.chooser)} {-1.0 if share is None else share:.3f}"
-
-    @cached_property
-    def _profile_key(self) -> str:
-        return self.profile.key  # reads all of its maps
+        return f"{self.profile.key} {name} {chooser_for(settings.chooser)} {-1.0 if share is None else share:.3f}"
 
     def has_source(self, settings: Prefill) -> bool:
         """Whether there is nothing to make."""

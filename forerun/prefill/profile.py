@@ -7,6 +7,7 @@ models it was fitted for; it refuses to be used with others.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ class Profile:
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
     damage: DamageModel | None = None  # decides in place of the thresholds
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """Drafted K/V is shared only under the same key."""
+        """Drafted K/V is shared only under the same key; made once, as it reads all of the maps."""
         return _FORMAT.checksum(self._stored(), self._about(("kind", "target", "source")))[:16]
 
     def save(self, path: Path) -> None:

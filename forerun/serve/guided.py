@@ -6,18 +6,15 @@ Knows no parser: a grammar that cannot be compiled is refused where it is.
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from forerun.errors import BadRequest
-from forerun.params import Grammar
+from forerun.params import Grammar, any_of
 from forerun.serve.derived import LenientModel
 
 _NAMES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_REGEX_SPECIAL = re.compile(r"[.^$*+?()\[\]{}|\\/&~#-]")
 
 
 class StructuredOutputs(LenientModel):
@@ -66,15 +63,12 @@ class GuidedFields(LenientModel):
             names = [*given, *(["response_format"] if other is not None else [])]
             raise BadRequest(f"{' and '.join(names)} are in one request", "an answer has one grammar: leave others out")
         if self.guided_json is not None:
-            text = self.guided_json
-            return Grammar("json_schema", text if isinstance(text, str) else json.dumps(text))
+            return Grammar.json(self.guided_json)
         if self.guided_regex is not None:
-            return Grammar("regex", self.guided_regex)
+            return Grammar.regex(self.guided_regex)
         if self.guided_choice is not None:
-            return Grammar("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", text) for text in self.guided_choice))
-        if self.guided_grammar is not None:
-            return Grammar("lark", lark(self.guided_grammar))
-        return other
+            return Grammar.regex(any_of(self.guided_choice))
+        return other if self.guided_grammar is None else Grammar.lark(lark(self.guided_grammar))
 
 
 def lark(text: str) -> str:

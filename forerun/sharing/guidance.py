@@ -45,8 +45,7 @@ def guided(
     propose: ProposeChunk | None = None,
 ) -> Guided:
     """Answer `prompt_ids`, guided away from what would answer `other_ids`; a `scale` of 1 is the prompt alone.
-    `propose`
-    returns tokens that may well follow the answer so far."""
+    `propose` returns tokens that may well follow the answer so far."""
     if not 0.0 <= scale <= MAX_GUIDANCE:
         raise BadRequest(f"the guidance scale is {scale}, allowed is from 0 to {MAX_GUIDANCE:g}", "use 1.5 to 7.5")
     if params.grammar is not None or params.n != 1:
@@ -72,10 +71,8 @@ class _Pair:
                 row = self.lease.hold_prefix(engine, ids[:-1])
                 known = len(row) * engine.pool.page_size
                 if not self.lease.pages.extend(row, len(ids) + self.limit):
-                    raise OutOfPages(
-                        f"guidance needs pages for {len(ids) + self.limit} tokens twice", "lower max_tokens, or "
-                        "raise kv_cache_tokens"
-                    )  # fmt: skip
+                    hint = "lower max_tokens, or raise kv_cache_tokens"
+                    raise OutOfPages(f"guidance needs pages for {len(ids) + self.limit} tokens twice", hint)
             self.lease.prefill(ids[:-1], row, known)
             self.rows.append(row)
         answer: list[int] = []

@@ -95,8 +95,7 @@ def worth(figures: Sequence[DraftFigure], trained_way: str) -> tuple[bool, str]:
         return len(rates) / sum(1.0 / rate for rate in rates) if rates else 0.0
 
     plain, untrained, trained = (mean(way) for way in ("plain", "untrained", trained_way))
-    told = f"{trained / plain:.2f} times plain decoding" + (
-        f", {trained / untrained:.2f} times without training" if untrained else ""
-    )
+    told = f"{trained / plain:.2f} times plain decoding"
+    told += f", {trained / untrained:.2f} times without training" if untrained else ""
     pays = trained >= MIN_GAIN * max(plain, untrained)
     return pays, f"{'worth using here' if pays else 'not worth using here'}: {told} (tokens a second over all prompts)"

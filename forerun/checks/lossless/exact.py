@@ -8,7 +8,6 @@ as real ones are: temperature, top-k, top-p, penalties, a grammar. Knows no real
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -220,19 +219,17 @@ def _conditional(params: SamplingParams, logits: Callable[[Tokens], torch.Tensor
 
 
 def _propose(drafter: Drafter, ctx: DraftContext, target: TinyTarget, answer: Tokens, sampled: bool, rng: Rng) -> Draft:
-    pool = ctx.pool
     tokens = [*target.prompt, *answer]
     constraint = target.constraint(answer) if target.constraint is not None else None
     context = Context(target.params, tokens, len(target.prompt), seed=0, constraint=constraint)
-    pages = array("i", pool.allocate(pool.pages_for(len(tokens) + target.nodes + 1)))
-    request = DraftRequest(next(_ids), context, DRAFT_DEPTH, target.nodes, pages, sampled=sampled, rng=rng)
-    try:
-        if not drafter.free:  # it may read what the target has computed
-            ctx.runner.forward([Span(tokens[:-1], 0, pages, (), prompt=True)])
-        draft = drafter.propose([request])[0]
-    finally:
-        drafter.finish(request.seq_id, tokens, len(target.prompt))
-        pool.release(pages)
+    with ctx.pool.borrow(len(tokens) + target.nodes + 1) as pages:
+        request = DraftRequest(next(_ids), context, DRAFT_DEPTH, target.nodes, pages, sampled=sampled, rng=rng)
+        try:
+            if not drafter.free:  # it may read what the target has computed
+                ctx.runner.forward([Span(tokens[:-1], 0, pages, (), prompt=True)])
+            draft = drafter.propose([request])[0]
+        finally:
+            drafter.finish(request.seq_id, tokens, len(target.prompt))
     problem = draft.problem(VOCAB)
     if problem is not None:
         raise AssertionError(f"drafter {drafter.name!r}: {problem}")

@@ -40,9 +40,6 @@ class _Order:
     def share_first(self, place: int) -> float:
         return _share(float(self.wanted[place]), float(self.first[place]))
 
-    def share_second(self, place: int) -> float:
-        return _share(float(self.wanted[place] - self.first[place]), float(self.second[place]))
-
 
 class SiblingPair:
     """`wanted` [V]: target probabilities, at most one in sum; `proposal` [V]: the distribution of both tokens."""
@@ -81,9 +78,10 @@ class SiblingPair:
         return left
 
     def _share_second(self, place: int | None, token: int) -> float:
+        order = self.order
         if place is not None:
-            return self.order.share_second(place)
-        tried = float(self.tail[token]) * self.order.passed_odds + float(self.tail_odds[token]) * self.order.passed_prob
+            return _share(float(order.wanted[place] - order.first[place]), float(order.second[place]))
+        tried = float(self.tail[token]) * order.passed_odds + float(self.tail_odds[token]) * order.passed_prob
         return _share(float(self.wanted[token]), tried)
 
 

@@ -232,9 +232,7 @@ class Runner:
 
     def most_rows(self, sequences: int) -> int:
         """Tokens of a forward up to which it runs without compiling or capturing anything new; a CPU has no limit."""
-        if self.graphs is None:
-            return 1 << 20
-        return self.graphs.most_rows(sequences)
+        return 1 << 20 if self.graphs is None else self.graphs.most_rows(sequences)
 
     @property
     def decoding_rows(self) -> int | None:
@@ -260,9 +258,7 @@ class Runner:
 
     def chains(self, spans: list[Span], depth: int, least: Seq[float]) -> Chains | None:
         """Greedy continuations of all spans in one launch; None where the device or the decoder cannot."""
-        if self.graphs is None:
-            return None
-        return self.graphs.chains(self.batch(spans), depth, least)
+        return None if self.graphs is None else self.graphs.chains(self.batch(spans), depth, least)
 
     def tail_attention(self, span: Span) -> np.ndarray | None:
         """How much the tokens of a span look at each entry of their sequence up to the last of them, [entries] float32:

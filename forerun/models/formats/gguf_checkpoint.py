@@ -79,6 +79,7 @@ def read_config(
     head_dim = keys.count("attention.key_length", hidden // heads)
     rope = _rope(keys, head_dim, freqs)
     window = keys.get("attention.sliding_window") or None
+    eps = keys.get("attention.layer_norm_rms_epsilon", 1e-6)
     try:
         return ModelConfig(
             family=arch,
@@ -90,7 +91,7 @@ def read_config(
             head_dim=head_dim,
             intermediate_size=keys.count("feed_forward_length"),
             max_context=keys.count("context_length", most=MAX_CONTEXT),
-            norm_eps=_decimal(keys.get("attention.layer_norm_rms_epsilon", 1e-6)),
+            norm_eps=float(f"{eps:.6g}"),  # the decimal a float32 was written for: 9.99999974e-06 was 1e-05
             tie_embeddings="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             qk_norm="blk.0.attn_q_norm.weight" in shapes,
@@ -102,11 +103,6 @@ def read_config(
         )
     except ValueError as error:
         raise CorruptModel(f"{source}: {error}", "convert the model again") from error
-
-
-def _decimal(value: float) -> float:
-    """The decimal a float32 was written for: 9.99999974e-06 was 1e-05."""
-    return float(f"{value:.6g}")
 
 
 def _gemma3(keys: ConfigKeys, hidden: int, heads: int) -> dict[str, Any]:

@@ -133,18 +133,14 @@ class HiddenDrafterWeights:
         c, hidden, vocab = self.layers, self.layers.hidden_size, len(self.draft_ids)
         if self.kind == "heads":
             return {f"heads.{j}.weight": (hidden, hidden) for j in range(self.tokens)}
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, len(self.depths(target)) * hidden),
-            "norm.weight": (hidden,),
-        }
+        shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,)}
+        shapes["fc.weight"] = (hidden, len(self.depths(target)) * hidden)
         for i in range(c.num_layers):
             wide = hidden * (2 if self.kind == "eagle3" and i == 0 else 1)
             p = f"layers.{i}."
             shapes |= {p + "input_layernorm.weight": (hidden,), p + "post_attention_layernorm.weight": (hidden,)}
-            shapes |= {
-                p + "self_attn.q_proj.weight": (c.q_size, wide),
-                p + "self_attn.o_proj.weight": (hidden, c.q_size),
-            }
+            shapes[p + "self_attn.q_proj.weight"] = (c.q_size, wide)
+            shapes[p + "self_attn.o_proj.weight"] = (hidden, c.q_size)
             shapes |= {p + f"self_attn.{n}_proj.weight": (c.kv_size, wide) for n in "kv"}
             shapes |= {p + f"mlp.{n}_proj.weight": (c.intermediate_size, hidden) for n in ("gate", "up")}
             shapes |= {p + "mlp.down_proj.weight": (hidden, c.intermediate_size)}

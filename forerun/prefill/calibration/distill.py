@@ -41,7 +41,7 @@ class Distiller:
         self.parts = {name: t.float().clone() for name, t in maps.tensors().items()}
         self.parts["up"] /= self._spread  # so that one rate fits all outputs
         self._start = maps
-        sizes = {name: _rms(tensor) for name, tensor in self.parts.items()}
+        sizes = {name: float(t.square().mean().sqrt().clamp_min(1e-8)) for name, t in self.parts.items()}
         sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
         groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
         self._optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
@@ -107,10 +107,6 @@ def divergence(pair: ModelPair, exact: Tensor, drafted: Tensor) -> Tensor:
         given = F.log_softmax(pair.target.logits(q).float(), -1)
         total = total + F.kl_div(given, wanted, log_target=True, reduction="sum")
     return total / (exact.shape[0] * exact.shape[1])
-
-
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt().clamp_min(1e-8))
 
 
 def batches(windows: Tensor, size: int, seed: int = 0) -> Iterator[Tensor]:
