@@ -59,21 +59,18 @@ class ServerOptions:
         from forerun.serve.config import ServeConfig
 
         check_number("--max-body", self.max_body, 0, 1e6, open_low=True)
+        same = ("max_queue", "max_sessions", "strict", "log_prompts", "show_prompts")
         return ServeConfig(
             model_name=self.name or _model_name(model),
             max_body_bytes=int(self.max_body * 1e6),
-            max_queue=self.max_queue,
             max_request_s=self.timeout,
-            max_sessions=self.max_sessions,
             max_session_ttl=self.session_ttl,
             drain_s=self.drain,
             drafters=tuple(self.drafter or ()),
             keys=api_keys(self.api_keys),
             cors_origins=tuple(self.cors or ()),
             allowed_hosts=self._hosts(),
-            strict=self.strict,
-            log_prompts=self.log_prompts,
-            show_prompts=self.show_prompts,
+            **{name: getattr(self, name) for name in same},
         )
 
     def _hosts(self) -> tuple[str, ...]:

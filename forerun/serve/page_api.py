@@ -93,6 +93,7 @@ def add_page_api(app: FastAPI, ctx: ServerContext) -> None:
 def _about(ctx: ServerContext) -> dict[str, Any]:
     llm, config = ctx.llm, ctx.config
     problems = {mode: ctx.prefill_problem(mode) for mode in PREFILL_MODES}
+    free = [name for name in AUTO_FREE_DRAFTERS if name != "grammar"]
     return {
         "model": config.model_name,
         "context": ctx.max_context,
@@ -102,11 +103,7 @@ def _about(ctx: ServerContext) -> dict[str, Any]:
         "max_body_bytes": config.max_body_bytes,
         "max_chars": ctx.limit.max_chars,
         "prefill": {mode: str(problem) if problem else None for mode, problem in problems.items()},
-        "speculation": [
-            "auto",
-            "off",
-            *dict.fromkeys((*(name for name in AUTO_FREE_DRAFTERS if name != "grammar"), *config.drafters)),
-        ],
+        "speculation": ["auto", "off", *dict.fromkeys((*free, *config.drafters))],
         "options": {"temperature": documented(SamplingParams, "temperature"), "budget": documented(Prefill, "budget")},
         "shows_prompts": config.show_prompts,
     }
