@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo serve test test-vllm lint format clean browser
+.PHONY: setup demo serve test test-vllm test-ray lint format clean browser
 
 setup: $(STAMP)
 
@@ -60,6 +60,16 @@ $(VLLM_VENV)/.setup-done: pyproject.toml
 test-vllm: $(VLLM_VENV)/.setup-done
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
+# Replicas on a real Ray (350 MB, which `make test` does without), in an environment of their own over the usual one.
+RAY ?= ray[serve]>=2.60,<2.61
+
+test-ray: setup
+	$(PYTHON) -m venv .venv-ray
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/forerun.pth"
+	.venv-ray/bin/python -m pip install --disable-pip-version-check "$(RAY)"
+	PYTHONPATH="$(CURDIR)" .venv-ray/bin/python -m pytest -q tests/ray
+
 # The page is tested in a real browser; Chromium is no Python package.
 BROWSERS := chromium chromium-browser google-chrome-stable google-chrome chrome
 
@@ -84,5 +94,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find forerun forerun_research tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,6 +35,7 @@ LAYERS = (
     ("forerun.sharing",),
     ("forerun.drafters", "forerun"),  # the public names
     ("forerun.recipes", "forerun.serve", "forerun.train", "forerun.vllm"),
+    ("forerun.ray",),
     ("forerun.checks",),
     ("forerun.commands",),
     ("forerun.cli",),

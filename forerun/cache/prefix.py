@@ -61,6 +61,9 @@ class PrefixTree:
         self._pushed = 0
         # told of pages that are about to be evicted: the packed tokens up to their end, and the pages
         self.on_evict: Callable[[bytes, list[int]], None] | None = None
+        # called with packed tokens and how many pages at their end became known; fewer than none: were forgotten; with
+        # none: all were
+        self.on_change: Callable[[bytes, int], None] | None = None
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages of the longest known prefix of whole pages. The caller takes references before anything else runs."""
@@ -103,9 +106,9 @@ class PrefixTree:
                 if node.parent is None or node.children or node.reads or node.owner != owner:
                     self._add(node, data[at:], new, owner)
                     return len(new)
-                self._count(owner, len(new))
                 self.pool.retain(new)
                 node.tokens, node.pages = node.tokens + data[at:], [*node.pages, *new]
+                self._count(node, len(new))
                 return len(new)
             shared = self._shared_pages(child, data, at)
             if shared < len(child.pages):
@@ -156,7 +159,7 @@ class PrefixTree:
             parent = node.parent
             del parent.children[node.tokens[: self._stride]]
             self.pool.release(node.pages)
-            self._count(node.owner, -len(node.pages))
+            self._count(node, -len(node.pages))
             node.pages, node = [], parent
         if node.parent is not None and not node.children:
             self._push(node)
@@ -170,6 +173,8 @@ class PrefixTree:
         self.num_pages = 0
         self.pages_by_owner.clear()
         self._leaves.clear()
+        if self.on_change is not None:
+            self.on_change(b"", 0)
 
     def texts(self) -> list[tuple[bytes, list[int]]]:
         """Every node as the packed tokens up to its end and its own pages; the latest used first, parents before
@@ -191,7 +196,7 @@ class PrefixTree:
             self.on_evict(self._path(node), node.pages[keep:])
         self.pool.release(node.pages[keep:])
         del node.pages[keep:]
-        self._count(node.owner, -freed)
+        self._count(node, -freed)
         first = node.tokens[: self._stride]
         node.tokens = node.tokens[: len(node.pages) * self._stride]
         if not node.pages and node.parent is not None:
@@ -227,14 +232,17 @@ class PrefixTree:
         upper.children[node.tokens[: self._stride]] = node
         return upper
 
-    def _count(self, owner: str, pages: int) -> None:
+    def _count(self, node: Node, pages: int) -> None:
+        """So many pages at the end of a node's tokens are new, or, below 0, no longer there."""
         self.num_pages += pages
-        self.pages_by_owner[owner] += pages
+        self.pages_by_owner[node.owner] += pages
+        if self.on_change is not None and pages:
+            self.on_change(self._path(node), pages)
 
     def _add(self, parent: Node, tokens: bytes, pages: list[int], owner: str) -> None:
         self.pool.retain(pages)
-        self._count(owner, len(pages))
         node = Node(tokens, pages, parent, owner=owner)
+        self._count(node, len(pages))
         parent.children[tokens[: self._stride]] = node
         self._touch(node)
 

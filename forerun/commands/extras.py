@@ -21,6 +21,9 @@ EXTRAS = {  # top-level module: the extra that installs it
     "uvicorn": "serve",
     "opentelemetry": "otel",
     "llama_cpp": "llama-cpp",
+    "msgpack": "events",
+    "ray": "ray",
+    "zmq": "events",
 }
 
 

@@ -156,6 +156,10 @@ class ModelOptions:
     def open(self, **more: Any) -> LLM:
         from forerun import LLM
 
+        return LLM(**(self.llm_options() | more))
+
+    def llm_options(self) -> dict[str, Any]:
+        """As keyword arguments of `LLM`."""
         own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         own["quality"] = own.pop("weights_quality")  # --quality is about drafted prompts
         for name in ("disk_bytes", "host_bytes"):
@@ -164,7 +168,7 @@ class ModelOptions:
                 own[name] = parse_bytes(f"--{name.replace('_', '-')}", size)
         if "disk_bytes" in own and self.disk is None:
             raise BadRequest("--disk-bytes is about a disk tier, and there is none", "add --disk FOLDER")
-        return LLM(**(own | more))
+        return own
 
     def check_session(self, name: str | None) -> None:
         """A session that cannot be continued is a mistake."""

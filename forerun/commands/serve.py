@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import signal
+import socket
+import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest, ForerunError
@@ -18,6 +21,7 @@ from forerun.runtime.threads import run_in_thread
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
+    from forerun.ray.cluster import Scale
     from forerun.serve.config import ApiKeys, ServeConfig
 
 KEYS_VARIABLE = "FORERUN_API_KEYS"
@@ -26,6 +30,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 _listening = functools.partial(opt.shown, rich_help_panel="Listening")
 _limiting = functools.partial(opt.shown, rich_help_panel="Limits")
 _access = functools.partial(opt.shown, rich_help_panel="Access")
+_scaling = functools.partial(opt.shown, rich_help_panel="Replicas")
 _observing = functools.partial(opt.shown, rich_help_panel="Observability")
 
 
@@ -50,7 +55,12 @@ class ServerOptions:
     )
     cors: list[str] | None = _access(None, help="An origin whose pages may send requests; may be repeated.")
     allowed_host: list[str] | None = _access(None, help="A host name that requests may use; may be repeated; *: any.")
+    replicas: int | None = _scaling(None, min=1, help="So many engines on Ray Serve instead of one in this process.")
+    max_replicas: int | None = _scaling(None, min=1, help="Start more while requests are queued, up to so many.")
+    ray: str | None = _scaling(None, help="Join the Ray cluster at HOST:PORT (or auto); default: one of its own.")
     traces: str | None = _observing(None, help="OTLP URL for OpenTelemetry traces; default: the OTEL_* variables.")
+    kv_events: str | None = _observing(None, help="Publish KV events for routers here, such as tcp://*:5557.")
+    kv_events_replay: str | None = _observing(None, help="Replay missed ones here, such as tcp://*:5558.")
     log_format: str = _observing("text", help="text, or json: one object to a line.")
     log_prompts: bool = _observing(False, "--log-prompts", help="Write prompts into the log.")
     show_prompts: bool = _observing(False, "--show-prompts", help="The page shows all clients how cached texts begin.")
@@ -96,38 +106,94 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
     forerun serve --disk ~/.cache/forerun/kv --disk-bytes 10G
 
     forerun serve --host 0.0.0.0 --api-keys keys.txt --max-queue 64
+
+    forerun serve --replicas 4 --disk /shared/kv
     """
     check_installed("fastapi", "prometheus_client", "uvicorn")
     from forerun.serve.logs import configure_logs
 
     config = server.config(opened.model)
     configure_logs(server.log_format)
-    _run(opened, server, config)
+    if server.replicas is None and (server.max_replicas, server.ray) != (None, None):
+        raise BadRequest("--max-replicas and --ray are about replicas", "add --replicas N")
+    (_run if server.replicas is None else _run_replicas)(opened, server, config)
+
+
+def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
+    from forerun.ray.cluster import load_ray
+    from forerun.ray.service import replica_service
+    from forerun.serve.server import Server, listen
+
+    if (server.kv_events, server.kv_events_replay) != (None, None):
+        raise BadRequest("--kv-events are of one engine, for routers outside", "leave them out, or --replicas")
+    load_ray()
+    scale = _scale(opened, server)
+    llm = {name: _absolute(value) for name, value in opened.llm_options().items()}
+    llm |= {"max_num_seqs": server.max_num_seqs, "threads": math.ceil(scale.cpus), "quiet": True}
+    more = {"log_format": server.log_format, "traces": server.traces}
+    with (
+        listen(server.host, server.port) as sock,
+        replica_service(llm, config, scale, server.ray, **more) as service,
+    ):
+        signal.signal(signal.SIGHUP, lambda *_: _reload(config))
+        signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=service.update, daemon=True).start())
+        _print_ready(server, config, sock, f"{scale.replicas} replicas of {math.ceil(scale.cpus)} threads each")
+        Server(service.app, config).run(sockets=[sock])
+
+
+def _scale(opened: opt.ModelOptions, server: ServerOptions) -> Scale:
+    """A GPU each where there are some, else their part of the cores."""
+    import torch
+
+    from forerun.ray.cluster import Scale
+    from forerun.runtime.threads import choose_threads
+
+    most = max(server.replicas or 1, server.max_replicas or 0)
+    if server.max_replicas is not None and server.max_replicas < (server.replicas or 1):
+        raise BadRequest(f"--max-replicas {server.max_replicas} is below --replicas {server.replicas}", "raise it")
+    gpus = float(opened.device == "cuda" or (opened.device == "auto" and torch.cuda.is_available()))
+    threads = opened.threads or max(1, choose_threads(None)[0] // most)
+    return Scale(server.replicas or 1, server.max_replicas, threads, gpus, max(1, server.max_num_seqs // 2))
+
+
+def _absolute(value: Any) -> Any:
+    """A path as other processes find it; a name that is no path stays one."""
+    return (
+        str(Path(value).resolve())
+        if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
+        else value
+    )
 
 
 def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -> None:
-    from rich.console import Console
-
     from forerun.serve.app import create_app
+    from forerun.serve.kv_events import open_kv_events
     from forerun.serve.observer import RequestObserver
     from forerun.serve.server import Server, listen
     from forerun.serve.tracing import OPERATIONS, open_traces
 
-    console, traces, host = Console(stderr=True, highlight=False), open_traces(server.traces), server.host
+    traces, host = open_traces(server.traces), server.host
     # A port that is taken is an error before a model is loaded
     with listen(host, server.port) as sock, run_in_thread(lambda: opened.open(max_num_seqs=server.max_num_seqs)) as llm:
         app = run_in_thread(lambda: create_app(llm, config))  # warms up
         if traces is not None:
             app.add_middleware(RequestObserver, report=traces.record, paths=OPERATIONS)
-        where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: _reload(config))
-        ready = f"{config.model_name} is ready at {where}/v1, page {where}/, {_cost(llm)}"
-        console.print(ready, markup=False, soft_wrap=True)
-        if config.keys is None and host not in LOCAL:
-            warning = f"any client that can reach {host} may send requests: consider --api-keys"
-            console.print(warning, style="yellow", markup=False, soft_wrap=True)
-        Server(app, config).run(sockets=[sock])
+        with open_kv_events(llm, server.kv_events, server.kv_events_replay):
+            _print_ready(server, config, sock, _cost(llm))
+            Server(app, config).run(sockets=[sock])
+
+
+def _print_ready(server: ServerOptions, config: ServeConfig, sock: socket.socket, what: str) -> None:
+    from rich.console import Console
+
+    console, host = Console(stderr=True, highlight=False), server.host
+    where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    console.print(f"{config.model_name} is ready at {where}/v1, page {where}/, {what}", markup=False, soft_wrap=True)
+    if config.keys is None and host not in LOCAL:
+        warning = f"any client that can reach {host} may send requests: consider --api-keys"
+        console.print(warning, style="yellow", markup=False, soft_wrap=True)
 
 
 def _cost(llm: LLM) -> str:

@@ -38,7 +38,7 @@ class AccessMiddleware:
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         self._check_host(headers.get("host", ""))
-        scope.setdefault("state", {})["key"] = None
+        scope.setdefault("state", {}).setdefault("key", None)  # a replica gets the key that its front has found
         if self.config.keys is not None and path not in PATHS_WITHOUT_KEY and not is_page(path):
             given = headers.get("authorization", "")
             text = given[7:].strip() if given[:7].lower() == "bearer " else headers.get("x-api-key", "").strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,10 +52,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     ctx.warm_up()
     app = FastAPI(title="Forerun", version=forerun.__version__, docs_url=None, redoc_url=None)
     app.state.admission, app.state.context = admission, ctx
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    for kind in (ApiError, ForerunError, Exception):
-        app.add_exception_handler(kind, on_api_error)
+    add_error_handlers(app)
     add_chat(app, ctx, _ERRORS)
     add_responses(app, ctx, _ERRORS)
     _add_completions(app, ctx)
@@ -65,6 +63,19 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     add_page_api(app, ctx)
     add_page_files(app)
     _name_model(app, config.model_name)
+    add_middleware(app, config, admission, ctx.metrics.count_request)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    for kind in (ApiError, ForerunError, Exception):
+        app.add_exception_handler(kind, on_api_error)
+
+
+def add_middleware(app: FastAPI, config: ServeConfig, admission: AdmissionControl, report: Callable[..., None]) -> None:
+    """What every request passes first: its id, its end, which is reported, other origins, keys and limits."""
     app.add_middleware(AccessMiddleware, config=config, admission=admission)
     if config.cors_origins:  # outermost: a preflight carries no key
         app.add_middleware(
@@ -74,9 +85,8 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
             allow_headers=["*"],  # clients in browsers send many of their own
             expose_headers=["Retry-After", "x-request-id", IGNORED_HEADER],
         )
-    app.add_middleware(RequestObserver, report=ctx.metrics.count_request)  # refused requests, too
+    app.add_middleware(RequestObserver, report=report)  # refused requests, too
     app.add_middleware(RequestIdMiddleware)
-    return app
 
 
 def _add_completions(app: FastAPI, ctx: ServerContext) -> None:

@@ -18,6 +18,7 @@ from starlette.types import Scope
 import forerun
 from forerun.core import Tally, Usage
 from forerun.decode.drafters import registered
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.stats import CACHES, SERVED
 from forerun.llm import LLM
 from forerun.serve.admission import AdmissionControl
@@ -30,6 +31,10 @@ LABELLED_PATHS = (
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/metrics", "/health", "/ready"),
 )
+
+
+def labelled_path(path: str) -> str:
+    return path if path in LABELLED_PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
 
 
 class Metrics:
@@ -54,6 +59,9 @@ class Metrics:
         self.preemptions = self._count("preemptions", "Answers that were preempted")
         about = {"version": forerun.__version__, "weights": llm.precision.name, "device": llm.decoder.device.type}
         Info("forerun_build", "Version, weights and device", registry=made).info(about)
+        pool = llm.engine.pool
+        sizes = {"block_size": str(pool.page_size), "num_gpu_blocks": str(pool.num_pages)}  # as gateways read them
+        Info("forerun_cache_config", "Tokens of a page, and pages of the KV pool", registry=made).info(sizes)
         made.register(_EngineCollector(llm))
         ProcessCollector(registry=made)
         self._gauges(llm, admission)
@@ -76,15 +84,17 @@ class Metrics:
             "forerun_pages_free": ("Pages that are free", lambda: pool.free),
             "forerun_pages_cached": ("Pages of the prefix tree", lambda: tree.num_pages),
             "forerun_pages_pinned": ("Pages that sessions and prompts pin", lambda: scheduler.pins.distinct_pages),
+            "forerun_kv_cache_usage": (
+                "Share of pages that sequences hold",
+                lambda: _pages_held(scheduler) / pool.num_pages,
+            ),
             "forerun_draining": ("1 while shutting down", lambda: float(admission.draining)),
         }
         for name, (text, read) in gauges.items():
             Gauge(name, text, registry=self.registry).set_function(read)
 
     def count_request(self, scope: Scope, status: int, *_: object) -> None:
-        path = scope["path"]
-        known = path if path in LABELLED_PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
-        self._requests.labels(known, str(status)).inc()
+        self._requests.labels(labelled_path(scope["path"]), str(status)).inc()
 
     def observe_answer(self, usage: Usage) -> None:
         """Observe one answer that ended by itself."""
@@ -100,6 +110,11 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _pages_held(scheduler: Scheduler) -> int:
+    """Each once; pages that are only cached are free to requests, as gateways count them."""
+    return len({page for seq in list(scheduler.running) for page in list(seq.pages)})
 
 
 class _EngineCollector(Collector):

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
+from forerun_research.bench.load_simulation import SimulatedSetup, StepCosts, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -84,12 +85,14 @@ def figures(trace: Sequence[TraceRequest], answers: Sequence[ReplayedAnswer], pr
     errors = [answer.error for answer in answers if answer.error]
     span = max((a.token_times[-1] for a in ended), default=0.0) - min((a.sent for a in ended), default=0.0)
     prompt = sum(answer.prompt_tokens for answer in ended)
+    sessions = len({trace[answer.number].session or answer.number for answer in ended})
     return {
         "kinds": kinds,
         "seconds": span,
         "tokens_per_s": sum(answer.completion_tokens for answer in ended) / span if span else 0.0,
         "hit_rate": sum(answer.cached_tokens for answer in ended) / prompt if prompt else 0.0,
         "cost_per_answer": price_per_hour / 3600 * span / len(ended) if ended else 0.0,
+        "cost_per_session": price_per_hour / 3600 * span / sessions if sessions else 0.0,
         "errors": {message: errors.count(message) for message in dict.fromkeys(errors)},
     }
 
@@ -136,10 +139,31 @@ def _serve_one(pipe: Connection, setup: LoadSetup, trace: list[TraceRequest]) ->
         pipe.send(error if isinstance(error, ForerunError) else ForerunError(f"{type(error).__name__}: {error}", ""))
 
 
+def run_simulation(
+    setup: LoadSetup, traces: dict[str, list[TraceRequest]], counts: Sequence[int], cores: float | None
+) -> dict[str, Any]:
+    """The figures of each trace on so many replicas, simulated from costs that are measured first; a machine each,
+    unless `cores` says how many they share."""
+    from forerun import LLM
+
+    with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
+        costs, cache_tokens = StepCosts.measured(llm), setup.kv_cache_tokens or llm.engine.config.capacity
+    result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None, "costs": asdict(costs)}
+    result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
+    threads = common.Setup(setup.model, threads=setup.threads).thread_count()
+    for name, trace in traces.items():
+        for count in counts:
+            made = SimulatedSetup(count, cores or float(count * threads), threads, cache_tokens)
+            price = setup.price_per_hour * (1 if cores else count)
+            result["runs"][f"{name} x{count}"] = figures(trace, simulate(trace, made, costs), price)
+    result["hardware"] = common.hardware(threads)
+    return result
+
+
 def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
     """Replay a trace in this process."""
     if setup.url is not None:
-        target = EndpointTarget(setup.url, setup.model, dict(setup.api_keys), setup.api_key)
+        target = EndpointTarget(setup.url, setup.model, dict(setup.api_keys), setup.api_key, setup.speculation)
         answers = asyncio.run(replay(target, trace, TraceTexts()))
         return figures(trace, answers, setup.price_per_hour)
     from forerun import LLM
@@ -191,7 +215,11 @@ def table(result: dict[str, Any]) -> Table:
         captions.append(
             f"{name}: {figure['seconds']:.1f} s, {figure['tokens_per_s']:.1f} tokens/s, "
             f"{figure['hit_rate']:.0%} of prompt tokens cached"
-            + (f", {figure['cost_per_answer']:.6f} an answer" if result["price_per_hour"] else "")
+            + (
+                f", {figure['cost_per_answer']:.6f} an answer, {figure['cost_per_session']:.6f} a session"
+                if result["price_per_hour"]
+                else ""
+            )
         )
         captions += [f"{count} x {message}" for message, count in figure["errors"].items()]
     found.caption = "\n".join(captions)

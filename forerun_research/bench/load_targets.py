@@ -79,7 +79,9 @@ class LibraryTarget:
 class EndpointTarget:
     """`base_url` of an OpenAI endpoint, with /v1; keys of a trace are looked up in `api_keys`."""
 
-    def __init__(self, base_url: str, model: str, api_keys: dict[str, str], api_key: str = "none") -> None:
+    def __init__(
+        self, base_url: str, model: str, api_keys: dict[str, str], api_key: str = "none", speculation: str = "auto"
+    ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadRequest(f"--url is {base_url!r:.100}", "give one such as http://127.0.0.1:8000/v1")
@@ -87,6 +89,7 @@ class EndpointTarget:
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/") + "/chat/completions"
         self._model, self._api_keys, self._api_key = model, api_keys, api_key
+        self._own = {} if speculation == "auto" else {"forerun": {"speculation": speculation}}  # of our servers only
 
     async def ask(self, answer: ReplayedAnswer, messages: Messages, max_tokens: int, key: str | None) -> None:
         answer.sent = time.perf_counter()
@@ -112,7 +115,7 @@ class EndpointTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body = json.dumps(asked).encode()
+        body = json.dumps(asked | self._own).encode()
         secret = self._api_keys.get(key or "", self._api_key)
         head = [
             f"POST {self._path} HTTP/1.1",

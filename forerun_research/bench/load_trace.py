@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,31 @@ def poisson(
     return sorted(trace, key=lambda request: request.arrival_s)
 
 
+SHIPPED: dict[str, Callable[[], list[TraceRequest]]] = {
+    # 50 users who ask three questions each about one of eight documents of 2,000 tokens
+    "users": lambda: sessions(50, 2.0, 8, 2000, 48, 3, 8.0),
+    # one question each about one of twenty documents of 1,500 tokens, as a search adds them
+    "documents": lambda: poisson(1.0, 60.0, 20, 1500, 64, 1, 0.0, seed=2),
+    # short conversations without documents
+    "chats": lambda: poisson(1.0, 60.0, 0, 0, 96, 3, 4.0, seed=3),
+}
+
+
+def sessions(
+    users: int, every_s: float, documents: int, document_tokens: int, max_tokens: int, turns: int, think_s: float
+) -> list[TraceRequest]:
+    """So many users, on average one every `every_s` seconds, with `turns` questions each."""
+    trace = poisson(1 / every_s, 10 * users * every_s, documents, document_tokens, max_tokens, turns, think_s)
+    first = dict.fromkeys(request.session for request in trace)
+    kept = set(list(first)[:users])
+    return [request for request in trace if request.session in kept]
+
+
+def named_trace(name: str) -> list[TraceRequest]:
+    """A shipped trace, or one in a file."""
+    return SHIPPED[name]() if name in SHIPPED else read_trace(Path(name))
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
     """One JSON object to a line, with the fields of `TraceRequest`."""
     known = {field.name for field in fields(TraceRequest)}
@@ -109,7 +135,8 @@ def _lines(path: Path) -> list[str]:
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"cannot read the trace {path}: {error}", "name a file of JSON lines") from None
+        hint = f"name a file of JSON lines, or one of {', '.join(SHIPPED)}"
+        raise BadRequest(f"cannot read the trace {path}: {error}", hint) from None
 
 
 class TraceTexts:

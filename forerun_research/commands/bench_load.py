@@ -26,7 +26,9 @@ def load(
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Long prompts that arrive beside them.")] = 1,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=64, help="Tokens of each.")] = 6000,
     later: Annotated[int, typer.Option("--later", min=0, help="Short questions after them.")] = 4,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Replay this file of JSON lines instead.")] = None,
+    trace: Annotated[
+        str | None, typer.Option("--trace", help="Replay instead: users, documents, chats, or a file of JSON lines.")
+    ] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", min=0.001, help="Instead: users who arrive at random, so many a second.")
     ] = None,
@@ -38,7 +40,16 @@ def load(
     seed: Annotated[int, typer.Option("--seed", help="Of the arrivals.")] = 1,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help="Write the trace here, too.")] = None,
     price: Annotated[float, typer.Option("--price", min=0.0, help="Of the machine, per hour.")] = 0.0,
-    speculation: Annotated[str, typer.Option("--speculation", help="Of the library: auto, off or a drafter.")] = "auto",
+    simulate: Annotated[
+        str | None,
+        typer.Option("--simulate", help="Instead: the trace on so many replicas, such as 1,2,8, by measured costs."),
+    ] = None,
+    cores: Annotated[
+        float | None, typer.Option("--cores", min=0.1, help="Of all simulated replicas; default: --threads of each.")
+    ] = None,
+    speculation: Annotated[
+        str, typer.Option("--speculation", help="Of the library or our server: auto, off or a drafter.")
+    ] = "auto",
     weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
@@ -57,6 +68,8 @@ def load(
     forerun bench load --url http://127.0.0.1:8000/v1 --model smollm2-135m-instruct --prompt-tokens 5500
 
     forerun bench load --rate 0.5 --seconds 120 --turns 3 --price 0.4 --save-trace users.jsonl
+
+    forerun bench load --trace users --simulate 1,2,4,8 --price 0.4
     """
     from forerun_research.bench import common, load_trace
     from forerun_research.bench import load as bench
@@ -64,7 +77,7 @@ def load(
     if trace is not None and rate is not None:
         raise BadRequest("--trace and --rate both say what arrives", "leave one out")
     if trace is not None:
-        traces = {trace.stem: load_trace.read_trace(trace)}
+        traces = {Path(trace).stem: load_trace.named_trace(trace)}
     elif rate is not None:
         made = load_trace.poisson(rate, seconds, documents, document_tokens, tokens, turns, think, seed)
         traces = {"poisson": made}
@@ -77,8 +90,18 @@ def load(
     common.Setup(model, against="none", shape=random_shape)  # checks the shape's name
     limits = (weights, device, threads, kv_cache_tokens)
     setup = bench.LoadSetup(model, url, api_key, keys, *limits, speculation, price, random_shape)
-    result = bench.run(setup, traces)
+    if simulate is not None and url is not None:
+        raise BadRequest("--simulate computes with costs of this machine", "leave --url out")
+    counts = _counts(simulate)
+    result = bench.run(setup, traces) if not counts else bench.run_simulation(setup, traces, counts, cores)
     common.report(result, bench.table(result), as_json)
+
+
+def _counts(text: str | None) -> list[int]:
+    parts = [] if text is None else text.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= 1024 for part in parts):
+        raise BadRequest(f"--simulate {text!r:.80} names no numbers of replicas", "write 1,2,8: each from 1 to 1024")
+    return [int(part) for part in parts]
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from forerun import LLM
 from tests.serve.common import Running, running, slowed
+
+collect_ignore = [] if importlib.util.find_spec("zmq") else ["test_kv_events_zmq.py"]
 
 
 @pytest.fixture(scope="session")

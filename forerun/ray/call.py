@@ -1,0 +1,123 @@
+"""What the front hands to a replica: one HTTP request, and what decides which replica gets it. Knows no Ray.
+
+The replica that has a prompt's K/V is the one that answered a prompt which begins the same: requests are routed by
+their text as the client sent it, before any template or tokenizer. A request of a session is routed by the session's
+name alone, and one that names a stored response goes to the replica that stored it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+MAX_ROUTING_CHARS = 32_768  # of a prompt: about 8,000 tokens
+FORWARDED_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+ANSWERING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+STORED_RESPONSES = "/v1/responses/"
+SESSIONS = "/forerun/sessions/"
+
+
+@dataclass(frozen=True)
+class ReplicaCall:
+    scope: dict[str, Any]  # of the request, without objects of this process
+    body: bytes
+    answers: int = 0  # that it asks for; 0: none
+    prompt: str = ""  # as far as it decides the replica; stays here
+    session: str = ""
+    stored: bool = False  # it names a response that one replica has stored
+    only: str = ""  # the replica that gets it, where it is still there
+
+    def to(self, replica: str) -> ReplicaCall:
+        return replace(self, only=replica)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"prompt": ""}
+
+
+def replica_call(scope: dict[str, Any], body: bytes) -> ReplicaCall:
+    """From a request that was let in. A body that is no request is forwarded as well: a replica says what is wrong."""
+    own = {name: scope[name] for name in FORWARDED_SCOPE if name in scope}
+    own["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    key = scope["state"]["key"]
+    own["state"] = {"key": key}
+    path, method, owner = scope["path"], scope["method"], key.name if key is not None else ""
+    if method == "DELETE" and path.startswith(SESSIONS):
+        return ReplicaCall(own, body, session=f"{owner} {path.removeprefix(SESSIONS)}")
+    if path.startswith(STORED_RESPONSES):
+        return ReplicaCall(own, body, stored=True)
+    values = _json_object(body) if method == "POST" else {}
+    session = _session_name(values)
+    return ReplicaCall(
+        own,
+        body,
+        answers=_answers(values) if method == "POST" and path in ANSWERING_PATHS else 0,
+        prompt=_prompt_text(values)[:MAX_ROUTING_CHARS],
+        session=f"{owner} {session}" if session else "",
+        stored=isinstance(values.get("previous_response_id"), str),
+    )
+
+
+def get_call(path: str) -> ReplicaCall:
+    """The front's own question."""
+    scope: dict[str, Any] = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": path}
+    scope |= {"raw_path": path.encode(), "query_string": b"", "headers": [], "state": {"key": None}}
+    return ReplicaCall(scope, b"")
+
+
+def rank(text: str, replicas: Sequence[str]) -> list[str]:
+    """Replicas by their rank for a text: where one comes or goes, only the texts that it has or had move."""
+    return sorted(replicas, key=lambda name: hashlib.blake2b(f"{name} {text}".encode("utf-8", "replace")).digest())
+
+
+_known: dict[str, list[str]] = {}  # names of replicas by application
+
+
+def publish_replicas(application: str, names: Sequence[str]) -> None:
+    """Called by the router of this process, when replicas come or go."""
+    _known[application] = sorted(names)
+
+
+def known_replicas(application: str) -> list[str]:
+    return _known.get(application, [])
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _session_name(values: dict[str, Any]) -> str:
+    own = values.get("forerun")
+    session = own.get("session") if isinstance(own, dict) else None
+    name = session.get("name") if isinstance(session, dict) else session
+    return name if isinstance(name, str) else ""
+
+
+def _answers(values: dict[str, Any]) -> int:
+    """As many as the replica will count; what is no number counts one, and is refused there."""
+    prompt, n = values.get("prompt"), values.get("n")
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    choices = n if isinstance(n, int) and n > 0 else 1
+    return choices * (len(prompt) if several and isinstance(prompt, list) else 1)
+
+
+def _prompt_text(values: dict[str, Any]) -> str:
+    """All text of a prompt in order; token ids as text, too."""
+    parts = [values.get(name) for name in ("system", "instructions", "tools", "prompt", "messages", "input")]
+    return "".join(_text(part) for part in parts if part is not None)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "".join(_text(part) for name, part in value.items() if name not in ("type", "cache_control"))
+    if isinstance(value, list):
+        return "".join(_text(part) for part in value)
+    return f"{value} "

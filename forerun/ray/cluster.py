@@ -1,0 +1,220 @@
+"""Replicas on Ray Serve: starts or joins a cluster, deploys, reaches replicas, replaces them, and ends what it started.
+
+The one place that opens Ray, when replicas are asked for. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from starlette.types import Message
+
+from forerun.errors import BadRequest, ForerunError
+from forerun.ray.call import ReplicaCall, get_call, known_replicas
+from forerun.ray.front import ReplicaLost
+from forerun.ray.replica import EngineReplica, ReplicaSettings
+
+OLDEST_RAY, NEXT_RAY = (2, 60), (3, 0)  # the oldest is the one that tests run with
+APPLICATION, DEPLOYMENT = "forerun", "EngineReplica"
+CONNECT_TIMEOUT_S = 5.0
+OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
+QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
+MAX_START_TRIES = 3  # of a replica that cannot open its model
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas there are, and what each gets of the cluster."""
+
+    replicas: int
+    max_replicas: int | None = None  # more are started while requests are queued
+    cpus: float = 1.0
+    gpus: float = 0.0
+    target_open: int = 32  # requests open at each replica, beyond which more replicas are started
+
+
+def load_ray() -> tuple[Any, Any]:
+    """Ray and its Serve; an error that names the way out where there is none, or another one."""
+    try:
+        ray, serve = import_module("ray"), import_module("ray.serve")
+    except ImportError as error:
+        raise BadRequest(
+            f"replicas need Ray Serve, which cannot be imported: {error}", "pip install 'forerun[ray]'"
+        ) from None
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not OLDEST_RAY <= version < NEXT_RAY:
+        wanted = f"{'.'.join(map(str, OLDEST_RAY))} up to below {'.'.join(map(str, NEXT_RAY))}"
+        raise BadRequest(f"Ray {ray.__version__} is installed, replicas need {wanted}", "pip install 'forerun[ray]'")
+    return ray, serve
+
+
+@contextmanager
+def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[None]:
+    """The cluster at an address, or one of our own with so many CPUs and GPUs, which ends with the block."""
+    ray, serve = load_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        if address is None:
+            ray.init(
+                num_cpus=max(1, math.ceil(cpus)),
+                num_gpus=math.ceil(gpus),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level="error",
+                namespace="forerun",
+            )
+        else:
+            _check_address(address)
+            ray.init(address=address, logging_level="error", namespace="forerun")
+    except BadRequest:
+        raise
+    except Exception as error:
+        with suppress(Exception):
+            ray.shutdown()
+        where = "start Ray here" if address is None else f"join the Ray cluster at {address}"
+        hint = "see what Ray printed; versions of Ray and Python must be the same on all machines"
+        raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled", logging_config=QUIET_LOGS)
+        yield
+    finally:
+        with suppress(Exception):
+            if address is None:
+                serve.shutdown()
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Ray itself waits for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadRequest(
+            f"--ray {address!r:.80} is no address", "give HOST:PORT as `ray start --head` prints it, or auto"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        hint = "check the address that `ray start --head` printed, and that this machine can reach it"
+        raise BadRequest(f"no Ray cluster answers at {address}: {error}", hint) from None
+
+
+class RayReplicas:
+    """Replicas behind a handle of their deployment."""
+
+    def __init__(self, handle: Any, application: str = APPLICATION) -> None:
+        self._handle, self._application = handle.options(stream=True), application
+        self._ray, _ = load_ray()
+
+    def names(self) -> list[str]:
+        return known_replicas(self._application)
+
+    async def stream(self, call: ReplicaCall) -> AsyncIterator[tuple[str, list[Message]]]:
+        response = self._handle.respond.remote(call)
+        ended = False
+        try:
+            async for name, messages in response:
+                yield name, messages
+            ended = True
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.WorkerCrashedError) as error:
+            ended = True
+            raise ReplicaLost from error
+        finally:
+            if not ended:
+                response.cancel()
+
+    async def warm_up(self) -> None:
+        """The first request makes the router, which then knows the replicas."""
+        async for _ in self.stream(get_call("/health")):
+            pass
+
+
+def deploy(settings: ReplicaSettings, scale: Scale) -> RayReplicas:
+    """Start replicas and wait until all have opened the model; where there are some of other settings, they are
+    replaced one by one, each after its open requests have ended."""
+    _, serve = load_ray()
+    target = deployment(settings, scale).bind(settings)
+    try:
+        handle = serve.run(target, name=APPLICATION, route_prefix=None, logging_config=QUIET_LOGS)
+    except Exception as error:
+        why = _first_cause(serve) or str(error).strip().splitlines()[0]
+        close()
+        raise ForerunError(f"the replicas did not start: {why}", "see what they printed") from error
+    replicas = RayReplicas(handle)
+    asyncio.run(replicas.warm_up())
+    return replicas
+
+
+def _first_cause(serve: Any) -> str:
+    """What a replica failed with: the last line of its traceback."""
+    with suppress(Exception):
+        found = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message
+        causes = [line for line in found.splitlines() if re.match(r"[\w.]+(Error|Request|Exception)?: ", line)]
+        return causes[-1].split(": ", 1)[1] if causes else ""
+    return ""
+
+
+def close() -> None:
+    """End the replicas, each after its open requests have ended."""
+    _, serve = load_ray()
+    with suppress(Exception):
+        serve.delete(APPLICATION)
+
+
+def deployment(settings: ReplicaSettings, scale: Scale) -> Any:
+    """Ray's description of the replicas; `bind` it to their settings."""
+    _, serve = load_ray()
+    from ray.serve.config import RequestRouterConfig
+
+    from forerun.ray.router import ReplicaRouter
+
+    count: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.max_replicas is not None:
+        limits = {"min_replicas": scale.replicas, "max_replicas": scale.max_replicas}
+        count = {"autoscaling_config": limits | {"target_ongoing_requests": scale.target_open}}
+    return serve.deployment(
+        RayReplica,
+        name=DEPLOYMENT,
+        max_ongoing_requests=settings.max_open + 64,  # the front has the limits; and what is no answer
+        ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        request_router_config=RequestRouterConfig(request_router_class=ReplicaRouter),
+        graceful_shutdown_timeout_s=settings.config.max_request_s,  # no open request is cut
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=MAX_START_TRIES,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        **count,
+    )
+
+
+class RayReplica:
+    """An engine under the name that Ray gives it."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        _, serve = load_ray()
+        self._engine = EngineReplica(settings, serve.get_replica_context().replica_id.unique_id)
+
+    async def respond(self, call: ReplicaCall) -> AsyncIterator[tuple[str, list[Message]]]:
+        async for part in self._engine.respond(call):
+            yield part
+
+    def check_health(self) -> None:
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        """Ray calls it when the replica is to end and its requests have ended."""
+        self._engine.close()

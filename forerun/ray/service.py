@@ -1,0 +1,66 @@
+"""Replicas and their front together, for `forerun serve --replicas`: opened, updated one by one, and ended. Knows no
+socket."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+
+from forerun.errors import ForerunError
+from forerun.models.fetch.store import resolve
+from forerun.ray import cluster
+from forerun.ray.front import create_front
+from forerun.ray.replica import ReplicaSettings
+from forerun.serve.admission import AdmissionControl
+from forerun.serve.config import ServeConfig
+
+log = logging.getLogger("forerun.serve")
+
+
+class ReplicaService:
+    """`app` is the front's; `update` replaces the replicas while it serves."""
+
+    def __init__(self, settings: ReplicaSettings, scale: cluster.Scale, admission: AdmissionControl) -> None:
+        self._settings, self._scale = settings, scale
+        self._updating = threading.Lock()
+        self.app: FastAPI = create_front(cluster.deploy(settings, scale), settings.config, admission)
+
+    def update(self) -> None:
+        """Replace all replicas, one after another: a changed model file, another version of the package."""
+        if not self._updating.acquire(blocking=False):
+            log.warning("replicas are being replaced already")
+            return
+        try:
+            self._settings = replace(self._settings, generation=self._settings.generation + 1)
+            cluster.deploy(self._settings, self._scale)
+            log.info("all replicas are replaced")
+        except ForerunError as error:
+            log.error("%s", error)
+        finally:
+            self._updating.release()
+
+
+def front_limits(config: ServeConfig, scale: cluster.Scale, max_num_seqs: int) -> AdmissionControl:
+    """As many answers as all replicas compute at once, and the queue beside them."""
+    return AdmissionControl(max_num_seqs * (scale.max_replicas or scale.replicas), config.max_queue, config.keys)
+
+
+@contextmanager
+def replica_service(
+    llm: dict[str, Any], config: ServeConfig, scale: cluster.Scale, address: str | None, **more: Any
+) -> Iterator[ReplicaService]:
+    """`llm`: keyword arguments of `LLM`; `more`: other fields of `ReplicaSettings`."""
+    resolve(llm["model"])  # a model that is not there is an error before Ray is started
+    admission = front_limits(config, scale, llm["max_num_seqs"])
+    most = scale.max_replicas or scale.replicas
+    with cluster.cluster(address, scale.cpus * most, scale.gpus * most):
+        try:
+            yield ReplicaService(ReplicaSettings(llm, config, admission.max_open, **more), scale, admission)
+        finally:
+            cluster.close()

@@ -1,0 +1,201 @@
+"""What a trace would feel like on so many replicas: a simulation of their steps from costs measured on one.
+
+The model: a replica computes steps. A step has one token of every answer that decodes and a piece of the prompts that
+wait; it takes `step_s`, `row_s` for each of those answers, and for each prompt token `prompt_token_s` and its share of
+attention over what comes before. Beside answers a piece is as long as keeps the step within three plain ones, as the
+engine does. A replica's cache holds documents and conversations, the least recently used goes first; a request goes to
+the replica that holds most of its prompt, unless that one has more open requests than another by `MAX_IMBALANCE`.
+Replicas on one machine share its cores equally. Drafts of tokens are not modelled: plain decoding. Knows no engine
+beyond the forwards that it times.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun_research.bench.load_targets import ReplayedAnswer
+from forerun_research.bench.load_trace import TraceRequest
+
+MAX_IMBALANCE = 8  # as `forerun.ray.router` has it
+PLAIN_STEPS_BESIDE_STREAMS = 3  # as the engine's pacer has it
+MAX_PIECE_TOKENS = 512  # of prompts in one step, on a CPU
+PAGE_TOKENS = 16
+ANSWER_ROWS = 16  # up to so many answers were timed together
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step's parts on one replica that has its threads to itself."""
+
+    step_s: float
+    row_s: float
+    prompt_token_s: float
+    attention_s: float  # of one prompt token, for each token before it
+
+    @classmethod
+    def measured(cls, llm: Any) -> StepCosts:
+        """From forwards of one and several tokens, and of pieces of prompts without and with others before them."""
+        time_forward, piece, before = llm.engine.time_forward, 256, 1024
+        one, rows = time_forward(1, 256), time_forward(ANSWER_ROWS, 256)
+        row = max(0.0, (rows - one) / (ANSWER_ROWS - 1))
+        first, later = time_forward(piece, 0), time_forward(piece, before)
+        attention = max(0.0, (later - first) / (piece * before))
+        step = max(0.0, one - row)
+        per_token = max(1e-9, (first - step) / piece - attention * piece / 2)
+        return cls(step, row, per_token, attention)
+
+
+@dataclass
+class _Request:
+    number: int
+    answer: ReplayedAnswer
+    prompt: int
+    answer_tokens: int
+    done: int = 0  # prompt tokens that have K/V
+    made: int = 0  # tokens of the answer
+
+
+@dataclass
+class _Replica:
+    cache_tokens: int
+    cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    waiting: list[_Request] = field(default_factory=list)  # for their prompts
+    decoding: list[_Request] = field(default_factory=list)
+    pieces: list[tuple[_Request, int]] = field(default_factory=list)  # of the step that runs
+    left_s: float = 0.0  # of that step
+    stored: int = 0
+
+    @property
+    def open(self) -> int:
+        return len(self.waiting) + len(self.decoding)
+
+    def plan(self, costs: StepCosts, max_running: int) -> bool:
+        """Begin a step; False where there is nothing to do."""
+        if not self.open:
+            return False
+        rows = len(self.decoding)
+        plain = costs.step_s + costs.row_s * rows
+        budget = (PLAIN_STEPS_BESIDE_STREAMS - 1) * plain if rows else float("inf")
+        self.pieces, self.left_s, tokens = [], plain, 0
+        for request in self.waiting[: max(0, max_running - rows)]:
+            each = costs.prompt_token_s + costs.attention_s * request.done
+            room = min(MAX_PIECE_TOKENS - tokens, max(PAGE_TOKENS, int(budget / each)) if budget < 1e9 else 1 << 30)
+            count = min(request.prompt - request.done, room)
+            if count <= 0 or (tokens and budget <= 0):
+                break
+            self.pieces.append((request, count))
+            cost = count * (each + costs.attention_s * count / 2)
+            self.left_s, budget, tokens = self.left_s + cost, budget - cost, tokens + count
+        return True
+
+    def finish_step(self, now: float) -> list[_Request]:
+        """What ended with it."""
+        for request in self.decoding:
+            request.made += 1
+            request.answer.token_times.append(now)
+        for request, count in self.pieces:
+            request.done += count
+            if request.done >= request.prompt:
+                self.waiting.remove(request)
+                self.decoding.append(request)
+                request.made = 1
+                request.answer.token_times.append(now)
+        ended = [request for request in self.decoding if request.made >= request.answer_tokens]
+        self.decoding = [request for request in self.decoding if request.made < request.answer_tokens]
+        return ended
+
+    def keep(self, name: str, tokens: int) -> None:
+        self.stored += tokens - self.cache.pop(name, 0)
+        self.cache[name] = tokens
+        while self.stored > self.cache_tokens and len(self.cache) > 1:
+            self.stored -= self.cache.popitem(last=False)[1]
+
+
+@dataclass(frozen=True)
+class SimulatedSetup:
+    replicas: int
+    cores: float  # of all machines together
+    threads: int = 1  # of each replica
+    cache_tokens: int = 1 << 20  # of each replica
+    max_running: int = 64
+    hop_s: float = 0.0  # from the client to a replica and back
+
+
+def simulate(trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: StepCosts) -> list[ReplayedAnswer]:
+    """All answers with times of the simulation, in the trace's order."""
+    return _Simulation(trace, setup, costs).run()
+
+
+class _Simulation:
+    def __init__(self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: StepCosts) -> None:
+        self.trace, self.setup, self.costs = trace, setup, costs
+        self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
+        self.replicas = [_Replica(setup.cache_tokens) for _ in range(setup.replicas)]
+        self.history: dict[str, int] = defaultdict(int)  # tokens of a session so far
+        self.turns: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(trace):
+            self.turns[request.session or f"\0{number}"].append(number)
+        self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.turns.values()]
+
+    def run(self) -> list[ReplayedAnswer]:
+        now, running = 0.0, list[_Replica]()
+        while self.due or running:
+            running = [replica for replica in self.replicas if replica.left_s > 0]
+            speed = min(1.0, self.setup.cores / (self.setup.threads * max(1, len(running))))
+            ends = min((replica.left_s / speed for replica in running), default=float("inf"))
+            arrives = min(self.due)[0] - now if self.due else float("inf")
+            passed = max(0.0, min(ends, arrives))
+            now += passed
+            for replica in running:
+                replica.left_s -= passed * speed
+            if arrives <= ends:
+                self.due.sort()
+                self._arrive(self.due.pop(0)[1], now)
+            for replica in running:
+                if replica.left_s <= 1e-12:
+                    replica.left_s = 0.0
+                    for request in replica.finish_step(now):
+                        self._end(request, replica, now)
+            for replica in self.replicas:
+                if replica.left_s <= 0:
+                    replica.plan(self.costs, self.setup.max_running)
+            running = [replica for replica in self.replicas if replica.left_s > 0]
+        for answer in self.answers:
+            answer.token_times = [moment + self.setup.hop_s for moment in answer.token_times]
+        return self.answers
+
+    def _arrive(self, number: int, now: float) -> None:
+        request, answer = self.trace[number], self.answers[number]
+        session = request.session or f"\0{number}"
+        prompt = self.history[session] + request.prompt_tokens
+        replica, held = self._route(number, session)
+        answer.sent, answer.prompt_tokens, answer.completion_tokens = now, prompt, request.max_tokens
+        answer.cached_tokens = min(held, prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
+        if request.document is not None and request.document in replica.cache:
+            replica.cache.move_to_end(request.document)
+        replica.waiting.append(_Request(number, answer, prompt, request.max_tokens, done=answer.cached_tokens))
+        if request.document is not None:  # others read it as soon as it is computed; here at once
+            replica.keep(request.document, request.prompt_tokens)
+
+    def _route(self, number: int, session: str) -> tuple[_Replica, int]:
+        document = self.trace[number].document
+
+        def held(replica: _Replica) -> int:
+            return max(replica.cache.get(session, 0), replica.cache.get(document, 0) if document is not None else 0)
+
+        least = min(replica.open for replica in self.replicas)
+        best = max(self.replicas, key=lambda replica: (held(replica), -replica.open, -replica.stored))
+        if best.open - least > MAX_IMBALANCE:
+            best = min(self.replicas, key=lambda replica: replica.open)
+        return best, held(best)
+
+    def _end(self, request: _Request, replica: _Replica, now: float) -> None:
+        session = self.trace[request.number].session or f"\0{request.number}"
+        self.history[session] = request.prompt + request.answer_tokens
+        replica.keep(session, self.history[session])
+        later = [number for number in self.turns[session] if number > request.number]
+        if later:
+            self.due.append((max(now, self.trace[later[0]].arrival_s), later[0]))
