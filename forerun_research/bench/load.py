@@ -23,7 +23,7 @@ from rich.table import Table
 
 from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
-from forerun_research.bench.load_simulation import SimulatedSetup, StepCosts, simulate
+from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -147,7 +147,7 @@ def run_simulation(
     from forerun import LLM
 
     with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
-        costs, cache_tokens = StepCosts.measured(llm), setup.kv_cache_tokens or llm.engine.config.capacity
+        costs, cache_tokens = ReplicaCosts.measured(llm), setup.kv_cache_tokens or llm.engine.config.capacity
     result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None, "costs": asdict(costs)}
     result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
     threads = common.Setup(setup.model, threads=setup.threads).thread_count()

@@ -27,7 +27,7 @@ ANSWER_ROWS = 16  # up to so many answers were timed together
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class ReplicaCosts:
     """Seconds of a step's parts on one replica that has its threads to itself."""
 
     step_s: float
@@ -36,7 +36,7 @@ class StepCosts:
     attention_s: float  # of one prompt token, for each token before it
 
     @classmethod
-    def measured(cls, llm: Any) -> StepCosts:
+    def measured(cls, llm: Any) -> ReplicaCosts:
         """From forwards of one and several tokens, and of pieces of prompts without and with others before them."""
         time_forward, piece, before = llm.engine.time_forward, 256, 1024
         one, rows = time_forward(1, 256), time_forward(ANSWER_ROWS, 256)
@@ -72,7 +72,7 @@ class _Replica:
     def open(self) -> int:
         return len(self.waiting) + len(self.decoding)
 
-    def plan(self, costs: StepCosts, max_running: int) -> bool:
+    def plan(self, costs: ReplicaCosts, max_running: int) -> bool:
         """Begin a step; False where there is nothing to do."""
         if not self.open:
             return False
@@ -124,13 +124,13 @@ class SimulatedSetup:
     hop_s: float = 0.0  # from the client to a replica and back
 
 
-def simulate(trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: StepCosts) -> list[ReplayedAnswer]:
+def simulate(trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts) -> list[ReplayedAnswer]:
     """All answers with times of the simulation, in the trace's order."""
     return _Simulation(trace, setup, costs).run()
 
 
 class _Simulation:
-    def __init__(self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: StepCosts) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts) -> None:
         self.trace, self.setup, self.costs = trace, setup, costs
         self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
         self.replicas = [_Replica(setup.cache_tokens) for _ in range(setup.replicas)]

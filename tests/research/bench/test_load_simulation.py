@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun_research.bench.load import figures
-from forerun_research.bench.load_simulation import MAX_PIECE_TOKENS, SimulatedSetup, StepCosts, simulate
+from forerun_research.bench.load_simulation import MAX_PIECE_TOKENS, ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, poisson
 
-COSTS = StepCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
+COSTS = ReplicaCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
 
 
 def one(**more: object) -> TraceRequest:
@@ -21,7 +21,7 @@ def test_one_request_takes_its_prompt_and_its_tokens():
     assert answer.gaps_s == pytest.approx([0.011] * 4)
     long = simulate([one(prompt_tokens=2 * MAX_PIECE_TOKENS)], SimulatedSetup(1, 1), COSTS)[0]
     assert long.first_s == pytest.approx(2 * 0.01 + 2 * MAX_PIECE_TOKENS * 0.0001)
-    costs = StepCosts(0.0, 0.0, 0.0001, 0.00001)
+    costs = ReplicaCosts(0.0, 0.0, 0.0001, 0.00001)
     (attending,) = simulate([one(max_tokens=1)], SimulatedSetup(1, 1), costs)
     assert attending.first_s == pytest.approx(100 * 0.0001 + 0.00001 * 100 * 100 / 2)
 
