@@ -4,8 +4,8 @@
 
 The session has the shape of what coding agents send to `/v1/messages`: a long system prompt in blocks, tools with
 schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments. As
-agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and drafted
-prompts (`provisional`, the `chunk` source) have to help.
+agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and prompts are
+drafted from the turn before (source `auto`, which takes `chunk` there).
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ VARIANTS: list[tuple[str, bool, dict[str, Any]]] = [
     ("same first line, exact", False, EXACT),
     ("changed first line, exact", True, EXACT),
     ("changed first line, provisional", True, {"prefill": {"mode": "provisional", "allow_exact": True}}),
-    ("changed first line, provisional chunks", True,
-     {"prefill": {"mode": "provisional", "source": "chunk", "allow_exact": True}}),
-    ("changed first line, speculative chunks", True,
-     {"prefill": {"mode": "speculative", "source": "chunk", "allow_exact": True}}),
+    ("changed first line, speculative", True, {"prefill": {"mode": "speculative", "allow_exact": True}}),
 ]  # fmt: skip
 
 
