@@ -39,6 +39,7 @@ FIRST_ANSWER_S = 2.0  # for the handshake when the drafter is made
 MEAN_WEIGHT = 0.15  # of the latest observation in moving means
 GUESS_EVERY = 16  # orders in ordinary mode before one in parallel mode is tried again
 MAX_STEP_S = 5.0  # between two drafts of a sequence that counts as one step: a pause of its caller does not
+MAX_UNREAD_TOKENS = 32  # of an order whose time is like that of other orders: more are a prompt
 MAX_FREE_S = 1.0  # of drafting on without being waited for
 
 
@@ -52,6 +53,7 @@ class _Flight:
     sent: float  # on the clock
     expected_s: float  # until its tree is here
     guess: bool  # made while an earlier draft was verified
+    unread: int  # tokens that the server has to read first
 
     def fits(self, tokens: list[int]) -> bool:
         """Whether its tree may still be of use."""
@@ -107,7 +109,7 @@ class RoundTrips:
     def observe(self, tree: Tree, flight: _Flight, now: float) -> None:
         server_s = tree.server_us * 1e-6
         self.network_s = self._mean(self.network_s, max(0.0, now - flight.sent - server_s))
-        if not flight.guess:
+        if not flight.guess and flight.unread <= MAX_UNREAD_TOKENS:
             self.server_s = self._mean(self.server_s, server_s)
         if tree.round_us:
             self.round_s = self._mean(self.round_s, tree.round_us * 1e-6)
@@ -299,7 +301,8 @@ class RemoteDrafter(Drafter):
         )
         sequence.known_first, sequence.known_assumed = len(tokens), list(assumed.tokens)
         expected_s = trips.network_s + max(trips.server_s, free_s if guess else 0.0)
-        sequence.flight = _Flight(sequence.version, len(tokens), assumed, time.monotonic(), expected_s, guess)
+        now, unread = time.monotonic(), len(order.tokens)
+        sequence.flight = _Flight(sequence.version, len(tokens), assumed, now, expected_s, guess, unread)
         if not link.send(order):
             sequence.flight = None  # the next step finds another server, or none
         self.counts["orders"] += 1
