@@ -30,6 +30,7 @@ from forerun.decode.verifiers import make_verifier
 log = logging.getLogger("forerun")
 
 MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
+IDLE_RUN_S = 1e-3  # of a drafter that waits for another machine: below, it did not wait
 KIND_TOKENS = 24  # of an answer, after which it shows of what kind it is
 
 
@@ -135,7 +136,10 @@ class Speculator:
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, draft in zip(chosen, drafts, strict=True):
-                task.spec_state.free_run_s[drafter.name] = seconds
+                if not drafter.waits:
+                    task.spec_state.free_run_s[drafter.name] = seconds
+                elif len(draft) or seconds > IDLE_RUN_S:  # whether waiting pays is decided by `max_wait_s`
+                    task.spec_state.free_run_s[drafter.name] = min(seconds, IDLE_RUN_S)
                 self._add_candidate(task, draft)
 
     def _free_request(self, drafter: Drafter, task: DraftTask, least: float) -> DraftRequest:

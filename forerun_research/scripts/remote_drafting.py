@@ -21,7 +21,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from forerun import LLM, SamplingParams, data
+from forerun import LLM, Completion, SamplingParams, data
 from forerun.serve.server import listen
 from forerun_research.bench.delay_proxy import DelayProxy
 
@@ -66,10 +66,21 @@ def prompts(kind: str, count: int) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": p.text}] for p in found[:count]]
 
 
+def chat(llm: LLM, messages: Any, params: SamplingParams, drafter: str, named: bool) -> Completion:
+    """`named`: the request names the drafter; else it is that of `auto`, as `draft_model="remote:..."` makes it."""
+    speculator = llm.engine.speculator
+    speculator.ctx.remote_drafters.clear()
+    if named or not drafter.startswith("remote:"):
+        return llm.chat([messages], replace(params, speculation=drafter))[0]
+    speculator.ctx.remote_drafters.append(drafter)
+    speculator.drafter_pool.prepare(SamplingParams(speculation=drafter))
+    return llm.chat([messages], params)[0]
+
+
 def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
-        settings = {"plain": "off", **({"local": "model"} if options.local else {})}
+        settings = {"plain": "off", "auto alone": "auto", **({"local": "model"} if options.local else {})}
         for ms in options.rtt:
             proxy = stack.enter_context(DelayProxy(server.port, ms / 1000.0))
             settings[f"remote {ms} ms"] = f"remote:127.0.0.1:{proxy.port}"
@@ -77,15 +88,15 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
         seconds: dict[str, list[float]] = defaultdict(list)
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in settings}
         equal = 0
-        for name, drafter in settings.items():  # for warmth: connections, the draft model's first forwards
-            llm.chat([asked[0]], replace(params, max_tokens=8, speculation=drafter))
+        for drafter in settings.values():  # for warmth: connections, the draft model's first forwards
+            chat(llm, asked[0], replace(params, max_tokens=8), drafter, options.named)
         for number, messages in enumerate(asked):
             answers = {}
             order = list(settings)
             turn = number % len(order)
             for name in order[turn:] + order[:turn]:
                 llm.engine.clear_cache()
-                answers[name] = llm.chat([messages], replace(params, speculation=settings[name]))[0]
+                answers[name] = chat(llm, messages, params, settings[name], options.named)
                 usage = answers[name].usage
                 seconds[name].append((usage.total_s - usage.ttft_s) / max(1, usage.completion_tokens - 1))
                 for i, value in enumerate((usage.steps, usage.drafted, usage.accepted)):
@@ -150,6 +161,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rtt", type=int, nargs="*", default=ROUND_TRIPS_MS, help="milliseconds")
     parser.add_argument("--local", action="store_true", help="also the draft model in the target's process")
+    parser.add_argument("--named", action="store_true", help="requests name the drafter; else `auto` has it")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="of faults")
     options = parser.parse_args()

@@ -166,17 +166,12 @@ class Controller:
         return explored_s <= share * s.elapsed_s and (s.tokens >= FIRST_TOKENS or record.has_paid(s.kind))
 
     def max_wait_s(self, s: RequestStats, drafter: str) -> float:
-        """How long a batch may wait for a sequence's draft from another machine: what its tokens save, less doubt and
-        less what verifying them takes."""
+        """How long a batch may wait for a sequence's draft from another machine. A plain step meanwhile loses nothing
+        of a draft whose first token is right, as the rest is verified in the next one: waiting saves a step then, and
+        is lost where that token is wrong."""
         assert self._step is not None
-        n, record, worth_s, path, tokens = len(self._step.stats), self.acceptance.records[drafter], 0.0, 1.0, 0.0
-        probs = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0 if s.named else DOUBT)
-        seconds = self.target.seconds_range(n, n + len(probs), n)
-        for extra_s, prob in zip(seconds[1:], probs, strict=True):
-            path *= prob
-            tokens += path
-            worth_s = max(worth_s, tokens * self._step.plain_s / n - (extra_s - seconds[0]))
-        return worth_s
+        (first,) = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], 1, 0.0 if s.named else DOUBT)[:1]
+        return first * self._step.plain_s / len(self._step.stats)
 
     def min_grown_prob(self) -> float:
         """Path probability below which a drafted node cannot pay, so that free drafters need not grow it: half of what

@@ -67,6 +67,7 @@ class Drafter(ABC):
     free: ClassVar[bool] = True  # runs no model; a drafter that does is *paid*
     cross_request: ClassVar[bool] = False  # drafts from the text of other requests
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
+    waits: ClassVar[bool] = False  # for another machine: a run that neither waited nor drafted does not count as one
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra

@@ -2,8 +2,8 @@
 
 While the target verifies a draft, the server already drafts on from the outcome that is the most probable (parallel
 drafting); where the answer goes elsewhere that order is replaced by one for the answer as it is. Whether to wait for a
-draft that is not here yet is decided by what it is worth to the batch (`DraftRequest.max_wait_s`) and by measured round
-trips; without waiting, a step is plain and what arrives later is used from where the answer is by then. Several
+draft that is not here yet is decided by what that can save (`DraftRequest.max_wait_s`) and by measured round trips;
+without waiting, a step is plain and what arrives later is used from where the answer is by then. Several
 addresses, separated by commas, share the sequences. Knows no model: it is free where it runs.
 """
 
@@ -142,6 +142,7 @@ class RoundTrips:
 
 class RemoteDrafter(Drafter):
     free = True
+    waits = True
     can_sample = True
     addresses: tuple[str, ...] = ()
 
