@@ -197,13 +197,21 @@ def choices(rows: Sequence[ConfigRow]) -> dict[str, ConfigRow]:
 
 
 def table(result: dict[str, Any]) -> Table:
+    """The fastest mode of each draft model, precision and depth, and what was chosen; the JSON line has all rows."""
     made = Table("draft", "precision", "depth", "bits", "mode", "tokens/s", "accepted", "cost/M", "bytes", "best for")
     made.title, made.title_justify = f"{result['model']}, round trip {result['rtt_ms']:g} ms", "left"
     chosen: dict[str, list[str]] = {}
     for goal, row in result["choice"].items():
         chosen.setdefault(str(row), []).append(goal)
+    fastest: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in result["rows"]:
+        key = row["draft"], row["precision"], row["depth"]
+        if key not in fastest or row["goodput"] > fastest[key]["goodput"]:
+            fastest[key] = row
     for row in result["rows"]:
         goals = chosen.get(str(row), [])
+        if not goals and row not in fastest.values():
+            continue
         figures = (f"{row['goodput']:.1f}", f"{row['accepted_a_step']:.2f}", f"{row['cost']:.2f}")
         moved = f"{row['bytes_per_accepted']:.1f}" if row["bytes_per_accepted"] else ""
         names = (row["draft"], row["precision"], str(row["depth"] or ""), str(row["prob_bits"] or ""), row["mode"])

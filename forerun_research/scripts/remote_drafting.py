@@ -32,10 +32,10 @@ FAULT_PERIOD_S = 1.5  # between kills of the server
 class DraftServerProcess:
     """`forerun draft serve` on a port that stays the same when it is started again."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
         with listen("127.0.0.1", 0) as sock:
             self.port = sock.getsockname()[1]
-        self._command = [sys.executable, "-m", "forerun", "draft", "serve", "--model", model]
+        self._command = [sys.executable, "-m", "forerun", "draft", "serve", "--model", model, "--dtype", dtype]
         self._command += ["--threads", str(threads), "--port", str(self.port)]
         self.start()
 
@@ -53,8 +53,8 @@ class DraftServerProcess:
 
 
 @contextlib.contextmanager
-def draft_server(model: str, threads: int) -> Iterator[DraftServerProcess]:
-    server = DraftServerProcess(model, threads)
+def draft_server(model: str, dtype: str, threads: int) -> Iterator[DraftServerProcess]:
+    server = DraftServerProcess(model, dtype, threads)
     try:
         yield server
     finally:
@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
+    parser.add_argument("--draft-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--kind", default="all", help="of the shipped prompts")
     parser.add_argument("--prompts", type=int, default=4)
@@ -167,7 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     draft = options.draft if options.local else None
     with (
-        draft_server(options.draft, options.threads) as server,
+        draft_server(options.draft, options.draft_dtype, options.threads) as server,
         LLM(options.model, draft_model=draft, threads=options.threads, max_model_len=2048, quiet=True) as llm,
     ):
         result = faults(llm, server, options) if options.faults else speed(llm, server, options)
