@@ -37,7 +37,7 @@ DRAFTERS = (
     *("auto", "off", "model", "parallel", "block", "heads", "eagle3"),
     *("lookup", "suffix", "copy", "grammar", "self", "cross"),
 )
-VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded")
+VERIFIERS = ("auto", "match", "rejection", "block", "traversal", "transport", "typical", "bounded", "bounded_kl")
 
 
 _REGEX_SPECIAL = re.compile(r"[.^$*+?()\[\]{}|\\/&~#-]")
@@ -148,7 +148,9 @@ class Speculation:
         high=MAX_NODES,
         whole=True,
     )
-    verify: str = option("auto", help="The rule that accepts drafts; typical and bounded are lossy.", choices=VERIFIERS)
+    verify: str = option(
+        "auto", help="The rule that accepts drafts; typical, bounded and bounded_kl are lossy.", choices=VERIFIERS
+    )
     bound: float = option(
         0.0, help="How far a lossy rule may stray from the model, in its own terms.", low=0.0, high=100.0
     )

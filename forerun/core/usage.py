@@ -86,7 +86,7 @@ class ConditionalReport:
         )
 
 
-_SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first")
+_SPECULATION_COUNTS = ("drafted", "accepted", "provisional", "confirmed", "with_first", "distance")
 _SUMS = ("written", "completion_tokens", "copied", "preemptions", "steps", *_SPECULATION_COUNTS)
 
 
@@ -110,6 +110,7 @@ class Usage:
     drafters: dict[str, Tally] = field(default_factory=dict)
     verifier: str = ""  # empty: nothing was drafted
     lossless: bool = True
+    distance: float = 0.0  # of a lossy verifier: how far its tokens may be from the model's, summed over all positions
     lengths: list[int] = field(default_factory=list)  # drafted tokens that each step accepted
     # steps where asked for: seconds from submission, tokens added, tokens checked, seconds of drafting, of verifying
     timeline: list[tuple[float, int, int, float, float]] = field(default_factory=list)

@@ -280,6 +280,7 @@ class Speculator:
         if len(draft):
             spec_state.usage.verifier = spec_state.verifier.name
             spec_state.usage.lossless = spec_state.verifier.lossless
+            spec_state.usage.distance = spec_state.verifier.spent
         accepted = {each.sources[0]: tree.accepted_length(each, emitted) for each in spec_state.drafts}
         covered = 0  # accepted tokens that drafters before it had right: only what goes further counts for a drafter
         for name, seconds in spec_state.free_run_s.items():

@@ -11,7 +11,7 @@ import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
-from forerun_research.commands import bench_config, bench_load, bench_sharing
+from forerun_research.commands import bench_config, bench_edit, bench_load, bench_sharing
 
 if TYPE_CHECKING:
     from forerun_research.bench.common import Setup
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(bench_sharing.sharing)
 app.command()(bench_load.load)
 app.command()(bench_config.config)
+app.command()(bench_edit.edit)
 
 Against = Annotated[str, typer.Option("--against", help="transformers, llama.cpp or none.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Measured runs of each side, after one for warmth.")]

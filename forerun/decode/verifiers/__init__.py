@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from forerun.decode.verifiers.base import MatchVerifier, Verifier
 from forerun.decode.verifiers.lossless import BlockVerifier, RejectionVerifier, TransportVerifier, TraversalVerifier
-from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
+from forerun.decode.verifiers.lossy import BoundedVerifier, DivergenceVerifier, TypicalVerifier
 from forerun.errors import BadRequest
 from forerun.params import Speculation
 
@@ -14,7 +14,9 @@ AUTO = MatchVerifier.name
 LOSSLESS: dict[str, Callable[[], Verifier]] = {
     kind.name: kind for kind in (MatchVerifier, RejectionVerifier, BlockVerifier, TraversalVerifier, TransportVerifier)
 }
-LOSSY: dict[str, Callable[[float], Verifier]] = {kind.name: kind for kind in (TypicalVerifier, BoundedVerifier)}
+LOSSY: dict[str, Callable[[float], Verifier]] = {
+    kind.name: kind for kind in (TypicalVerifier, BoundedVerifier, DivergenceVerifier)
+}
 
 
 def make_verifier(spec: Speculation) -> Verifier:
@@ -26,7 +28,7 @@ def make_verifier(spec: Speculation) -> Verifier:
         return LOSSLESS[name]()
     if name in LOSSY:
         if spec.bound == 0:
-            raise BadRequest(f"the verifier {name!r} is lossy and has no bound", "give a bound above 0, 1 at most")
+            raise BadRequest(f"the verifier {name!r} is lossy and has no bound", "give a bound above 0")
         return LOSSY[name](spec.bound)
     hint = f"use auto, {', '.join(LOSSLESS)}, or one that is lossy: {', '.join(LOSSY)}"
     raise BadRequest(f"there is no verifier {spec.verify!r}", hint)

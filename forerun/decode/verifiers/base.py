@@ -31,6 +31,7 @@ class Verifier(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     uses_proposals: ClassVar[bool] = False  # whether it accepts more of drafts that were sampled (`Draft.proposals`)
+    spent: float = 0.0  # of a lossy rule: the sum of its distances from the target, over all positions so far
 
     @abstractmethod
     def verify(self, draft: Draft, target: TargetView, rng: Rng) -> Verdict: ...

@@ -21,9 +21,10 @@ from forerun.options import check_number
 
 class _LossyVerifier(Verifier):
     lossless = False
+    max_bound = 1.0
 
     def __init__(self, bound: float) -> None:
-        check_number(f"the bound of {self.name!r}", bound, 0, 1)
+        check_number(f"the bound of {self.name!r}", bound, 0, self.max_bound)
         self.bound = bound
 
 
@@ -74,9 +75,25 @@ class BoundedVerifier(_LossyVerifier, RejectionVerifier):
         for child in children:
             token = draft.tokens[child]
             if budget > 0.0 and reached > 0.0:
-                budget -= reached * residual.lean(token, budget / reached)
+                moved = residual.lean(token, budget / reached)
+                budget, self.spent = budget - reached * moved, self.spent + moved
             ((_, prob),) = residual.shares([token])
             if rng.flip(prob):
                 return child
             reached *= residual.reject([token])
         return None
+
+
+class DivergenceVerifier(BoundedVerifier):
+    """`bounded` in terms of the KL divergence (Cactus): at every position that of the answer's distribution from the
+    target's is at most `bound`, in nats. Probable tokens may gain much and improbable ones little, where `bounded`
+    gives both the same. All of it goes to the first child; the others are tried as `rejection` tries them.
+    """
+
+    name = "bounded_kl"
+    max_bound = 100.0
+
+    def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
+        if children and self.bound > 0.0:
+            self.spent += residual.lean_within(draft.tokens[children[0]], self.bound)
+        return RejectionVerifier._choose(self, draft, children, residual, rng)

@@ -21,6 +21,7 @@ from forerun.decode.sampling import Rng
 from forerun.decode.verifiers.base import TargetView
 from forerun.decode.verifiers.pair import SiblingPair
 
+_KL_HALVINGS = 24  # of the mass that is moved: far below the rounding of float32
 RARE_PROB = 1e-4  # of a proposal: tokens drafted less often than this are not sorted
 
 
@@ -86,9 +87,39 @@ class Residual:
         This is the smallest change that makes the child so much more probable to be accepted. Nothing goes to tokens
         that the target rules out: a grammar may forbid them.
         """
-        left = self.left / self._mass
-        if most <= 0.0 or not self._valid_proposal:
+        towards = self._towards(token)
+        moved = 0.0 if towards is None else min(most, towards[1])
+        if towards is None or moved <= 0.0:
             return 0.0
+        self._left = (self.left / self._mass).add_(towards[0], alpha=moved).clamp_min_(0.0)
+        self._mass = float(self._left.sum(dtype=torch.float64))
+        return moved
+
+    def lean_within(self, token: int, most: float) -> float:
+        """The same as far as the KL divergence from what is left stays within `most`; returns the divergence."""
+        towards = self._towards(token)
+        if towards is None or most <= 0.0:
+            return 0.0
+        start, step, low, high = (self.left / self._mass).double(), towards[0].double(), 0.0, towards[1]
+
+        def after(moved: float) -> Tensor:
+            return start.add(step, alpha=moved).clamp_min_(0.0)
+
+        if _divergence(after(high), start) <= most:
+            low = high
+        for _ in range(_KL_HALVINGS if low < high else 0):  # the divergence grows with the mass that is moved
+            middle = (low + high) / 2
+            low, high = (middle, high) if _divergence(after(middle), start) <= most else (low, middle)
+        spent, self._left = _divergence(after(low), start), after(low).to(self.left)
+        self._mass = float(self._left.sum(dtype=torch.float64))
+        return spent
+
+    def _towards(self, token: int) -> tuple[Tensor, float] | None:
+        """From what is left, as a distribution, to the next child's proposal: the change per unit of mass, and the mass
+        that can be moved; None where there is none."""
+        left = self.left / self._mass
+        if not self._valid_proposal:
+            return None
         if self._proposal is None:
             drawn = torch.zeros_like(left)
             drawn[token] = 1.0
@@ -97,12 +128,7 @@ class Residual:
         gain = (drawn - left).clamp_min_(0.0).masked_fill_(left <= 0.0, 0.0)
         loss = (left - drawn).clamp_min_(0.0)
         room, excess = float(gain.sum(dtype=torch.float64)), float(loss.sum(dtype=torch.float64))
-        moved = min(most, room)
-        if moved <= 0.0 or excess <= 0.0:
-            return 0.0
-        self._left = left.add_(gain, alpha=moved / room).sub_(loss, alpha=moved / excess).clamp_min_(0.0)
-        self._mass = float(self._left.sum(dtype=torch.float64))
-        return moved
+        return (gain.div_(room).sub_(loss, alpha=1.0 / excess), room) if room > 0.0 and excess > 0.0 else None
 
     def _prob(self, token: int) -> float:
         wanted = self.share * float(self.left[token]) / self._mass
@@ -131,3 +157,9 @@ class Residual:
         assert self._proposal is not None
         self._drawable = float(self._proposal.sum(dtype=torch.float64))
         self._valid_proposal = self._valid_proposal and math.isfinite(self._drawable) and self._drawable > 0.0
+
+
+def _divergence(moved: Tensor, start: Tensor) -> float:
+    """KL divergence of `moved` from `start`, in nats; both [V], of the same mass."""
+    inside = moved > 0.0
+    return float((moved[inside] * (moved[inside] / start[inside]).log()).sum())

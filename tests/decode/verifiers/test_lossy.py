@@ -1,5 +1,7 @@
 """Lossy rules stay within what they promise, and become lossless where they promise that."""
 
+import math
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from forerun.checks.enumeration import (
 )
 from forerun.core import ROOT, Draft
 from forerun.decode.verifiers.lossless import RejectionVerifier
-from forerun.decode.verifiers.lossy import BoundedVerifier, TypicalVerifier
+from forerun.decode.verifiers.lossy import BoundedVerifier, DivergenceVerifier, TypicalVerifier
 from forerun.errors import BadRequest
 from forerun.params import SamplingParams
 from tests.checks.pairs import tiny_drafters, tiny_targets, tiny_tree
@@ -43,6 +45,36 @@ def test_bounded_stays_within_its_bound(drafter):
             assert first_token_distance(make_draft, BoundedVerifier(bound), target) <= bound + 1e-12
 
 
+def divergence(make_draft, verifier, target) -> float:
+    """KL divergence of the first token's distribution from the target's."""
+    law, plain = output_distribution(make_draft, target, verifier, 1), target_distribution(target, 1)
+    return sum(prob * math.log(prob / plain[tokens]) for tokens, prob in law.items() if prob > 0.0)
+
+
+@pytest.mark.parametrize("drafter", ["certain tree", "drawn chain", "drawn siblings"])
+def test_bounded_kl_stays_within_its_bound(drafter):
+    make_draft = tiny_drafters()[drafter]
+    for target in tiny_targets():
+        for bound in (0.01, 0.2):
+            assert divergence(make_draft, DivergenceVerifier(bound), target) <= bound + 1e-9
+
+
+def test_bounded_kl_uses_its_bound_and_reports_it():
+    chain, verifier = tiny_tree([1], certain=(0,)), DivergenceVerifier(0.05)
+    assert divergence(chain, verifier, WARM) == pytest.approx(0.05, abs=1e-5)
+    assert accepted(chain, verifier, WARM) > accepted(chain, RejectionVerifier(), WARM)
+    assert accepted(chain, DivergenceVerifier(100.0), WARM) == pytest.approx(1.0)
+
+    def spent(rng, rule, bound):
+        once, draft = rule(bound), chain(list(WARM.prompt), rng)
+        once.verify(draft, WARM.view((), draft, rng), rng)
+        return once.spent
+
+    for rule, bound in ((DivergenceVerifier, 0.05), (BoundedVerifier, 0.1)):
+        found = [value for _, value in outcomes(lambda rng, r=rule, b=bound: spent(rng, r, b))]
+        assert found == pytest.approx([bound] * len(found), abs=1e-5)
+
+
 def test_bounded_uses_its_bound():
     chain = tiny_tree([1])
     missing = 1.0 - accepted(chain, RejectionVerifier(), WARM)
@@ -67,7 +99,9 @@ def test_bound_of_zero_is_rejection_sampling_number_for_number():
         assert all(a == b for a, b in both)
 
 
-@pytest.mark.parametrize("verifier", [BoundedVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "verifier", [BoundedVerifier(0.5), DivergenceVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name
+)
 def test_what_the_target_rules_out_is_never_answered(verifier):
     grammar = next(target for target in tiny_targets() if target.name == "grammar")
     for make_draft in (tiny_tree([3, 1], certain=(0, 1)), tiny_tree([2])):
@@ -75,7 +109,9 @@ def test_what_the_target_rules_out_is_never_answered(verifier):
         assert all(a in (0, 2) and b in (0, 1, 2) for a, b in law)
 
 
-@pytest.mark.parametrize("verifier", [BoundedVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "verifier", [BoundedVerifier(0.5), DivergenceVerifier(0.5), TypicalVerifier(0.99)], ids=lambda v: v.name
+)
 def test_greedy_stays_greedy(verifier):
     greedy = next(target for target in tiny_targets() if target.name == "greedy")
     law = output_distribution(tiny_tree([3, 2], certain=(0, 1)), greedy, verifier, 3)
@@ -114,7 +150,7 @@ def test_typical_asks_more_of_a_token_where_the_target_is_sure():
     assert took == [[], [0]]  # a larger bound takes more
 
 
-@pytest.mark.parametrize("rule", [TypicalVerifier, BoundedVerifier])
+@pytest.mark.parametrize("rule", [TypicalVerifier, BoundedVerifier, DivergenceVerifier])
 @pytest.mark.parametrize("bound", [-0.1, 1.5, float("nan")])
 def test_bounds_are_shares(rule, bound):
     with pytest.raises(BadRequest, match="from 0 to 1"):
