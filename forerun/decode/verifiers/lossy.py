@@ -84,7 +84,7 @@ class BoundedVerifier(_LossyVerifier, RejectionVerifier):
         return None
 
 
-class DivergenceVerifier(BoundedVerifier):
+class DivergenceVerifier(_LossyVerifier, RejectionVerifier):
     """`bounded` in terms of the KL divergence (Cactus): at every position that of the answer's distribution from the
     target's is at most `bound`, in nats. Probable tokens may gain much and improbable ones little, where `bounded`
     gives both the same. All of it goes to the first child; the others are tried as `rejection` tries them.
@@ -96,4 +96,4 @@ class DivergenceVerifier(BoundedVerifier):
     def _choose(self, draft: Draft, children: list[int], residual: Residual, rng: Rng) -> int | None:
         if children and self.bound > 0.0:
             self.spent += residual.lean_within(draft.tokens[children[0]], self.bound)
-        return RejectionVerifier._choose(self, draft, children, residual, rng)
+        return super()._choose(draft, children, residual, rng)
