@@ -73,28 +73,27 @@ class VllmEngine:
 
 
 @contextmanager
-def open_vllm(folder: Path, transfer: dict[str, Any] | None = None, **extra: Any) -> Iterator[VllmEngine]:
-    """`extra`: the plugin's options; `transfer`: further keys of the transfer configuration."""
+def open_vllm(folder: Path, arguments: dict[str, Any] | None = None, **extra: Any) -> Iterator[VllmEngine]:
+    """`extra`: the plugin's options; `arguments`: of vLLM, in place of those that are given here."""
     from vllm import LLM
 
-    llm = LLM(
-        str(folder),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=CONTEXT,
-        block_size=BLOCK_SIZE,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        num_gpu_blocks_override=160,
-        kv_transfer_config={
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": CONTEXT,
+        "block_size": BLOCK_SIZE,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "num_gpu_blocks_override": 160,
+        "kv_transfer_config": {
             "kv_connector": "ForerunConnector",
             "kv_role": "kv_both",
             "kv_connector_module_path": "forerun.vllm.connector",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
-        }
-        | (transfer or {}),
-    )
+        },
+    }
+    llm = LLM(str(folder), **(given | (arguments or {})))
     try:
         yield VllmEngine(llm)
     finally:

@@ -143,18 +143,16 @@ def test_requests_that_end_while_they_are_drafted_free_their_blocks(vllm: VllmEn
 
 
 def test_chunks_of_earlier_prompts(vllm: VllmEngine) -> None:
-    """Texts of an exact prompt in another order: copied, and recomputed in part."""
-    a, b, c, question = prompt(50, 250), prompt(51, 240), prompt(52, 230), prompt(53, 80)
-    chunked = {"source": "chunk"}
-    first = vllm.generate([[*a, *b, *c, *question]], [chunked])[0]
+    """A prompt met before with some tokens inserted: what comes after them is copied to its new place."""
+    old, chunked = prompt(50, 900), {"source": "chunk"}
+    new = [*old[:500], *prompt(53, 5), *old[500:]]
+    first = vllm.generate([old], [chunked])[0]
     assert first.label is not None and not first.label["approximate"]  # there was nothing to copy
-    assert first.tokens == vllm.generate([[*a, *b, *c, *question]], [None])[0].tokens
-    mixed = [*c, *a, *b, *question]
-    second = vllm.generate([mixed], [chunked])[0]
+    assert first.tokens == vllm.generate([old], [None], salt="another")[0].tokens
+    second = vllm.generate([new], [chunked])[0]
     assert second.label is not None and second.label["source"] == "chunk" and second.label["approximate"]
-    assert second.label["cost"] < 0.8 and second.label["accepted"] > 0.6 * len(mixed)
-    plain = vllm.generate([mixed], [None])[0]
-    assert plain.cached == 0
+    assert second.label["cost"] < 0.8 and second.label["accepted"] > 400 and second.label["predicted_kl"] < 0.05
+    assert vllm.generate([new], [None])[0].cached == 0
 
 
 def test_options_that_are_wrong_are_named_in_the_answer(vllm: VllmEngine) -> None:
