@@ -28,7 +28,11 @@ def application(args: dict[str, Any]) -> Any:
     _, serve = load_ray()
     settings, scale = parse_args(args)
     front = serve.deployment(
-        serve.ingress()(RayFront), name="Front", max_ongoing_requests=settings.max_open + 64, num_replicas=1
+        serve.ingress()(RayFront),
+        name="Front",
+        max_ongoing_requests=settings.max_open + 64,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},  # it computes nothing, and must find a place beside replicas
     )
     return front.bind(deployment(settings, scale).bind(settings), settings, scale)
 

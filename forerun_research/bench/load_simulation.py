@@ -1,12 +1,12 @@
 """What a trace would feel like on so many replicas: a simulation of their steps from costs measured on one.
 
 The model: a replica computes steps. A step has one token of every answer that decodes and a piece of the prompts that
-wait; it takes `step_s`, `row_s` for each of those answers, and for each prompt token `prompt_token_s` and its share of
-attention over what comes before. Beside answers a piece is as long as keeps the step within three plain ones, as the
-engine does. A replica's cache holds documents and conversations, the least recently used goes first; a request goes to
-the replica that holds most of its prompt, unless that one has more open requests than another by `MAX_IMBALANCE`.
-Replicas on one machine share its cores equally. Drafts of tokens are not modelled: plain decoding. Knows no engine
-beyond the forwards that it times.
+wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, and for each prompt token
+`prompt_token_s` and its share of attention over what comes before. Beside answers a piece is as long as keeps the step
+within three plain ones, as the engine does. A replica's cache holds documents and conversations, the least recently
+used goes first; a request goes to the replica that holds most of its prompt, unless that one has more open requests
+than another by `MAX_IMBALANCE`. Replicas on one machine share its cores equally. Drafts of tokens are not modelled:
+plain decoding. Knows no engine beyond the forwards that it times.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class _Request:
     answer: ReplayedAnswer
     prompt: int
     answer_tokens: int
+    session: str
+    document: str | None
+    document_tokens: int
+    started: bool = False
     done: int = 0  # prompt tokens that have K/V
     made: int = 0  # tokens of the answer
 
@@ -67,6 +71,9 @@ class _Replica:
     pieces: list[tuple[_Request, int]] = field(default_factory=list)  # of the step that runs
     left_s: float = 0.0  # of that step
     stored: int = 0
+    routed: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens of texts that were sent here, as the router knows them
 
     @property
     def open(self) -> int:
@@ -80,16 +87,28 @@ class _Replica:
         plain = costs.step_s + costs.row_s * rows
         budget = (PLAIN_STEPS_BESIDE_STREAMS - 1) * plain if rows else float("inf")
         self.pieces, self.left_s, tokens = [], plain, 0
-        for request in self.waiting[: max(0, max_running - rows)]:
+        for request in self.waiting:
+            if not request.started:
+                request.done = self.held(request)
+        shortest_first = sorted(self.waiting, key=lambda request: request.prompt - request.done)
+        for request in shortest_first[: max(0, max_running - rows)]:
             each = costs.prompt_token_s + costs.attention_s * request.done
-            room = min(MAX_PIECE_TOKENS - tokens, max(PAGE_TOKENS, int(budget / each)) if budget < 1e9 else 1 << 30)
-            count = min(request.prompt - request.done, room)
-            if count <= 0 or (tokens and budget <= 0):
+            if tokens == MAX_PIECE_TOKENS or (self.pieces and budget < each):
                 break
+            room = MAX_PIECE_TOKENS - tokens if budget == float("inf") else max(1, int(budget / each))
+            count = min(request.prompt - request.done, MAX_PIECE_TOKENS - tokens, room)
             self.pieces.append((request, count))
+            if not request.started:
+                request.started, request.answer.cached_tokens = True, request.done
             cost = count * (each + costs.attention_s * count / 2)
             self.left_s, budget, tokens = self.left_s + cost, budget - cost, tokens + count
         return True
+
+    def held(self, request: _Request) -> int:
+        """Whole pages of a prompt that the cache has now."""
+        document = min(self.cache.get(request.document or "", 0), request.document_tokens)
+        known = max(self.cache.get(request.session, 0), document)
+        return min(known, request.prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
 
     def finish_step(self, now: float) -> list[_Request]:
         """What ended with it."""
@@ -98,6 +117,9 @@ class _Replica:
             request.answer.token_times.append(now)
         for request, count in self.pieces:
             request.done += count
+            if request.document is not None:  # known piece by piece
+                known = min(request.done, request.document_tokens)
+                self.keep(request.document, max(known, self.cache.get(request.document, 0)))
             if request.done >= request.prompt:
                 self.waiting.remove(request)
                 self.decoding.append(request)
@@ -171,26 +193,25 @@ class _Simulation:
         request, answer = self.trace[number], self.answers[number]
         session = request.session or f"\0{number}"
         prompt = self.history[session] + request.prompt_tokens
-        replica, held = self._route(number, session)
+        replica = self._route(number, session)
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, prompt, request.max_tokens
-        answer.cached_tokens = min(held, prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
-        if request.document is not None and request.document in replica.cache:
-            replica.cache.move_to_end(request.document)
-        replica.waiting.append(_Request(number, answer, prompt, request.max_tokens, done=answer.cached_tokens))
-        if request.document is not None:  # others read it as soon as it is computed; here at once
-            replica.keep(request.document, request.prompt_tokens)
+        made = _Request(number, answer, prompt, request.max_tokens, session, request.document, request.prompt_tokens)
+        replica.waiting.append(made)
+        replica.routed[session] = prompt
+        if request.document is not None:
+            replica.routed[request.document] = request.prompt_tokens
 
-    def _route(self, number: int, session: str) -> tuple[_Replica, int]:
+    def _route(self, number: int, session: str) -> _Replica:
         document = self.trace[number].document
 
         def held(replica: _Replica) -> int:
-            return max(replica.cache.get(session, 0), replica.cache.get(document, 0) if document is not None else 0)
+            return max(replica.routed.get(session, 0), replica.routed.get(document or "", 0))
 
         least = min(replica.open for replica in self.replicas)
         best = max(self.replicas, key=lambda replica: (held(replica), -replica.open, -replica.stored))
         if best.open - least > MAX_IMBALANCE:
             best = min(self.replicas, key=lambda replica: replica.open)
-        return best, held(best)
+        return best
 
     def _end(self, request: _Request, replica: _Replica, now: float) -> None:
         session = self.trace[request.number].session or f"\0{request.number}"
