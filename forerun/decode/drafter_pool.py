@@ -16,7 +16,7 @@ import torch
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.control.controller import Controller, RequestStats
-from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
@@ -26,6 +26,7 @@ from forerun.errors import BadRequest, ForerunError, OutOfPages
 
 log = logging.getLogger("forerun")
 
+TIMED_START_TOKENS = 128  # of a prompt that a paid drafter reads: the others' time is taken to be in proportion
 AUTO_FREE_DRAFTERS = ("grammar", "lookup", "copy", "suffix")  # of `auto`, in order, beside a draft model's drafter
 
 
@@ -42,6 +43,9 @@ class SpeculationState:
     sampled: bool  # whether drafters that can sample from their own distribution should
     drafts: list[Draft] = field(default_factory=list)  # of this step, as proposed
     free_run_s: dict[str, float] = field(default_factory=dict)  # by free drafter, in this step
+    beside: list[Draft] = field(default_factory=list)  # of free drafters, made beside the step in flight
+    followed: list[Draft] = field(default_factory=list)  # such drafts that no token has refuted yet,
+    followed_from: int = 0  # and the place of their first token
     kind_final: bool = False  # whether its kind is that of the answer's own first tokens
 
     @property
@@ -152,6 +156,7 @@ class DrafterPool:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known
                 known.tokens_per_round = drafter.tokens_per_round
+                self.controller.acceptance.records[name].add_measured(drafter.outcomes)
         except ForerunError:
             raise
         except Exception as error:
@@ -167,7 +172,10 @@ class DrafterPool:
         limit = min(self.max_timed_tokens, drafter.max_context)
         while True:
             try:
-                return CostCurve.within(drafter.time_round, limit)
+                curve, tokens = CostCurve.within(drafter.time_round, limit), min(TIMED_START_TOKENS, limit // 2)
+                if tokens > TIMED_TOKENS[-1]:  # reading a prompt: other kernels may run than in rounds
+                    curve.start_factor = drafter.time_round(tokens, 0) / curve.seconds(tokens)
+                return curve
             except OutOfPages:
                 if limit <= 4:
                     raise

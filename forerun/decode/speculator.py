@@ -17,7 +17,7 @@ from typing import Any
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
 from forerun.core.progress import counter
 from forerun.decode import tree
-from forerun.decode.control.controller import Controller, PaidPlan
+from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan
 from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
 from forerun.decode.control.kinds import kind_of
 from forerun.decode.draft_context import DraftContext
@@ -31,7 +31,9 @@ log = logging.getLogger("forerun")
 
 MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
 IDLE_RUN_S = 1e-3  # of a drafter that waits for another machine: below, it did not wait
-KIND_TOKENS = 24  # of an answer, after which it shows of what kind it is
+MAX_COVERED = 0.5  # probability that a free draft has the next token, from which no other drafter runs beside it
+MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, and what ran beside the step was not free
+KIND_TOKENS = 16  # of an answer, after which it shows of what kind it is
 
 
 class Speculator:
@@ -42,6 +44,8 @@ class Speculator:
         if controller is None:
             self.controller.target = self._target_costs()
         self.totals = Usage()
+        self._turn, self._beside_s = 0, 0.0  # steps in flight so far; what drafters took beside the last one
+        self._left = False  # a free draft made beside it is why the coming step was not launched
         self.drafter_pool.prepare(SamplingParams())
 
     def _target_costs(self) -> CostCurve:
@@ -91,27 +95,55 @@ class Speculator:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def should_draft(self, batch: list[SpeculationState]) -> bool:
-        """Whether this step drafts at all. Called once before every step that could."""
+    def should_draft(self, batch: list[SpeculationState], launches: bool = False) -> bool:
+        """Whether this step drafts at all. Called once before every step that could and was not launched ahead."""
         context = sum(len(state.context.tokens) for state in batch) // len(batch)
         stats, names = [state.stats for state in batch], [state.drafter_names for state in batch]
-        pays = self.controller.should_draft(stats, names, context, time.perf_counter())
+        pays = self.controller.should_draft(stats, names, context, launches)
         return pays or any(state.fixed_depth for state in batch)
+
+    def should_leave(self, tasks: list[DraftTask]) -> bool:
+        """Whether the step after the one in flight drafts, so that it must not be launched yet. Free drafters run and
+        paid ones are planned for beside the step in flight, as far as the host would else wait for it; in large batches
+        sequences take turns."""
+        start, context = time.perf_counter(), _mean_context(tasks)
+        end = start + self.controller.idle_s([task.spec_state.stats for task in tasks], context)
+        self._turn += 1
+        first = self._turn % len(tasks)
+        for task in [*tasks[first:], *tasks[:first]]:
+            self._open_step(task.spec_state)
+            if task.max_nodes > 0 and not task.spec_state.sampled and time.perf_counter() < end:
+                self._run_free([task], beside=True)
+        with_room = [task for task in tasks if task.max_nodes > 0]
+        self._merge(with_room)
+        for task in with_room:
+            task.draft = tree.below_likeliest(task.draft)
+        spent_s = time.perf_counter() - start  # the drafters of a step that does draft will take as long
+        pays = any(task.spec_state.fixed_depth for task in tasks)
+        for drafter, own in self._by_drafter(with_room, free=False):
+            pays = pays or (time.perf_counter() < end and self._plan(drafter, own, context, spent_s) is not None)
+        self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, spent_s))
+        self._beside_s = time.perf_counter() - start
+        return pays or self._left
+
+    def _open_step(self, state: SpeculationState) -> None:
+        state.drafts, state.free_run_s, state.beside = [], {}, []
+        self._refine_kind(state)
 
     def draft(self, tasks: list[DraftTask]) -> None:
         """Give each task a draft, which may be empty."""
         start = time.perf_counter()
-        context = sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
+        context = _mean_context(tasks)
         for task in tasks:
-            task.spec_state.drafts, task.spec_state.free_run_s = [], {}
-            self._refine_kind(task.spec_state)
+            self._open_step(task.spec_state)
         with_room = [task for task in tasks if task.max_nodes > 0]
         self._run_free(with_room)
+        self._left = False
         self._merge(with_room)
         self._run_paid(with_room, context, start)
         self._select(tasks, context, time.perf_counter() - start)
         seconds = time.perf_counter() - start
-        self.controller.record_drafting(seconds, any(len(task.draft) for task in tasks))
+        self.controller.record_drafting(seconds)
         self.totals.draft_s += seconds
         for task in tasks:
             task.spec_state.usage.draft_s += seconds
@@ -122,30 +154,42 @@ class Speculator:
             state.kind_final = True
             kind = kind_of(state.context.tokens[state.context.num_prompt :], self.ctx.tokenizer)
             sampled = "" if state.context.params.greedy else ", sampled"
-            state.stats.kind = state.stats.kind if kind == "text" else kind + sampled
+            if kind != "text" and kind + sampled != state.stats.kind:
+                state.stats.kind = kind + sampled
+                for own in state.stats.own.values():
+                    own.skip_until = 0  # what does not pay for one kind may for another
 
-    def _run_free(self, tasks: list[DraftTask]) -> None:
+    def _run_free(self, tasks: list[DraftTask], beside: bool = False) -> None:
+        """`beside` a step in flight it costs nothing, and its outcome counts only as far as plain steps show it."""
         least = self.controller.min_grown_prob() if tasks else 0.0
+        every = beside or self._left
         for drafter, own in self._by_drafter(tasks, free=True):
             able = [t for t in own if drafter.can_sample or not t.spec_state.sampled]
-            chosen = [t for t in able if self.controller.should_run(t.spec_state.stats, drafter.name, t.covered)]
+            runs = self.controller.should_run
+            chosen = [
+                t
+                for t in able
+                if (every and t.covered < MAX_COVERED) or runs(t.spec_state.stats, drafter.name, t.covered)
+            ]
             if not chosen:
                 continue
-            requests = [self._free_request(drafter, task, least) for task in chosen]
+            requests = [self._free_request(drafter, task, least, beside) for task in chosen]
             start = time.perf_counter()
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, draft in zip(chosen, drafts, strict=True):
-                if not drafter.waits:
+                if beside:
+                    pass  # it took nothing, and whether it pays shows when it is not
+                elif not drafter.waits:
                     task.spec_state.free_run_s[drafter.name] = seconds
                 elif len(draft) or seconds > IDLE_RUN_S:  # whether waiting pays is decided by `max_wait_s`
                     task.spec_state.free_run_s[drafter.name] = min(seconds, IDLE_RUN_S)
-                self._add_candidate(task, draft)
+                self._add_candidate(task, draft, beside)
 
-    def _free_request(self, drafter: Drafter, task: DraftTask, least: float) -> DraftRequest:
-        wait_s = (
-            math.inf if task.spec_state.fixed_depth else self.controller.max_wait_s(task.spec_state.stats, drafter.name)
-        )
+    def _free_request(self, drafter: Drafter, task: DraftTask, least: float, beside: bool) -> DraftRequest:
+        wait_s = math.inf if task.spec_state.fixed_depth else 0.0
+        if not wait_s and not beside:
+            wait_s = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
         return replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s)
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
@@ -178,8 +222,12 @@ class Speculator:
                 request.candidates = task.draft
                 if not task.spec_state.fixed_depth:
                     self._limit_rounds(drafter, task, request, plan, own.index(task))
+            began = time.perf_counter()
             for task, draft in zip(chosen, self.drafter_pool.propose(drafter, chosen, requests), strict=True):
                 self._add_candidate(task, draft)
+            seconds = time.perf_counter() - began - sum(ran.seconds for ran in drafter.rounds)
+            if foreseen_s := sum(s for s, n in zip(plan.start_s, rounds, strict=False) if n):
+                self.controller.observe_start(drafter.name, foreseen_s, seconds)
             for ran in drafter.rounds:
                 self.controller.observe_round(drafter.name, ran.tokens, ran.sequences, context, ran.seconds)
             self._merge(chosen)
@@ -199,9 +247,9 @@ class Speculator:
         if not all(fixed) and any(s.tokens >= s.own[drafter.name].skip_until for s in stats):
             curve = self.controller.drafters[drafter.name]
             catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
-            start_s = [curve.seconds(tokens) if tokens > drafter.max_unread_tokens else 0.0 for tokens in catch_up]
-            drafts, limits = [task.draft for task in tasks], [task.max_nodes for task in tasks]
-            plan = self.controller.plan_rounds(stats, drafts, drafter.name, limits, context, start_s, spent_s)
+            unread = [tokens if tokens > drafter.max_unread_tokens else 0 for tokens in catch_up]
+            start_s = [curve.start_factor * curve.seconds(tokens) if tokens else 0.0 for tokens in unread]
+            plan = self.controller.plan_rounds(_drafted_batch(tasks, context, spent_s), drafter.name, start_s)
         if any(fixed):
             rounds = plan.rounds if plan is not None else [0] * len(tasks)
             stop = plan.min_path_probs if plan is not None else [[] for _ in tasks]
@@ -209,7 +257,7 @@ class Speculator:
             plan = PaidPlan(drafter.name, rounds, math.inf, stop, f"{drafter.name} at a fixed depth")
         return plan
 
-    def _add_candidate(self, task: DraftTask, draft: Draft) -> None:
+    def _add_candidate(self, task: DraftTask, draft: Draft, beside: bool = False) -> None:
         """Add a draft to a task, with calibrated probabilities; a sampled draft becomes the task's draft as it is."""
         state = task.spec_state
         if state.context.constraint is not None and not draft.proposals:
@@ -220,11 +268,11 @@ class Speculator:
                 return
         if not len(draft):
             return
-        state.drafts.append(draft)
+        (state.beside if beside else state.drafts).append(draft)
         if draft.proposals:
             task.draft = draft
             return
-        task.candidates.append(replace(draft, probs=self.controller.calibrate(state.stats, draft)))
+        task.candidates.append(replace(draft, probs=self.controller.calibrate(state.stats, draft, beside)))
 
     def _merge(self, tasks: list[DraftTask]) -> None:
         """One tree of all candidates of each task."""
@@ -240,9 +288,7 @@ class Speculator:
         if not any(len(draft) for draft in drafts):
             self.controller.record_plain(context, "nothing was drafted")
             return
-        probs = [draft.probs for draft in drafts]
-        stats = [task.spec_state.stats for task in tasks]
-        selected = self.controller.select(stats, drafts, probs, [task.max_nodes for task in tasks], context, spent_s)
+        selected = self.controller.select(_drafted_batch(tasks, context, spent_s))
         for task, nodes in zip(tasks, selected, strict=True):
             if task.draft.proposals:
                 continue
@@ -252,11 +298,14 @@ class Speculator:
 
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
-    def observe(self, drafts: list[Draft], context: int, seconds: float) -> None:
-        """What a step of pure decoding took: one token of each sequence, and the nodes of its draft."""
+    def observe(self, drafts: list[Draft], context: int, seconds: float, waited_s: float | None = None) -> None:
+        """What a step of pure decoding took: one token of each sequence, and the nodes of its draft. `waited_s`: of one
+        that was launched, what the host waited for it if that was ahead of the host, else 0."""
         size = len(drafts) + sum(map(len, drafts))
         branches = sum(parent != node - 1 for draft in drafts for node, parent in enumerate(draft.parents))
-        self.controller.observe_forward(size, len(drafts), context, branches, seconds)
+        beside_s, self._beside_s = self._beside_s if (waited_s or 0.0) > MIN_WAIT_S else 0.0, 0.0
+        idle_s = waited_s and waited_s + beside_s
+        self.controller.observe_forward(size, len(drafts), context, branches, seconds, time.perf_counter(), idle_s)
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
@@ -268,6 +317,7 @@ class Speculator:
         spec_state.usage.lengths.append(len(path))
         spec_state.usage.plain_s, why = stats.plain_s, self.controller.last_why
         spec_state.usage.decisions[why] = spec_state.usage.decisions.get(why, 0) + 1
+        self._resolve_beside(spec_state, len(emitted))
         if not spec_state.free_run_s and not spec_state.drafts:
             return
         for usage in (spec_state.usage, self.totals):
@@ -291,6 +341,19 @@ class Speculator:
             self.controller.record_draft(stats, each, emitted)
         spec_state.drafts, spec_state.free_run_s = [], {}
 
+    def _resolve_beside(self, state: SpeculationState, new: int) -> None:
+        """Learn from drafts that were made beside steps in flight, once a token refutes them or all of theirs came; the
+        next ones are followed from then on, as tokens that several predicted are one outcome."""
+        if not state.followed and state.beside:
+            state.followed, state.followed_from = state.beside, len(state.context.tokens) - new
+        if not state.followed:
+            return
+        came = state.context.tokens[state.followed_from :]
+        if all(tree.accepted_length(draft, came) < len(came) for draft in state.followed):
+            for draft in state.followed:
+                self.controller.record_draft(state.stats, draft, came)
+            state.followed = []
+
     def finish(self, spec_state: SpeculationState) -> None:
         """A request ended."""
         self.controller.record_end(spec_state.stats)
@@ -303,3 +366,12 @@ class Speculator:
         counted = {name: getattr(t, name) for name in ("steps", "drafted", "accepted", "draft_s", "verify_s")}
         beside = self.drafter_pool.figures()
         return {**counted, "drafters": by_drafter, "figures": beside, "control": self.controller.stats()}
+
+
+def _mean_context(tasks: list[DraftTask]) -> int:
+    return sum(len(task.spec_state.context.tokens) for task in tasks) // len(tasks)
+
+
+def _drafted_batch(tasks: list[DraftTask], context: int, spent_s: float) -> DraftedBatch:
+    stats, drafts = [task.spec_state.stats for task in tasks], [task.draft for task in tasks]
+    return DraftedBatch(stats, drafts, [task.max_nodes for task in tasks], context, spent_s)

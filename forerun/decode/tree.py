@@ -60,6 +60,17 @@ def subtree(draft: Draft, nodes: Sequence[int]) -> Draft:
     return kept
 
 
+def below_likeliest(draft: Draft) -> Draft:
+    """What follows the most probable first token, should it be right: the first nodes have its probability too."""
+    first = max((n for n, parent in enumerate(draft.parents) if parent == ROOT), key=draft.probs.__getitem__, default=0)
+    kept, places = Draft(), {first: ROOT}
+    for node, (token, parent, prob) in enumerate(zip(draft.tokens, draft.parents, draft.probs, strict=True)):
+        if parent in places and parent != ROOT:
+            prob *= draft.probs[first] if parent == first else 1.0
+            places[node] = kept.add(token, places[parent], prob, draft.sources[node])
+    return kept
+
+
 def path_probs(draft: Draft, probs: Sequence[float] | None = None) -> list[float]:
     """The probability that each node and all above it are accepted, by the draft's own probabilities or by `probs`."""
     paths: list[float] = []

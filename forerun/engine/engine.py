@@ -30,7 +30,7 @@ from forerun.engine.leases import PageLeases
 from forerun.engine.output import OutputWriter
 from forerun.engine.pace import StepPacer, StepWork
 from forerun.engine.provisional import draft_provisional, emit_provisional
-from forerun.engine.run_ahead import RunAhead, StepInFlight
+from forerun.engine.run_ahead import RunAhead, StepInFlight, decodes_plainly
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Event, FinishReason, Phase, Request, ScheduledSequence, Sequence
 from forerun.engine.speculative_prefill import SpeculativePrefill
@@ -141,12 +141,14 @@ class Engine:
     def _finish_step(self, step: StepInFlight) -> bool:
         """Launch the step after one that is on its way, then read that one's tokens and do what is to be done."""
         self._in_flight = self._run_ahead.follow(step)
+        start = time.perf_counter()
         tokens, now = step.pending.read(), time.perf_counter()
+        waited_s = now - start if step.launched < self._last_read else 0.0
         seconds, self._last_read = now - max(step.launched, self._last_read), now
         rows = [pair for pair in zip(step.sequences, tokens, strict=True) if pair[0].phase is Phase.DECODING]
         if any(seq.spec_state is not None for seq, _ in rows):
             longest = max(len(seq.tokens) for seq, _ in rows)
-            self.speculator.observe([_NO_DRAFT] * len(rows), longest, seconds)
+            self.speculator.observe([_NO_DRAFT] * len(rows), longest, seconds, waited_s)
         self.scheduler.pacer.observe(StepWork(len(rows), 0, 0), 0, seconds)
         for seq, token in rows:
             seq.usage.verify_s += seconds
@@ -160,15 +162,23 @@ class Engine:
 
     def _stays_plain(self, sequences: list[Sequence]) -> bool:
         """Whether the coming step of these drafts nothing. A decision for drafting is kept for that step."""
-        states = [seq.spec_state for seq in sequences if seq.spec_state is not None]
-        self._draft_next = bool(states) and self.speculator.should_draft(states)
+        rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(sequences)))
+        room, tasks = rows // len(sequences) - 1, []
+        for seq in sequences:
+            if seq.spec_state is not None:
+                useful = min(self._max_nodes(seq) - 1, seq.params.speculation.nodes, room)
+                tasks.append(DraftTask(seq.spec_state, seq.pages, max(0, useful)))
+        self._draft_next = bool(tasks) and self.speculator.should_leave(tasks)
         return not self._draft_next
 
     def _draft_tokens(self, batch: list[ScheduledSequence]) -> None:
         speculating = [s for s in batch if s.seq.spec_state is not None and s.decodes and not s.verifies_provisional]
         states = [s.seq.spec_state for s in speculating if s.seq.spec_state is not None]
         decided, self._draft_next = self._draft_next, False
-        if not speculating or not (decided or self.speculator.should_draft(states)):
+        if not speculating:
+            return
+        launches = self.runner.can_launch and all(decodes_plainly(s) for s in batch)
+        if not decided and not self.speculator.should_draft(states, launches):
             return
         rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(batch)))
         if any(len(s.draft) for s in batch):  # provisional tokens: they stay within what is sure to be exact

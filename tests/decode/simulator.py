@@ -1,6 +1,10 @@
 """A simulated engine: the real speculator and controller over drafters that are right or wrong by design, on a clock of
 their own. No model runs and nothing sleeps.
 
+A device runs ahead of the host: a plain step that follows a plain one is launched before that one's tokens are read, so
+the host's work and drafters beside it show only where they take longer than the step. A step with a draft, and the one
+after it, start when the host has done its work.
+
 Whether a drafter is right about a position is decided beforehand, so all policies see the same text. A policy is `auto`
 (every drafter, the controller decides), plain decoding, or one drafter at a fixed depth, which is what `auto` is
 compared with.
@@ -12,7 +16,7 @@ import random
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,22 +40,35 @@ class Machine:
 
     target: dict[int, float]
     rounds: dict[int, float]  # of the draft model
-    read_s: float  # of the draft model, for a token of the prompt
-    host_s: float  # of a step with a draft, beside forwards and drafters
+    read_s: tuple[float, float]  # of the draft model, for a prompt and for a token of it
+    host_s: tuple[float, float]  # of a step, beside forwards and drafters: of the step, and of a sequence
+    draft_host_s: float  # the same of a sequence with a draft
     run_s: float  # of a free drafter, for one sequence
+    ahead: bool = False  # steps are launched ahead of the host
+    plan_s: float = 20e-6  # of planning for a paid drafter, for one sequence
 
 
-# One H200: the target takes the same for 1 to 64 rows. Two cores: 8 rows take 2.1 times as long as one.
+# One H200: 8 rows cost next to nothing more, and the host's 0.3 ms show where a step is not launched ahead. Two cores:
+# 8 rows take 1.7 times as long as one (docs/results.md); what the draft model's rounds take as they are, and as fast as
+# its size would allow.
 H200 = Machine(
-    {1: 1.25e-3, 64: 1.26e-3, 256: 2.5e-3}, {1: 0.6e-3, 16: 0.62e-3, 256: 0.9e-3}, 4e-6, host_s=0.2e-3, run_s=50e-6
+    {1: 1.25e-3, 8: 1.35e-3, 16: 1.5e-3, 32: 1.9e-3, 64: 3.2e-3},
+    {1: 0.6e-3, 8: 0.8e-3, 16: 0.95e-3, 64: 1.5e-3},
+    read_s=(3e-3, 4e-6),
+    host_s=(0.27e-3, 30e-6),
+    draft_host_s=80e-6,
+    run_s=50e-6,
+    ahead=True,
 )
 CORES = Machine(
-    {1: 0.033, 2: 0.034, 4: 0.045, 8: 0.069, 16: 0.13, 64: 0.5},
-    {1: 0.011, 2: 0.012, 4: 0.013, 8: 0.022, 16: 0.042, 64: 0.16},
-    2.2e-3,
-    host_s=0.3e-3,
+    {1: 0.024, 2: 0.025, 4: 0.029, 8: 0.040, 16: 0.074, 64: 0.29},
+    {1: 0.014, 2: 0.016, 4: 0.022, 8: 0.035, 16: 0.070, 64: 0.26},
+    read_s=(0.0, 2.2e-3),
+    host_s=(0.2e-3, 0.1e-3),
+    draft_host_s=0.2e-3,
     run_s=100e-6,
 )
+FAST_CORES = replace(CORES, rounds={1: 0.009, 2: 0.010, 4: 0.012, 8: 0.017, 16: 0.030, 64: 0.11})
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,10 @@ CATEGORIES = {
     "summary": Category("long", 0.75, 0.55, (0.5, 0.75, 8), prompt=740),
     "questions on documents": Category("long", 0.65, 0.45, (0.3, 0.4, 5), prompt=740, tokens=64),
 }
+
+
+# Of the drafter that was trained, in its file: by kind, over texts of that kind, not of any one category
+CARD = {kind: [[100.0 * p, 100.0]] * 8 for kind, p in (("code", 0.8), ("numbers", 0.75), ("text", 0.45), ("long", 0.5))}
 
 
 class Clock:
@@ -124,6 +145,10 @@ class SimulatedDrafter(Drafter):
         self.max_unread_tokens = 8 if block == 1 else 16
 
     def catch_up_tokens(self, request: DraftRequest) -> int:
+        self.world.clock.now += self.world.machine.plan_s  # it is asked when rounds are planned
+        return self._missing(request)
+
+    def _missing(self, request: DraftRequest) -> int:
         return len(request.tokens) - self.world.read.get(request.seq_id, 0)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
@@ -139,8 +164,10 @@ class SimulatedDrafter(Drafter):
                 drafts.append(Draft.chain(tokens, [accepted] * len(tokens), self.name))
             return drafts
         for request in requests:
-            missing = self.catch_up_tokens(request)
-            world.clock.now += world.machine.read_s * missing if missing > self.max_unread_tokens else 0.0
+            missing = self._missing(request)
+            if missing > self.max_unread_tokens:
+                start_s, token_s = world.machine.read_s
+                world.clock.now += start_s + token_s * missing
             world.read[request.seq_id] = len(request.tokens)
         depths = self._grow(requests)
         for request, text, here, depth in zip(requests, texts, at, depths, strict=True):
@@ -189,6 +216,8 @@ class World:
         self.machine, self.clock, self.names = machine, Clock(), list(drafters)
         self.target, self.rounds = CostCurve(machine.target), CostCurve(machine.rounds)
         self.texts: dict[int, Text] = {}
+        self._in_flight, self._decided = False, False  # a step is; the next one is to draft
+        self._device_s, self._read_at = 0.0, 0.0  # when the step in flight ends; when the last one's tokens came
         self.read: dict[int, int] = {}  # of both drafters of the draft model: they share its K/V
         runner = SimpleNamespace(decoder=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)))
         ctx: Any = SimpleNamespace(tokenizer=None, paid_drafters=[], runner=runner)
@@ -198,9 +227,12 @@ class World:
             paid, block = name != "lookup", 10 if name == "parallel" else 1
             self.spec.drafter_pool._drafters[name] = SimulatedDrafter(name, self, paid, block)
             if paid and name not in self.controller.drafters:
-                self.controller.drafters[name] = CostCurve(machine.rounds)
+                curve = self.controller.drafters[name] = CostCurve(machine.rounds)
+                curve.start_factor = (machine.read_s[0] + 128 * machine.read_s[1]) / curve.seconds(128)
             if paid:
                 self.controller.drafters[name].tokens_per_round = block
+            if name == "parallel":
+                self.controller.acceptance.records[name].add_measured(CARD)
 
     def open(self, text: Text, named: bool = False) -> SpeculationState:
         category, seq_id = text.category, len(self.texts)
@@ -218,6 +250,7 @@ class World:
         with self._on_clock():
             start = self.clock.now
             live = [self.open(text) for text in texts]
+            self._in_flight = self._decided = False
             ended: dict[int, float] = {}
             order = [state.seq_id for state in live]
             while live:
@@ -230,28 +263,57 @@ class World:
             return [ended[seq_id] for seq_id in order]
 
     def _step(self, live: list[SpeculationState], depth: int, plain: bool) -> None:
-        drafts = [Draft() for _ in live]
-        if depth:
+        """On a device that runs ahead a step is in flight when this begins, where the last two were plain."""
+        drafts, in_flight = [Draft() for _ in live], self._in_flight
+        self._in_flight = False
+        if in_flight:  # the step that is read now was launched; is the next one to be launched too?
+            self._in_flight = plain or not self._leaves(live)
+        elif depth:
             drafts = self._fixed(live, depth)
-        elif not plain and self.spec.should_draft(live):
-            tasks = []
-            for state in live:
-                left = self.texts[state.seq_id].num - (len(state.context.tokens) - state.context.num_prompt) - 1
-                tasks.append(DraftTask(state, array("i"), min(64, left)))
+        elif not plain and (self._decided or self.spec.should_draft(live, self.machine.ahead)):
+            tasks = self._tasks(live, 1)
             if any(task.max_nodes > 0 for task in tasks):
                 self.spec.draft(tasks)
                 drafts = [task.draft for task in tasks]
+        if not in_flight:
+            self._decided = False
         rows = len(live) + sum(map(len, drafts))
-        seconds = self.target.seconds(rows, len(live))
-        self.clock.now += seconds
+        launched = self.machine.ahead and not depth and rows == len(live)
+        if launched and not in_flight:
+            self._device_s = self.clock.now + self.target.seconds(rows, len(live))
+            self._in_flight = plain or not self._leaves(live)
+        seconds, waited_s = self.target.seconds(rows, len(live)), None
+        if launched:
+            start = self.clock.now
+            self.clock.now = max(start, self._device_s)
+            seconds = self.clock.now - self._read_at if in_flight else seconds
+            waited_s = self.clock.now - start if in_flight else 0.0
+            # the next one runs since the device was free and it was launched
+            self._device_s = max(self._device_s, start) + self.target.seconds(rows, len(live))
+        else:
+            self.clock.now += seconds
+        self._read_at = self.clock.now
         if not depth and not plain:
-            self.spec.observe(drafts, 0, seconds)
+            self.spec.observe(drafts, 0, seconds, waited_s)
+        self.clock.now += self.machine.host_s[0]
         for state, draft in zip(live, drafts, strict=True):
             path, emitted = self._verified(state, draft)
             state.context.tokens.extend(emitted)
-            self.clock.now += self.machine.host_s if len(draft) else 0.0
+            self.clock.now += self.machine.host_s[1] + (self.machine.draft_host_s if len(draft) else 0.0)
             if not depth and not plain:
                 self.spec.record_outcome(state, draft, Verdict(path, emitted[-1]), emitted)
+
+    def _leaves(self, live: list[SpeculationState]) -> bool:
+        self._decided = self.spec.should_leave(self._tasks(live, 2))
+        return self._decided
+
+    def _tasks(self, live: list[SpeculationState], ahead: int) -> list[DraftTask]:
+        """`ahead`: tokens of each that no draft has to predict."""
+        tasks = []
+        for state in live:
+            left = self.texts[state.seq_id].num - (len(state.context.tokens) - state.context.num_prompt) - ahead
+            tasks.append(DraftTask(state, array("i"), min(64, max(0, left))))
+        return tasks
 
     def _verified(self, state: SpeculationState, draft: Draft) -> tuple[list[int], list[int]]:
         text, at = self.texts[state.seq_id], len(state.context.tokens) - state.context.num_prompt

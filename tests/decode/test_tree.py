@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import ROOT, Draft
-from forerun.decode.tree import accepted_length, merge, subtree
+from forerun.decode.tree import accepted_length, below_likeliest, merge, subtree
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
@@ -57,3 +57,11 @@ def test_problems_of_drafts_are_named():
     assert "probability" in (Draft([1], [ROOT], [float("nan")], ["x"]).problem(3) or "")
     assert "length" in (Draft([1], [ROOT], [], ["x"]).problem(3) or "")
     assert "same token" in (Draft([1, 1], [ROOT, ROOT], [0.5, 0.5], ["x", "x"]).problem(3) or "")
+
+
+def test_what_follows_the_likeliest_first_token():
+    draft = Draft([1, 2, 3, 4, 5], [ROOT, ROOT, 1, 2, 0], [0.2, 0.7, 0.9, 0.8, 0.5], ["free"] * 5)
+    below = below_likeliest(draft)
+    assert (below.tokens, below.parents) == ([3, 4], [ROOT, 0])
+    assert below.probs == pytest.approx([0.63, 0.8])
+    assert len(below_likeliest(Draft())) == 0

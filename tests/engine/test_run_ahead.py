@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.models.execution.runner import Runner, Span
@@ -139,3 +140,37 @@ def test_another_forward_on_the_device_in_between(folder: Path):
         if not engine.idle:
             engine.step()
     assert [answer.tokens() for answer in answers] == want
+
+
+REPEATED = [[5, 9, 23, 40, 77, 12, 30, 61] * 6, [8, 15, 99, 3] * 9]
+AUTO = replace(GREEDY, speculation="auto")
+
+
+def test_drafters_run_beside_a_step_in_flight_and_their_outcomes_are_learnt(folder: Path):
+    engine, log = launching(folder)
+    speculator = engine.speculator
+    speculator.controller.host.idle = lambda sequences: 60.0  # type: ignore[method-assign]
+    assert run(engine, REPEATED, AUTO) == run(make_engine(folder), REPEATED, GREEDY)
+    assert any(line.startswith("launch") for line in log)
+    known = speculator.controller.acceptance.records
+    assert any(record.observations for record in known.values())  # though no draft need have been verified
+    assert not leaked(engine)
+
+
+def test_a_draft_that_is_worth_it_keeps_the_next_step_from_being_launched(folder: Path):
+    engine, log = launching(folder)
+    with all_drafts_verified(engine):
+        assert run(engine, REPEATED, AUTO) == run(make_engine(folder), REPEATED, GREEDY)
+    assert engine.speculator.totals.drafted > 0 and "forward" in log[2:]
+    assert not leaked(engine)
+
+
+def test_a_step_that_could_not_hide_a_run_has_none_beside_it(folder: Path):
+    """Where the host never waits for the device there is no time that would cost nothing."""
+    engine, _ = launching(folder)
+    controller = engine.speculator.controller
+    controller.host.idle = lambda sequences: 0.0  # type: ignore[method-assign]
+    assert run(engine, REPEATED, AUTO) == run(make_engine(folder), REPEATED, GREEDY)
+    assert not any(record.observations for record in controller.acceptance.records.values())
+    whys = {decision.why for decision in controller.decisions}
+    assert "no draft is worth the overlap with the host" in whys

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forerun.core import Draft
-from forerun.decode.control.controller import MIN_GROWN_PROB, Controller, PaidPlan, RequestStats
+from forerun.decode.control.controller import MIN_GROWN_PROB, Controller, DraftedBatch, PaidPlan, RequestStats
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters import base
 from forerun.engine.engine import Engine
@@ -23,18 +23,22 @@ class VerifyAllDrafts(Controller):
         names = [name for name, kind in base.registered().items() if not kind.free]
         super().__init__(CostCurve({1: 1.0, 64: 1.001}), {name: CostCurve({1: 1e-4, 64: 1.1e-4}) for name in names})
 
-    def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
+    def calibrate(self, stats: RequestStats, draft: Draft, beside: bool = False) -> list[float]:
         """Stated probabilities stay: branches keep the drafter's order, and wrong ones may stay the likeliest."""
         return list(draft.probs)
 
-    def select(self, stats: Any, drafts: list[Draft], probs: Any, limits: list[int], *costs: Any) -> list[list[int]]:
-        return [list(range(min(limit, len(draft)))) for limit, draft in zip(limits, drafts, strict=True)]
+    def select(self, batch: DraftedBatch) -> list[list[int]]:
+        return [list(range(min(limit, len(draft)))) for limit, draft in zip(batch.limits, batch.drafts, strict=True)]
 
-    def plan_rounds(self, stats: Any, drafts: Any, drafter: str, limits: list[int], *costs: Any) -> PaidPlan:
-        return PaidPlan(drafter, list(limits), 1.0, [[0.0] * max(limits, default=0)] * len(stats), "every draft")
+    def plan_rounds(self, batch: DraftedBatch, drafter: str, start_s: list[float]) -> PaidPlan:
+        limits = batch.limits
+        return PaidPlan(drafter, list(limits), 1.0, [[0.0] * max(limits, default=0)] * len(limits), "every draft")
 
     def should_draft(self, *given: Any) -> bool:
         return super().should_draft(*given) or True
+
+    def should_leave(self, batch: DraftedBatch) -> bool:
+        return True
 
     def should_run(self, *given: Any, **more: Any) -> bool:
         return True

@@ -9,12 +9,12 @@ workings.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
 from forerun.core import ROOT, Draft
-from forerun.decode.tree import side_branches
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
 DECAY = 0.998  # per observation, of the statistics of all requests
@@ -24,8 +24,9 @@ REQUEST_PRIOR_OBSERVATIONS = 4.0  # hits and misses as of other requests that a 
 MIN_ODDS_RATIO, MAX_ODDS_RATIO = 1.0 / 30.0, 30.0  # of one request to all
 TRACKED_DEPTHS = 8  # acceptance is kept by depth up to here; deeper nodes count as the last
 # Requests of one kind differ by about 0.1 in acceptance, so what others accepted counts for no more outcomes than have
-# that standard error: p (1 - p) / 0.1^2
+# that standard error: p (1 - p) / 0.1^2; nor for more than a request's own, 1 / (1 - REQUEST_DECAY)
 MAX_KIND_OBSERVATIONS = 20.0
+
 
 # Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
 # Models of one family were measured at 0.95 (code), 0.9 (maths) and 0.6 to 0.8 (chat) for 0.5B and 1.5B; drafters of
@@ -38,9 +39,9 @@ SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to dif
 # Of drafters that run none: accepted tokens of a run beyond those of the drafters before it, and runs that this counts
 # for. The lower bound is 0.15 tokens; one that takes a twentieth of a step is run until about 13 runs gave nothing.
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
-# Of an answer's length: programs and calculations are rarely short, answers to questions in prose often are
-PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 32.0}
-PRIOR_DEVIATION_ELSEWHERE = 80.0
+# Of an answer's length: programs are rarely short, calculations sometimes, answers in prose often
+PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 64.0}
+PRIOR_DEVIATION_ELSEWHERE = 110.0
 PRIOR_ANSWERS = 2.0  # that these count for
 LENGTH_DECAY = 0.95  # per answer
 
@@ -51,6 +52,10 @@ _BIN = [sum(percent >= edge for edge in _EDGES) - 1 for percent in range(101)]
 def _cells(num: int) -> list[list[float]]:
     """`num` pairs of hits and tries."""
     return [[0.0, 0.0] for _ in range(num)]
+
+
+def _add(count: list[float], hit: bool, decay: float) -> None:
+    count[0], count[1] = count[0] * decay + hit, count[1] * decay + 1.0
 
 
 def shifted(prob: float, factor: float) -> float:
@@ -80,6 +85,13 @@ class DrafterRecord:
     run_s: float = 0.0  # of free drafters: mean seconds for one sequence,
     read_s: float = 0.0  # and of its first run for one, which reads the prompt, seconds per token of it
 
+    def add_measured(self, outcomes: Mapping[str, list[list[float]]]) -> None:
+        """Outcomes that the drafter's own file has: accepted and tried by depth, for kinds that nothing is known of."""
+        for kind, found in outcomes.items():
+            if kind not in self.kinds:
+                depths = [*_pairs(found, len(found)), *_cells(TRACKED_DEPTHS)][:TRACKED_DEPTHS]
+                self.kinds[kind] = KindRecord(depths, [sum(hits) for hits in zip(*depths, strict=True)])
+
     def prob(self, raw: float, first: bool, factor: float) -> float:
         """Acceptance of nodes with the drafter's probability `raw`; a request's odds are `factor` times the usual."""
         hits, tries = (self.first if first else self.later)[_BIN[int(raw * 100.0)]]
@@ -94,12 +106,12 @@ class DrafterRecord:
         `block`: it drafts several tokens in one forward.
         """
         weight, known = PAID_PRIOR_OBSERVATIONS, self.kinds[kind]
-        hits, tries = max(0.0, known.total[0] - own.hits), max(0.0, known.total[1] - own.hits - own.misses)
+        hits, tries = max(0.0, known.total[0] - own.levels[0]), max(0.0, known.total[1] - own.levels[1])
         prior = PAID_PRIOR.get(kind, PAID_PRIOR_ELSEWHERE) - (BLOCK_PRIOR_LOSS if block else 0.0)
         usual = (hits + weight * prior) / (tries + weight)
         outcomes = min(weight + tries, MAX_KIND_OBSERVATIONS)
-        mean = usual * outcomes + own.stated + own.hits
-        outcomes += own.stated_nodes + own.hits + own.misses
+        mean = usual * outcomes + own.stated + own.levels[0]
+        outcomes += own.stated_levels + own.levels[1]
         mean /= outcomes
         least = doubt * sqrt(mean * (1.0 - mean) / outcomes)
         found = []
@@ -127,16 +139,18 @@ class DrafterRecord:
             known.runs[0] > 2.0 * FREE_PRIOR_TOKENS or known.total[0] > max(PAID_PRIOR_OBSERVATIONS, known.total[1] / 2)
         )
 
-    def count(self, kind: KindRecord, own: RequestRecord, raw: float, above: int, hit: bool, best: bool) -> None:
-        """Add the outcome of a node with `above` nodes over it; `best`: the most probable of its siblings."""
+    def count(self, own: RequestRecord, raw: float, above: int, hit: bool) -> None:
+        """Add the outcome of a node with `above` nodes over it."""
         cell = (self.later if above else self.first)[_BIN[int(raw * 100.0)]]
         own.count((cell[0] + PRIOR_OBSERVATIONS * raw) / (cell[1] + PRIOR_OBSERVATIONS), hit)
         self.observations += 1
-        depth = kind.depths[above if above < TRACKED_DEPTHS else -1]
-        # By depth only the best sibling counts: it stands for how far a path goes, and side branches mostly fail.
-        for count in (cell, depth, kind.total) if best else (cell,):
-            count[0] = count[0] * DECAY + hit
-            count[1] = count[1] * DECAY + 1.0
+        _add(cell, hit, DECAY)
+
+    def count_level(self, kind: KindRecord, own: RequestRecord, above: int, hit: bool) -> None:
+        """Add whether one of the siblings below so many nodes was right: how far a path goes."""
+        for count in (kind.depths[above if above < TRACKED_DEPTHS else -1], kind.total):
+            _add(count, hit, DECAY)
+        _add(own.levels, hit, REQUEST_DECAY)
 
     def count_run(self, stats: RequestStats, own: RequestRecord, tokens: int, seconds: float) -> None:
         """Of a free drafter for one sequence: tokens that it had right, and seconds."""
@@ -202,24 +216,28 @@ class RequestRecord:
     misses: float = 0.0
     expected: float = 0.0  # hits
     factor: float = 1.0  # odds of this request over the odds of all
-    stated: float = 0.0  # calibrated probabilities of a paid drafter's recent nodes, summed,
-    stated_nodes: float = 0.0  # and their number
+    levels: list[float] = field(default_factory=lambda: [0.0, 0.0])  # depths at which some node was right, and tried
+    stated: float = 0.0  # calibrated probabilities of a paid drafter's recent levels, summed,
+    stated_levels: float = 0.0  # and their number
     runs: float = 0.0  # of a free drafter
     run_tokens: float = 0.0  # that these had right
     skip_until: int = 0  # of a paid drafter that did not pay: tokens of the answer before it is planned for again
 
     def state(self, draft: Draft, probs: list[float]) -> None:
-        """Calibrated probabilities of a draft, before its outcome is known: of the most probable path, and every node
-        counts by the probability that its outcome will be seen."""
+        """Calibrated probabilities of a draft, before its outcome is known: that some child of a node is right, along
+        the most probable path, each by the probability that its outcome will be seen."""
         best: dict[int, int] = {}  # the most probable child of each node: candidates that were only scored come first
+        some: dict[int, float] = {}  # that one of its children is right
         for node, parent in enumerate(draft.parents):
+            some[parent] = min(1.0, some.get(parent, 0.0) + probs[node])
             if parent not in best or probs[node] > probs[best[parent]]:
                 best[parent] = node
-        stated, nodes, path, node = 0.0, 0.0, 1.0, ROOT
-        while (node := best.get(node, ROOT)) != ROOT:
-            stated, nodes, path = stated + path * probs[node], nodes + path, path * probs[node]
+        stated, levels, path, node = 0.0, 0.0, 1.0, ROOT
+        while node in best:
+            stated, levels, path = stated + path * some[node], levels + path, path * some[node]
+            node = best[node]
         self.stated = self.stated * STATED_DECAY + stated
-        self.stated_nodes = self.stated_nodes * STATED_DECAY + nodes
+        self.stated_levels = self.stated_levels * STATED_DECAY + levels
 
     def count(self, prob: float, hit: bool) -> None:
         self.hits = self.hits * REQUEST_DECAY + hit
@@ -240,8 +258,7 @@ class RequestStats:
     max_tokens: int = 1 << 20
     named: bool = False  # the request names its drafters: they run without doubt and without a budget
     own: defaultdict[str, RequestRecord] = field(default_factory=lambda: defaultdict(RequestRecord))  # by drafter
-    tokens: int = 0  # of the answer so far,
-    new_tokens: int = 0  # and of the step that runs
+    tokens: int = 0  # of the answer so far
     elapsed_s: float = 0.0  # of its plain steps' length, for the budget of exploring
     explored_free_s: float = 0.0  # lost at most by exploring drafters that run no model,
     explored_paid_s: float = 0.0  # and those that do
@@ -261,21 +278,26 @@ class Acceptance:
     def expected_remaining(self, stats: RequestStats) -> int:
         """Tokens that an answer goes on for at least: as long as others of its kind, less a standard deviation, or as
         long again as it has lasted. Lengths vary far more than acceptance, and a start that is not won back is lost."""
-        answers, tokens, squares = self.lengths.get(stats.kind, (0.0, 0.0, 0.0))
+        more = max(self.min_length(stats.kind, 1.0) - stats.tokens, stats.tokens)
+        return max(0, min(stats.max_tokens - stats.tokens, int(more)))
+
+    def min_length(self, kind: str, deviations: float) -> float:
+        """Tokens of answers of this kind: the mean, less so many standard deviations."""
+        answers, tokens, squares = self.lengths.get(kind, (0.0, 0.0, 0.0))
         answers += PRIOR_ANSWERS
         mean = (tokens + PRIOR_ANSWERS * PRIOR_ANSWER_TOKENS) / answers
-        deviation = PRIOR_ANSWER_DEVIATION.get(stats.kind, PRIOR_DEVIATION_ELSEWHERE)
+        deviation = PRIOR_ANSWER_DEVIATION.get(kind, PRIOR_DEVIATION_ELSEWHERE)
         square = (squares + PRIOR_ANSWERS * (PRIOR_ANSWER_TOKENS**2 + deviation**2)) / answers
-        least = mean - sqrt(max(0.0, square - mean * mean))
-        return max(0, min(stats.max_tokens - stats.tokens, int(max(least - stats.tokens, stats.tokens))))
+        return mean - deviations * sqrt(max(0.0, square - mean * mean))
 
     def record_length(self, stats: RequestStats) -> None:
         known = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0])
         for i, value in enumerate((1.0, stats.tokens, stats.tokens**2)):
             known[i] = known[i] * LENGTH_DECAY + value
 
-    def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
-        """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""
+    def calibrate(self, stats: RequestStats, draft: Draft, doubt: float = 0.0) -> list[float]:
+        """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before, less
+        `doubt` standard errors."""
         probs: list[float] = []
         last, factor = None, 1.0
         first: list[list[float]] = []
@@ -286,15 +308,16 @@ class Acceptance:
                 first, later = record.first, record.later
             # As `DrafterRecord.prob`, inlined: this runs for every node.
             hits, tries = (first if parent == ROOT else later)[_BIN[int(raw * 100.0)]]
-            hits += PRIOR_OBSERVATIONS * raw
-            probs.append(hits * factor / (tries + PRIOR_OBSERVATIONS - hits + hits * factor))
+            hits, tries = hits + PRIOR_OBSERVATIONS * raw, tries + PRIOR_OBSERVATIONS
+            hits -= doubt * sqrt(hits * (1.0 - hits / tries)) if doubt else 0.0
+            probs.append(max(0.0, hits * factor / (tries - hits + hits * factor)))
         return probs
 
     def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> None:
-        """Compare a draft with the tokens that came."""
+        """Compare one drafter's draft with the tokens that came."""
         reached = {ROOT: 0}  # node -> its depth, for those that were right
-        tokens, num = draft.tokens, len(emitted)
-        last, sides = None, side_branches(draft)
+        levels: dict[int, bool] = {}  # nodes that were right and have children -> whether one of these was
+        tokens, num, last = draft.tokens, len(emitted), None
         for node, parent in enumerate(draft.parents):
             above = reached.get(parent)
             if above is None or above >= num:
@@ -303,10 +326,16 @@ class Acceptance:
             source = draft.sources[node]
             if source != last:
                 last, record, own = source, self.records[source], stats.own[source]
-                kind = record.kinds[stats.kind]
-            record.count(kind, own, draft.probs[node], above, hit, not sides[node])
+            record.count(own, draft.probs[node], above, hit)
+            levels[parent] = levels.get(parent, False) or hit
             if hit:
                 reached[node] = above + 1
+        deepest = max(draft.depths(), default=0)
+        for node, depth in reached.items():
+            if depth < min(
+                num, deepest
+            ):  # where others of its nodes go on, a node without children is the end of a path
+                record.count_level(record.kinds[stats.kind], own, depth, levels.get(node, False))
 
     def stats(self) -> dict[str, Any]:
         return {name: record.stats() for name, record in self.records.items()}

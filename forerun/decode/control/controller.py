@@ -6,6 +6,10 @@ acceptance is not certain a lower bound of it counts, so that doubt is on the si
 does not pay by that bound may be explored: within a small share of a request's time, and not in an answer's first
 tokens unless it has paid for this kind of prompt. Knows no drafter's workings, no model and no scheduler.
 
+On a device that runs ahead of the host a plain step hides the host's work and a step with a draft does not. There free
+drafters run beside the step in flight, which costs nothing and shows how often they are right, and the next step drafts
+only where what they found is worth that overlap too (`should_leave`).
+
 Time spent on drafting counts in the rate by which nodes are chosen, though it is already spent: a step stands for its
 neighbours, which will spend the same. Left out, every further node would have to beat a rate that is never reached,
 and too few would be verified.
@@ -14,7 +18,7 @@ and too few would be verified.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +38,12 @@ EXPLORE_PAID_SHARE, EXPLORE_FREE_SHARE = 0.0075, 0.0025
 # Of an answer, in which nothing is explored and no draft model starts to read for long: many answers have few more, and
 # free drafters show what they can do
 FIRST_TOKENS = 8
+# The same for a draft model that has paid for this kind of prompt: edits copy from their third or fourth token on
+FIRST_TOKENS_KNOWN = 4
+# Of the plain time of an answer that a draft model may read for: of as many tokens as nearly all answers of its kind
+# have (the mean less 1.5 standard deviations), and of those it has so far. It bounds what is lost where the answer ends
+# just then, which is rare in the first case.
+MAX_START_SHARE_OF_KIND, MAX_START_SHARE_SO_FAR, START_DEVIATIONS = 0.15, 0.1, 1.5
 PAID_PAUSE_TOKENS = 8  # before a paid drafter that does not pay is planned for again: planning takes host time too
 MAX_SLOWDOWN_SHARE = (
     0.025  # of its whole plain time that a sequence may lose to its batch: 5% with what is not foreseen
@@ -62,17 +72,33 @@ class Decision(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Step:
-    """The step that runs."""
+class DraftedBatch:
+    """The sequences of a step, and what was drafted for them so far."""
 
     stats: list[RequestStats]
-    start_s: float  # on the clock
+    drafts: list[Draft]  # with calibrated probabilities
+    limits: list[int]  # the most nodes of each
+    context: int  # mean
+    spent_s: float = 0.0  # what drafting took in this step
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is decided."""
+
+    stats: list[RequestStats]
     plain_s: float
     lagging: list[RequestStats]  # sequences that it must not slow down
-    draft_s: float = 0.0
-    forward_s: float = 0.0  # 0: it was not pure decoding
-    drafted: bool = False
-    paid: bool = False  # a paid drafter ran
+    paid: bool = False  # a paid drafter runs
+
+
+class _Ended(NamedTuple):
+    """A step of pure decoding whose tokens are read."""
+
+    wall_s: float
+    taken_s: float  # without pauses of the operating system
+    plain_s: float
+    paid: bool
 
 
 @dataclass(slots=True)
@@ -84,6 +110,8 @@ class PaidPlan:
     rate: float  # tokens per second, by the mean: of two that pay for certain the one that promises more is chosen
     min_path_probs: list[list[float]]  # by sequence: after so many drafted tokens, the least that is worth a round more
     why: str
+    lost_s: float = 0.0  # that exploring takes from every sequence's budget
+    start_s: Sequence[float] = ()  # of each sequence, what catching up with it is expected to take
 
 
 class Controller:
@@ -94,6 +122,12 @@ class Controller:
         self.acceptance, self.host = Acceptance(), HostTime()
         self.decisions: deque[Decision] = deque(maxlen=RECENT_DECISIONS)
         self._step: _Step | None = None
+        self._ended: _Ended | None = None
+        self._read_at: float | None = (
+            None  # when the last step's tokens came, where the step that runs followed at once
+        )
+        self._draft_s = 0.0  # of drafting since then
+        self._drafted, self._gained = False, False  # whether the last step had a draft; whether that pays again
         self._skip_steps = 0  # plain ones, until drafting is considered again
         self._why = ""  # of this step's paid drafter
 
@@ -101,39 +135,60 @@ class Controller:
         self, kind: str = "text", prompt_tokens: int = 0, max_tokens: int = 1 << 20, named: bool = False
     ) -> RequestStats:
         """`named`: the request names its drafters, and so wants their drafts wherever they pay on average."""
-        self._skip_steps = 0
+        self._skip_steps, self._read_at, self._gained = 0, None, False
         return RequestStats(kind, prompt_tokens, max_tokens, named)
 
     # -- whether to draft in this step ---------------------------------------------------------------------------------
 
-    def should_draft(self, stats: list[RequestStats], drafters: list[list[str]], context: int, now: float) -> bool:
-        """Whether the coming step runs any drafter. Called once before every step, with the drafters of each sequence;
-        `now` ends the step before."""
-        self._end_step(now)
-        plain_s = self._plain_s(len(stats), context)
-        self._step = _Step(stats, now, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
-        self._why = ""
+    def should_draft(
+        self, stats: list[RequestStats], drafters: list[list[str]], context: int, launches: bool = False
+    ) -> bool:
+        """Whether the coming step runs any drafter. Called once before every step that is not launched ahead, with the
+        drafters of each sequence. `launches`: it can be launched, and steps after it ahead of the host."""
+        step = self._begin(stats, context)
         if not self.host.timed(len(stats)) and not any(s.named for s in stats):
-            self.record_plain(context, "a plain step of so many sequences is timed first")
-            return False
+            return self.record_plain(context, "a plain step of so many sequences is timed first")
+        if launches and not self._gained:
+            return self.record_plain(context, "drafters run beside the steps that follow")
         if self._skip_steps:
             self._skip_steps -= 1
-            self.record_plain(context, "no drafter was expected to pay a few steps ago")
-            return False
-        token_s = plain_s / len(stats)
+            return self.record_plain(context, "no drafter was expected to pay a few steps ago")
+        token_s = step.plain_s / len(stats)
         for s, names in zip(stats, drafters, strict=True):
             for name in names:
                 if s.tokens >= s.own[name].skip_until if name in self.drafters else self._run_pays(s, name, token_s):
                     return True
         self._skip_steps = len(stats) // ASKED_SEQUENCES
-        self.record_plain(context, "no drafter is expected to pay")
-        return False
+        return self.record_plain(context, "no drafter is expected to pay")
 
-    def record_plain(self, context: int, why: str) -> None:
-        """This step drafts nothing."""
+    def idle_s(self, stats: list[RequestStats], context: int) -> float:
+        """Of the host beside a step in flight, for drafters of the step after it. Called once before every step that
+        may be launched ahead."""
+        self._begin(stats, context)
+        return self.host.idle(len(stats))
+
+    def should_leave(self, batch: DraftedBatch) -> bool:
+        """Whether the step after the one in flight is worth a draft, though it cannot be launched before that one's
+        tokens are read, nor can the first plain one after it: `batch` has what may follow the token in flight."""
+        n, host = len(batch.stats), self.host
+        costs = StepCosts(0.0, host.seconds(n, drafted=True) + host.hidden(n), batch.spent_s)
+        found = self._selected(batch, costs)
+        return found.size > n or self.record_plain(batch.context, "no draft is worth the overlap with the host")
+
+    def _begin(self, stats: list[RequestStats], context: int) -> _Step:
+        if self._ended is None:
+            self._read_at = None  # the step before held a prompt's tokens
+        plain_s = self._plain_s(len(stats), context)
+        self._step = _Step(stats, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
+        self._ended, self._why = None, ""
+        return self._step
+
+    def record_plain(self, context: int, why: str) -> bool:
+        """This step drafts nothing: False."""
         assert self._step is not None
         n, plain_s = len(self._step.stats), self._step.plain_s
         self.decisions.append(Decision(n, context, "", 0, n, n, plain_s, plain_s, why))
+        return False
 
     def should_run(self, stats: RequestStats, drafter: str, covered: float = 0.0) -> bool:
         """Whether a free drafter runs for a sequence in this step; `covered`: the probability that drafters before it
@@ -190,52 +245,71 @@ class Controller:
 
     # -- what a step took ----------------------------------------------------------------------------------------------
 
-    def record_drafting(self, seconds: float, drafted: bool) -> None:
+    def record_drafting(self, seconds: float) -> None:
         """Of all drafters and of choosing among their nodes."""
-        if self._step is not None:
-            self._step.draft_s, self._step.drafted = seconds, drafted
+        self._draft_s = seconds
 
-    def observe_forward(self, rows: int, sequences: int, context: int, branches: int, seconds: float) -> None:
-        """What the target's forward of a step of pure decoding took."""
+    def observe_forward(
+        self,
+        rows: int,
+        sequences: int,
+        context: int,
+        branches: int,
+        seconds: float,
+        now: float = 0.0,
+        waited_s: float | None = None,
+    ) -> None:
+        """What the target's forward of a step of pure decoding took, whose tokens came `now`. `waited_s`: that the host
+        waited for them beside a step launched ahead, drafters beside it included; 0: launched, but not ahead."""
         before = self.target.drift
         self.target.observe(rows, sequences, context, seconds - branches * self.target.per_branch)
         for curve in self.drafters.values():
             if not curve.recent:
                 curve.follow(self.target.drift - before)
             curve.recent = False
+        draft_s, self._draft_s, self._drafted = self._draft_s, 0.0, rows > sequences
+        if waited_s:
+            self.host.observe_ahead(sequences, seconds - waited_s, waited_s)
+        elif waited_s is None and self._read_at is not None and (self._drafted or not draft_s):
+            self.host.observe(sequences, self._drafted, now - self._read_at - draft_s - seconds)
+        taken_s = draft_s + seconds + self.host.seconds(sequences, self._drafted)
+        wall_s = taken_s if self._read_at is None else now - self._read_at
+        self._read_at = now
         if self._step is not None:
-            self._step.forward_s = seconds
+            paid = self._gained = self._step.paid and self._drafted
+            self._ended = _Ended(wall_s, min(wall_s, taken_s), self._step.plain_s, paid)
+
+    def observe_start(self, drafter: str, foreseen_s: float, seconds: float) -> None:
+        """What a paid drafter took to catch up with sequences, against what its curve had said: beyond the sizes that
+        were timed other kernels may run."""
+        curve = self.drafters[drafter]
+        curve.start_factor *= min(4.0, max(0.25, seconds / max(1e-9, foreseen_s))) ** 0.5
 
     def observe_round(self, drafter: str, tokens: int, sequences: int, context: int, seconds: float) -> None:
         """What one round of a paid drafter took that ran these tokens and nothing else."""
         self.drafters[drafter].observe(tokens, sequences, context, seconds)
         self.drafters[drafter].recent = True
 
-    def _end_step(self, now: float) -> None:
-        step, self._step = self._step, None
-        if step is None or not step.forward_s:
-            return
-        wall_s = now - step.start_s
-        self.host.observe(len(step.stats), step.drafted, wall_s - step.draft_s - step.forward_s)
-        for s in step.stats:
-            tokens, s.new_tokens = s.new_tokens, 0
-            s.plain_s += tokens * step.plain_s
-            s.taken_s += min(wall_s, step.draft_s + step.forward_s + self.host.seconds(len(step.stats), step.drafted))
-            s.elapsed_s += min(wall_s, step.plain_s)
-            if not step.paid:
-                s.recent_tokens = s.recent_tokens * RECENT_DECAY + tokens
-                s.recent_s = s.recent_s * RECENT_DECAY + wall_s
-
     def record_tokens(self, stats: RequestStats, tokens: int) -> None:
         """New tokens of one sequence in this step."""
         stats.tokens += tokens
-        stats.new_tokens = tokens
+        self._gained |= tokens > 1
+        if self._ended is None:
+            return
+        wall_s, taken_s, plain_s, paid = self._ended
+        stats.plain_s += tokens * plain_s
+        stats.taken_s += taken_s
+        stats.elapsed_s += min(wall_s, plain_s)
+        if not paid:
+            stats.recent_tokens = stats.recent_tokens * RECENT_DECAY + tokens
+            stats.recent_s = stats.recent_s * RECENT_DECAY + wall_s
 
     # -- how often drafted tokens are accepted -------------------------------------------------------------------------
 
-    def calibrate(self, stats: RequestStats, draft: Draft) -> list[float]:
-        """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before."""
-        probs = self.acceptance.calibrate(stats, draft)
+    def calibrate(self, stats: RequestStats, draft: Draft, beside: bool = False) -> list[float]:
+        """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before; of a
+        draft made beside a step in flight a lower bound, as what it is worth shows without verifying it."""
+        probs = self.acceptance.calibrate(stats, draft, DOUBT if beside else 0.0)
         if draft.sources and draft.sources[0] in self.drafters:
             stats.own[draft.sources[0]].state(draft, probs)
         return probs
@@ -255,57 +329,42 @@ class Controller:
 
     # -- which nodes to verify -----------------------------------------------------------------------------------------
 
-    def select(
-        self,
-        stats: list[RequestStats],
-        drafts: list[Draft],
-        probs: list[list[float]],
-        limits: list[int],
-        context: int,
-        spent_s: float = 0.0,
-    ) -> list[list[int]]:
-        """The nodes of each draft to verify: those that make the batch's tokens per second largest.
-
-        `probs` are calibrated; `context` is the sequences' mean; `spent_s` is what drafting took in this step.
-        """
-        plain_s = self._plain_s(len(stats), context)
-        costs = self._costs(len(stats), min(spent_s, MAX_DRAFT_PLAIN_STEPS * plain_s))
-        found = selection.select(self.target, drafts, probs, limits, context, costs, self._lagging(stats, plain_s))
-        names = sorted({d.sources[n] for d, nodes in zip(drafts, found.nodes, strict=True) for n in nodes})
+    def select(self, batch: DraftedBatch) -> list[list[int]]:
+        """The nodes of each draft to verify: those that make the batch's tokens per second largest."""
+        n, drafts, plain_s = len(batch.stats), batch.drafts, self._plain_s(len(batch.stats), batch.context)
+        found = self._selected(batch, self._costs(n, min(batch.spent_s, MAX_DRAFT_PLAIN_STEPS * plain_s)))
+        names = sorted({d.sources[k] for d, nodes in zip(drafts, found.nodes, strict=True) for k in nodes})
         depth = max((max(d.depths()) for d in drafts if len(d)), default=0)
         why = self._why or ("by lower bound" if names else "no drafted node pays")
         expected = sum(found.gains), found.seconds, plain_s
-        self.decisions.append(Decision(len(stats), context, "+".join(names), depth, found.size, *expected, why))
+        self.decisions.append(Decision(n, batch.context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
+
+    def _selected(self, batch: DraftedBatch, costs: StepCosts) -> selection.Selection:
+        lagging = self._lagging(batch.stats, self._plain_s(len(batch.stats), batch.context))
+        probs = [draft.probs for draft in batch.drafts]
+        return selection.select(self.target, batch.drafts, probs, batch.limits, batch.context, costs, lagging)
 
     # -- whether to run a paid drafter ---------------------------------------------------------------------------------
 
-    def plan_rounds(
-        self,
-        stats: list[RequestStats],
-        drafts: list[Draft],
-        drafter: str,
-        limits: list[int],
-        context: int,
-        start_s: list[float],
-        spent_s: float = 0.0,
-    ) -> PaidPlan | None:
-        """What a paid drafter should do in this step; None: nothing.
-
-        `drafts` (probabilities calibrated) are what free drafters proposed, which took `spent_s`. `start_s` is what the
-        drafter needs to catch up with each sequence before its first round.
-        """
+    def plan_rounds(self, batch: DraftedBatch, drafter: str, start_s: list[float]) -> PaidPlan | None:
+        """What a paid drafter should do in this step, beside what free drafters drafted; None: nothing. `start_s` is
+        what it needs to catch up with each sequence before its first round."""
+        stats, drafts, limits, context = batch.stats, batch.drafts, batch.limits, batch.context
         sequences, curve, record = len(stats), self.drafters[drafter], self.acceptance.records[drafter]
-        costs, lagging = self._costs(sequences, spent_s), self._lagging(stats, self._plain_s(sequences, context))
-        free = selection.select(self.target, drafts, [d.probs for d in drafts], limits, context, costs, lagging)
-        plan = DepthPlan(self.target, curve, context, free, costs.draft_s + spent_s)
+        costs = self._costs(sequences, batch.spent_s)
+        free = self._selected(batch, costs)
+        plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s)
         block = curve.tokens_per_round
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
         remaining = [self.acceptance.expected_remaining(s) for s in stats]
         waiting, plain_s = False, self._plain_s(sequences, context)
         for i, s in enumerate(stats):
-            if s.tokens < FIRST_TOKENS and start_s[i] > EXPLORE_PAID_SHARE * remaining[i] * plain_s:
+            early = s.tokens < (FIRST_TOKENS_KNOWN if record.has_paid(s.kind) else FIRST_TOKENS)
+            of_kind = min(s.max_tokens, self.acceptance.min_length(s.kind, START_DEVIATIONS))
+            most = max(MAX_START_SHARE_OF_KIND * of_kind, MAX_START_SHARE_SO_FAR * s.tokens)
+            if not s.named and start_s[i] > (EXPLORE_PAID_SHARE * remaining[i] if early else most) * plain_s:
                 remaining[i], waiting = 0, True
         recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]
 
@@ -319,10 +378,11 @@ class Controller:
 
         low = ahead(DOUBT)
         sure = best(low)
+        lost_s = 0.0
         if sure.rounds and not self._slows_down(stats, free.gains, sure, start_s, plain_s):
             depths, why = best(ahead(0.0)), "pays by lower bound"
         else:
-            depths = self._explore(stats, record, plan, best(ahead(-DOUBT)), low, start_s)
+            depths, lost_s = self._explore(stats, record, plan, best(ahead(-DOUBT)), low, start_s)
             why = "explored"
             if not depths.rounds:
                 # not where it is too early to read, or where only a free draft leaves little to gain
@@ -338,7 +398,7 @@ class Controller:
         for s, n in zip(stats, rounds, strict=True):
             mean = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0) if n and block == 1 else []
             stop.append(min_path_probs(self.target, curve, active, context, mean, depths.rate) if mean else [])
-        return PaidPlan(drafter, rounds, depths.rate, stop, f"{drafter} {why}")
+        return PaidPlan(drafter, rounds, depths.rate, stop, f"{drafter} {why}", lost_s, start_s)
 
     def _explore(
         self,
@@ -348,9 +408,9 @@ class Controller:
         hoped: Depths,
         ahead: list[list[float]],
         start_s: list[float],
-    ) -> Depths:
+    ) -> tuple[Depths, float]:
         """One round for the sequence that it takes least for, where it may yet pay and every sequence can afford what
-        is lost if acceptance is at its lower bound (`ahead`)."""
+        is lost if acceptance is at its lower bound (`ahead`); and that loss."""
         if hoped.rounds:
             i = min(hoped.rounds, key=start_s.__getitem__)
             size, n, block = plan.size, plan.sequences, plan.rounds.tokens_per_round
@@ -362,10 +422,8 @@ class Controller:
             step_s = plan.target.seconds(size + rounds, n, plan.context) + plan.round_s(1) + plan.host_s
             lost_s = start_s[i] + max(0.0, step_s - tokens / plan.rate)
             if all(self._may_explore(s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE) for s in stats):
-                for s in stats:
-                    s.explored_paid_s += lost_s
-                return Depths({i: rounds}, hoped.rate, 1.0, {})
-        return Depths({}, plan.rate, 1.0, {})
+                return Depths({i: rounds}, hoped.rate, 1.0, {}), lost_s
+        return Depths({}, plan.rate, 1.0, {}), 0.0
 
     def keep_drafting(self, stats: RequestStats, plan: PaidPlan, i: int) -> Callable[[float, int], bool]:
         """For `DraftRequest.keep_drafting`: (path probability, depth) -> is one more round worth it?"""
@@ -390,6 +448,8 @@ class Controller:
         """This is what the step does."""
         if self._step is not None:
             self._step.paid = True
+            for s in self._step.stats:
+                s.explored_paid_s += plan.lost_s
         self._why = f"{self._why}, {plan.why}" if self._why else plan.why
 
     def _slows_down(
@@ -403,8 +463,8 @@ class Controller:
         for i, s in enumerate(stats):
             tokens = gains[i] + depths.gains.get(i, 0.0)
             steps = self.acceptance.expected_remaining(s) / tokens if tokens > depths.slowdown else 1.0
-            if reading_s + (depths.slowdown - tokens) * plain_s * steps > self._slack_s(s, plain_s):
-                return True
+            if reading_s + (depths.slowdown - tokens) * plain_s * steps > max(0.0, self._slack_s(s, plain_s)):
+                return True  # what is lost already can only be won back
         return False
 
     def _slack_s(self, s: RequestStats, plain_s: float) -> float:

@@ -37,6 +37,7 @@ class CostCurve:
         self.tokens_per_round = 1  # of a drafter's rounds: depth that one adds to a draft at most
         self.recent = False  # whether a forward was observed since the last of the target
         self.per_branch = 0.0  # seconds of a side branch of a tree, beside its tokens
+        self.start_factor = 1.0  # of a drafter: what it took to read a prompt, over what the curve has for its tokens
         self._sizes = sorted(points)
         timed = [points[n] - base_context * (per_context + n * per_context_token) for n in self._sizes]
         # Noise only ever adds time, so a size that took longer than a larger one is the one that is wrong.
@@ -149,13 +150,14 @@ class CostCurve:
             "per_context": self.per_context,
             "per_context_token": self.per_context_token,
             "per_branch": self.per_branch,
+            "start_factor": self.start_factor,
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> CostCurve:
         points = {int(size): float(seconds) for size, seconds in record["points"].items()}
         curve = cls(points, float(record["per_context"]), float(record["per_context_token"]))
-        curve.per_branch = float(record["per_branch"])
+        curve.per_branch, curve.start_factor = float(record["per_branch"]), float(record.get("start_factor", 1.0))
         return curve
 
     def _log_at(self, tokens: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -72,6 +72,7 @@ class Drafter(ABC):
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra
     tokens_per_round: int = 1  # of paid drafters: depth that one round adds to a draft at most
+    outcomes: Mapping[str, list[list[float]]] = {}  # of paid drafters: kind of text -> accepted and tried by depth
     rounds: Sequence[DraftRound] = ()  # of paid drafters: the rounds of the last `propose`
 
     def __init__(self, ctx: DraftContext) -> None:  # noqa: B027

@@ -30,6 +30,7 @@ class ParallelDrafter(ModelDrafter):
         super().__init__(ctx)
         assert ctx.draft is not None and ctx.draft.parallel is not None
         self._mask, self.tokens_per_round = ctx.draft.parallel.mask_token, ctx.draft.parallel.tokens
+        self.outcomes = ctx.draft.parallel.outcomes
         self.stops_on_device = False
 
     @classmethod

@@ -9,7 +9,7 @@ Gemma, whose norms and scales are stored otherwise, is not written. Knows no dra
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ MAX_PARALLEL_TOKENS = 32
 class ParallelDrafting:
     mask_token: int
     tokens: int = DEFAULT_PARALLEL_TOKENS  # drafted in one forward: one by the last token, the others by masks
+    outcomes: dict[str, list[list[float]]] = field(default_factory=dict)  # kind of text -> accepted and tried by depth
 
 
 def read_parallel(root: dict[str, Any], vocab: int, source: str) -> ParallelDrafting | None:

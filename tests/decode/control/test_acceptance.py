@@ -18,6 +18,7 @@ from forerun.decode.control.acceptance import (
     TRACKED_DEPTHS,
     Acceptance,
     DrafterRecord,
+    KindRecord,
     RequestRecord,
     RequestStats,
 )
@@ -105,7 +106,7 @@ def test_a_lower_bound_narrows_with_outcomes_of_this_request():
     for _ in range(4):
         doubts.append(record.by_depth("text", own, 1, 0.0)[0] - record.by_depth("text", own, 1, 1.0)[0])
         for i in range(10):
-            own.count(0.7, hit=i % 10 < 7)
+            record.count_level(KindRecord(), own, 0, hit=i % 10 < 7)
     assert doubts == sorted(doubts, reverse=True) and doubts[0] > 0.12 and doubts[-1] < 0.09
 
 
@@ -135,7 +136,7 @@ def test_candidates_that_a_drafter_only_scored_do_not_stand_for_what_it_is_sure_
     own = RequestRecord()
     draft = Draft([7, 8, 1, 2], [ROOT, 0, ROOT, 2], [0.01, 0.5, 0.9, 0.8], ["paid"] * 4)
     own.state(draft, draft.probs)
-    assert own.stated == pytest.approx(0.9 + 0.9 * 0.8) and own.stated_nodes == pytest.approx(1.9)
+    assert own.stated == pytest.approx(0.91 + 0.91 * 0.8) and own.stated_levels == pytest.approx(1.91)
 
 
 def test_few_outcomes_at_one_depth_do_not_shape_it():
@@ -155,12 +156,26 @@ def test_kinds_of_prompts_are_learnt_apart():
     assert by_depth(known, kind="numbers")[0] == pytest.approx(PAID_PRIOR["numbers"])
 
 
-def test_side_branches_do_not_count_in_acceptance_by_depth():
+def test_by_depth_it_counts_whether_any_branch_goes_on():
     known = Acceptance()
-    draft = Draft([1, 2], [ROOT, ROOT], [0.8, 0.1], ["paid"] * 2)
+    draft = Draft([1, 2, 3], [ROOT, ROOT, 0], [0.8, 0.1, 0.9], ["paid"] * 3)
     for _ in range(100):
-        known.record_draft(RequestStats(), draft, [1])
-    assert by_depth(known)[0] > 0.95
+        known.record_draft(RequestStats(), draft, [1, 3])
+        known.record_draft(RequestStats(), draft, [2, 3])  # right too, but its path ends where the other goes on
+    first, second = by_depth(known, deepest=2)
+    assert first > 0.95 and 0.4 < second < 0.6
+
+
+def test_what_a_drafters_file_has_counts_as_outcomes_of_others():
+    known = Acceptance()
+    record = known.records["paid"]
+    record.add_measured({"text": [[90.0, 100.0], [40.0, 80.0]]})
+    first, second = by_depth(known, deepest=2)
+    assert first > 0.75 and second < 0.6 and record.has_paid("text")
+    assert by_depth(known, 1.0, deepest=1)[0] > first - 0.12  # requests of a kind differ by about 0.1
+    record.add_measured({"text": [[0.0, 100.0]], "code": [[1.0, 1.0]]})
+    assert by_depth(known, deepest=1)[0] == first  # what was learnt since stays
+    assert not record.has_paid("code")
 
 
 # -- free drafters and answers -----------------------------------------------------------------------------------------
@@ -194,7 +209,7 @@ def test_reading_a_prompt_counts_apart_from_runs_and_pauses_are_cut():
 def test_answers_are_expected_to_last_as_others_of_their_kind():
     known, usual = Acceptance(), int(PRIOR_ANSWER_TOKENS - PRIOR_DEVIATION_ELSEWHERE)
     assert known.expected_remaining(RequestStats()) == usual
-    assert known.expected_remaining(RequestStats(max_tokens=20)) == 20
+    assert known.expected_remaining(RequestStats(max_tokens=10)) == 10
     for _ in range(40):
         known.record_length(RequestStats("text", tokens=12))
         known.record_length(RequestStats("code", tokens=400))

@@ -16,7 +16,7 @@ import torch
 from forerun import LLM, Grammar, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import Draft
-from forerun.decode.control.controller import Controller
+from forerun.decode.control.controller import Controller, DraftedBatch
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafters import DraftRequest
 from forerun.decode.drafters.parallel import ParallelDrafter
@@ -147,7 +147,7 @@ def test_the_plan_pays_one_round_for_all_depths():
         control = Controller(CostCurve({1: 1.0, 16: 1.1}), {"paid": CostCurve({1: 0.9, 16: 0.95})})
         control.drafters["paid"].tokens_per_round = block
         stats = control.new_request("code")
-        plan = control.plan_rounds([stats], [Draft()], "paid", [16], 100, [0.0])
+        plan = control.plan_rounds(DraftedBatch([stats], [Draft()], [16], 100), "paid", [0.0])
         assert (plan is not None and plan.rounds[0] > 1) == pays
 
 
