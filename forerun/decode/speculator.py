@@ -178,11 +178,9 @@ class Speculator:
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, draft in zip(chosen, drafts, strict=True):
-                if beside:
-                    pass  # it took nothing, and whether it pays shows when it is not
-                elif not drafter.waits:
+                if not drafter.waits and not beside:
                     task.spec_state.free_run_s[drafter.name] = seconds
-                elif len(draft) or seconds > IDLE_RUN_S:  # whether waiting pays is decided by `max_wait_s`
+                elif not beside and (len(draft) or seconds > IDLE_RUN_S):  # waiting is decided by `max_wait_s`
                     task.spec_state.free_run_s[drafter.name] = min(seconds, IDLE_RUN_S)
                 self._add_candidate(task, draft, beside)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,9 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
     del trainer, network, teacher
     _free()
     if measure:
-        figures = measure_drafter(target, run.ways(job.out), settings.tokens, device)
+        figures, outcomes = measure_drafter(target, run.ways(job.out), settings.tokens, device)
+        if isinstance(drafter, DrafterFile):
+            drafter.parallel = replace(drafter.parallel, outcomes=outcomes)
         drafter.facts |= {"figures": [asdict(figure) for figure in figures], "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
     state.remove()
@@ -208,9 +210,11 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
 
 def measure_drafter(
     target: Checkpoint, ways: Sequence[tuple[str, str, Any]], depth: int, device: torch.device
-) -> list[DraftFigure]:
-    """The trained drafter beside plain decoding and what there was before, at two lengths of context."""
+) -> tuple[list[DraftFigure], dict[str, list[list[float]]]]:
+    """The trained drafter beside plain decoding and what there was before, at two lengths of context; and how often the
+    trained one's tokens were accepted, by kind of text and depth."""
     figures: list[DraftFigure] = []
+    outcomes: dict[str, list[list[float]]] = {}
     for way, name, draft in ways:
         context = min(MEASURED_CONTEXT, target.config.max_context)
         with LLM(target, draft_model=draft, device=device.type, max_model_len=context, quiet=True) as llm:
@@ -218,8 +222,10 @@ def measure_drafter(
             room = context - 256 - max(len(ids) for found in short.values() for ids in found)
             for prompts in (short, after_long_text(llm, short, min(LONG_CONTEXT_TOKENS, room))):
                 figures += run_figures(llm, way, name, depth, prompts, _show_progress)
+            kinds = llm.engine.speculator.controller.acceptance.records[name].kinds
+            outcomes = {kind: known.depths for kind, known in kinds.items() if known.total[1]}
         _free(llm)
-    return figures
+    return figures, outcomes
 
 
 def _show_progress(text: str) -> None:

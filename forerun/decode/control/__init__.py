@@ -1,7 +1,7 @@
 """Everything that decides how much to draft. The speculator asks `Controller` and nothing else in here.
 
 A *free* drafter runs no model, a *paid* one does. A step has one decision, plain decoding or drafts, by one measure:
-the tokens per second of the whole batch. `controller` makes it, from
+the tokens per second of the whole batch. `controller` makes it, in the terms of `decision`, from
 
 - `cost`: seconds of a forward by its rows, of the target and of paid drafters; `host`: the host's own time beside them,
 - `acceptance`: how often each drafter's tokens are accepted, over all requests, by kind of prompt (`kinds`) and within

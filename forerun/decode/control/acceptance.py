@@ -339,3 +339,26 @@ class Acceptance:
 
     def stats(self) -> dict[str, Any]:
         return {name: record.stats() for name, record in self.records.items()}
+
+
+class StoppingRule:
+    """Follows one chain while it is drafted, and compares its calibrated probability with what another round needs."""
+
+    __slots__ = ("_depth", "_factor", "_least", "_path", "_raw", "_record", "_rounds")
+
+    def __init__(self, record: DrafterRecord, own: RequestRecord, least: list[float], rounds: int) -> None:
+        self._record, self._factor, self._least, self._rounds = record, own.factor, least, rounds
+        self._raw, self._path, self._depth = 1.0, 1.0, 0
+
+    def __call__(self, prob: float, depth: int) -> bool:
+        """Whether to run another round, given the drafter's own probability of the path down to this depth."""
+        more = depth - self._depth
+        if more > 0:  # one token, or several where it began with another drafter's; else a side branch
+            raw = (min(1.0, prob / self._raw) if self._raw > 0.0 else 0.0) ** (1.0 / more)
+            for above in range(self._depth, depth):
+                self._path *= self._record.prob(raw, above == 0, self._factor)
+            self._raw, self._depth = prob, depth
+        if depth >= self._rounds or depth > len(self._least):
+            return False
+        path = self._path if depth == self._depth else min(1.0, prob * self._path / max(self._raw, 1e-9))
+        return depth == 0 or path >= self._least[depth - 1]

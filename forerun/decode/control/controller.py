@@ -18,19 +18,19 @@ and too few would be verified.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from forerun.core import Draft
 from forerun.decode.control import selection
-from forerun.decode.control.acceptance import Acceptance, DrafterRecord, RequestRecord, RequestStats
+from forerun.decode.control.acceptance import Acceptance, DrafterRecord, RequestStats, StoppingRule
 from forerun.decode.control.cost import MAX_ROUNDS, CostCurve
+from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
 from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.selection import StepCosts
 
-__all__ = ["Controller", "RequestStats"]
+__all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
 DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
 # Of a request's time that exploring may lose, 1% in all; apart, or drafters that are cheap to run would use it up
@@ -57,63 +57,6 @@ RECENT_DECISIONS = 256
 RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
 
 
-class Decision(NamedTuple):
-    """What one step does, and what plain decoding would have cost."""
-
-    sequences: int
-    context: int
-    drafters: str  # of the nodes that are verified, joined by +; empty: plain
-    depth: int  # of the deepest draft
-    rows: int  # of the target's forward
-    tokens: float  # expected of the batch
-    seconds: float  # expected
-    plain_s: float  # of a plain step, which gives a token for each sequence
-    why: str
-
-
-@dataclass(slots=True)
-class DraftedBatch:
-    """The sequences of a step, and what was drafted for them so far."""
-
-    stats: list[RequestStats]
-    drafts: list[Draft]  # with calibrated probabilities
-    limits: list[int]  # the most nodes of each
-    context: int  # mean
-    spent_s: float = 0.0  # what drafting took in this step
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step that is decided."""
-
-    stats: list[RequestStats]
-    plain_s: float
-    lagging: list[RequestStats]  # sequences that it must not slow down
-    paid: bool = False  # a paid drafter runs
-
-
-class _Ended(NamedTuple):
-    """A step of pure decoding whose tokens are read."""
-
-    wall_s: float
-    taken_s: float  # without pauses of the operating system
-    plain_s: float
-    paid: bool
-
-
-@dataclass(slots=True)
-class PaidPlan:
-    """What a paid drafter is to do in a step."""
-
-    drafter: str
-    rounds: list[int]  # the most for each sequence; 0: none
-    rate: float  # tokens per second, by the mean: of two that pay for certain the one that promises more is chosen
-    min_path_probs: list[list[float]]  # by sequence: after so many drafted tokens, the least that is worth a round more
-    why: str
-    lost_s: float = 0.0  # that exploring takes from every sequence's budget
-    start_s: Sequence[float] = ()  # of each sequence, what catching up with it is expected to take
-
-
 class Controller:
     """Shared by all sequences of an engine. `drafters`: seconds of one round of each paid drafter."""
 
@@ -121,11 +64,9 @@ class Controller:
         self.target, self.drafters = target, drafters
         self.acceptance, self.host = Acceptance(), HostTime()
         self.decisions: deque[Decision] = deque(maxlen=RECENT_DECISIONS)
-        self._step: _Step | None = None
-        self._ended: _Ended | None = None
-        self._read_at: float | None = (
-            None  # when the last step's tokens came, where the step that runs followed at once
-        )
+        self._step: OpenStep | None = None
+        self._ended: EndedStep | None = None
+        self._read_at: float | None = None  # when the last step's tokens came, where this one followed at once
         self._draft_s = 0.0  # of drafting since then
         self._drafted, self._gained = False, False  # whether the last step had a draft; whether that pays again
         self._skip_steps = 0  # plain ones, until drafting is considered again
@@ -175,11 +116,11 @@ class Controller:
         found = self._selected(batch, costs)
         return found.size > n or self.record_plain(batch.context, "no draft is worth the overlap with the host")
 
-    def _begin(self, stats: list[RequestStats], context: int) -> _Step:
+    def _begin(self, stats: list[RequestStats], context: int) -> OpenStep:
         if self._ended is None:
             self._read_at = None  # the step before held a prompt's tokens
         plain_s = self._plain_s(len(stats), context)
-        self._step = _Step(stats, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
+        self._step = OpenStep(stats, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
         self._ended, self._why = None, ""
         return self._step
 
@@ -277,7 +218,7 @@ class Controller:
         self._read_at = now
         if self._step is not None:
             paid = self._gained = self._step.paid and self._drafted
-            self._ended = _Ended(wall_s, min(wall_s, taken_s), self._step.plain_s, paid)
+            self._ended = EndedStep(wall_s, min(wall_s, taken_s), self._step.plain_s, paid)
 
     def observe_start(self, drafter: str, foreseen_s: float, seconds: float) -> None:
         """What a paid drafter took to catch up with sequences, against what its curve had said: beyond the sizes that
@@ -491,26 +432,3 @@ class Controller:
             "drafters": self.acceptance.stats(),
             "decisions": [decision._asdict() for decision in self.decisions],
         }
-
-
-class StoppingRule:
-    """Follows one chain while it is drafted, and compares its calibrated probability with what another round needs."""
-
-    __slots__ = ("_depth", "_factor", "_least", "_path", "_raw", "_record", "_rounds")
-
-    def __init__(self, record: DrafterRecord, own: RequestRecord, least: list[float], rounds: int) -> None:
-        self._record, self._factor, self._least, self._rounds = record, own.factor, least, rounds
-        self._raw, self._path, self._depth = 1.0, 1.0, 0
-
-    def __call__(self, prob: float, depth: int) -> bool:
-        """Whether to run another round, given the drafter's own probability of the path down to this depth."""
-        more = depth - self._depth
-        if more > 0:  # one token, or several where it began with another drafter's; else a side branch
-            raw = (min(1.0, prob / self._raw) if self._raw > 0.0 else 0.0) ** (1.0 / more)
-            for above in range(self._depth, depth):
-                self._path *= self._record.prob(raw, above == 0, self._factor)
-            self._raw, self._depth = prob, depth
-        if depth >= self._rounds or depth > len(self._least):
-            return False
-        path = self._path if depth == self._depth else min(1.0, prob * self._path / max(self._raw, 1e-9))
-        return depth == 0 or path >= self._least[depth - 1]
