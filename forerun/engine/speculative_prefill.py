@@ -91,8 +91,11 @@ class SpeculativePrefill:
     def _with_source(self, seq: Sequence) -> Prefill:
         """What was asked for; of source `auto` with `chunk` named where most of what is not known was met before."""
         settings = seq.params.prefill
+        tree, tiers = self.scheduler.tree, self.scheduler.prefixes.tiers
         measured = settings.budget is not None or settings.quality is not None  # by the profile's curve
         if self.prefiller is None or settings.exact or settings.source != "auto" or measured or not seq.params.cache:
+            return settings
+        if tree is None or not (tree.num_pages or tiers is not None):  # there is nothing that was met before
             return settings
         chunk = replace(settings, source="chunk")
         index = self.prefiller.source(chunk).text_index

@@ -30,7 +30,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import forerun
-from forerun import LLM, SamplingParams, data
+from forerun import LLM, Prefill, SamplingParams, data
 
 PACKAGE = Path(forerun.__file__).parent
 PROMPT = "The lighthouse keeper walked up"
@@ -138,8 +138,8 @@ def exact_walk(llm: LLM) -> RequestWalk:
 
 
 def drafted_walk(llm: LLM) -> RequestWalk:
-    """One drafted prompt from `llm.stream` to its first token."""
-    params = SamplingParams(max_tokens=2, speculation="off", prefill="speculative")
+    """One prompt drafted by the profile's source, from `llm.stream` to its first token."""
+    params = SamplingParams(max_tokens=2, speculation="off", prefill=Prefill("speculative", source="self"))
     text = data.text("documents/handbook.txt")
 
     def rotated(chars: int) -> str:  # another prompt: nothing of it is in the prefix tree
