@@ -22,11 +22,12 @@ from statistics import median
 from typing import Any
 
 from forerun import LLM, Completion, SamplingParams, data
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.serve.server import listen
 from forerun_research.bench.delay_proxy import DelayProxy
 
 ROUND_TRIPS_MS = (0, 20, 50, 100)
-FAULT_PERIOD_S = 1.5  # between kills of the server
+FAULT_PERIOD_S = 4.0  # between kills of the server
 
 
 class DraftServerProcess:
@@ -134,12 +135,13 @@ def faults(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) ->
             kills += 1
             server.start()
 
-    with DelayProxy(server.port, 0.005, damaged_share=0.1) as proxy:
+    with DelayProxy(server.port, 0.005, damaged_share=0.02) as proxy:
         thread = threading.Thread(target=kill_and_restart)
         thread.start()
         end = time.monotonic() + options.seconds
         while time.monotonic() < end:
-            answers = llm.chat(asked, replace(params, speculation=f"remote:127.0.0.1:{proxy.port}"))
+            with all_drafts_verified(llm.engine):
+                answers = llm.chat(asked, replace(params, speculation=f"remote:127.0.0.1:{proxy.port}"))
             rounds += 1
             wrong += sum(a.token_ids != p.token_ids for a, p in zip(answers, plain, strict=True))
             accepted += sum(answer.usage.accepted for answer in answers)

@@ -118,18 +118,18 @@ class Link:
     async def _connect_again(self) -> None:
         pause_s = MIN_PAUSE_S
         while not self._closed:
-            start, before = time.monotonic(), self.connections
+            start, before, garbage = time.monotonic(), self.connections, False
             try:
                 await self._connected()
                 problem = "it closed the connection"
             except Exception as error:  # whatever a server does, drafts come from elsewhere or not at all
-                problem = f"{type(error).__name__}: {error}"
+                problem, garbage = f"{type(error).__name__}: {error}", isinstance(error, ProtocolError)
             self.welcome, self._outgoing = None, None
             self._attempted.set()
             self._on_change()
             if self.connections > before:
                 log.warning("no drafts from %s for now: %.200s", self.address, problem)
-                if time.monotonic() - start > MAX_PAUSE_S:
+                if not garbage or time.monotonic() - start > MAX_PAUSE_S:
                     pause_s = MIN_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
