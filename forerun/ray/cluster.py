@@ -89,6 +89,9 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=QUIET_LOGS)
+        if address is not None and APPLICATION in serve.status().applications:
+            hint = "end that server, or remove what one that was killed has left: `serve shutdown`"
+            raise BadRequest(f"the Ray cluster at {address} has an application {APPLICATION!r} already", hint)
         yield
     finally:
         with suppress(Exception):

@@ -63,6 +63,18 @@ def test_a_cluster_that_cannot_be_joined_is_one_line_and_nothing_is_left(monkeyp
     assert ended == [True]
 
 
+def test_a_cluster_that_has_replicas_already_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    ended: list[str] = []
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **_: None, start=lambda **_: None)
+    fake.shutdown = lambda: ended.append("shutdown")
+    fake.delete = lambda name: ended.append(f"delete {name}")
+    fake.status = lambda: SimpleNamespace(applications={cluster.APPLICATION: None})
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with pytest.raises(BadRequest, match="has an application 'forerun' already"), cluster.cluster("auto", 1):
+        pass
+    assert ended == ["shutdown"]  # of this process's connection
+
+
 def test_options_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]):
     fake = SimpleNamespace(__version__="2.60.0")
     monkeypatch.setattr(cluster, "import_module", lambda name: fake)
