@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 MAX_TEXTS = 256
@@ -30,10 +31,10 @@ class TextFiles:
             return
         shorter = [text for text in self._written if data.startswith(text)]
         self._written = [text for text in self._written if text not in shorter][1 - MAX_TEXTS :] + [data]
+        path = self._path(data)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self._path(data)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_bytes(data)
             os.replace(temporary, path)
             for text in shorter:
@@ -41,6 +42,8 @@ class TextFiles:
             self._shrink()
         except OSError as error:
             self.off = True
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             log.warning("texts of the disk tier in %s are not kept from now on: %s", self.folder, error)
 
     def read(self) -> list[bytes]:
