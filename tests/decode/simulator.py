@@ -220,7 +220,7 @@ class World:
         self._device_s, self._read_at = 0.0, 0.0  # when the step in flight ends; when the last one's tokens came
         self.read: dict[int, int] = {}  # of both drafters of the draft model: they share its K/V
         runner = SimpleNamespace(decoder=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)))
-        ctx: Any = SimpleNamespace(tokenizer=None, paid_drafters=[], runner=runner)
+        ctx: Any = SimpleNamespace(tokenizer=None, paid_drafters=[], remote_drafters=[], runner=runner)
         self.controller = controller or Controller(CostCurve(machine.target), {})
         self.spec = Speculator(ctx, self.controller)
         for name in drafters:
