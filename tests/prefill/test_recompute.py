@@ -29,6 +29,7 @@ from tests.prefill.fakes import (
     POLICY,
     STRICT,
     Fake,
+    answer,
     apart,
     drive,
     exact_kv,
@@ -173,7 +174,7 @@ def test_more_rows_than_one_pass_takes_run_in_several(ctx: DraftContext, recompu
     assert apart(last_logits(ctx, state), exact_kv(ctx)[1]) < 1e-4
 
 
-def test_a_round_that_is_not_one_pass_leaves_the_tail_to_the_engine(
+def test_a_round_that_is_not_one_pass_leaves_no_tail_of_the_round_before(
     ctx: DraftContext, recomputed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ):
     prefiller = make_prefiller(ctx, Fake(ctx, BAD, price=0.05), thresholds=STRICT)
@@ -182,8 +183,11 @@ def test_a_round_that_is_not_one_pass_leaves_the_tail_to_the_engine(
         prefiller.advance(state, 1)
     assert state.filled == LAST
     monkeypatch.setattr(Runner, "recompute", lambda *_: None)
+    before = state.logits
     drive(prefiller, state)
-    assert state.stage is PrefillStage.DONE and state.filled == END and state.logits is None
+    assert state.stage is PrefillStage.DONE and state.filled == LAST and state.tail_ran  # to compare the rounds
+    assert state.logits is not None and before is not None and not torch.equal(state.logits, before)
+    torch.testing.assert_close(state.logits, answer(ctx, state), atol=2e-4, rtol=1e-3)
 
 
 def test_warming_up_gives_its_pages_back(ctx: DraftContext, recomputed: list[tuple[int, int]]):
