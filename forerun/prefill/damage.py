@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DamageModel:
-    """`margin`: over the fitted mean, so that at least 95% of prompts like those it was fitted on stay below."""
+    """`margin`: over the fitted mean, so that the 18 prompts it was fitted on stay below; others are not measured."""
 
     tail_change: float
     value_error: float  # of its square: a small error moves logits in proportion, KL by the square

@@ -189,9 +189,12 @@ class World:
         """The process is gone in the middle of whatever it wrote: only files are left, as they are at this moment."""
         left, old = next(self._folders), self.tiers
         left.mkdir()
-        for file in self.folder.iterdir():
+        for file in sorted(self.folder.rglob("*")):  # a folder comes before what is in it
             try:
-                shutil.copy2(file, left / file.name)
+                if file.is_dir():
+                    (left / file.relative_to(self.folder)).mkdir()
+                else:
+                    shutil.copy2(file, left / file.relative_to(self.folder))
             except FileNotFoundError:  # renamed or removed by the thread that writes
                 continue
         self.stop()

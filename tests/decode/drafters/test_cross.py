@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import Draft, SamplingParams, Speculation, Verdict
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
@@ -198,7 +199,8 @@ def test_a_long_prompt_is_read_in_parts(spellers: tuple[Path, Path], monkeypatch
     prompt = [40 + i % 50 for i in range(180)]
     plain = run(engine_of(*spellers), [prompt], params("off"))
     engine = engine_of(*spellers)
-    assert run(engine, [prompt], params("cross")) == plain
+    with all_drafts_verified(engine):  # the made costs of `generous` and measured seconds do not compare
+        assert run(engine, [prompt], params("cross")) == plain
     assert engine.speculator.totals.accepted > 10
 
 
