@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import Prefill, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
@@ -55,9 +56,10 @@ def test_cold_requests_side_by_side_do_not_wait_for_each_other(engine: Engine):
 
 def test_guesses_from_other_answers_are_left_out(engine: Engine):
     asked = replace(PARAMS, speculation="suffix")
-    for _ in range(3):
-        ask(engine, asked)
-    warm, cold = ask(engine, asked).last.usage, ask(engine, replace(asked, cache=False)).last.usage
+    with all_drafts_verified(engine):
+        for _ in range(3):
+            ask(engine, asked)
+        warm, cold = ask(engine, asked).last.usage, ask(engine, replace(asked, cache=False)).last.usage
     assert warm.drafted > 0 and cold.drafted == 0
 
 

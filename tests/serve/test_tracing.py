@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from forerun import LLM
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.errors import BadRequest
 from forerun.serve import ServeConfig, create_app
 from forerun.serve.observer import RequestObserver
@@ -58,7 +59,8 @@ def test_a_request_and_what_it_went_through(traced: Running, exported: InMemoryS
     own = {"statistics": True, "ignore_eos": True, "speculation": {"drafter": "lookup", "depth": 4}}
     messages = [{"role": "user", "content": f"{SECRET} one two {SECRET} one two {SECRET} one two"}]
     body = ASKED | {"stream": stream, "forerun": own, "messages": messages, "max_tokens": 40}
-    response = traced.post(CHAT, body)
+    with all_drafts_verified(traced.llm.engine):
+        response = traced.post(CHAT, body)
     found = spans(exported)
     root = found.pop(f"POST {CHAT}")
     assert list(found) == ["prepare", "queue", "prefill", "decode"] and root.parent is None
