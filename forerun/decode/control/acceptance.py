@@ -291,6 +291,8 @@ class Acceptance:
         return mean - deviations * sqrt(max(0.0, square - mean * mean))
 
     def record_length(self, stats: RequestStats) -> None:
+        if self.min_length(stats.kind, 0.0) > stats.tokens >= stats.max_tokens:
+            return  # its limit cut it off: how long it would have been is not known
         known = self.lengths.setdefault(stats.kind, [0.0, 0.0, 0.0])
         for i, value in enumerate((1.0, stats.tokens, stats.tokens**2)):
             known[i] = known[i] * LENGTH_DECAY + value

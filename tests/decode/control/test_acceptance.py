@@ -221,6 +221,15 @@ def test_answers_are_expected_to_last_as_others_of_their_kind():
     assert known.expected_remaining(RequestStats("numbers")) < 60  # some of them are short
 
 
+def test_an_answer_that_its_limit_cut_off_tells_no_length():
+    known = Acceptance()
+    usual = known.min_length("code", 1.0)
+    known.record_length(RequestStats("code", tokens=16, max_tokens=16))
+    assert known.min_length("code", 1.0) == usual
+    known.record_length(RequestStats("code", tokens=900, max_tokens=900))  # so long at least
+    assert known.min_length("code", 0.0) > PRIOR_ANSWER_TOKENS
+
+
 def test_the_report_is_plain_data_and_a_record_comes_back():
     known = Acceptance()
     known.record_draft(RequestStats("code"), Draft.chain([1, 2], [0.9, 1.0], "free"), [1, 2, 3])
