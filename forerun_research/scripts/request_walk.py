@@ -138,8 +138,8 @@ def exact_walk(llm: LLM) -> RequestWalk:
 
 
 def drafted_walk(llm: LLM) -> RequestWalk:
-    """One prompt drafted by the profile's source, from `llm.stream` to its first token."""
-    params = SamplingParams(max_tokens=2, speculation="off", prefill=Prefill("speculative", source="self"))
+    """One drafted prompt, from `llm.stream` to its first token."""
+    params = SamplingParams(max_tokens=2, speculation="off", prefill=Prefill("speculative"))
     text = data.text("documents/handbook.txt")
 
     def rotated(chars: int) -> str:  # another prompt: nothing of it is in the prefix tree
