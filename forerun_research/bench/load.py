@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +27,7 @@ from forerun_research.bench import common
 from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
+from forerun_research.bench.sides import PARENT_GONE
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
@@ -133,10 +135,15 @@ def in_fresh_process(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, A
 
 
 def _serve_one(pipe: Connection, setup: LoadSetup, trace: list[TraceRequest]) -> None:
+    found: Any
     try:
-        pipe.send(measure(setup, trace))
+        found = measure(setup, trace)
+    except ForerunError as error:
+        found = error
     except Exception as error:
-        pipe.send(error if isinstance(error, ForerunError) else ForerunError(f"{type(error).__name__}: {error}", ""))
+        found = ForerunError(f"{type(error).__name__}: {error}", "")
+    with suppress(*PARENT_GONE):
+        pipe.send(found)
 
 
 def run_simulation(

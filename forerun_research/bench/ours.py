@@ -14,6 +14,11 @@ from forerun_research.bench.common import same_prefix
 from forerun_research.bench.sides import Sample, SideSpec
 
 
+def plain(tokens: int) -> SamplingParams:
+    """Exactly `tokens` tokens without drafts, as the other engines decode here; `bench speculate` measures drafts."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, speculation="off")
+
+
 class ForerunSide:
     def __init__(self, spec: SideSpec) -> None:
         # Room for all requests at once and a quarter more, so that cached prefixes never force work on a bench.
@@ -54,7 +59,7 @@ class ForerunSide:
 
     def decode(self, ids: list[int], tokens: int) -> Sample:
         self.llm.clear_cache()
-        answer = self.llm.generate(ids, SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
+        answer = self.llm.generate(ids, plain(tokens))[0]
         usage = answer.usage
         return {
             "ttft_s": usage.ttft_s,
@@ -77,7 +82,7 @@ class ForerunSide:
         self.llm.clear_cache()
         together: list[Prompt] = [*prompts]
         start = time.perf_counter()
-        answers = self.llm.generate(together, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        answers = self.llm.generate(together, plain(tokens))
         total = time.perf_counter() - start
         made = sum(answer.usage.completion_tokens for answer in answers)
         assert made == tokens * len(prompts), f"{made} tokens instead of {tokens * len(prompts)}"

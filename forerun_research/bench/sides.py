@@ -11,6 +11,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -133,21 +134,25 @@ class SideProcess:
         self.close()
 
 
+PARENT_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a pipe raises whose other end is closed
+
+
 def _serve(pipe: Connection, spec: SideSpec) -> None:
-    """The child's loop; a child whose parent has gone ends in the middle of a measurement."""
+    """The child's loop; a child whose parent has gone ends in the middle of a measurement and prints nothing."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        side = open_side(spec)
-        pipe.send(("ok", side.about()))
-        while (job := pipe.recv()) is not None:
-            method, args = job
-            pipe.send(("ok", memory() if method == "memory" else getattr(side, method)(*args)))
-    except EOFError:
-        return
-    except ForerunError as error:
-        pipe.send(("error", (type(error), str(error), error.hint)))
-    except Exception:
-        pipe.send(("crash", traceback.format_exc()))
+    with suppress(*PARENT_GONE):
+        try:
+            side = open_side(spec)
+            pipe.send(("ok", side.about()))
+            while (job := pipe.recv()) is not None:
+                method, args = job
+                pipe.send(("ok", memory() if method == "memory" else getattr(side, method)(*args)))
+        except PARENT_GONE:
+            raise
+        except ForerunError as error:
+            pipe.send(("error", (type(error), str(error), error.hint)))
+        except Exception:
+            pipe.send(("crash", traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import SamplingParams
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
@@ -42,6 +43,15 @@ def test_samples_say_what_became_of_drafts(side: ForerunSide) -> None:
     assert drafted["accepted"] == sum(drafted["lengths"]) == drafted["drafters"].get("model", {}).get("accepted", 0)
     assert drafted["steps"] + drafted["accepted"] >= 30 and plain["steps"] == 30
     assert drafted["decode_s"] == pytest.approx(drafted["total_s"] - drafted["ttft_s"])
+
+
+def test_what_is_measured_against_other_engines_is_plain_decoding(side: ForerunSide) -> None:
+    with all_drafts_verified(side.llm.engine):
+        drafted = side.answer(IDS, SamplingParams(max_tokens=8, ignore_eos=True, speculation="model"))["drafted"]
+        before = side.speculation()["drafters"]
+        side.decode(IDS, 8)
+        side.batch([IDS, IDS[:20]], 8)
+    assert drafted > 0 and side.speculation()["drafters"] == before
 
 
 def test_the_second_turn_reuses_the_first(side: ForerunSide) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from forerun.cli import main
 from forerun.errors import BadRequest, ModelNotFound
+from forerun_research.bench import sides
 from forerun_research.bench.sides import SideProcess, SideSpec, alternate, open_side
 
 
@@ -34,6 +36,24 @@ def test_errors_of_a_side_keep_their_kind_and_hint() -> None:
     with pytest.raises(ModelNotFound, match="no-such-model") as caught:
         SideProcess(SideSpec("forerun", "no-such-model"))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_side_whose_parent_has_gone_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    class Interrupted:
+        def about(self) -> dict[str, Any]:
+            return {}
+
+        def decode(self) -> None:
+            ours.close()
+            if fails:
+                raise RuntimeError("in the middle of a measurement")
+
+    monkeypatch.setattr(sides, "open_side", lambda spec: Interrupted())
+    ours.send(("decode", ()))
+    sides._serve(theirs, SideSpec("forerun", "none"))  # raises nothing
 
 
 def test_unknown_engines_are_refused() -> None:
