@@ -24,6 +24,7 @@ from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks, set_threads
 from forerun.models.cpu.block_linear import problem as block_problem
 from forerun.models.cpu.choice import blocks_are_worth_it
+from forerun.models.cpu.huge_pages import move_in_background
 from forerun.models.cpu.importance import WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.cpu.streaming import StreamedAttention, StreamedLinear
@@ -163,6 +164,8 @@ def build_decoder(
         device=device,
         basis=builder.basis,
     )
+    if precision.linear is BlockLinear and not (plan is not None and plan.streamed):
+        move_in_background(builder.made_blocks if builder.packed is None else [builder.packed.all_tensors])
     return decoder, precision
 
 
@@ -271,6 +274,7 @@ class LayerBuilder:
         self.checkpoint, self.precision, self.device = checkpoint, precision, device
         self.config = checkpoint.config
         self.is_draft = is_draft
+        self.made_blocks: list[Tensor] = []  # of this start; those of a packed file are in it
         self.short = is_draft and device.type == "cpu" and self.config.vocab_size > 2 * FREQUENT_IDS
         # norms after a block act in the model's own basis, so models that have them cannot be rotated
         rotated = precision.rotated and not self.config.post_norms
@@ -330,6 +334,7 @@ class LayerBuilder:
             blocks = PackedBlocks(format, raw[:rows])
         else:
             blocks = PackedBlocks.quantised(self.checkpoint.tensor(name)[:rows], self._bits(name))
+        self.made_blocks.append(blocks.packed)
         if self.writer is not None:
             self.writer.add(name, blocks.packed, [blocks.format, blocks.rows, blocks.cols])
         return blocks

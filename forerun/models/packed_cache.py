@@ -126,6 +126,11 @@ class PackedFile:
         dtype, shape, start, length = self.table["tensors"][name]
         return self._bytes[start : start + length].view(_TYPES[dtype]).view(shape)
 
+    @property
+    def all_tensors(self) -> Tensor:
+        """The bytes of all tensors, one after the other, with the gaps that align them."""
+        return self._bytes[: self._end]
+
     def about(self, name: str) -> Any:
         """What was said about a tensor when it was added."""
         return self.table["about"].get(name)
