@@ -7,7 +7,7 @@ bug. Knows only the public API and `engine.score`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,10 @@ def check_model(
     threads: int | None = None,
     prompts: int = 16,
     tokens: int = 32,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    """Findings one by one as they are known; the model is loaded once for each engine setting."""
+    """Findings one by one as they are known; the model is loaded once for each engine setting. `on_progress` is called
+    with what is being done."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)  # full length: enough steps to be preempted in
 
     def load(**options: int | bool) -> LLM:
@@ -51,16 +53,21 @@ def check_model(
     with load(enable_prefix_caching=False) as llm:
         asked = _prompts(llm, prompts)
         together: list[Prompt] = [*asked]
+        on_progress("each prompt alone")
         solo = SoloAnswers(asked, [llm.generate(ids, params)[0].token_ids for ids in asked], params)
+        on_progress("all prompts in a batch")
         yield _compare(llm, solo, f"batch of {prompts}", llm.generate(together, params))
     chunk = max(prompts, 2 * PAGE_TOKENS)
+    on_progress("prompts in chunks")
     with load(enable_prefix_caching=False, max_num_batched_tokens=chunk) as llm:
         yield _compare(llm, solo, f"prefill in chunks of {chunk}", llm.generate(together, params))
+    on_progress("prompts from the prefix tree")
     with load() as llm:
         yield _compare(llm, solo, "prefix tree, cold", llm.generate(together, params))
         warm = llm.generate(together, params)
         reused = sum(answer.usage.cached_tokens for answer in warm)
         yield _compare(llm, solo, "prefix tree, warm", warm, f"{reused} prompt tokens reused", happened=reused > 0)
+    on_progress("prompts that are preempted")
     with load(enable_prefix_caching=False, **_tight(solo)) as llm:
         answers = llm.generate(together, params)
         preempted = sum(answer.usage.preemptions for answer in answers)

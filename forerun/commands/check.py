@@ -37,7 +37,8 @@ def model(
     from forerun.checks.consistency import check_model
 
     how: dict[str, Any] = {"weights": weights, "device": device, "threads": threads, "prompts": prompts}
-    _run({"check": "model", "model": model}, as_json, lambda _: check_model(model, tokens=tokens, **how))
+    about: dict[str, str | None] = {"check": "model", "model": model}
+    _run(about, as_json, lambda update: check_model(model, tokens=tokens, **how, on_progress=update))
 
 
 @app.command()

@@ -20,7 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_sound_engine_passes(model: str) -> None:
-    findings = list(check_model(model, weights="float32", threads=1, prompts=4, tokens=24))
+    shown = list[str]()
+    findings = list(check_model(model, weights="float32", threads=1, prompts=4, tokens=24, on_progress=shown.append))
+    assert len(shown) == len(set(shown)) == 5  # what runs, not "loading" all the time
     assert [finding.name for finding in findings] == [
         "batch of 4",
         "prefill in chunks of 32",
