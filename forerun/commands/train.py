@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Train drafters for a model, on thi
 
 KINDS = ("parallel", "block", "heads")
 RATES = {"parallel": 4e-4, "block": 8e-4, "heads": 1e-3}  # of Adam, at its highest
+FULL_RATE = 3e-5  # of `parallel` where the weights themselves are trained
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,21 @@ class TrainOptions:
     minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
     tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")
     rank: int = opt.shown(32, min=1, help="Of the changes, or of a block's Markov head: the file grows with it.")
+    full: bool = opt.shown(
+        False, "--full", help="parallel: train the draft's own matrices; --out is a model folder in PARD's format."
+    )
     layers: int = opt.shown(1, min=1, max=3, help="Layers of a block.")
+    reuse: str = opt.shown(
+        "hidden", help="What a block reads of the tokens before it: hidden (states), kv (the target's), or both."
+    )
+    state_norms: bool = opt.shown(
+        False, "--state-norms", help="block: a norm for each hidden state. Not for other engines."
+    )
+    head_rank: int = opt.shown(0, min=0, help="block: rank of a head of its own. 0: the target's head.")
     vocab: int = opt.shown(16384, min=64, help="Tokens that a block or heads can draft: the most frequent ones.")
     attention_window: int = opt.shown(512, min=16, help="Tokens before it that a block reads.")
     window: int = opt.shown(512, min=32, help="Tokens of a training window.")
+    long_window: int = opt.shown(4096, min=32, help="Tokens of the windows of every fourth step.")
     batch_tokens: int = opt.shown(8192, min=32, help="Tokens of a training step.")
     mask_token: int | None = opt.shown(None, help="Id of the mask. Default: one that no text uses.")
     no_measure: bool = opt.shown(False, "--no-measure", help="Leave the figures at the end out.")
@@ -78,8 +90,11 @@ def drafter(
     if (kind == "parallel") != (draft is not None):
         need = "changes a draft model, and --draft is not given" if draft is None else "reads the target alone"
         raise BadRequest(f"--kind {kind} {need}", "use --kind parallel with --draft, block or heads without")
-    if out.suffix != ".safetensors":
-        raise BadRequest(f"--out is {out}", "give a file that ends in .safetensors")
+    if how.full and kind != "parallel":
+        raise BadRequest(f"--full is for --kind parallel, this is {kind}", "leave --full out")
+    if how.full == (out.suffix == ".safetensors"):
+        form = "a folder, without .safetensors" if how.full else "a file that ends in .safetensors"
+        raise BadRequest(f"--out is {out}", f"give {form}")
     import torch
 
     from forerun.models.build import choose_device
@@ -90,8 +105,9 @@ def drafter(
         torch.set_num_threads(threads)
     common = {name: getattr(how, name) for name in ("answers", "text_tokens", "mask_token", "answer_minutes")}
     job = TrainJob(target, draft, out, tuple(how.text or ()), **common)
-    names = ("tokens", "rank", "layers", "vocab", "attention_window", "minutes", "window", "batch_tokens", "seed")
-    settings = TrainSettings(kind=kind, rate=RATES[kind], **{name: getattr(how, name) for name in names})
+    known = {field.name for field in fields(TrainSettings)} - {"kind"}
+    same = {field.name: getattr(how, field.name) for field in fields(how) if field.name in known}
+    settings = TrainSettings(kind=kind, rate=FULL_RATE if how.full else RATES[kind], **same)
     made = train_drafter(job, settings, choose_device(device), measure=not how.no_measure)
     if as_json:
         print(json.dumps(_record(made, out)))
@@ -141,8 +157,12 @@ def speculators(
 
 
 def _record(made: Drafter, out: Path) -> dict[str, Any]:
-    about = {"drafter": str(out), "kind": made.kind, "names": made.names, "bytes": out.stat().st_size}
+    about = {"drafter": str(out), "kind": made.kind, "names": made.names, "bytes": _bytes(out)}
     return about | {"tokens": made.tokens, "facts": made.facts}
+
+
+def _bytes(out: Path) -> int:
+    return sum(file.stat().st_size for file in out.iterdir()) if out.is_dir() else out.stat().st_size
 
 
 def _show(made: Drafter, out: Path) -> None:
@@ -154,4 +174,4 @@ def _show(made: Drafter, out: Path) -> None:
         title = f"{made.names['target']}, drafted by {made.names.get('draft', made.kind)}"
         print_table(("kind", "context", "way", "tokens a round", "tokens/s"), rows, title=title)
         print(made.facts["worth"])
-    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    print(f"{out}: {_bytes(out) / 1e6:.1f} MB")

@@ -40,6 +40,12 @@ def draft_precision(target: Decoder) -> Precision:
     return CPU_PRECISIONS["float32"] if target.dtype == torch.float32 else Precision("bf16", Linear, target.dtype)
 
 
+def join_states(hidden: list[Tensor], norms: list[Norm], dtype: torch.dtype) -> Tensor:
+    """Hidden states [T, hidden] side by side, each with a norm of its own where there are norms."""
+    parts = [h.to(dtype) for h in hidden]
+    return torch.cat([rms_norm(*each) for each in zip(parts, norms, strict=True)] if norms else parts, -1)
+
+
 class HiddenDraftModel:
     """What all kinds have: the vocabulary they draft from, and the target's head over it."""
 
@@ -64,7 +70,8 @@ class HiddenDraftModel:
     @property
     def on_pages(self) -> list[KVShape]:
         """What it keeps of every token on the pool's pages: its vector, and K/V of its own layers."""
-        return [FeatureShape(self.width // 2), *([] if self.layers is None else [self.layers])]
+        vectors = [FeatureShape(self.width // 2)] if self.depths else []
+        return [*vectors, *([] if self.layers is None else [self.layers])]
 
     def project(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states at `depths`, [T, hidden] each, to what is kept of each token: [T, width]."""
@@ -179,7 +186,7 @@ class BlockRows:
     """Of one pass: logits of each drafted position before the tokens between are known, and what its heads read."""
 
     logits: Tensor  # [N, tokens, draft vocabulary] float32
-    hidden: Tensor  # [N, tokens, hidden]
+    hidden: Tensor  # [N, tokens, hidden], or as wide as the rank of its own head
 
 
 class BlockModel(HiddenDraftModel):
@@ -189,12 +196,19 @@ class BlockModel(HiddenDraftModel):
     def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
         self.layers = config = weights.layers
         self.decoder = self._decoder(config, checkpoint)
-        self._fc = self._linear(self._tensors["fc.weight"])
-        self._hidden_norm = self._norm("hidden_norm.weight", config.norm_eps)
-        parts = [
-            [self._tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "kv"] for i in range(config.num_layers)
-        ]
-        self._context_kv = [self._linear(torch.cat(pair)) for pair in parts]
+        self.kv_layers = weights.kv_layers(checkpoint.config)
+        each = range(len(self.depths)) if weights.config.get("fc_norm") else ()
+        self._each_norm = [self._norm(f"fc_norm.{i}.weight", config.norm_eps) for i in each]
+        self._context_kv: list[Linear] = []
+        if self.depths:
+            self._fc = self._linear(self._tensors["fc.weight"])
+            self._hidden_norm = self._norm("hidden_norm.weight", config.norm_eps)
+            parts = [
+                [self._tensors[f"layers.{i}.self_attn.{n}_proj.weight"] for n in "kv"] for i in range(config.num_layers)
+            ]
+            self._context_kv = [self._linear(torch.cat(pair)) for pair in parts]
+        down = self._tensors.get("head_down.weight")
+        self._head_down = None if down is None else self._linear(down)
         self.first_row = 0 if weights.samples_anchor else 1
         whole = bool(weights.config.get("sliding_window_non_causal", False))
         self._sees_block = [window is None or whole for window in config.windows]  # of each layer: in both directions
@@ -210,15 +224,25 @@ class BlockModel(HiddenDraftModel):
             self._confidence = tuple(self._tensors[name].to(self.device, torch.float32) for name in names)
 
     def project(self, hidden: list[Tensor]) -> Tensor:
-        return rms_norm(self._fc(torch.cat([h.to(self.dtype) for h in hidden], -1)), self._hidden_norm)
+        return rms_norm(self._fc(join_states(hidden, self._each_norm, self.dtype)), self._hidden_norm)
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, kv: KV) -> None:
-        """K/V of tokens that the target has run: [T, width] at positions [T], to slots [T]."""
+    def write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor, kv: KV, target_kv: KV) -> None:
+        """K/V of tokens that the target has run, at positions [T], to slots [T]: made of vectors [T, width] (None:
+        there
+        are none, which counts as zeros), beside the target's own where it is read."""
         c, attention = self.decoder.config, self.decoder.attention
-        for i, linear in enumerate(self._context_kv):
-            k, v = linear(features).unflatten(-1, (2 * c.num_kv_heads, c.head_dim)).chunk(2, 1)  # [T, Hkv, D]
-            norms = self.decoder.layers[i].qk_norms
-            attention.write(k if norms is None else rms_norm(k, norms[1]), v, i, kv[i], positions, slots)
+        for i in range(c.num_layers):
+            if features is None:
+                for cache in kv[i]:
+                    cache.index_fill_(0, slots, 0.0)
+            else:
+                made = self._context_kv[i](features).unflatten(-1, (2 * c.num_kv_heads, c.head_dim))
+                k, v = made.chunk(2, 1)  # [T, Hkv, D]
+                norms = self.decoder.layers[i].qk_norms
+                attention.write(k if norms is None else rms_norm(k, norms[1]), v, i, kv[i], positions, slots)
+            if self.kv_layers:
+                for cache, source in zip(kv[i], target_kv[self.kv_layers[i]], strict=True):
+                    cache.index_add_(0, slots, source.index_select(0, slots).to(cache.dtype))
 
     @torch.inference_mode()
     def run(self, batch: HostBatch, kv: KV, rows: int) -> BlockRows:
@@ -233,6 +257,8 @@ class BlockModel(HiddenDraftModel):
                 decoder.attention.plan(planned[way])
             x = decoder.run_layers(x, planned[way], kv, range(i, i + 1))
         hidden = rms_norm(x.unflatten(0, (count, rows))[:, self.first_row :], decoder.final_norm)
+        if self._head_down is not None:
+            hidden = self._head_down(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         return BlockRows(self.row_logits(hidden), hidden.float())
 
     def _apply_head(self, rows: Tensor) -> Tensor:
@@ -283,10 +309,7 @@ class EagleModel(HiddenDraftModel):
         self._norm_output = bool(weights.config.get("norm_output", False))
 
     def project(self, hidden: list[Tensor]) -> Tensor:
-        parts = [h.to(self.dtype) for h in hidden]
-        if self._each_norm:
-            parts = [rms_norm(part, norm) for part, norm in zip(parts, self._each_norm, strict=True)]
-        joined = torch.cat(parts, -1)
+        joined = join_states(hidden, self._each_norm, self.dtype)
         return self._fc(joined if self._input_norm is None else rms_norm(joined, self._input_norm))
 
     @torch.inference_mode()

@@ -1,9 +1,10 @@
 """`block`: one to three layers over the target's hidden states, a block of tokens in one pass (DSpark).
 
-Layers start as copies of the target's last ones. Context K/V is made of hidden states at a few depths; with a sliding
-window it is the last few hundred tokens, whatever the length of the text. A Markov head of low rank adds what the token
-before makes likely, a confidence head learns how often a row's draft is accepted. Saved in the names and with the
-configuration of the `speculators` package. Knows no text and no files.
+Layers start as copies of the target's last ones. Context K/V is made of hidden states at a few depths, or is the
+target's own of those layers, or the sum of both; with a sliding window it is the last few hundred tokens, whatever the
+length of the text. A Markov head of low rank adds what the token before makes likely, a confidence head learns how
+often a row's draft is accepted. Saved in the names and with the configuration of the `speculators` package, and with
+keys of our own where that has none. Knows no text and no files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forerun.models.formats.hf_config import hf_name
 from forerun.models.formats.pard import hf_values
 from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
 from forerun.train.layout import RowLayout, draw_blocks
-from forerun.train.loss import Outcome
+from forerun.train.loss import Outcome, Teaching
 from forerun.train.trainer import TrainSettings
 
 SPECULATORS_VERSION = "0.9.0"  # whose folders these are
@@ -36,12 +37,15 @@ def default_depths(layers: int) -> tuple[int, ...]:
 
 
 def block_layers(target: ModelConfig, settings: TrainSettings) -> ModelConfig:
-    """The layers of a block drafter, in the target's own sizes: Qwen 3's form with a sliding window."""
+    """The layers of a block drafter, in the target's own sizes: Qwen 3's form with a sliding window. Those that read
+    the
+    target's keys have no norm on queries where the target has none."""
+    normed = settings.reuse == "hidden" or target.qk_norm
     return replace(
         target,
-        family="qwen3",
+        family="qwen3" if normed else "mistral",
         num_layers=settings.layers,
-        qk_norm=True,
+        qk_norm=normed,
         qkv_bias=False,
         post_norms=False,
         embed_scale=1.0,
@@ -66,30 +70,41 @@ class BlockNetwork(DenseModel):
         super().__init__(config, {"embed": target.embed})
         self.settings, self._target, self.ids = settings, target, ids.to(self.device)
         self.mask_token = mask_token
-        self.depths = default_depths(target.config.num_layers)
+        layers = target.config.num_layers
+        self.depths = () if settings.reuse == "kv" else default_depths(layers)
+        self.kv_layers = () if settings.reuse == "hidden" else tuple(range(layers - settings.layers, layers))
         generator = torch.Generator().manual_seed(settings.seed)
         self.trained = self._initial(target, generator)
         self.weights |= {name: value for name, value in self.trained.items() if name.startswith(("layers.", "final"))}
-        self.learned: Tensor | None = self.trained["markov_head.markov_w2.weight"]
+        self.learned: Tensor | None = self.trained["head"]
 
     def _initial(self, target: DenseModel, generator: torch.Generator) -> dict[str, Tensor]:
-        """Layers and last norm by canonical names, what a block has beside them by the package's."""
-        hidden, rank, taps = self.config.hidden_size, self.settings.rank, len(self.depths)
+        """Layers and last norm by canonical names, what a block has beside them by the package's. `head`: what is
+        trained beside the target's head or in its place, columns of the own head and of the Markov head together."""
+        hidden, rank, taps, low = self.config.hidden_size, self.settings.rank, len(self.depths), self.settings.head_rank
+        first = target.config.num_layers - self.config.num_layers
         found: dict[str, Tensor] = {"final_norm": target.weights["final_norm"].float().clone()}
         for name, shape in expected_shapes(self.config).items():
             if name.startswith("layers."):
                 _, i, part = name.split(".")
-                source = f"layers.{target.config.num_layers - self.config.num_layers + int(i)}.{part}"
-                same = source in target.weights and target.weights[source].shape == shape and "_norm" not in part
-                found[name] = target.weights[source].float().clone() if same else torch.ones(shape)
-        fc = torch.randn(hidden, taps * hidden, generator=generator) * OTHER_DEPTHS_SPREAD
-        fc[:, -hidden:] += torch.eye(hidden)
+                source = target.weights.get(f"layers.{first + int(i)}.{part}")
+                same = source is not None and source.shape == shape
+                found[name] = source.float().clone() if same and source is not None else torch.ones(shape)
+        if taps:
+            fc = torch.randn(hidden, taps * hidden, generator=generator) * OTHER_DEPTHS_SPREAD
+            fc[:, -hidden:] += torch.eye(hidden)
+            # the target's layer norms its input; K/V of the context is made without that norm
+            found |= {"fc.weight": fc, "hidden_norm.weight": found["layers.0.attn_norm"].clone()}
+        if taps and self.settings.state_norms:
+            found |= {f"fc_norm.{i}.weight": torch.ones(hidden) for i in range(taps)}
+        up = torch.zeros(len(self.ids), 0)
+        if low:
+            left, scale, right = torch.linalg.svd(self._target_head().float().cpu(), full_matrices=False)
+            up, found["head_down.weight"] = left[:, :low] * scale[:low], right[:low].clone()
         found |= {
-            "fc.weight": fc,
-            "hidden_norm.weight": torch.ones(hidden),
             "markov_head.markov_w1.weight": torch.randn(self.config.vocab_size, rank, generator=generator) * 0.1,
-            "markov_head.markov_w2.weight": torch.zeros(len(self.ids), rank),
-            "confidence_head.proj.weight": torch.zeros(1, hidden + rank),
+            "head": torch.cat((up, torch.zeros(len(self.ids), rank)), 1),
+            "confidence_head.proj.weight": torch.zeros(1, (low or hidden) + rank),
             "confidence_head.proj.bias": torch.zeros(1),
         }
         return {name: value.to(self.device).requires_grad_() for name, value in found.items()}
@@ -107,36 +122,61 @@ class BlockNetwork(DenseModel):
         weight = self.trained.get(name)
         return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), self.config.norm_eps)
 
-    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
+    def _context(self, teaching: Teaching, layout: RowLayout) -> Tensor | None:
+        """[B, T, hidden] of the positions that have hidden states; zeros where they are missing."""
+        states = teaching.hidden
+        if not states:
+            return None
+        if self.settings.state_norms:
+            states = [self._norm(state, f"fc_norm.{i}.weight") for i, state in enumerate(states)]
         joined = torch.cat(states, -1)  # [B, T, taps * hidden]
         context = self._norm(F.linear(joined, self.trained["fc.weight"].to(joined.dtype)), "hidden_norm.weight")
-        known = torch.arange(tokens.shape[1], device=self.device) >= layout.first_known
-        context = context * known[:, None].to(context.dtype)
+        known = torch.arange(joined.shape[1], device=self.device) >= layout.first_known
+        return context * known[:, None].to(context.dtype)
+
+    def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
+        context = self._context(teaching, layout)
         anchored = F.embedding(tokens[:, layout.anchors], self.embed)
         x = torch.where(layout.depths[:, None] == 0, anchored, self.embed[self.mask_token])
-        before = torch.arange(tokens.shape[1], device=self.device)
         for i in range(self.config.num_layers):
-            x = self.finish_layer(x, self._attend(x, context, before, layout, i), i)
+            before = self._before(context, teaching.kv[i] if teaching.kv else None, i)
+            x = self.finish_layer(x, self._attend(x, before, layout, i), i)
         previous = F.embedding(tokens[:, layout.positions], self.trained["markov_head.markov_w1.weight"])
-        return torch.cat((self._norm(x, "final_norm"), previous.to(x.dtype)), -1)
+        read = self._norm(x, "final_norm")
+        if self.settings.head_rank:
+            read = F.linear(read, self.trained["head_down.weight"].to(x.dtype))
+        return torch.cat((read, previous.to(x.dtype)), -1)
 
-    def _attend(self, x: Tensor, context: Tensor, before: Tensor, layout: RowLayout, i: int) -> Tensor:
+    def _before(self, context: Tensor | None, kv: tuple[Tensor, Tensor] | None, i: int) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values of the text, [B, Hkv, T, D] each: made of hidden states, the target's, or both."""
+        if context is None:
+            assert kv is not None
+            return kv
+        k, v = self.linear(context, i, "k"), self.linear(context, i, "v")
+        if self.config.qk_norm:
+            k = self._head_norm(k, f"layers.{i}.k_norm")
+        keys = self.rotate(k, torch.arange(k.shape[1], device=self.device), i)
+        values = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return (keys, values) if kv is None else (keys + kv[0], values + kv[1])
+
+    def _attend(self, x: Tensor, before: tuple[Tensor, Tensor], layout: RowLayout, i: int) -> Tensor:
         """Rows over the context and their own block; -> [B, rows, Hq * D]."""
         q, k, v = self.project(x, i)
-        k_before = self._head_norm(self.linear(context, i, "k"), f"layers.{i}.k_norm")
-        keys = self.rotate(torch.cat((k_before, k), 1), torch.cat((before, layout.positions)), i)
-        values = torch.cat((self.linear(context, i, "v"), v), 1).unflatten(-1, (-1, self.config.head_dim))
+        own = self.rotate(k, layout.positions, i), v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         group, mask = self.config.num_heads // self.config.num_kv_heads, layout.hidden.to(x.dtype)
-        keys, values = keys.repeat_interleave(group, 1), values.transpose(1, 2).repeat_interleave(group, 1)
+        keys, values = (torch.cat(pair, 2).repeat_interleave(group, 1) for pair in zip(before, own, strict=True))
         with sdpa_kernel(MASKED_BACKENDS) if x.is_cuda else nullcontext():
             out = F.scaled_dot_product_attention(
                 self.rotate(q, layout.positions, i), keys, values, attn_mask=mask, scale=self.config.scale
             )
         return out.transpose(1, 2).flatten(2)
 
-    def head(self) -> Tensor:
+    def _target_head(self) -> Tensor:
         target = self._target
         return (target.embed if target.config.tie_embeddings else target.weights["head"])[self.ids]
+
+    def head(self) -> Tensor:
+        return self._target_head()[:, :0] if self.settings.head_rank else self._target_head()
 
     def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
         """Cross entropy to the share that is accepted; the layers do not change for it."""
@@ -165,7 +205,14 @@ class BlockNetwork(DenseModel):
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
             "tie_word_embeddings": False,
+            "fc_norm": bool(self.depths) and self.settings.state_norms,
+            "reuse": self.settings.reuse,
+            "head_rank": self.settings.head_rank,
         }
         tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
+        own, markov = tensors.pop("head").split((self.settings.head_rank, self.settings.rank), 1)
+        tensors["markov_head.markov_w2.weight"] = markov.clone()
+        if self.settings.head_rank:
+            tensors["lm_head.weight"] = own.clone()
         canonical = [name for name in tensors if name.startswith("layers.") or name == "final_norm"]
         return config, {hf_name(n, "qwen3") if n in canonical else n: value for n, value in tensors.items()}

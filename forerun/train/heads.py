@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.models.formats.pard import hf_values
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train.layout import RowLayout, draw_blocks
-from forerun.train.loss import Outcome
+from forerun.train.loss import Outcome, Teaching
 from forerun.train.trainer import TrainSettings
 
 
@@ -19,6 +19,7 @@ class HeadsNetwork:
     """See `TrainableDrafter`. Matrices start at zero: every head then predicts what the target does next."""
 
     extra_columns = 0
+    kv_layers: tuple[int, ...] = ()
     learned: Tensor | None = None
 
     def __init__(self, target: DenseModel, ids: Tensor, settings: TrainSettings) -> None:
@@ -33,8 +34,8 @@ class HeadsNetwork:
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         return draw_blocks(length, tokens, length, generator)
 
-    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
-        last = self._target._norm(states[0], "final_norm")  # [B, T, hidden]
+    def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
+        last = self._target._norm(teaching.hidden[0], "final_norm")  # [B, T, hidden]
         anchors = layout.anchors[:: self.settings.tokens]
         before = last[:, anchors - 1]  # [B, A, hidden]: the anchor itself has not run
         added = F.silu(torch.einsum("bah,koh->bako", before, self.blocks.to(before.dtype)))

@@ -27,6 +27,7 @@ class Teaching:
     probs: Tensor  # [B, length, columns] of the ids that are compared; further columns are zero
     log_next: Tensor  # [B, length] log probability of the token that follows in the text
     hidden: list[Tensor] = field(default_factory=list)  # [B, length, hidden] at the depths that were asked for
+    kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of layers: K (rotated), V [B, Hkv, length, D]
 
 
 @torch.no_grad()
@@ -37,9 +38,11 @@ def teach(
     ids: Tensor,
     extra_columns: int = 0,
     depths: Sequence[int] = (),
+    kv_layers: Sequence[int] = (),
 ) -> Teaching:
     """`following`: the token after each position, [B, length]. `ids`: [columns] those that are compared."""
-    traced = target.trace(tokens, keep_kv=False).hidden
+    activations = target.trace(tokens, keep_kv=bool(kv_layers))
+    traced, positions = activations.hidden, torch.arange(tokens.shape[1], device=tokens.device)
     head = (target.embed if target.config.tie_embeddings else target.weights["head"])[:LOSS_IDS]
     flat, wanted = target._norm(traced[-1], "final_norm").flatten(0, 1), following.flatten()
     probs = torch.zeros(len(flat), len(ids) + extra_columns, dtype=target.dtype, device=flat.device)
@@ -51,8 +54,11 @@ def teach(
         inside = wanted[part] < len(head)
         found = logs.gather(1, wanted[part].clamp(max=len(head) - 1)[:, None])[:, 0]
         log_next[part] = torch.where(inside, found, log_next[part])
-    hidden = [traced[depth] for depth in depths]
-    return Teaching(probs.view(*tokens.shape, -1), log_next.view(tokens.shape), hidden)
+    hidden, kv = [traced[depth] for depth in depths], []
+    for i in kv_layers:
+        k, v = activations.kv[i]
+        kv.append((target.rotate(k, positions, i), v.unflatten(-1, (-1, target.config.head_dim)).transpose(1, 2)))
+    return Teaching(probs.view(*tokens.shape, -1), log_next.view(tokens.shape), hidden, kv)
 
 
 def row_weights(log_next: Tensor, layout: RowLayout) -> Tensor:

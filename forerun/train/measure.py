@@ -18,8 +18,8 @@ from forerun.params import SamplingParams, Speculation
 ANSWER_TOKENS = 64
 KINDS = ("question", "reasoning", "code", "rewrite")  # of the shipped prompts
 TREE_NODES = 15  # verified in a round, where tokens a round are measured
-FILLER = ("handbook.txt", "depot.py")  # shipped documents before the prompts of the long measurement
-LONG_CONTEXT_TOKENS = 2048  # before the prompts of the long measurement
+FILLER = ("handbook.txt", "depot.py")  # shipped documents before the prompts
+CONTEXT_LENGTHS = (512, 4096)  # tokens, prompt included, at which figures are taken
 PROMPTS_PER_KIND = 2
 MIN_GAIN = 1.05  # of tokens a second over plain decoding and over the untrained draft: less is not worth a file
 
@@ -46,10 +46,11 @@ def held_out_prompts(llm: LLM, per_kind: int = PROMPTS_PER_KIND) -> dict[str, li
     return kinds
 
 
-def after_long_text(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> dict[str, list[list[int]]]:
-    """The same prompts behind unrelated text of about this many tokens."""
+def at_context(llm: LLM, prompts: dict[str, list[list[int]]], tokens: int) -> dict[str, list[list[int]]]:
+    """The same prompts behind unrelated text, the longest of them of so many tokens together."""
+    room = max(0, tokens - max(len(ids) for found in prompts.values() for ids in found))
     text = llm.tokenizer.encode("\n\n".join(data.text(f"documents/{name}") for name in FILLER))
-    filler = (text * (tokens // max(1, len(text)) + 1))[:tokens]
+    filler = (text * (room // max(1, len(text)) + 1))[:room]
     return {kind: [[*filler, *ids] for ids in found] for kind, found in prompts.items()}
 
 
@@ -87,6 +88,14 @@ def run_figures(
     return figures
 
 
+def kept_at_length(figures: Sequence[DraftFigure], way: str) -> float | None:
+    """Tokens a round at the longer context as a share of those at the shorter one; None with one length only."""
+    own = [figure for figure in figures if figure.way == way]
+    middle = sum(figure.context for figure in own) / max(1, len(own))
+    short, long = ([f.tokens_per_round for f in own if (f.context > middle) == far] for far in (False, True))
+    return (sum(long) / len(long)) / (sum(short) / len(short)) if short and long else None
+
+
 def worth(figures: Sequence[DraftFigure], trained_way: str) -> tuple[bool, str]:
     """Whether the drafter pays here, and a sentence that says why."""
 
@@ -97,5 +106,7 @@ def worth(figures: Sequence[DraftFigure], trained_way: str) -> tuple[bool, str]:
     plain, untrained, trained = (mean(way) for way in ("plain", "untrained", trained_way))
     told = f"{trained / plain:.2f} times plain decoding"
     told += f", {trained / untrained:.2f} times without training" if untrained else ""
+    kept = kept_at_length(figures, trained_way)
+    told += "" if kept is None else f", {kept:.2f} of its tokens a round at the longer context"
     pays = trained >= MIN_GAIN * max(plain, untrained)
-    return pays, f"{'worth using here' if pays else 'not worth using here'}: {told} (tokens a second over all prompts)"
+    return pays, f"{'worth using here' if pays else 'not worth using here'}: {told} (over all prompts)"

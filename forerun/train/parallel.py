@@ -1,6 +1,7 @@
 """`parallel`: a draft model with low-rank changes to its matrices and an embedding for the mask, which are trained.
 
-The model's own weights stay as they are. Knows rows and weights; no loss, no text and no files.
+The model's own weights stay as they are, or the matrices themselves are trained, in float32. Knows rows and weights;
+no loss, no text and no files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
 from forerun.train.layout import RowLayout, draw_layout
-from forerun.train.loss import LOSS_IDS, Outcome
+from forerun.train.loss import LOSS_IDS, Outcome, Teaching
 
 INITIAL_SPREAD = 0.6  # of the first factors, in standard deviations of a matrix that keeps the size of its input
 SCALE = 2.0  # of the changes: the second factors start at zero and learn so much faster
@@ -32,38 +33,53 @@ class DraftNetwork(DenseModel):
 
     depths: tuple[int, ...] = ()
     extra_columns = 1  # the mask's, which must never be drafted
+    kv_layers: tuple[int, ...] = ()
     learned: Tensor | None = None
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], mask_token: int, rank: int, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], mask_token: int, rank: int | None, seed: int
+    ) -> None:
+        """`rank`: of the changes; None: all matrices of the layers are trained as they are."""
         super().__init__(config, weights)
         generator = torch.Generator().manual_seed(seed)
         self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
-        for i in range(config.num_layers):
-            for part in MATRICES:
-                out, width = weights[f"layers.{i}.{part}"].shape
-                a = torch.randn(rank, width, generator=generator) * INITIAL_SPREAD * width**-0.5
-                b = torch.zeros(out, rank)
-                pair = tuple(t.to(self.device).requires_grad_() for t in (a, b))
-                self.low_rank[f"layers.{i}.{part}"] = (pair[0], pair[1])
+        self.whole: dict[str, Tensor] = {}
+        for name in (f"layers.{i}.{part}" for i in range(config.num_layers) for part in MATRICES):
+            if rank is None:
+                self.whole[name] = weights[name].float().clone().requires_grad_()
+                continue
+            out, width = weights[name].shape
+            a = torch.randn(rank, width, generator=generator) * INITIAL_SPREAD * width**-0.5
+            pair = tuple(t.to(self.device).requires_grad_() for t in (a, torch.zeros(out, rank)))
+            self.low_rank[name] = (pair[0], pair[1])
         self.mask = weights["embed"][mask_token].float().clone().requires_grad_()
         self.ids = torch.arange(min(LOSS_IDS, config.vocab_size), device=self.device)
 
     @classmethod
     def open(
-        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, mask_token: int, rank: int, seed: int
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        mask_token: int,
+        rank: int | None,
+        seed: int,
     ) -> DraftNetwork:
         plain = DenseModel.from_checkpoint(checkpoint, device, dtype)
         return cls(checkpoint.config, plain.weights, mask_token, rank, seed)
 
     def parameters(self) -> list[Tensor]:
-        return [self.mask, *(t for pair in self.low_rank.values() for t in pair)]
+        return [self.mask, *(t for pair in self.low_rank.values() for t in pair), *self.whole.values()]
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By matrix: a and b, where b @ a is added to it."""
         return {name: (a.detach().cpu(), SCALE * b.detach().cpu()) for name, (a, b) in self.low_rank.items()}
 
     def linear(self, x: Tensor, i: int, part: str) -> Tensor:
-        a, b = self.low_rank[f"layers.{i}.{part}"]
+        name = f"layers.{i}.{part}"
+        if name in self.whole:
+            return F.linear(x, self.whole[name].to(x.dtype), self.weights.get(f"{name}_bias"))
+        a, b = self.low_rank[name]
         return super().linear(x, i, part) + F.linear(F.linear(x, a.to(x.dtype)), (SCALE * b).to(x.dtype))
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
@@ -77,7 +93,7 @@ class DraftNetwork(DenseModel):
     def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
         """It has none."""
 
-    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
+    def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
         """Normed last hidden states [B, rows, hidden] of windows [B, length] and their masks."""
         x, positions = self.embed_tokens(tokens), layout.positions
         masks = (self.mask * self.config.embed_scale).to(x.dtype).expand(len(tokens), len(layout.anchors), -1)

@@ -22,7 +22,7 @@ from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
-from forerun.models.formats.pard import ParallelDrafting, hf_values
+from forerun.models.formats.pard import ParallelDrafting, hf_values, write_pard
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files
 from forerun.prefill.calibration.resume import CalibrationState
@@ -31,9 +31,9 @@ from forerun.train.block import BlockNetwork
 from forerun.train.heads import HeadsNetwork
 from forerun.train.loss import LOSS_IDS
 from forerun.train.measure import (
-    LONG_CONTEXT_TOKENS,
+    CONTEXT_LENGTHS,
     DraftFigure,
-    after_long_text,
+    at_context,
     held_out_prompts,
     run_figures,
     worth,
@@ -42,7 +42,7 @@ from forerun.train.parallel import DraftNetwork
 from forerun.train.trainer import Trainer, TrainSettings
 
 ANSWER_TOKENS = 256  # of each of the target's answers, at most
-MEASURED_CONTEXT = LONG_CONTEXT_TOKENS + 1024  # tokens that a measured request may hold
+MEASURED_ROOM = 256  # tokens of context behind a measured prompt: its answer and drafts
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,28 @@ def check_texts(job: TrainJob) -> None:
         find_files(job.texts)  # raises where there is no text
 
 
-Drafter = DrafterFile | HiddenDrafterWeights
+@dataclass
+class WholeDraft:
+    """A draft model whose matrices were trained: written as a model folder in PARD's format."""
+
+    base: Checkpoint
+    made: DrafterFile
+    kind = "parallel"
+
+    def __post_init__(self) -> None:
+        self.names, self.facts, self.parallel, self.tokens = (
+            self.made.names,
+            self.made.facts,
+            replace(self.made.parallel, target=self.made.target),
+            self.made.tokens,
+        )
+
+    def save(self, folder: Path) -> None:
+        facts = {"names": self.names} | self.facts
+        write_pard(AdaptedCheckpoint(self.base, self.made), self.parallel, folder, facts=facts)
+
+
+Drafter = DrafterFile | HiddenDrafterWeights | WholeDraft
 
 
 class ParallelRun:
@@ -102,17 +123,20 @@ class ParallelRun:
         self.inputs = {"target": self.prints[0], "draft": self.prints[1], "mask": self.mask}
 
     def network(self, teacher: DenseModel, stream: np.ndarray) -> DraftNetwork:
-        s = self.settings
-        return DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, s.rank, s.seed)
+        s, rank = self.settings, None if self.settings.full else self.settings.rank
+        return DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, rank, s.seed)
 
-    def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile:
+    def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile | WholeDraft:
         names = {"target": _name(self.job.target, self.target), "draft": _name(str(self.job.draft), self.draft)}
         parallel, mask = ParallelDrafting(self.mask, self.settings.tokens), network.mask.detach().cpu()
-        return DrafterFile("parallel", *self.prints, names, parallel, network.changes(), mask, facts)
+        whole = {name: value.detach().cpu() for name, value in network.whole.items()}
+        made = DrafterFile("parallel", *self.prints, names, parallel, network.changes(), mask, facts, whole=whole)
+        return WholeDraft(self.draft, made) if whole else made
 
     def ways(self, out: Path) -> tuple[tuple[str, str, Checkpoint | None], ...]:
         """How figures are taken: name, drafter, and what is opened as the draft."""
-        adapted = AdaptedCheckpoint(self.draft, DrafterFile.load(out))
+        whole = out.is_dir()
+        adapted = open_checkpoint(out) if whole else AdaptedCheckpoint(self.draft, DrafterFile.load(out))
         return ("plain", "off", None), ("untrained", "model", self.draft), ("parallel", "parallel", adapted)
 
 
@@ -200,7 +224,7 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
     _free()
     if measure:
         figures, outcomes = measure_drafter(target, run.ways(job.out), settings.tokens, device)
-        if isinstance(drafter, DrafterFile):
+        if not isinstance(drafter, HiddenDrafterWeights):
             drafter.parallel = replace(drafter.parallel, outcomes=outcomes)
         drafter.facts |= {"figures": [asdict(figure) for figure in figures], "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
@@ -216,11 +240,11 @@ def measure_drafter(
     figures: list[DraftFigure] = []
     outcomes: dict[str, list[list[float]]] = {}
     for way, name, draft in ways:
-        context = min(MEASURED_CONTEXT, target.config.max_context)
+        context = min(max(CONTEXT_LENGTHS) + MEASURED_ROOM, target.config.max_context)
         with LLM(target, draft_model=draft, device=device.type, max_model_len=context, quiet=True) as llm:
             short = held_out_prompts(llm)
-            room = context - 256 - max(len(ids) for found in short.values() for ids in found)
-            for prompts in (short, after_long_text(llm, short, min(LONG_CONTEXT_TOKENS, room))):
+            for length in CONTEXT_LENGTHS:
+                prompts = at_context(llm, short, min(length, context - MEASURED_ROOM))
                 figures += run_figures(llm, way, name, depth, prompts, _show_progress)
             kinds = llm.engine.speculator.controller.acceptance.records[name].kinds
             outcomes = {kind: known.depths for kind, known in kinds.items() if known.total[1]}

@@ -22,10 +22,11 @@ from forerun.options import check_number
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.train.layout import RowLayout
-from forerun.train.loss import Outcome, backward, teach
+from forerun.train.loss import Outcome, Teaching, backward, teach
 
 LINE_INTERVAL_S = 5.0  # between two lines of progress
 LONG_EVERY = 4  # steps: one of so many has long windows
+REUSES = ("hidden", "kv", "both")
 
 
 class TrainableDrafter(Protocol):
@@ -36,14 +37,15 @@ class TrainableDrafter(Protocol):
     ids: Tensor  # [columns] token ids that the loss compares
     extra_columns: int  # of the head, for what must never be drafted
     depths: tuple[int, ...]  # at which the target's hidden states are read
+    kv_layers: tuple[int, ...]  # of the target, whose K/V is read
     learned: Tensor | None  # [columns, r] trained beside the head, on the last r values of a row
 
     def parameters(self) -> list[Tensor]: ...
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout: ...
 
-    def rows(self, tokens: Tensor, states: list[Tensor], layout: RowLayout) -> Tensor:
-        """What the head reads, [B, rows, width], of windows [B, length] and hidden states at the depths."""
+    def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
+        """What the head reads, [B, rows, width], of windows [B, length] and what the target computed of them."""
         ...
 
     def head(self) -> Tensor:
@@ -60,7 +62,11 @@ class TrainSettings:
     kind: str = "parallel"
     tokens: int = 10  # drafted in one forward
     rank: int = 32  # of the changes to a draft's matrices; of a block's Markov head
+    full: bool = False  # train a draft's matrices themselves, not changes of low rank
     layers: int = 1  # of a block
+    reuse: str = "hidden"  # what a block reads of the tokens before it: hidden states, the target's K/V, or both
+    state_norms: bool = False  # of a block: a norm for each hidden state before they are joined
+    head_rank: int = 0  # of a block's own head; 0: the target's head
     vocab: int = 16384  # tokens that heads and blocks can draft: the text's most frequent ones
     attention_window: int = 512  # of a block: tokens before it that it reads
     minutes: float = 30.0
@@ -68,15 +74,18 @@ class TrainSettings:
     warmup: float = 0.03  # share of the time
     batch_tokens: int = 8192  # of one step
     window: int = 512
-    long_window: int = 2048
+    long_window: int = 4096
     seed: int = 0
 
     def __post_init__(self) -> None:
         limits = {"tokens": (2, 32), "rank": (1, 512), "window": (32, 32768), "batch_tokens": (32, 1 << 20)}
         limits |= {"layers": (1, 3), "vocab": (64, 1 << 20), "attention_window": (16, 32768)}
+        limits |= {"head_rank": (0, 4096), "long_window": (32, 32768)}
         for name, (low, high) in limits.items():
             check_number(f"training: {name}", getattr(self, name), low, high, whole=True)
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
+        if self.reuse not in REUSES:
+            raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
 
     def factor(self, done: float) -> float:
         """Of the rate, after this share of the time."""
@@ -137,9 +146,10 @@ class Trainer:
         layout, device = self.network.layout(length, s.tokens, generator), self.network.device
         layout = replace(layout, **{n: getattr(layout, n).to(device) for n in ("anchors", "depths", "hidden")})
         network = self.network
-        teaching = teach(self.target, tokens, following, network.ids, network.extra_columns, network.depths)
+        wanted = (network.ids, network.extra_columns, network.depths, network.kv_layers)
+        teaching = teach(self.target, tokens, following, *wanted)
         self.agreement *= 0.98
-        rows = network.rows(tokens, teaching.hidden, layout)
+        rows = network.rows(tokens, teaching, layout)
         outcome = backward(rows, network.head(), teaching, layout, self.agreement, network.learned)
         network.learn_confidence(rows.detach(), outcome)
         for group in self._optimizer.param_groups:

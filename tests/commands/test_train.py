@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from forerun import LLM, BadDrafter, Speculation
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.cli import main
 from forerun.models.formats.adapter import DrafterFile
 from forerun.models.formats.checkpoint import open_checkpoint
@@ -43,6 +47,28 @@ def test_a_drafter_and_its_pard_folder(world: Path, tmp_path: Path, capsys: pyte
     assert open_checkpoint(tmp_path / "pard").parallel == DrafterFile.load(out).parallel  # type: ignore[attr-defined]
 
 
+def test_all_weights_of_a_draft_as_a_folder(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Drafts for its target, in parallel and as a chain; another target is refused."""
+    out = tmp_path / "whole"
+    assert run(world, out, "--minutes", "0.01", "--no-measure", "--json", "--full") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["steps"] > 0 and told["bytes"] > 100_000
+    before, after = open_checkpoint(world / "draft"), open_checkpoint(out)
+    assert after.parallel is not None and after.parallel.tokens == 3  # type: ignore[attr-defined]
+    changed = [n for n in ("layers.0.q", "layers.1.down") if not torch.equal(before.tensor(n), after.tensor(n))]
+    assert changed == ["layers.0.q", "layers.1.down"]
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 2048, "max_model_len": 256, "quiet": True}
+    llm, prompt = LLM(world / "target", draft_model=out, **options), list(range(20, 60))
+    plain = llm.generate([prompt], max_tokens=12, ignore_eos=True, speculation="off")[0]
+    with all_drafts_verified(llm.engine):
+        for name in ("parallel", "model"):
+            drafted = llm.generate([prompt], max_tokens=12, ignore_eos=True, speculation=Speculation(name, nodes=6))[0]
+            assert drafted.token_ids == plain.token_ids and drafted.usage.drafters[name].drafted > 6
+    other = tiny.write_folder(tmp_path / "other", "llama", seed=5, vocab_size=520)
+    with pytest.raises(BadDrafter, match="whole was trained for another model than other"):
+        LLM(other, draft_model=out)
+
+
 @pytest.mark.parametrize("kind", ["block", "heads"])
 def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]):
     out, small = tmp_path / "drafter.safetensors", ("--minutes", "0.01", "--no-measure", "--json", "--vocab", "200")
@@ -58,7 +84,8 @@ def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str,
     assert bool(left.value.code) == (kind == "heads")
     if kind == "block":
         again = HiddenDrafterWeights.load(tmp_path / "folder")
-        assert again.config == HiddenDrafterWeights.load(out).config and again.tokens == 3
+        own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0}  # what the package does not know
+        assert again.config | own == HiddenDrafterWeights.load(out).config and again.tokens == 3
 
 
 def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -88,6 +115,8 @@ def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: py
     [
         (("--kind", "magic"), "--kind"),
         (("--kind", "block"), "reads the target alone"),
+        (("--reuse", "all"), "use one of hidden, kv, both"),
+        (("--full",), "give a folder, without .safetensors"),
         (("--mask-token", "520"), "520 tokens"),
         (("--minutes", "0"), "minutes"),
         (("--text", "/no/such/file"), "cannot read"),

@@ -20,6 +20,7 @@ from forerun.decode.drafters.block import BlockDrafter, BlockMarginals
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import Context
 from forerun.engine.config import size_kv_cache
+from forerun.errors import UnsupportedModel
 from forerun.models.execution.runner import Span
 from forerun.models.formats import adapter
 from forerun.models.formats.adapter import drafter_name
@@ -38,9 +39,20 @@ from tests import tiny
 
 CPU, TOKENS, WINDOW, MASK = torch.device("cpu"), 4, 16, 1
 SMALL: dict[str, Any] = {"tokens": TOKENS, "rank": 4, "vocab": 300, "minutes": 0.02, "window": 32, "long_window": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "block": {},
+    "heads": {},
+    "norms": {"state_norms": True},
+    "kv": {"reuse": "kv"},
+    "both": {"reuse": "both", "state_norms": True},
+    "low-rank": {"head_rank": 32},
+}
 SETTINGS = {
-    kind: TrainSettings(kind=kind, attention_window=WINDOW, batch_tokens=128, rate=1e-2, layers=2, **SMALL)
-    for kind in ("block", "heads")
+    name: TrainSettings(
+        kind=name if name == "heads" else "block",
+        **{"attention_window": WINDOW, "batch_tokens": 128, "rate": 1e-2, "layers": 2, **SMALL, **options},
+    )
+    for name, options in VARIANTS.items()
 }
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 4096, "max_model_len": 256, "quiet": True}
 PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
@@ -104,13 +116,14 @@ def drafted_logits(llm: LLM, tokens: list[int], first_known: int) -> Tensor:
     ctx = llm.engine.speculator.ctx
     pages = array("i", ctx.pool.allocate(ctx.pool.pages_for(len(tokens) + 8)))
     features = ctx.runner.features
-    assert features is not None
     ctx.runner.forward([Span(tokens[:-1], 0, pages, ())])
     if first_known:  # as after a prompt whose K/V was drafted
+        assert features is not None
         features._on_pages.filled[pages[0]] = 0
         assert features.known_from(pages, 0, len(tokens) - 1) == first_known
     ask, model = asked(tokens, pages), ctx.hidden
     if isinstance(model, HeadsModel):
+        assert features is not None
         found = model.logits(features.rows(pages, len(tokens) - 2, len(tokens) - 1))[0]
     else:
         assert isinstance(model, BlockModel)
@@ -125,16 +138,21 @@ def asked(tokens: list[int], pages: array[int], **values: Any) -> DraftRequest:
     return DraftRequest(-1, Context(SamplingParams(**values), tokens, len(tokens), seed=0), TOKENS, 12, pages)
 
 
-@pytest.mark.parametrize(("kind", "first_known"), [("heads", 0), ("block", 0), ("block", 16)])
+CASES = [(kind, 0) for kind in VARIANTS] + [("block", 16), ("norms", 16), ("both", 16)]
+
+
+@pytest.mark.parametrize(("kind", "first_known"), CASES)
 def test_trained_rows_are_what_the_engine_drafts(target: Path, kind: str, first_known: int):
     """Also with hidden states missing at the beginning."""
     dense = teacher(target)
     made = network(kind, dense)
     text = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(1))
     layout = replace(draw_blocks(40, TOKENS, WINDOW, torch.Generator().manual_seed(2)), first_known=first_known)
-    teaching = teach(dense, text, text, made.ids, 0, made.depths)
-    rows = made.rows(text, teaching.hidden, layout)[0].detach()
-    logits = rows[:, : dense.config.hidden_size] @ made.head().T  # [rows, columns]
+    teaching = teach(dense, text, text, made.ids, 0, made.depths, made.kv_layers)
+    rows, head = made.rows(text, teaching, layout)[0].detach(), made.head()
+    if SETTINGS[kind].head_rank:
+        head = made.trained["head"][:, : SETTINGS[kind].head_rank].detach()
+    logits = rows[:, : head.shape[1]] @ head.T  # [rows, columns]
     llm = LLM(target, draft_model=trained(target, kind), **OPTIONS)
     for anchor in (17, 22, 30):
         row = layout.anchors.tolist().index(anchor)
@@ -178,7 +196,7 @@ def sure_teacher(target: Path) -> DenseModel:
     return dense
 
 
-@pytest.mark.parametrize("kind", ["block", "heads"])
+@pytest.mark.parametrize("kind", list(VARIANTS))
 def test_training_learns_and_resumes_where_it_stopped(target: Path, kind: str):
     dense, ids = sure_teacher(target), torch.arange(300)
     trainer = Trainer(make(kind, dense, ids), dense, STREAM, SETTINGS[kind])
@@ -190,7 +208,7 @@ def test_training_learns_and_resumes_where_it_stopped(target: Path, kind: str):
     assert trainer.step(0.3) < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["block", "heads"])
+@pytest.mark.parametrize("kind", list(VARIANTS))
 def test_training_runs_in_the_dtype_of_a_gpu(target: Path, kind: str):
     dense = sure_teacher(target)
     half = DenseModel(dense.config, {name: value.bfloat16() for name, value in dense.weights.items()})
@@ -312,6 +330,56 @@ def test_answers_are_those_of_plain_decoding(target: Path, saved: Path, values: 
     assert sum(drafted) > (0 if "grammar" in values else 50)
 
 
+@pytest.mark.parametrize("name", ["norms", "kv", "both", "low-rank"])
+def test_answers_of_other_blocks_are_those_of_plain_decoding(target: Path, name: str, tmp_path: Path):
+    """In a batch, and drafts that are sampled."""
+    path = tmp_path / f"{name}.safetensors"
+    trained(target, name).save(path)
+    llm = LLM(target, draft_model=path, **OPTIONS)
+    assert (llm.engine.speculator.ctx.runner.features is None) == (name == "kv")
+    options: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
+    plain = [llm.generate([prompt], speculation="off", **options)[0].token_ids for prompt in PROMPTS]
+    llm.clear_cache()
+    with all_drafts_verified(llm.engine):
+        together = llm.generate(PROMPTS, speculation=Speculation("block", nodes=10), **options)
+        rule = Speculation("block", nodes=6, verify="traversal")
+        sampled = llm.generate(PROMPTS, temperature=0.8, seed=1, speculation=rule, **options)
+    assert [answer.token_ids for answer in together] == plain
+    for answers in (together, sampled):
+        assert sum(answer.usage.drafters["block"].drafted for answer in answers) > 20
+
+
+def test_what_the_package_has_no_place_for_is_not_written(target: Path, tmp_path: Path):
+    checkpoint = open_checkpoint(target)
+    reasons = {"norms": "norms of its hidden states", "kv": "--reuse kv", "both": "--reuse both and norms"}
+    for name, why in reasons.items():
+        with pytest.raises(UnsupportedModel, match=why):
+            write_speculators(trained(target, name), checkpoint, tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_a_head_of_low_rank_is_written_as_a_whole_one(target: Path, tmp_path: Path):
+    weights, checkpoint = trained(target, "low-rank"), open_checkpoint(target)
+    write_speculators(weights, checkpoint, tmp_path / "folder")
+    again, decoder = HiddenDrafterWeights.load(tmp_path / "folder"), LLM(target, **OPTIONS).decoder
+    again.check(checkpoint)
+    assert again.tensors["lm_head.weight"].shape == (300, 64) and "head_rank" not in again.config
+    ours, theirs = (build_hidden_draft(each, checkpoint, decoder, 256) for each in (weights, again))
+    assert isinstance(ours, BlockModel) and isinstance(theirs, BlockModel) and ours._head_down is not None
+    row, before = torch.randn(1, 64), torch.tensor([[7]])
+    low = ours._head_down(row)
+    torch.testing.assert_close(ours.row_logits(low), theirs.row_logits(row), rtol=0.03, atol=0.03)  # bfloat16
+    sure = [model.confidence(read, before) for model, read in ((ours, low), (theirs, row))]
+    torch.testing.assert_close(sure[0], sure[1], rtol=0.02, atol=0.02)
+
+
+def test_a_block_that_reads_keys_of_another_form_is_refused(target: Path):
+    weights = trained(target, "kv")
+    weights.config["transformer_layer_config"] |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+    with pytest.raises(BadDrafter, match="another rope than target has"):
+        LLM(target, draft_model=HiddenDrafterWeights(weights.config, weights.tensors, "x"))
+
+
 # -- the whole run -----------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +393,7 @@ def test_a_run_makes_a_drafter_with_figures(
     monkeypatch.setattr("forerun.train.measure.KINDS", ("code",))
     monkeypatch.setattr("forerun.train.measure.PROMPTS_PER_KIND", 1)
     monkeypatch.setattr("forerun.train.measure.ANSWER_TOKENS", 4)
-    monkeypatch.setattr(run, "LONG_CONTEXT_TOKENS", 64)
+    monkeypatch.setattr(run, "CONTEXT_LENGTHS", (48, 128))
     out = tmp_path / "drafter.safetensors"
     train_drafter(TrainJob(str(target), None, out, (tmp_path / "text.txt",), answers=4), SETTINGS[kind], CPU)
     made = HiddenDrafterWeights.load(out)

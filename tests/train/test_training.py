@@ -45,6 +45,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, tiny.write_folder(root / "draft", "qwen2", seed=1, vocab_size=520, num_hidden_layers=2)
 
 
+NOTHING = Teaching(torch.empty(0), torch.empty(0))  # of the target: a draft model reads text alone
+
+
 def network(path: Path, trained: bool = True) -> DraftNetwork:
     made = DraftNetwork.open(open_checkpoint(path), CPU, torch.float32, MASK, rank=4, seed=0)
     if trained:
@@ -97,7 +100,7 @@ def test_rows_of_training_are_what_the_engine_computes(pair: tuple[Path, Path]):
     tokens = torch.randint(0, 500, (1, 24), generator=torch.Generator().manual_seed(1))
     layout = draw_layout(24, TOKENS, 0.8, 0.5, torch.Generator().manual_seed(2))
     logits = F.linear(
-        made.rows(tokens, [], layout), made.embed if made.config.tie_embeddings else made.weights["head"]
+        made.rows(tokens, NOTHING, layout), made.embed if made.config.tie_embeddings else made.weights["head"]
     )[0]
     text = engine_logits(adapted, tokens[0].tolist())
     torch.testing.assert_close(logits[:24, :512], text[:, :512], rtol=1e-3, atol=1e-3)
@@ -149,13 +152,17 @@ def test_the_target_teaches_its_own_distributions(pair: tuple[Path, Path]):
     torch.testing.assert_close(teaching.log_next, probs.gather(2, tokens[:, 1:, None])[..., 0].log())
 
 
-def test_training_learns_and_resumes_where_it_stopped(pair: tuple[Path, Path]):
+@pytest.mark.parametrize("full", [False, True])
+def test_training_learns_and_resumes_where_it_stopped(pair: tuple[Path, Path], full: bool):
+    def start() -> DraftNetwork:
+        return DraftNetwork.open(open_checkpoint(pair[1]), CPU, torch.float32, MASK, None if full else 4, seed=0)
+
     stream = np.tile(np.arange(100, 132, dtype=np.int32), 40)  # what follows is always the same
     target = DenseModel.from_checkpoint(open_checkpoint(pair[0]), CPU, torch.float32)
-    trainer = Trainer(network(pair[1], trained=False), target, stream, SETTINGS)
+    trainer = Trainer(start(), target, stream, SETTINGS)
     losses = [trainer.step(0.3) for _ in range(12)]
     assert losses[-1] < losses[0] - 0.1  # the random target is nearly uniform: most of the loss is its entropy
-    other = Trainer(network(pair[1], trained=False), target, stream, SETTINGS)
+    other = Trainer(start(), target, stream, SETTINGS)
     other.load(trainer.state())
     assert other.steps == 12 and other.step(0.3) == pytest.approx(trainer.step(0.3), rel=1e-5)
 
@@ -264,7 +271,7 @@ def test_a_run_makes_a_drafter_with_figures(
     monkeypatch.setattr("forerun.train.measure.KINDS", ("code",))
     monkeypatch.setattr("forerun.train.measure.PROMPTS_PER_KIND", 1)
     monkeypatch.setattr("forerun.train.measure.ANSWER_TOKENS", 4)
-    monkeypatch.setattr(run, "LONG_CONTEXT_TOKENS", 64)
+    monkeypatch.setattr(run, "CONTEXT_LENGTHS", (48, 128))
     out = tmp_path / "drafter.safetensors"
     job = TrainJob(str(pair[0]), str(pair[1]), out, (tmp_path / "text.txt",), answers=4)
     train_drafter(job, SETTINGS, CPU)

@@ -3,8 +3,9 @@
 The last token and a mask for each further one run through one to three layers. Their K/V of tokens before lies on the
 same pages as the target's and is made of the vectors that the target's forwards left; tokens without a vector count as
 zeros, which training knows. With a sliding window only the last few hundred tokens are read, so neither the length of
-the text nor a drafted prompt matters. A Markov head corrects a position by the token before it, for the most probable
-tokens of both; the confidence head's estimate becomes a node's probability. Knows no verifier.
+the text nor a drafted prompt matters. A block may read the target's own K/V instead, or besides. A Markov head corrects
+a position by the token before it, for the most probable tokens of both; the confidence head's estimate becomes a node's
+probability. Knows no verifier.
 """
 
 from __future__ import annotations
@@ -107,24 +108,22 @@ class BlockDrafter(HiddenDrafter):
         if context is None or context.pages is not request.pages or context.end > end:
             context = self._contexts[request.seq_id] = _Context(request.pages, 0)
         first = max(context.end, end - self._window)
-        known = self._features.known_from(request.pages, first, end)
+        features = self._features
+        known = end if features is None else features.known_from(request.pages, first, end)
         if known > first:
             self._write(request.pages, first, known, None)
         for lo in range(known, end, CONTEXT_CHUNK):
             hi = min(lo + CONTEXT_CHUNK, end)
-            self._write(request.pages, lo, hi, self._features.rows(request.pages, lo, hi))
+            assert features is not None
+            self._write(request.pages, lo, hi, features.rows(request.pages, lo, hi))
         context.end = end
 
     def _write(self, pages: array[int], first: int, end: int, features: Tensor | None) -> None:
-        """K/V of entries; without vectors, zeros."""
+        """K/V of entries; `features`: None where there are no vectors."""
         device = self._model.device
         slots = torch.from_numpy(slots_of(pages, first, end, self._pool.page_size)).to(device)
-        if features is None:
-            for layer in self._kv:
-                for cache in layer:
-                    cache.index_fill_(0, slots, 0.0)
-        else:
-            self._model.write_context(features, torch.arange(first, end, device=device), slots, self._kv)
+        positions = torch.arange(first, end, device=device)
+        self._model.write_context(features, positions, slots, self._kv, self._pool.kv)
 
     def _rank(self, rows: BlockRows, lasts: list[int], trees: list[TreeBuilder]) -> _Tables:
         model, logits = self._model, rows.logits

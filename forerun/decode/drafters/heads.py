@@ -24,13 +24,13 @@ class HeadsDrafter(HiddenDrafter):
 
     def __init__(self, ctx: DraftContext) -> None:
         super().__init__(ctx)
-        assert isinstance(ctx.hidden, HeadsModel)
-        self._model = ctx.hidden
+        assert isinstance(ctx.hidden, HeadsModel) and ctx.runner.features is not None
+        self._model, self._vectors = ctx.hidden, ctx.runner.features
 
     @torch.inference_mode()
     def _pass(self, requests: list[DraftRequest], trees: list[TreeBuilder]) -> tuple[list[Marginals], int]:
         lasts = [len(request.tokens) - 2 for request in requests]
-        features = [self._features.rows(r.pages, last, last + 1) for r, last in zip(requests, lasts, strict=True)]
+        features = [self._vectors.rows(r.pages, last, last + 1) for r, last in zip(requests, lasts, strict=True)]
         rows = self._model.rows(torch.cat(features))
         self._observe(requests, rows)
         logits = self._model.full_vocab(self._model.row_logits(rows))  # [N, tokens, V]
@@ -48,5 +48,5 @@ class HeadsDrafter(HiddenDrafter):
     def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
         """Rows beyond one sequence's heads are those of further sequences."""
         count = max(1, tokens // self.tokens_per_round)
-        features = self._features.rows(pages, 0, 1).expand(count, -1).contiguous()
+        features = self._vectors.rows(pages, 0, 1).expand(count, -1).contiguous()
         most_probable(self._model.logits(features).flatten(0, 1))

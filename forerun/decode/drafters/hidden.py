@@ -2,7 +2,8 @@
 
 The target's forwards leave a vector for every token (`HiddenFeatures`). A drafter of this kind reads the last one, or
 K/V made of the last few hundred, and drafts all positions in one pass. Where the last token has none (its K/V was
-drafted or read back from disk) nothing is drafted in that step. Knows no verifier.
+drafted or read back from disk) nothing is drafted in that step. One that reads the target's K/V alone needs no vectors.
+Knows no verifier.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class HiddenDrafter(Drafter):
     can_sample = True
 
     def __init__(self, ctx: DraftContext) -> None:
-        assert ctx.runner.features is not None and ctx.hidden is not None
+        assert ctx.hidden is not None
         self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
         self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
         self._adapter = ctx.hidden.adapter
@@ -70,10 +71,11 @@ class HiddenDrafter(Drafter):
             self._adapter.finish(seq_id, tokens)
 
     def _ready(self, request: DraftRequest) -> bool:
-        """Whether there is room, and the token before the last one left its vector."""
+        """Whether there is room, and the token before the last one left its vector, where that is read."""
         length, last = len(request.tokens), len(request.tokens) - 2
         fits = request.max_nodes > 0 and length + self.tokens_per_round < self.max_context
-        return fits and last >= 0 and self._features.known_from(request.pages, last, last + 1) == last
+        features = self._features
+        return fits and last >= 0 and (features is None or features.known_from(request.pages, last, last + 1) == last)
 
     def _depth(self, request: DraftRequest) -> int:
         return min(request.max_depth, request.max_nodes, self.tokens_per_round)

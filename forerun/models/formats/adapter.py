@@ -54,6 +54,7 @@ class DrafterFile:
     mask: Tensor  # [hidden] the mask's embedding
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: data, minutes, figures
     path: Path | None = None
+    whole: dict[str, Tensor] = field(default_factory=dict)  # trained matrices in place of changes; never in a file
 
     @property
     def tokens(self) -> int:
@@ -124,6 +125,8 @@ class AdaptedCheckpoint:
         if name == "embed":
             value = value.clone()
             value[self.parallel.mask_token] = self.drafter.mask.to(value.dtype)
+        if name in self.drafter.whole:
+            return self.drafter.whole[name]
         if name not in self.drafter.low_rank:
             return value
         a, b = self.drafter.low_rank[name]
@@ -218,7 +221,11 @@ def open_draft(
             return drafter
         return AdaptedCheckpoint(open_checkpoint(resolve(drafter.names["draft"])), drafter)
     checkpoint = open_checkpoint(resolve(str(model)))
-    if not search or getattr(checkpoint, "parallel", None) is not None:
+    parallel: ParallelDrafting | None = getattr(checkpoint, "parallel", None)
+    if parallel is not None and parallel.target not in ("", fingerprint(target)):
+        problem = f"the drafter {checkpoint.source} was trained for another model than {target.source}"
+        raise BadDrafter(problem, TRAIN_HINT)
+    if not search or parallel is not None:
         return checkpoint
     found = find_drafter(target, checkpoint)
     return AdaptedCheckpoint(checkpoint, found) if isinstance(found, DrafterFile) else checkpoint

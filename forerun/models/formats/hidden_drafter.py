@@ -73,8 +73,25 @@ class HiddenDrafterWeights:
         """The target's layers whose inputs it reads; as many as the target has layers: the last one's output."""
         if self.kind == "heads":
             return (target.num_layers,)
+        if self.reuse == "kv":
+            return ()
         found = next((self.config[key] for key in _DEPTH_KEYS if self.config.get(key)), None)
         return tuple(found) if found else (2, target.num_layers // 2, target.num_layers - 3)
+
+    @property
+    def reuse(self) -> str:
+        """What a block reads of the tokens before it: hidden states, the target's K/V of its last layers, or both."""
+        return str(self.config.get("reuse", "hidden"))
+
+    def kv_layers(self, target: ModelConfig) -> tuple[int, ...]:
+        """The target's layers whose K/V it reads, one for each of its own."""
+        last = target.num_layers
+        return () if self.reuse == "hidden" else tuple(range(last - self.layers.num_layers, last))
+
+    @property
+    def head_rank(self) -> int:
+        """Of a block's own head; 0: it is as wide as its layers, or the target's."""
+        return int(self.config.get("head_rank", 0))
 
     @property
     def samples_anchor(self) -> bool:
@@ -119,6 +136,9 @@ class HiddenDrafterWeights:
                 f"{', '.join(map(str, depths))}; {target.source} has {target.config.hidden_size} and {layers} layers",
                 TRAIN_HINT,
             )
+        if self.reuse != "hidden" and not _same_keys(self.layers, target.config):
+            problem = f"the drafter {self.source} reads K/V of other heads or another rope than {target.source} has"
+            raise BadDrafter(problem, TRAIN_HINT)
         for name, shape in self.shapes(target.config).items():
             have = tuple(self.tensors[name].shape) if name in self.tensors else None
             if have != shape:
@@ -134,7 +154,11 @@ class HiddenDrafterWeights:
         if self.kind == "heads":
             return {f"heads.{j}.weight": (hidden, hidden) for j in range(self.tokens)}
         shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,)}
-        shapes["fc.weight"] = (hidden, len(self.depths(target)) * hidden)
+        taps = len(self.depths(target))
+        if taps:
+            shapes["fc.weight"] = (hidden, taps * hidden)
+        if self.config.get("fc_norm"):
+            shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(taps)}
         for i in range(c.num_layers):
             wide = hidden * (2 if self.kind == "eagle3" and i == 0 else 1)
             p = f"layers.{i}."
@@ -148,13 +172,17 @@ class HiddenDrafterWeights:
                 shapes |= {p + f"self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
         if self.kind == "eagle3":
             return shapes | {"layers.0.hidden_norm.weight": (hidden,)}
-        shapes |= {"hidden_norm.weight": (hidden,)}
+        if taps:
+            shapes |= {"hidden_norm.weight": (hidden,)}
+        low = self.head_rank
+        if low:
+            shapes |= {"head_down.weight": (low, hidden), "lm_head.weight": (vocab, low)}
         rank = int(self.config.get("markov_rank", 0) or 0)
         if rank:
             shapes["markov_head.markov_w1.weight"] = (c.vocab_size, rank)
             shapes["markov_head.markov_w2.weight"] = (vocab, rank)
         if self.config.get("enable_confidence_head"):
-            wide = hidden + (rank if self.config.get("confidence_head_with_markov", True) else 0)
+            wide = (low or hidden) + (rank if self.config.get("confidence_head_with_markov", True) else 0)
             shapes |= {"confidence_head.proj.weight": (1, wide), "confidence_head.proj.bias": (1,)}
         return shapes
 
@@ -216,11 +244,19 @@ def _opened(made: HiddenDrafterWeights) -> HiddenDrafterWeights:
     markov = config.get("markov_head_type", "vanilla")
     if int(config.get("markov_rank", 0) or 0) and markov != "vanilla":
         raise UnsupportedModel(f"{made.source} has a {markov!r} Markov head", "use a drafter with a vanilla one")
+    if made.reuse not in ("hidden", "kv", "both"):
+        raise UnsupportedModel(f"{made.source} reads {made.reuse!r} of its target", "use a drafter of another kind")
     if not 1 <= made.tokens <= MAX_BLOCK_TOKENS:
         hint = f"1 to {MAX_BLOCK_TOKENS} are possible"
         raise BadDrafter(f"{made.source} drafts {made.tokens} tokens in a pass", hint)
     made.layers  # noqa: B018 (raises where the configuration cannot be read)
     return made
+
+
+def _same_keys(own: ModelConfig, target: ModelConfig) -> bool:
+    """Whether the target's K/V can stand beside the drafter's own."""
+    shape = (own.num_kv_heads, own.head_dim) == (target.num_kv_heads, target.head_dim)
+    return shape and own.rope == target.rope and target.local_rope is None
 
 
 def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Path) -> None:
@@ -229,8 +265,19 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
     if made.kind != "block":
         hint = "train one with --kind block"
         raise UnsupportedModel(f"a drafter of kind {made.kind!r} has no form in the `speculators` format", hint)
+    foreign = [f"--reuse {made.reuse}"] if made.reuse != "hidden" else []
+    foreign += ["norms of its hidden states"] if made.config.get("fc_norm") else []
+    if foreign:
+        problem = f"the `speculators` format has no place for {' and '.join(foreign)} of a block"
+        raise UnsupportedModel(problem, "train one with --reuse hidden and without --state-norms")
     made.check(target)
-    tensors = dict(made.tensors)
+    config, tensors = dict(made.config), dict(made.tensors)
+    for own in ("reuse", "head_rank", "fc_norm"):
+        config.pop(own, None)
+    if "head_down.weight" in tensors:
+        down, sure = tensors.pop("head_down.weight").float(), tensors["confidence_head.proj.weight"].float()
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].float() @ down
+        tensors["confidence_head.proj.weight"] = torch.cat((sure[:, : len(down)] @ down, sure[:, len(down) :]), 1)
     head = "embed" if target.config.tie_embeddings else "head"
     tensors.setdefault("lm_head.weight", target.rows(head, made.draft_ids))
     if "d2t" in tensors:
@@ -240,4 +287,4 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     stored = {n: v.to(torch.bfloat16) if v.dtype == torch.float32 else v for n, v in tensors.items()}
     save_file({n: v.contiguous() for n, v in stored.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(made.config, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

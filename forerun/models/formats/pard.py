@@ -1,7 +1,8 @@
 """Draft models that draft several tokens in one forward, as PARD folders: ordinary model folders whose config.json
 names the mask as `pard_token`.
 
-How many tokens one drafts is not part of that format, and `num_speculative_tokens` is what this package adds. vLLM
+How many tokens one drafts is not part of that format: `num_speculative_tokens` is what this package adds, and under
+`forerun` the fingerprint of the target that a model was trained for, acceptance by depth and how it was made. vLLM
 reads such a folder as `{"method": "draft_model", "parallel_drafting": true}`, this package as `draft_model=FOLDER`.
 Gemma, whose norms and scales are stored otherwise, is not written. Knows no drafter.
 """
@@ -32,6 +33,7 @@ class ParallelDrafting:
     mask_token: int
     tokens: int = DEFAULT_PARALLEL_TOKENS  # drafted in one forward: one by the last token, the others by masks
     outcomes: dict[str, list[list[float]]] = field(default_factory=dict)  # kind of text -> accepted and tried by depth
+    target: str = ""  # fingerprint of the model it was trained for, where a folder has it
 
 
 def read_parallel(root: dict[str, Any], vocab: int, source: str) -> ParallelDrafting | None:
@@ -45,11 +47,20 @@ def read_parallel(root: dict[str, Any], vocab: int, source: str) -> ParallelDraf
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_PARALLEL_TOKENS:
         problem = f"{source}: num_speculative_tokens is {tokens!r}, between 1 and {MAX_PARALLEL_TOKENS} are possible"
         raise CorruptModel(problem, "fetch or train the drafter again")
-    return ParallelDrafting(mask, tokens)
+    found = root.get("forerun")
+    about = found if isinstance(found, dict) else {}
+    return ParallelDrafting(mask, tokens, about.get("outcomes", {}), str(about.get("target", "")))
 
 
-def write_pard(checkpoint: Checkpoint, parallel: ParallelDrafting, folder: Path, quiet: bool = False) -> None:
-    """The checkpoint's weights in bfloat16, its tokenizer, and a configuration with the mask."""
+def write_pard(
+    checkpoint: Checkpoint,
+    parallel: ParallelDrafting,
+    folder: Path,
+    quiet: bool = False,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """The checkpoint's weights in bfloat16, its tokenizer, and a configuration with the mask; `facts`: how it was
+    made."""
     config = checkpoint.config
     if config.family not in FAMILIES or config.rope.kind != "default":
         raise UnsupportedModel(
@@ -70,6 +81,7 @@ def write_pard(checkpoint: Checkpoint, parallel: ParallelDrafting, folder: Path,
         "pard_token": parallel.mask_token,
         "spd_type": "pard",
         "num_speculative_tokens": parallel.tokens,
+        "forerun": {"target": parallel.target, "outcomes": parallel.outcomes, "facts": facts or {}},
     }
     (folder / "config.json").write_text(json.dumps(values, indent=2))
 

@@ -85,7 +85,8 @@ def test_a_block_gives_the_packages_logits(target: Path, name: str):
     rows = model.first_row + model.tokens
     assert (rows, model.tokens) == (5, 5 if name == "dspark" else 4)
     slots = torch.from_numpy(ctx.runner.batch([Span([0] * anchor, 0, pages, ())]).slot_mapping)
-    model.write_context(ctx.runner.features.rows(pages, 0, anchor), torch.arange(anchor), slots, ctx.hidden_kv.kv)
+    made = ctx.runner.features.rows(pages, 0, anchor)
+    model.write_context(made, torch.arange(anchor), slots, ctx.hidden_kv.kv, ctx.pool.kv)
     span = Span([int(tokens[anchor]), *[0] * (rows - 1)], anchor, pages, range(rows))
     found = model.run(ctx.runner.batch([span]), ctx.hidden_kv.kv, rows)
     logits = found.logits[0]
