@@ -23,6 +23,7 @@ from forerun.decode.control.kinds import kind_of
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
 from forerun.decode.drafters import Drafter, DraftRequest
+from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS
 from forerun.decode.drafters.grammar import prune
 from forerun.decode.sampling import Context
 from forerun.decode.verifiers import make_verifier
@@ -246,8 +247,14 @@ class Speculator:
             curve = self.controller.drafters[drafter.name]
             catch_up = [self.drafter_pool.catch_up_tokens(drafter, task) for task in tasks]
             unread = [tokens if tokens > drafter.max_unread_tokens else 0 for tokens in catch_up]
-            start_s = [curve.start_factor * curve.seconds(tokens) if tokens else 0.0 for tokens in unread]
-            plan = self.controller.plan_rounds(_drafted_batch(tasks, context, spent_s), drafter.name, start_s)
+
+            def read_s(tokens: int) -> float:
+                return curve.start_factor * curve.seconds(tokens) if tokens else 0.0
+
+            batch = _drafted_batch(tasks, context, spent_s)
+            plan = self.controller.plan_rounds(batch, drafter.name, [read_s(tokens) for tokens in unread])
+            if plan is not None:
+                plan.start_s = [read_s(min(tokens, MAX_CATCH_UP_TOKENS)) for tokens in unread]
         if any(fixed):
             rounds = plan.rounds if plan is not None else [0] * len(tasks)
             stop = plan.min_path_probs if plan is not None else [[] for _ in tasks]

@@ -25,7 +25,7 @@ from forerun.decode import speculator as speculator_module
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafter_pool import DraftTask, SpeculationState
-from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
+from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS, Drafter, DraftRequest, DraftRound
 from forerun.decode.sampling import Context
 from forerun.decode.speculator import Speculator
 from forerun.decode.verifiers import make_verifier
@@ -163,13 +163,10 @@ class SimulatedDrafter(Drafter):
                 accepted = text.category.lookup[1]
                 drafts.append(Draft.chain(tokens, [accepted] * len(tokens), self.name))
             return drafts
-        for request in requests:
-            missing = self._missing(request)
-            if missing > self.max_unread_tokens:
-                start_s, token_s = world.machine.read_s
-                world.clock.now += start_s + token_s * missing
-            world.read[request.seq_id] = len(request.tokens)
-        depths = self._grow(requests)
+        read = [self._read(request) for request in requests]
+        depths = self._grow([request for request, whole in zip(requests, read, strict=True) if whole])
+        waiting = iter(depths)
+        depths = [next(waiting) if whole else 0 for whole in read]
         for request, text, here, depth in zip(requests, texts, at, depths, strict=True):
             tokens = text.chain(self.name, here, depth)
             drafts.append(Draft.chain(tokens, [self._claimed(text)] * len(tokens), self.name))
@@ -179,10 +176,20 @@ class SimulatedDrafter(Drafter):
             world.read[request.seq_id] += right if self.tokens_per_round == 1 else 0
         return drafts
 
+    def _read(self, request: DraftRequest) -> bool:
+        """Catch up with a sequence, a long prompt in parts; whether nothing is missing any more."""
+        missing = self._missing(request)
+        if missing > self.max_unread_tokens:
+            start_s, token_s = self.world.machine.read_s
+            missing = min(missing, MAX_CATCH_UP_TOKENS)
+            self.world.clock.now += start_s + token_s * missing
+        self.world.read[request.seq_id] = self.world.read.get(request.seq_id, 0) + missing
+        return self._missing(request) == 0
+
     def _grow(self, requests: list[DraftRequest]) -> list[int]:
         """Depths, and the rounds for them pass."""
         most = [min(request.max_depth, request.max_nodes) for request in requests]
-        if self.tokens_per_round > 1:
+        if self.tokens_per_round > 1 and requests:
             depths = [min(n, self.tokens_per_round) for n in most]
             self._round(sum(depths) + 2 * len(requests), len(requests))
             return depths

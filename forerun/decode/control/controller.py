@@ -339,7 +339,7 @@ class Controller:
         for s, n in zip(stats, rounds, strict=True):
             mean = record.by_depth(s.kind, s.own[drafter], MAX_ROUNDS, 0.0) if n and block == 1 else []
             stop.append(min_path_probs(self.target, curve, active, context, mean, depths.rate) if mean else [])
-        return PaidPlan(drafter, rounds, depths.rate, stop, f"{drafter} {why}", lost_s, start_s)
+        return PaidPlan(drafter, rounds, depths.rate, stop, f"{drafter} {why}", lost_s)
 
     def _explore(
         self,

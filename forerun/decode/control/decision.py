@@ -67,4 +67,4 @@ class PaidPlan:
     min_path_probs: list[list[float]]  # by sequence: after so many drafted tokens, the least that is worth a round more
     why: str
     lost_s: float = 0.0  # that exploring takes from every sequence's budget
-    start_s: Sequence[float] = ()  # of each sequence, what catching up with it is expected to take
+    start_s: Sequence[float] = ()  # by sequence: what catching up takes in this step, of a long prompt one part

@@ -10,6 +10,7 @@ import pytest
 
 from forerun.decode.control.controller import EXPLORE_FREE_SHARE, EXPLORE_PAID_SHARE, FIRST_TOKENS, Controller
 from forerun.decode.control.cost import CostCurve
+from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS
 from tests.decode.simulator import (
     AUTO,
     CATEGORIES,
@@ -166,6 +167,24 @@ def test_rounds_that_take_longer_than_was_timed_are_noticed():
         world.answer([Text(CATEGORIES["code"], seed)])
     text = Text(CATEGORIES["code"], 9)
     assert world.answer([text])[0] <= sum(plain_s(slow, [text])) / 0.97
+
+
+def test_a_prompt_that_is_read_in_parts_is_as_dear_as_before(monkeypatch: pytest.MonkeyPatch):
+    """Of a prompt of four parts each step reads one, and is compared with what one was expected to take."""
+    observe, factors = Controller.observe_start, list[float]()
+
+    def observed(controller: Controller, drafter: str, foreseen_s: float, seconds: float) -> None:
+        observe(controller, drafter, foreseen_s, seconds)
+        factors.append(controller.drafters[drafter].start_factor)
+
+    monkeypatch.setattr(Controller, "observe_start", observed)
+    world = World(H200, AUTO)
+    for seed in SEEDS:
+        world.answer([Text(replace(CATEGORIES["code"], prompt=2048, tokens=1500), seed)])
+    start_s, token_s = H200.read_s
+    part_s = world.controller.drafters["parallel"].seconds(MAX_CATCH_UP_TOKENS)
+    assert len(factors) >= 4 * len(SEEDS)
+    assert min(factors) > 0.8 * (start_s + token_s * MAX_CATCH_UP_TOKENS) / part_s
 
 
 def test_a_host_that_is_slow_with_drafts_is_noticed():
