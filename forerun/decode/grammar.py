@@ -46,6 +46,7 @@ _LIMITS = {
 }
 # How JSON is spaced where its texts are counted: with free white space even an enum has texts without end
 ONE_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+ANY_OBJECT = '{"type": "object"}'
 _NAMES = {"json_schema": "JSON schema", "json_object": "JSON", "regex": "regex", "lark": "Lark"}
 _HINTS = {
     "json_schema": "see llguidance's list of supported JSON Schema keywords, and test the schema alone",
@@ -315,7 +316,7 @@ def _lark(grammar: Grammar) -> str:
     if grammar.kind == "json_object":
         if grammar.source:
             raise BadRequest(f"a json_object grammar has no source, got {grammar.source:.60}", "use json_schema")
-        return 'start: %json {"type": "object"}'
+        return f"start: %json {json.dumps(parse_schema(ANY_OBJECT))}"
     if grammar.kind == "regex":
         return json.loads(_llguidance().LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
     return grammar.source

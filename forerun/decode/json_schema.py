@@ -1,8 +1,10 @@
-"""JSON schemas before they are compiled: what is refused by its size, and integers that get a bound.
+"""JSON schemas before they are compiled: what is refused by its size, and what gets a bound that the schema lacks.
 
 Compiling takes time quadratic in the optional properties of an object, and a parser has room for so many alternatives:
 both are refused here, with the number and the limit. An integer without bounds may have digits without end, and models
-that repeat themselves write them: it is bounded to what every JSON reader takes exactly. Knows no parser.
+that repeat themselves write them: it is bounded to what every JSON reader takes exactly. So is white space between two
+parts, to what compact and indented JSON have. An object has no properties but those that are listed, unless its schema
+names others or composes objects: models go on adding, and llama.cpp and XGrammar read schemas so, too. Knows no parser.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ MAX_INTEGER = 2**53 - 1  # the largest that readers with double precision take e
 MAX_OPTIONAL_PROPERTIES = 450  # of one object: llguidance has 2000 items in a row, and each takes four of them
 MAX_OPTIONAL_PAIRS = 500_000  # sum of squares over all objects; 500 properties compile in 0.1 to 0.3 s on one core
 MAX_SUBSCHEMAS = 20_000
+WHITE_SPACE = r" |\r?\n{1,2}[ \t]{0,32}"  # between two parts: none, a space, or up to two new lines and an indent
 
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_COMPOSING = ("if", "dependentSchemas", "not")  # objects of several schemas: what one lists is not all
+_BESIDE = ("anyOf", "oneOf", "allOf", "$ref")  # the same where properties are beside them
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "propertyNames")
 _FIXED = ("enum", "const", "multipleOf", "$ref", "allOf")  # the value is not free, or decided elsewhere
 
 
 def parse_schema(source: str) -> Any:
-    """The schema in a text, checked, and with integers bounded."""
+    """The schema in a text, checked, and with what it lacks in bounds."""
     try:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
@@ -34,11 +40,15 @@ def parse_schema(source: str) -> Any:
         raise BadRequest(f"the JSON schema is not JSON: {reason}", "pass the schema as JSON text") from error
     if not isinstance(schema, (dict, bool)):
         raise BadRequest(f"a JSON schema is an object, got {source.strip():.60}", 'pass e.g. {"type": "object"}')
-    return prepared_schema(schema)
+    prepared = prepared_schema(schema)
+    own = prepared.get("x-guidance", {}) if isinstance(prepared, dict) else None
+    if isinstance(own, dict) and "whitespace_flexible" not in own:
+        prepared["x-guidance"] = {"whitespace_pattern": WHITE_SPACE} | own
+    return prepared
 
 
 def prepared_schema(schema: Any) -> Any:
-    """A copy of a schema, checked, and with integers bounded unless a bound of the schema is beyond that."""
+    """A copy of a schema, checked, with objects closed, and integers bounded unless a bound of it is beyond that."""
     _check_size(schema)
     far = any(
         isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
@@ -48,6 +58,9 @@ def prepared_schema(schema: Any) -> Any:
     copied = json.loads(json.dumps(schema))
     for node in () if far else subschemas(copied):
         _bound(node)
+    if not any(_composes(node) for node in subschemas(copied)):
+        for node in subschemas(copied):
+            _close(node)
     return copied
 
 
@@ -93,6 +106,21 @@ def _check_size(schema: Any) -> None:
             f"the limit is {MAX_OPTIONAL_PAIRS}",
             "list more of them in `required`",
         )
+
+
+def _composes(node: dict[str, Any]) -> bool:
+    parts = node.get("allOf")
+    several = isinstance(parts, list) and len(parts) > 1
+    beside = "properties" in node and any(name in node for name in _BESIDE)
+    return several or beside or any(name in node for name in _COMPOSING)
+
+
+def _close(node: dict[str, Any]) -> None:
+    listed, required = node.get("properties"), node.get("required")
+    if not isinstance(listed, dict) or any(name in node for name in _OPEN):
+        return
+    if not isinstance(required, list) or all(isinstance(name, str) and name in listed for name in required):
+        node["additionalProperties"] = False
 
 
 def _bound(node: dict[str, Any]) -> None:

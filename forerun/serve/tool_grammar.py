@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from forerun.decode.grammar import ANY_OBJECT
 from forerun.decode.json_schema import parse_schema, prepared_schema
 from forerun.errors import BadRequest
 from forerun.params import Grammar
@@ -41,7 +42,7 @@ def calls_or_text(tools: Sequence[Tool], llama: bool, parallel: bool, tag: bool)
 
 def calls_or_json(tools: Sequence[Tool], content: Grammar, llama: bool, parallel: bool) -> Grammar:
     """Calls, or content of a JSON grammar."""
-    schema = content.source if content.kind == "json_schema" else '{"type": "object"}'
+    schema = content.source if content.kind == "json_schema" else ANY_OBJECT
     if llama:  # both begin as objects: unambiguous only as schemas with the same spacing, and with one call
         given = parse_schema(schema)
         spaced = json.dumps(given | _SPACED if isinstance(given, dict) else given)

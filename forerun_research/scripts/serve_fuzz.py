@@ -235,9 +235,14 @@ def pages_missing(server: ServerSide) -> int:
     return missing
 
 
+def end_once(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+    sys.exit(143)
+
+
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
+    signal.signal(signal.SIGTERM, end_once)  # so that the server is ended, too
     settings = {name: getattr(args, name) for name in ("model", "threads", "kv_cache_tokens", "max_model_len")}
     asks = mixed(args.streams, args.seed, sampled=0.0 if args.greedy else 0.4)
     library = LibrarySide(settings)

@@ -163,6 +163,16 @@ def test_several_tokens_are_accepted_as_far_as_they_go(small: GrammarCompiler) -
     assert constraint.accepts((), [small.vocabulary.size - 1]) == 0  # padding
 
 
+def test_white_space_in_json_has_an_end(small: GrammarCompiler) -> None:
+    encode, person = small.vocabulary.tokenizer.encode, {"name": "the", "age": 3, "next": {"name": "a", "age": 1}}
+    for grammar in SHAPES[:2]:
+        constraint = small.constraint(grammar)
+        for text in (json.dumps(person, separators=(",", ":")), json.dumps(person), json.dumps(person, indent=4)):
+            assert constraint.accepts((), encode(text)) == len(encode(text))
+        for beginning in ("{\n\n\n", '{"name"\n\n\n', "{  ", "{\n" + " " * 33):
+            assert constraint.accepts((), encode(beginning)) < len(encode(beginning))
+
+
 def test_after_an_end_only_ends(pieces: GrammarCompiler) -> None:
     constraint, a = pieces.constraint(Grammar("regex", "a+")), pieces.vocabulary.tokens.index(b"a")
     assert constraint.accepts((), [1]) == 0  # the empty answer is none

@@ -1,4 +1,4 @@
-"""Schemas before they are compiled: sizes are refused, integers are bounded, and nothing else changes."""
+"""Schemas before they are compiled: sizes are refused, objects closed, integers bounded, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from forerun.decode.json_schema import MAX_INTEGER, MAX_OPTIONAL_PROPERTIES, parse_schema, prepared_schema
+from forerun.decode.json_schema import (
+    MAX_INTEGER,
+    MAX_OPTIONAL_PROPERTIES,
+    WHITE_SPACE,
+    parse_schema,
+    prepared_schema,
+    subschemas,
+)
 from forerun.errors import BadRequest
 
 BOUNDED = {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
@@ -25,7 +32,7 @@ BOUNDED = {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
         ),
         ({"anyOf": [{"type": "integer"}, True]}, {"anyOf": [BOUNDED, True]}),
         ({"$defs": {"a": {"type": "integer"}}}, {"$defs": {"a": BOUNDED}}),
-        ({"properties": {"type": {"type": "integer"}}}, {"properties": {"type": BOUNDED}}),
+        ({"patternProperties": {"type": {"type": "integer"}}}, {"patternProperties": {"type": BOUNDED}}),
     ],
 )
 def test_integers_are_bounded(given: Any, prepared: Any):
@@ -48,6 +55,34 @@ def test_integers_are_bounded(given: Any, prepared: Any):
 )
 def test_other_schemas_are_as_they_were(given: Any):
     assert prepared_schema(given) == given
+
+
+def test_objects_have_the_properties_that_are_listed():
+    def closed(schema: Any) -> list[bool]:
+        return ["additionalProperties" in node for node in subschemas(prepared_schema(schema)) if "properties" in node]
+
+    listed: Any = {"properties": {"a": {}}}
+    assert closed(listed | {"required": ["a"]}) == [True]
+    assert closed({"properties": {"a": listed, "b": {"items": listed}}}) == [True] * 3
+    assert closed({"$defs": {"a": listed}, "anyOf": [{"$ref": "#/$defs/a"}, {"allOf": [{"$ref": "#/$defs/a"}]}]}) == [
+        True
+    ]
+    assert prepared_schema(listed | {"additionalProperties": True})["additionalProperties"] is True
+    for open_schema in (
+        listed | {"required": ["b"]},
+        listed | {"patternProperties": {"x": {}}},
+        {"allOf": [listed, listed]},
+        {"anyOf": [listed], "properties": {"b": {}}},
+        {"$defs": {"a": listed}, "$ref": "#/$defs/a", "properties": {"b": {}}},
+    ):
+        assert not any(closed(open_schema)), open_schema
+
+
+def test_white_space_is_bounded_unless_the_schema_has_its_own():
+    assert parse_schema("{}") == {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    for own in ({"whitespace_flexible": False}, {"whitespace_pattern": " ?"}):
+        assert parse_schema(json.dumps({"x-guidance": own})) == {"x-guidance": own}
+    assert parse_schema("true") is True
 
 
 def test_sizes():
