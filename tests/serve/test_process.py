@@ -74,8 +74,8 @@ def process(model: Path, disk: Path, *more: Any) -> Iterator[Process]:
         yield Process(handle, found[1], lines)
     finally:
         handle.kill()
-        handle.wait(10)
-        reader.join(10)
+        handle.wait(60)
+        reader.join(60)
         handle.stderr.close()
 
 
@@ -156,7 +156,7 @@ def _drop(made: Process) -> None:
     """Clients that go away leave nothing behind."""
 
     def figure(name: str) -> float:
-        text = httpx.get(f"{made.url}/metrics", timeout=10).text
+        text = httpx.get(f"{made.url}/metrics", timeout=60).text
         return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
 
     for _ in range(4):

@@ -13,7 +13,7 @@ from forerun.recipes.planning.template import PlanError, parse
 
 
 def test_independent_calls_run_at_once_and_results_are_filled_in() -> None:
-    meet = threading.Barrier(2, timeout=10)  # broken unless both calls run at the same time
+    meet = threading.Barrier(2, timeout=60)  # broken unless both calls run at the same time
 
     def find(text: str) -> str:
         meet.wait()
@@ -37,7 +37,7 @@ def test_no_more_than_allowed_run_at_once() -> None:
         with lock:
             now += 1
             peak = max(peak, now)
-        pair.wait(10)  # two always run at once
+        pair.wait(60)  # two always run at once
         with lock:
             now -= 1
         return len(text)
