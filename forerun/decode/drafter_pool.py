@@ -16,7 +16,7 @@ import torch
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.control.controller import Controller, RequestStats
-from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
+from forerun.decode.control.cost import TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
@@ -152,6 +152,8 @@ class DrafterPool:
         """A paid drafter is timed too; it joins only when both worked."""
         try:
             drafter = _kind(name)(self.ctx)
+            if drafter.elsewhere:
+                self.controller.slowdowns.setdefault(name, Slowdown(drafter.same_machine))
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known
@@ -255,6 +257,10 @@ class DrafterPool:
                 drafter.finish(spec_state.seq_id, spec_state.context.tokens, spec_state.context.num_prompt)
             except Exception as error:
                 self._warn(drafter.name, f"{type(error).__name__}: {error}")
+
+    def computed_elsewhere(self) -> list[str]:
+        """Drafters for which another process computed since the last call."""
+        return [name for name, each in self._drafters.items() if each.elsewhere and each.computed_elsewhere()]
 
     def forget(self) -> None:
         """Drop what drafters remember of requests that ended."""

@@ -31,7 +31,6 @@ from forerun.decode.verifiers import make_verifier
 log = logging.getLogger("forerun")
 
 MODEL_MERGE_WEIGHT = 4.0  # of a model's probability against a free drafter's: the model has read the whole text
-IDLE_RUN_S = 1e-3  # of a drafter that waits for another machine: below, it did not wait
 MAX_COVERED = 0.5  # probability that a free draft has the next token, from which no other drafter runs beside it
 MIN_WAIT_S = 20e-6  # for a step in flight: the host that waits less was late, and what ran beside the step was not free
 KIND_TOKENS = 16  # of an answer, after which it shows of what kind it is
@@ -179,17 +178,16 @@ class Speculator:
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
             seconds = (time.perf_counter() - start) / len(chosen)
             for task, draft in zip(chosen, drafts, strict=True):
-                if not drafter.waits and not beside:
-                    task.spec_state.free_run_s[drafter.name] = seconds
-                elif not beside and (len(draft) or seconds > IDLE_RUN_S):  # waiting is decided by `max_wait_s`
-                    task.spec_state.free_run_s[drafter.name] = min(seconds, IDLE_RUN_S)
+                counted_s = drafter.counted_s(task.spec_state.seq_id, seconds)
+                if not beside and counted_s is not None:
+                    task.spec_state.free_run_s[drafter.name] = counted_s
                 self._add_candidate(task, draft, beside)
 
     def _free_request(self, drafter: Drafter, task: DraftTask, least: float, beside: bool) -> DraftRequest:
-        wait_s = math.inf if task.spec_state.fixed_depth else 0.0
-        if not wait_s and not beside:
-            wait_s = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
-        return replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s)
+        wait_s, first_prob = math.inf if task.spec_state.fixed_depth else 0.0, 1.0
+        if drafter.elsewhere and not wait_s and not beside:
+            wait_s, first_prob = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
+        return replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
         """The free or the paid drafters of these tasks, each with the tasks that use it."""
@@ -310,7 +308,9 @@ class Speculator:
         branches = sum(parent != node - 1 for draft in drafts for node, parent in enumerate(draft.parents))
         beside_s, self._beside_s = self._beside_s if (waited_s or 0.0) > MIN_WAIT_S else 0.0, 0.0
         idle_s = waited_s and waited_s + beside_s
-        self.controller.observe_forward(size, len(drafts), context, branches, seconds, time.perf_counter(), idle_s)
+        elsewhere = self.drafter_pool.computed_elsewhere()
+        now = time.perf_counter()
+        self.controller.observe_forward(size, len(drafts), context, branches, seconds, now, idle_s, elsewhere)
         self.totals.steps += len(drafts)
         self.totals.verify_s += seconds
 
@@ -340,7 +340,8 @@ class Speculator:
         covered = 0  # accepted tokens that drafters before it had right: only what goes further counts for a drafter
         for name, seconds in spec_state.free_run_s.items():
             gained = min(accepted.get(name, 0), len(path))  # what was not verified is not gained
-            self.controller.record_run(stats, name, max(0, gained - covered), seconds)
+            own_nodes = draft.sources.count(name)
+            self.controller.record_run(stats, name, max(0, gained - covered), seconds, own_nodes)
             covered = max(covered, gained)
         for each in spec_state.drafts:
             self.controller.record_draft(stats, each, emitted)

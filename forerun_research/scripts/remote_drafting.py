@@ -62,9 +62,9 @@ def draft_server(model: str, dtype: str, threads: int) -> Iterator[DraftServerPr
         server.kill()
 
 
-def prompts(kind: str, count: int) -> list[list[dict[str, str]]]:
+def prompts(kind: str, count: int, skip: int = 0) -> list[list[dict[str, str]]]:
     found = [p for p in data.read_prompts() if kind in ("all", p.kind)]
-    return [[{"role": "user", "content": p.text}] for p in found[:count]]
+    return [[{"role": "user", "content": p.text}] for p in found[skip : skip + count]]
 
 
 def chat(llm: LLM, messages: Any, params: SamplingParams, drafter: str, named: bool) -> Completion:
@@ -85,7 +85,7 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
         for ms in options.rtt:
             proxy = stack.enter_context(DelayProxy(server.port, ms / 1000.0))
             settings[f"remote {ms} ms"] = f"remote:127.0.0.1:{proxy.port}"
-        asked = prompts(options.kind, options.prompts)
+        asked = prompts(options.kind, options.prompts, options.skip)
         seconds: dict[str, list[float]] = defaultdict(list)
         counts: dict[str, list[int]] = {name: [0, 0, 0] for name in settings}
         equal = 0
@@ -112,6 +112,7 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
                 "tokens_per_s": round(1.0 / median(seconds[name]), 2),
                 "against_plain": round(sum(seconds["plain"]) / sum(seconds[name]), 3),
                 "worst_prompt": round(min(ratios), 3),
+                "prompts": [round(ratio, 3) for ratio in ratios],
                 "accepted_a_step": round(accepted / max(1, steps), 2),
                 "drafted": drafted,
                 **figures.get(drafter, {}),
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--kind", default="all", help="of the shipped prompts")
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--skip", type=int, default=0, help="so many prompts of the kind come first")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rtt", type=int, nargs="*", default=ROUND_TRIPS_MS, help="milliseconds")

@@ -43,8 +43,8 @@ class VerifyAllDrafts(Controller):
     def should_run(self, *given: Any, **more: Any) -> bool:
         return True
 
-    def max_wait_s(self, s: RequestStats, drafter: str) -> float:
-        return math.inf
+    def max_wait_s(self, s: RequestStats, drafter: str) -> tuple[float, float]:
+        return math.inf, 1.0
 
     def min_grown_prob(self) -> float:
         return MIN_GROWN_PROB

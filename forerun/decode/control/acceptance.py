@@ -39,6 +39,8 @@ SHAPE_OBSERVATIONS = 32.0  # of a depth, before acceptance there is taken to dif
 # Of drafters that run none: accepted tokens of a run beyond those of the drafters before it, and runs that this counts
 # for. The lower bound is 0.15 tokens; one that takes a twentieth of a step is run until about 13 runs gave nothing.
 FREE_PRIOR_TOKENS, FREE_PRIOR_RUNS = 0.5, 6.0
+# The same of a model elsewhere, less what verifying them takes
+ELSEWHERE_PRIOR_TOKENS, ELSEWHERE_PRIOR_REST = {"code": 0.8, "numbers": 0.5}, 0.3
 # Of an answer's length: programs are rarely short, calculations sometimes, answers in prose often
 PRIOR_ANSWER_TOKENS, PRIOR_ANSWER_DEVIATION = 128.0, {"code": 24.0, "numbers": 64.0}
 PRIOR_DEVIATION_ELSEWHERE = 110.0
@@ -122,15 +124,21 @@ class DrafterRecord:
             found.append(min(1.0, max(0.0, shifted(mean, factor) - least)))
         return found + found[-1:] * (deepest - TRACKED_DEPTHS)
 
-    def run_tokens(self, kind: str, own: RequestRecord, doubt: float = 1.0) -> float:
-        """Tokens that a run of a free drafter is expected to have right, less `doubt` standard errors."""
+    def run_tokens(self, kind: str, own: RequestRecord, doubt: float = 1.0, model: bool = False) -> float:
+        """Tokens that a run of a free drafter is expected to gain, less `doubt` standard errors; `model`: one that runs
+        elsewhere drafts, so that requests of a kind are alike."""
         tokens, runs = self.kinds[kind].runs
-        # A request repeats text or does not. What others of its kind gained shows that it may, not how much: long
-        # matches of one would else keep a drafter running for all.
-        usual = (tokens + FREE_PRIOR_TOKENS * FREE_PRIOR_RUNS) / (runs + FREE_PRIOR_RUNS)
-        weight = FREE_PRIOR_RUNS
-        mean = (min(usual, 1.25 * FREE_PRIOR_TOKENS) * weight + own.run_tokens) / (weight + own.runs)
-        return max(0.0, mean - doubt * sqrt(mean * (1.0 + mean) / (weight + own.runs)))  # of geometric lengths
+        prior = ELSEWHERE_PRIOR_TOKENS.get(kind, ELSEWHERE_PRIOR_REST) if model else FREE_PRIOR_TOKENS
+        usual, weight = (tokens + prior * FREE_PRIOR_RUNS) / (runs + FREE_PRIOR_RUNS), FREE_PRIOR_RUNS
+        if model:
+            weight = min(MAX_KIND_OBSERVATIONS, weight + runs)
+        else:
+            # A request repeats text or does not. What others of its kind gained shows that it may, not how much: long
+            # matches of one would else keep a drafter running for all.
+            usual = min(usual, 1.25 * FREE_PRIOR_TOKENS)
+        mean = (usual * weight + own.run_tokens) / (weight + own.runs)
+        deviation = sqrt(max(0.0, mean) * (1.0 + mean) / (weight + own.runs))  # of geometric lengths
+        return max(0.0, mean - doubt * deviation)
 
     def has_paid(self, kind: str) -> bool:
         """Whether outcomes for this kind, and not only the prior, are good enough to explore from the first token."""
@@ -152,14 +160,14 @@ class DrafterRecord:
             _add(count, hit, DECAY)
         _add(own.levels, hit, REQUEST_DECAY)
 
-    def count_run(self, stats: RequestStats, own: RequestRecord, tokens: int, seconds: float) -> None:
-        """Of a free drafter for one sequence: tokens that it had right, and seconds."""
+    def count_run(self, stats: RequestStats, own: RequestRecord, tokens: float, seconds: float) -> None:
+        """Of a free drafter for one sequence: tokens that it gained, and seconds."""
         if own.runs:
             self.run_s = _smoothed(self.run_s, seconds)
         else:
             self.read_s = _smoothed(self.read_s, seconds / (1 + stats.prompt_tokens))
         runs = self.kinds[stats.kind].runs
-        runs[0], runs[1] = runs[0] * DECAY + tokens, runs[1] * DECAY + 1.0
+        runs[0], runs[1] = max(0.0, runs[0] * DECAY + tokens), runs[1] * DECAY + 1.0
         own.run_tokens, own.runs = own.run_tokens * REQUEST_DECAY + tokens, own.runs * REQUEST_DECAY + 1.0
 
     def stats(self) -> dict[str, Any]:

@@ -18,13 +18,13 @@ and too few would be verified.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forerun.core import Draft
 from forerun.decode.control import selection
 from forerun.decode.control.acceptance import Acceptance, DrafterRecord, RequestStats, StoppingRule
-from forerun.decode.control.cost import MAX_ROUNDS, CostCurve
+from forerun.decode.control.cost import MAX_ROUNDS, CostCurve, Slowdown
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
 from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
 from forerun.decode.control.host import HostTime
@@ -51,6 +51,7 @@ MAX_SLOWDOWN_SHARE = (
 ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
 RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
 READ_PRIOR_S = 0.5e-6  # and for a token of its prompt, which its first run reads
+READ_ELSEWHERE_PRIOR_S = 3e-3  # the same of a draft server, on one core
 MAX_DRAFT_PLAIN_STEPS = 4.0  # drafting time that counts, in plain steps; more was a start, which does not recur
 MAX_GROWN_PROB, MIN_GROWN_PROB = 0.2, 0.02  # path probability below which free drafters need not grow a node
 RECENT_DECISIONS = 256
@@ -62,6 +63,7 @@ class Controller:
 
     def __init__(self, target: CostCurve, drafters: dict[str, CostCurve]) -> None:
         self.target, self.drafters = target, drafters
+        self.slowdowns: dict[str, Slowdown] = {}  # by drafters that compute elsewhere
         self.acceptance, self.host = Acceptance(), HostTime()
         self.decisions: deque[Decision] = deque(maxlen=RECENT_DECISIONS)
         self._step: OpenStep | None = None
@@ -145,12 +147,17 @@ class Controller:
         if self._step.lagging and s not in self._step.lagging:
             return False  # what it would gain is not verified
         record, own = self.acceptance.records[drafter], s.own[drafter]
-        cost_s = record.run_s or RUN_PRIOR_S
-        if not own.runs:  # it reads the prompt, which has to pay until the answer's end
-            cost_s += (record.read_s or READ_PRIOR_S) * s.prompt_tokens / max(1, self.acceptance.expected_remaining(s))
-        lost_s = cost_s - record.run_tokens(s.kind, own, DOUBT) * (1.0 - covered) * token_s
+        cost_s, read_s = record.run_s or RUN_PRIOR_S, record.read_s or READ_PRIOR_S
+        if slowdown := self.slowdowns.get(drafter):
+            cost_s += slowdown.extra * token_s
+            read_s = record.read_s or slowdown.extra * READ_ELSEWHERE_PRIOR_S
+        start_s = 0.0 if own.runs else read_s * s.prompt_tokens  # which has to pay until the answer's end
+        gained_s = record.run_tokens(s.kind, own, DOUBT, slowdown is not None) * (1.0 - covered) * token_s
+        lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
         if s.named or lost_s <= 0.0:
             return True
+        if slowdown:
+            lost_s += start_s  # all of it before the first draft
         lost_s *= len(self._step.stats)  # all of them wait for it
         if covered > 0.5 or not self._may_explore(s, record, s.explored_free_s + lost_s, EXPLORE_FREE_SHARE):
             return False
@@ -161,13 +168,13 @@ class Controller:
     def _may_explore(s: RequestStats, record: DrafterRecord, explored_s: float, share: float) -> bool:
         return explored_s <= share * s.elapsed_s and (s.tokens >= FIRST_TOKENS or record.has_paid(s.kind))
 
-    def max_wait_s(self, s: RequestStats, drafter: str) -> float:
-        """How long a batch may wait for a sequence's draft from another machine. A plain step meanwhile loses nothing
-        of a draft whose first token is right, as the rest is verified in the next one: waiting saves a step then, and
-        is lost where that token is wrong."""
+    def max_wait_s(self, s: RequestStats, drafter: str) -> tuple[float, float]:
+        """How long a batch may wait for a sequence's draft from another machine, and the probability of its first
+        token. A plain step meanwhile loses nothing of a draft whose first token is right, as the rest is verified in
+        the next one: waiting saves a step then, and is lost where that token is wrong."""
         assert self._step is not None
         (first,) = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], 1, 0.0 if s.named else DOUBT)[:1]
-        return first * self._step.plain_s / len(self._step.stats)
+        return first * self._step.plain_s / len(self._step.stats), first
 
     def min_grown_prob(self) -> float:
         """Path probability below which a drafted node cannot pay, so that free drafters need not grow it: half of what
@@ -199,11 +206,19 @@ class Controller:
         seconds: float,
         now: float = 0.0,
         waited_s: float | None = None,
+        elsewhere: Sequence[str] = (),
     ) -> None:
         """What the target's forward of a step of pure decoding took, whose tokens came `now`. `waited_s`: that the host
-        waited for them beside a step launched ahead, drafters beside it included; 0: launched, but not ahead."""
+        waited for them beside a step launched ahead, drafters beside it included; 0: launched, but not ahead.
+        `elsewhere`: drafters whose servers computed meanwhile."""
         before = self.target.drift
-        self.target.observe(rows, sequences, context, seconds - branches * self.target.per_branch)
+        slowdowns = [self.slowdowns[name] for name in elsewhere if name in self.slowdowns]
+        if slowdowns and rows == sequences:
+            for slowdown in slowdowns:
+                slowdown.observe(self.target.seconds(rows, sequences, context), seconds)
+        else:
+            forward_s = seconds / (1.0 + max((slowdown.extra for slowdown in slowdowns), default=0.0))
+            self.target.observe(rows, sequences, context, forward_s - branches * self.target.per_branch)
         for curve in self.drafters.values():
             if not curve.recent:
                 curve.follow(self.target.drift - before)
@@ -259,9 +274,15 @@ class Controller:
         """Compare a draft as it was proposed, with nodes that were never verified, with the tokens that came."""
         self.acceptance.record_draft(stats, draft, emitted)
 
-    def record_run(self, stats: RequestStats, drafter: str, tokens: int, seconds: float) -> None:
-        """What a free drafter took for one sequence, and how many of its tokens were right."""
-        self.acceptance.records[drafter].count_run(stats, stats.own[drafter], tokens, seconds)
+    def record_run(self, stats: RequestStats, drafter: str, tokens: float, seconds: float, nodes: int = 0) -> None:
+        """What a free drafter took for one sequence, and how many of its tokens were right. Of one elsewhere, whose
+        runs cost more than host time, what verifying its `nodes` took is no gain; its first run was reading beside
+        the target's steps."""
+        own = stats.own[drafter]
+        if drafter in self.slowdowns:
+            tokens -= self.target.seconds(1 + nodes) / self.target.seconds(1) - 1.0
+            seconds *= 1.0 if own.runs else self.slowdowns[drafter].extra
+        self.acceptance.records[drafter].count_run(stats, own, tokens, seconds)
 
     def record_end(self, stats: RequestStats) -> None:
         """An answer ended."""

@@ -18,10 +18,32 @@ COMMON_RATE = 0.05  # learning rate of the factor of all sizes: another program,
 REBUILD_OBSERVATIONS = 16  # between two rebuilds of the table
 MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
+PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on this machine, before a step beside it was timed
+MAX_LOG_SLOWDOWN = 0.7  # of one step
+
 MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
 TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards that are timed at the start
 TIMED_CONTEXTS = (32, 512)  # tokens before them
+
+
+class Slowdown:
+    """How many times as long the target's steps take while a draft server computes: one on the same machine shares its
+    memory bus (1.2 to 1.8 on two cores), one elsewhere costs nothing."""
+
+    def __init__(self, same_machine: bool) -> None:
+        self._log, self._steps = math.log(PRIOR_SLOWDOWN if same_machine else 1.0), PRIOR_SLOWDOWN_STEPS
+
+    def observe(self, expected_s: float, seconds: float) -> None:
+        """Of a plain step, against what it takes while the server does nothing."""
+        error = max(-MAX_LOG_SLOWDOWN, min(MAX_LOG_SLOWDOWN, math.log(seconds / expected_s)))
+        self._steps += 1
+        self._log += max(COMMON_RATE, 1.0 / self._steps) * (error - self._log)
+
+    @property
+    def extra(self) -> float:
+        """Of a step, as a share of it."""
+        return max(0.0, math.exp(self._log) - 1.0)
 
 
 class CostCurve:

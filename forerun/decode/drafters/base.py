@@ -40,6 +40,7 @@ class DraftRequest:
     rng: Rng | None = None  # what to draw with; None: random numbers of the request's own seed
     min_prob: float = 0.02  # of a node's path: less probable ones are not worth verifying
     max_wait_s: float = math.inf  # for a draft that comes from another machine: more is not worth it
+    first_prob: float = 1.0  # that such a draft's first token is accepted: waiting is worth less if it comes late
     min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
     keep_drafting: Callable[[float, int], bool] | None = None  # (path probability, depth) -> is a round worth it?
 
@@ -67,7 +68,8 @@ class Drafter(ABC):
     free: ClassVar[bool] = True  # runs no model; a drafter that does is *paid*
     cross_request: ClassVar[bool] = False  # drafts from the text of other requests
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
-    waits: ClassVar[bool] = False  # for another machine: a run that neither waited nor drafted does not count as one
+    elsewhere: ClassVar[bool] = False  # a model computes in another process while the target's steps go on,
+    same_machine: bool = False  # on this machine
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra
@@ -101,6 +103,14 @@ class Drafter(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Drop what was learnt from requests that ended."""
+
+    def counted_s(self, seq_id: int, seconds: float) -> float | None:
+        """Of a free drafter's run that took so long, what counts as its cost; None: it does not count as a run."""
+        return seconds
+
+    def computed_elsewhere(self) -> bool:
+        """Whether another process computed for this one since the last call."""
+        return False
 
     def figures(self) -> dict[str, float]:
         """What the drafter has to report beside drafted and accepted tokens."""

@@ -10,6 +10,7 @@ addresses, separated by commas, share the sequences. Knows no model: it is free 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import Drafter, DraftRequest, register_family
 from forerun.decode.remote.held_draft import HeldDraft
-from forerun.decode.remote.link import Link, address_url, check_installed
+from forerun.decode.remote.link import Link, address_url, check_installed, is_local
 from forerun.decode.remote.protocol import (
     PROB_BITS,
     Close,
@@ -40,6 +41,7 @@ MEAN_WEIGHT = 0.15  # of the latest observation in moving means
 GUESS_EVERY = 16  # orders in ordinary mode before one in parallel mode is tried again
 MAX_STEP_S = 5.0  # between two drafts of a sequence that counts as one step: a pause of its caller does not
 MAX_UNREAD_TOKENS = 32  # of an order whose time is like that of other orders: more are a prompt
+MAX_RUN_S = 1e-3  # of host time in a step: more was waiting
 MAX_FREE_S = 1.0  # of drafting on without being waited for
 
 
@@ -59,6 +61,16 @@ class _Flight:
         """Whether its tree may still be of use."""
         return all(a == b for a, b in zip(tokens[self.first :], self.assumed.tokens, strict=False))
 
+    def behind(self, tokens: list[int]) -> int:
+        """Tokens of the answer that its tree has to have right before it is of use."""
+        return max(0, len(tokens) - self.first - len(self.assumed))
+
+    def worth_s(self, request: DraftRequest) -> float:
+        """How long to wait for it; a prompt that the server reads first is not waited for."""
+        if self.unread > MAX_UNREAD_TOKENS and request.max_wait_s < math.inf:
+            return 0.0
+        return request.max_wait_s * request.first_prob ** self.behind(request.tokens)
+
 
 @dataclass
 class _Sequence:
@@ -72,6 +84,8 @@ class _Sequence:
     held: list[HeldDraft] = field(default_factory=list)  # the newest last
     refused: set[str] = field(default_factory=set)  # addresses
     returned: float = 0.0  # when its last draft was returned
+    read_s: float | None = None  # until its first tree was here; None: it is not
+    counted: bool = False  # that time, as its first run
 
     @property
     def served(self) -> bool:
@@ -142,17 +156,19 @@ class RoundTrips:
 
 class RemoteDrafter(Drafter):
     free = True
-    waits = True
+    elsewhere = True
     can_sample = True
     addresses: tuple[str, ...] = ()
 
     def __init__(self, ctx: DraftContext) -> None:
+        self.same_machine = any(is_local(address) for address in self.addresses)
         self._vocab_size = ctx.runner.decoder.config.vocab_size
         self._changed = threading.Condition()
         self._sequences: dict[int, _Sequence] = {}
         self._by_wire_id: dict[int, _Sequence] = {}
         self._wire_ids = itertools.count(1)
         self.trips = RoundTrips()
+        self._ordered = False  # since `computed_elsewhere`
         self.counts = {"orders": 0, "trees": 0, "guesses": 0, "hits": 0}
         self.prob_bits = PROB_BITS[0]
         hello = Hello(self._vocab_size, vocabulary_digest(ctx.tokenizer))
@@ -182,6 +198,20 @@ class RemoteDrafter(Drafter):
             for sequence in sequences:
                 sequence.returned = now
         return drafts
+
+    def counted_s(self, seq_id: int, seconds: float) -> float | None:
+        """How long to wait is decided by `max_wait_s`: only host time counts. The first run is reading the prompt."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or sequence.read_s is None:
+            return None
+        first, sequence.counted = not sequence.counted, True
+        return sequence.read_s if first else min(seconds, MAX_RUN_S)
+
+    def computed_elsewhere(self) -> bool:
+        with self._changed:
+            busy = any(sequence.flight is not None for sequence in self._sequences.values())
+            found, self._ordered = busy or self._ordered, False
+        return found
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         with self._changed:
@@ -246,14 +276,14 @@ class RemoteDrafter(Drafter):
         start, ordered = time.monotonic(), set[int]()
         while missing := [(s, r) for s, r in missing if s.served and s.best(r.tokens) is None]:
             spent_s = time.monotonic() - start
-            worth_s = min(MAX_WAIT_S, sum(request.max_wait_s for _, request in missing))
-            patient = spent_s + self.trips.answer_s < worth_s
+            patient = spent_s + self.trips.answer_s < min(MAX_WAIT_S, sum(request.max_wait_s for _, request in missing))
             for sequence, request in missing:
                 if sequence.flight is None and sequence.wire_id not in ordered:  # once: a server may have nothing
                     ordered.add(sequence.wire_id)
                     self._order(sequence, request, Draft(), 0.0 if patient else self.trips.step_s, guess=False)
-            flights = [sequence.flight for sequence, _ in missing if sequence.flight is not None]
-            if not flights or spent_s + min(map(self._left_s, flights)) > worth_s:
+            flights = [(sequence.flight, request) for sequence, request in missing if sequence.flight is not None]
+            worth_s = min(MAX_WAIT_S, sum(flight.worth_s(request) for flight, request in flights))
+            if not flights or spent_s + min(self._left_s(flight) for flight, _ in flights) > worth_s:
                 return
             self._changed.wait(worth_s - spent_s)
             for sequence, request in missing:
@@ -263,7 +293,7 @@ class RemoteDrafter(Drafter):
     def _left_s(flight: _Flight) -> float:
         """Until a tree is expected; one that is overdue is expected to take as long again."""
         age = time.monotonic() - flight.sent
-        return flight.expected_s - age if age < 2.0 * flight.expected_s else age
+        return flight.expected_s - age if age < flight.expected_s else age
 
     def _draft(self, sequence: _Sequence, request: DraftRequest) -> Draft:
         rest = sequence.best(request.tokens)
@@ -306,6 +336,7 @@ class RemoteDrafter(Drafter):
         sequence.flight = _Flight(sequence.version, len(tokens), assumed, now, expected_s, guess, unread)
         if not link.send(order):
             sequence.flight = None  # the next step finds another server, or none
+        self._ordered = True
         self.counts["orders"] += 1
         self.counts["guesses"] += guess
 
@@ -324,7 +355,10 @@ class RemoteDrafter(Drafter):
                 return  # of an order that was replaced, or of a sequence that ended
             sequence.flight = None
             if isinstance(frame, Tree):
-                self.trips.observe(frame, flight, time.monotonic())
+                now = time.monotonic()
+                self.trips.observe(frame, flight, now)
+                if sequence.read_s is None:
+                    sequence.read_s = now - flight.sent
                 self.counts["trees"] += 1
                 sequence.held.append(HeldDraft.joined(flight.first, flight.assumed, frame, self.name, flight.guess))
             else:

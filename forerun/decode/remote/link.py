@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from forerun.decode.remote.protocol import (
     MAX_TREE_BYTES,
@@ -52,6 +53,12 @@ def address_url(address: str) -> str:
     if scheme not in ("ws", "wss") or not rest or rest.startswith("/") or any(c.isspace() for c in rest):
         raise BadRequest(f"{address!r:.80} is no address of a draft server", "give HOST:PORT, or wss://HOST/PATH")
     return url
+
+
+def is_local(address: str) -> bool:
+    """Whether an address is one of this machine."""
+    host = urlsplit(address_url(address)).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class Link:
