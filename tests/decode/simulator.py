@@ -106,8 +106,6 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    monotonic = perf_counter
-
 
 @dataclass
 class Text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from forerun.decode.control.cost import CostCurve, Slowdown
@@ -186,7 +187,7 @@ class RemoteWorld(World):
     @contextmanager
     def _on_clock(self) -> Iterator[None]:
         real = remote_module.time
-        remote_module.time = self.clock  # type: ignore[assignment]
+        remote_module.time = SimpleNamespace(monotonic=self.clock.perf_counter)  # type: ignore[assignment]
         try:
             with super()._on_clock():
                 yield
