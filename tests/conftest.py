@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from forerun.models.fetch.store import resolve
+from forerun_research.studies.prefill_score import EveryPromptPays
 from tests import tiny
 
 WORKER_BYTES = 2 << 30  # of one process that has the default model open in float32 beside transformers' copy of it
@@ -65,6 +66,15 @@ def tiny_gguf(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempP
         return made[family, kind]
 
     return file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prompts_are_drafted_whatever_they_cost() -> Iterator[None]:
+    """Whether drafting pays depends on how busy the machine is; `tests/prefill/test_forecast.py` tests that
+    decision."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.prefill.prefiller.PrefillForecast", EveryPromptPays)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,6 +53,7 @@ class PrefillReport:
     cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
     rounds: int = 0  # of recomputing: more than one where checks failed
     predicted_kl: float | None = None  # of the answer to exact prefill's, with its margin; None: not predicted
+    drift: float | None = None  # of the text from the profile's; up to 1 it is like it; None: not known
     scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the check spans
     spans: list[dict[str, Any]] = field(default_factory=list)  # per check span: first entry, signals, passed
     depth_runs: list[tuple[int, int]] = field(default_factory=list)  # (depth, tokens) from the first entry on
@@ -61,6 +62,11 @@ class PrefillReport:
     check_s: float = 0.0
 
     repair_s = renamed_attribute("repair_s", "recompute_s")
+
+    @property
+    def drafting_s(self) -> float:
+        """Seconds of all that exact prefill does not do."""
+        return self.read_s + self.recompute_s + self.check_s
 
 
 @dataclass

@@ -262,6 +262,8 @@ class Engine:
         """The sampled tokens become part of the answer, up to where it ends."""
         first = len(seq.tokens)
         event, reason = self.output.append(seq, output)
+        if seq.num_generated == len(event.token_ids):
+            self.speculative_prefill.observe_first_token(seq)
         copied = len(seq.tokens) - first - len(event.token_ids)  # behind the sampled tokens, without K/V
         seq.computed = min(seq.computed + len(output.verdict.path), len(seq.tokens) - (copied or 1))
         seq.record_step(len(event.token_ids), len(scheduled.draft))

@@ -165,6 +165,20 @@ class SpeculativePrefill:
         seq.draft_key = seq.prefill = None
         seq.enter_next()
 
+    def observe_first_token(self, seq: Sequence) -> None:
+        """What a prompt took that ran alone teaches whether drafting pays."""
+        running = (*self.scheduler.running, *self.scheduler.waiting)
+        tokens, usage = len(seq.request.prompt_ids) - seq.usage.cached_tokens, seq.usage
+        if self.prefiller is None or tokens < 1 or seq.index or usage.preemptions:
+            return
+        if seq.provisional is not None or any(other.request is not seq.request for other in running):
+            return
+        seconds, report, forecast = usage.ttft_s - usage.queued_s, usage.prefill, self.prefiller.forecast
+        if report is None or report.fell_back:
+            forecast.observe_exact(tokens, seconds - (0.0 if report is None else report.drafting_s))
+        elif report.drafted:
+            forecast.observe_drafted(report.source, tokens, report.cost, seconds)
+
     def close(self, seq: Sequence) -> None:
         """The prompt is done, or its sequence loses its pages."""
         if seq.final is not None:

@@ -142,24 +142,25 @@ def plan(
     return PrefillPlan(todo, len(chosen), spans, cost)
 
 
-def why_exact(
+def expected_plan(
     state: PrefillState, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0
-) -> str:
-    """Why exact prefill would be taken instead, before anything is read; empty: it would not. The same as `plan`
+) -> PrefillPlan:
+    """What drafting is going to cost, or why exact prefill is taken instead, before anything is read. The same as
+    `plan`
     without scores; for a prompt whose entries are all alike it needs no arrays of them."""
     begun = state.x is not None and state.x.shape[0] > 0
     if begun or source.leaves_gaps or state.depths[state.first :].any():
-        return plan(state, None, profile, source, costs, policy, spent).exact
+        return plan(state, None, profile, source, costs, policy, spent)
     lo, size, must = max(state.first, policy.first), policy.span, required(state, source, policy)
     count, why = _count(state, max(0, state.end - lo), must, profile, costs, policy, spent)
     if why:
-        return why
+        return PrefillPlan(exact=why)
     edges = np.linspace(lo, state.end, policy.spans + 1).astype(np.int64).tolist()
     lefts = [left for left, right in zip(edges, edges[1:], strict=False) if right - left >= size]
     # the first `count` are as good as any: a check span lies among them, or as far as there are any
     more = sum(size - min(max(lo + count - left, 0), size) for left in lefts)
     work = spent + costs.row * (len(must) + count + more) + costs.checks(size * len(lefts)) + costs.tail
-    return _too_dear(work / costs.exact)
+    return PrefillPlan(cost=work / costs.exact, exact=_too_dear(work / costs.exact))
 
 
 def required(state: PrefillState, source: KVSource, policy: Policy) -> np.ndarray:

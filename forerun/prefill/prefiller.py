@@ -20,31 +20,34 @@ from forerun.core.batch import send
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.models.decoder import Watch
-from forerun.models.execution.runner import Runner
+from forerun.models.execution.runner import Runner, Span, median_seconds
 from forerun.params import Prefill
 from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
 from forerun.prefill.choosers import CHOOSERS, COMPARED_TOKENS, chooser_for, chooser_problem, tail_rows, warm_up
 from forerun.prefill.cross_scores import CrossScores
 from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.forecast import PrefillForecast
 from forerun.prefill.plan import (
     CheckSpan,
     Costs,
     Policy,
     PrefillPlan,
     deepen,
+    expected_plan,
     least_work,
     next_slice,
     plan,
     required,
     share_for,
     too_short,
-    why_exact,
 )
 from forerun.prefill.profile import Profile, chunk_profile
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 
+MAX_DRIFT = 3.0  # of a text that is drafted: beyond it calibration says nothing about the drafts
+TIMED_TOKENS = 2048  # of exact prefill, timed on a GPU when a model is opened
 SLICE_GROWTH = 4  # each further round of a prompt whose damage is predicted takes so many times the tokens of the last
 
 
@@ -65,9 +68,21 @@ class Prefiller:
         self._runner, self._config = ctx.runner, ctx.runner.decoder.config
         self._ragged_pass, self._recomputer = RaggedDepthPass(ctx.runner), Recomputer(ctx.runner, self.policy)
         self._sources: dict[str, KVSource] = {}
+        self.forecast = PrefillForecast(ctx.runner.decoder.device.type)
         warm_up(ctx.runner, self.policy.tail)
         ctx.runner.all_layers_kv.prepare()
         self._recomputer.warm_up(profile.maps.base)
+        if ctx.runner.decoder.device.type == "cuda":
+            self.time_exact(min(TIMED_TOKENS, ctx.max_context - 1))
+
+    def time_exact(self, tokens: int) -> None:
+        """Let the forecast know what exact prefill takes, where a few milliseconds answer that."""
+        pool = self._runner.pool
+        if pool.pages_for(tokens) <= pool.free:
+            with pool.borrow(tokens) as pages:
+                span = Span([0] * tokens, 0, pages, (tokens - 1,), prompt=True)
+                seconds = median_seconds(lambda: self._runner.forward([span]).logits[-1, 0].item(), 2)
+            self.forecast.observe_exact(tokens, seconds)
 
     # -- before a prompt is drafted ------------------------------------------------------------------------------------
 
@@ -160,10 +175,21 @@ class Prefiller:
         state.opened = True
         profile = self.profile_of(source.name)
         state.compares_tail = profile.damage is not None
-        why = why_exact(state, profile, source, state.costs, self.policy, self._reading_cost(state))
-        if why:
+        made = expected_plan(state, profile, source, state.costs, self.policy, self._reading_cost(state))
+        if why := made.exact or self._why_not_tried(state, profile, made.cost):
             state.fall_back(why)
         return state
+
+    def _why_not_tried(self, state: PrefillState, profile: Profile, cost: float) -> str:
+        """Why a prompt that could be drafted at this cost is not: this machine is too slow at it, or the text is unlike
+        the profile's."""
+        if profile.texts is not None:
+            state.report.drift = round(profile.texts.drift(state.ids[state.first : state.end]), 3)
+            if state.report.drift > MAX_DRIFT:
+                return (
+                    f"the text is unlike the profile's: its drift is {state.report.drift:.1f}, the limit {MAX_DRIFT:g}"
+                )
+        return self.forecast.why_exact(state.source.name, int(state.costs.exact), cost)
 
     def _assign(self, state: PrefillState, source: KVSource) -> None:
         state.source, state.costs = source, Costs(state, source, self._config)
@@ -202,6 +228,9 @@ class Prefiller:
                 self._plan(state)
             else:
                 self._check(state)
+        if state.stage is PrefillStage.EXACT:
+            tokens, report = int(state.costs.exact), state.report
+            self.forecast.record_fallback(state.source.name, tokens, report.cost, report.drafting_s)
         return max(1, math.ceil(state.spent - before))
 
     def _read(self, state: PrefillState, budget: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.errors import BadProfile
 from forerun.models.formats.signed_file import SignedFormat
 from forerun.prefill.damage import DamageModel
+from forerun.prefill.drift import TextReference
 from forerun.prefill.maps import Maps
 
 _FACTS = ("kind", "target", "source", "names", "source_cost", "share")
@@ -55,6 +56,7 @@ class Profile:
     thresholds: dict[str, list[float]] = field(default_factory=dict)  # signal -> worst value that passes, per layer
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
     damage: DamageModel | None = None  # decides in place of the thresholds
+    texts: TextReference | None = None  # what calibration's text was like
 
     @cached_property
     def key(self) -> str:
@@ -63,7 +65,10 @@ class Profile:
 
     def save(self, path: Path) -> None:
         about = self._about(_FACTS) | {"curve": [asdict(p) for p in self.curve]}
-        _FORMAT.save(path, self._stored(), about | {"thresholds": self.thresholds, "facts": self.facts})
+        about |= {"thresholds": self.thresholds, "facts": self.facts}
+        about |= {} if self.damage is None else {"damage": asdict(self.damage)}
+        about |= {} if self.texts is None else {"texts": self.texts.record()}
+        _FORMAT.save(path, self._stored(), about)
 
     def _stored(self) -> dict[str, Tensor]:
         return {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
@@ -78,8 +83,11 @@ class Profile:
         try:
             maps = Maps(tuple(about["taps"]), about["base"], **tensors, target_embedding=about["own"])
             curve = [CurvePoint(**point) for point in about["curve"]]
-            return cls(maps=maps, curve=curve, **{name: about[name] for name in (*_FACTS, "thresholds", "facts")})
-        except (KeyError, TypeError) as error:
+            facts = {name: about[name] for name in (*_FACTS, "thresholds", "facts")}
+            damage = DamageModel(**about["damage"]) if "damage" in about else None
+            texts = TextReference.from_record(about["texts"]) if "texts" in about else None
+            return cls(maps=maps, curve=curve, damage=damage, texts=texts, **facts)
+        except (KeyError, TypeError, ValueError) as error:
             raise _FORMAT.not_whole(path, error) from None
 
     def check(self, target: str, source: str | None) -> None:

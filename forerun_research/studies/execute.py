@@ -14,12 +14,14 @@ from typing import Any
 
 from forerun.errors import BadRequest
 from forerun_research.studies.plots import draw
+from forerun_research.studies.prefill_ablation import Ablation
 from forerun_research.studies.prefill_agreement import Agreement, CopyMeasure
 from forerun_research.studies.prefill_answers import Identical, Rag, Summarization
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong
 from forerun_research.studies.prefill_compounding import Compounding
 from forerun_research.studies.prefill_failures import failures
+from forerun_research.studies.prefill_gate import Gate
 from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_measure import Found, Measure, Row
 from forerun_research.studies.prefill_needle import Needle
@@ -32,7 +34,7 @@ MEASURES: dict[str, type[Measure]] = {
     kind.name: kind
     for kind in (
         *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
-        *(Signals, Layers, Chunks, Compounding),
+        *(Signals, Layers, Chunks, Compounding, Ablation, Gate),
     )
 }
 _PROMPT_END_CHARS = 200  # characters of a prompt's end that a record keeps

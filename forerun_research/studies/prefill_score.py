@@ -23,6 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest, OutOfPages
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
+from forerun.prefill.forecast import PrefillForecast
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
@@ -31,6 +32,13 @@ from forerun_research.studies.study import Setting
 ROWS_AT_ONCE = 128  # distributions compared at once: bounds the temporaries
 TAIL_TOKENS = 64  # last tokens of a prompt, which the target always runs itself
 _ids = itertools.count(1 << 40)  # far from those of sequences
+
+
+class EveryPromptPays(PrefillForecast):
+    """Studies ask what drafts are worth, whatever they cost on this machine."""
+
+    def why_exact(self, source: str, tokens: int, cost: float) -> str:
+        return ""
 
 
 @dataclass
@@ -168,17 +176,20 @@ def read_all(source: KVSource, state: PrefillState, chunk: int) -> None:
 
 @contextmanager
 def adjusted(engine: Engine, setting: Setting) -> Iterator[None]:
-    """For as long as it lasts: the profile suggests the setting's own share, and failed checks deepen as it says."""
+    """For as long as it lasts: the profile suggests the setting's own share, failed checks deepen as it says, and no
+    prompt is turned away for its text or its length's cost."""
     prefiller = prefiller_of(engine)
     profile, policy = prefiller.profile_of(setting.prefill.source), prefiller.policy
-    share, damage = profile.share, profile.damage
+    share, damage, texts, forecast = profile.share, profile.damage, profile.texts, prefiller.forecast
     try:
+        profile.texts, prefiller.forecast = None, EveryPromptPays()
         profile.share = share if setting.share is None else setting.share
         if not setting.deepen:
             prefiller.policy, profile.damage = replace(policy, deepenings=0), None
         yield
     finally:
         profile.share, profile.damage, prefiller.policy = share, damage, policy
+        profile.texts, prefiller.forecast = texts, forecast
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:

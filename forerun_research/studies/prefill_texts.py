@@ -1,11 +1,13 @@
 """Texts that studies cut their prompts from: folders, files, the shipped documents, and Python's own standard library.
 
 `stdlib` is code that every machine has. One file in eight of it, by a checksum of its name, is kept for measuring
-(`held_out`): calibrate on the others. Knows names and tokenizers; no model.
+(`held_out`): calibrate on the others. `tables`, `logs` and `base64` are made from a seed. A file of JSON lines is the
+text of its records, one after the other. Knows names and tokenizers; no model.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import random
@@ -20,6 +22,7 @@ from forerun.errors import BadRequest
 from forerun.text.tokenizer import Tokenizer
 
 STDLIB, SHIPPED = "stdlib", "shipped"
+MADE_LINES = 12000  # of each text that is made from a seed
 SUFFIXES = (".txt", ".md", ".py", ".rst")
 _HELD_OUT_EVERY = 8
 
@@ -27,6 +30,36 @@ _HELD_OUT_EVERY = 8
 def held_out(path: Path) -> bool:
     """Whether a file of code is kept for measuring."""
     return zlib.crc32(path.name.encode()) % _HELD_OUT_EVERY == 0
+
+
+def _table_row(draw: random.Random, number: int) -> str:
+    place, ware = (
+        draw.choice(("Aldermouth", "Lerwick", "Skagen", "Bergen")),
+        draw.choice(("rope", "oil", "salt", "tar")),
+    )
+    return f"{number},{place},{ware},{draw.randrange(1, 900)},{draw.uniform(1, 99):.2f},{draw.random() < 0.3}"
+
+
+def _log_line(draw: random.Random, number: int) -> str:
+    at = f"2024-05-{1 + number // 900 % 28:02} {number // 60 % 24:02}:{number % 60:02}:{draw.randrange(60):02}"
+    what = draw.choice(("connected", "timed out after 30 s", "sent 512 bytes", "retry 2 of 5", "checksum mismatch"))
+    level, unit = draw.choice(("INFO", "INFO", "WARN", "ERROR")), draw.choice(("pump", "radio", "beacon", "store"))
+    return f"{at} {level} [{unit}-{draw.randrange(16)}] peer 10.0.{draw.randrange(256)}.{draw.randrange(256)} {what}"
+
+
+def _base64_line(draw: random.Random, number: int) -> str:
+    return base64.b64encode(draw.randbytes(54)).decode()
+
+
+MADE_TEXTS = {"tables": _table_row, "logs": _log_line, "base64": _base64_line}
+
+
+def _strings(value: Any) -> list[str]:
+    """All texts in a JSON value, in order."""
+    if isinstance(value, str):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for part in parts for text in _strings(part)]
 
 
 class StudyTexts:
@@ -40,6 +73,11 @@ class StudyTexts:
         """Texts of a collection: `stdlib`, `shipped`, or a file or folder in the data folder."""
         if name == SHIPPED:
             return [data.text(f"documents/{file}") for file in ("handbook.txt", "depot.py")]
+        if name in MADE_TEXTS:
+            draw = random.Random(name)
+            return ["\n".join(MADE_TEXTS[name](draw, number) for number in range(MADE_LINES))]
+        if name.endswith(".jsonl"):
+            return ["\n".join(_strings(record)) for record in self.records(name, ())]
         if name == STDLIB:
             root = Path(sysconfig.get_path("stdlib"))
             files = [path for path in sorted(root.glob("*.py")) if held_out(path)]

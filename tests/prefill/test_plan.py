@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun.models.config import ModelConfig
 from forerun.params import Prefill
-from forerun.prefill.plan import Costs, Policy, PrefillPlan, deepen, least_work, place, plan, too_short, why_exact
+from forerun.prefill.plan import Costs, Policy, PrefillPlan, deepen, expected_plan, least_work, place, plan, too_short
 from forerun.prefill.profile import CurvePoint
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
@@ -147,8 +147,9 @@ def test_what_is_foreseen_is_what_a_plan_without_scores_says(
     state = make_state(max(tokens, 500), first, Prefill("speculative", budget=budget), policy)
     state.depths[first : first + 200 * known] = LAYERS
     costs, profile, spent = Costs(state, source, CONFIG), make_profile(share=share), source.cost(len(state.tokens))
-    expected = plan(state, None, profile, source, costs, policy, spent).exact
-    assert why_exact(state, profile, source, costs, policy, spent) == expected
+    expected = plan(state, None, profile, source, costs, policy, spent)
+    found = expected_plan(state, profile, source, costs, policy, spent)
+    assert found.exact == expected.exact and found.cost == pytest.approx(expected.cost)
 
 
 def test_a_budget_without_a_curve_is_used_up():
@@ -234,7 +235,7 @@ def test_what_a_source_will_keep_is_foreseen(known: int) -> None:
     state.depths[:known] = LAYERS
     state.x = torch.empty(0, CONFIG.hidden_size)
     costs, profile, spent = Costs(state, source, CONFIG), make_profile(share=0.1), source.cost(len(state.tokens))
-    assert why_exact(state, profile, source, costs, policy, spent) == ""
+    assert expected_plan(state, profile, source, costs, policy, spent).exact == ""
     state.x = torch.empty(len(state.tokens), CONFIG.hidden_size)
     made = plan(state, np.random.default_rng(1).random(2000), profile, source, costs, policy, spent)
     assert not made.exact and 0.8 < made.cost <= 0.95

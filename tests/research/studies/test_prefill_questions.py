@@ -11,9 +11,11 @@ import pytest
 from forerun.core import PrefillReport
 from forerun.params import Prefill
 from forerun_research.studies.plots import Figure, Line, draw
+from forerun_research.studies.prefill_ablation import DRAFTS, Ablation
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_compounding import Compounding
 from forerun_research.studies.prefill_failures import failures
+from forerun_research.studies.prefill_gate import CLASSES, Gate, token_class
 from forerun_research.studies.prefill_layers import Layers
 from forerun_research.studies.prefill_signals import Signals, checkpoint_signals
 from forerun_research.studies.prefill_subject import StudySubject
@@ -66,6 +68,25 @@ def test_signals_are_taken_from_checks_tail_and_truth(subject: StudySubject) -> 
     rows = measure.summary(found)
     assert {row["setting"] for row in rows} == {"draft", "all", "single spans"}
     assert measure.figures(found)[0].lines
+
+
+def test_wrong_drafts_are_compared_with_the_right_one_at_equal_recomputing(subject: StudySubject) -> None:
+    measure = Ablation(continuation=8, prompts=2, length=1000, shares=(0.0, 0.05), texts=("essays",))
+    found = run(measure, subject, [])
+    rows = {(row["draft"], row["share"]): row for row in measure.summary(found) if row["group"] == "all"}
+    assert {draft for draft, _ in rows} == set(DRAFTS)
+    assert len({round(rows[draft, 0.0]["kl"], 12) for draft in DRAFTS}) == len(DRAFTS)  # each is another draft
+    assert rows["right", 0.0]["more than right"] == 0.0
+
+
+def test_the_gates_trial_has_features_and_damage_of_every_token(subject: StudySubject) -> None:
+    measure = Gate(continuation=8, prompts=2, length=1000, texts=("essays",))
+    found = run(measure, subject, [Setting("10%", Prefill("speculative", source="draft"), share=0.1)])
+    record = next(iter(found["10%"].values()))
+    assert record["features"].keys() >= {"checkpoint kl", "checkpoint value", "tail entropy", "tail loss"}
+    assert record["features"]["checkpoint kl"] > 0 and len(record["tokens"]) == 8
+    assert record["kl"] == pytest.approx(sum(kl for kl, _, _ in record["tokens"]) / 8, abs=1e-4)
+    assert [token_class(text) for text in (" 12", " the", "ing", "(")] == list(CLASSES)
 
 
 def test_cosines_count_as_distances() -> None:
