@@ -62,7 +62,7 @@ class DraftContext:
             own = None if draft.layers is None else pool.add_draft_kv(draft.layers, draft.dtype, draft.device)
             if draft.depths:
                 made = (draft.depths, draft.width, draft.project, pool, draft.dtype, draft.device)
-                runner.features = HiddenFeatures(*made)
+                runner.read_hidden(HiddenFeatures(*made))
             return cls(pool, runner, tokenizer, max_context, hidden=draft, hidden_kv=own)
         draft_kv = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)

@@ -50,7 +50,7 @@ from forerun.models.cuda.shared import (
 )
 from forerun.models.cuda.stack import KERNEL_ROWS, ChainRunner, Chains, Stack, can_chain, fits
 from forerun.models.cuda.tail_attention import TailAttentionKernel, queries_of
-from forerun.models.decoder import Decoder, Output
+from forerun.models.decoder import Decoder, Output, Taps
 from forerun.models.execution.batch_split import MAX_LAUNCH_ROWS
 
 GRAPH_CHOSEN_AT, WAITED_CHOSEN_AT = 2 * MAX_DECODE_ROWS, 3 * MAX_DECODE_ROWS
@@ -61,7 +61,14 @@ class _Buffers:
     """Input and output that all graphs of a decoder share, for up to MAX_DECODE_ROWS rows. The host's input is laid out
     in two buffers in turns, since one may still be read when the next batch is laid out."""
 
-    def __init__(self, decoder: Decoder, max_pages: int, page_size: int, chosen: Tensor) -> None:
+    def __init__(
+        self, decoder: Decoder, max_pages: int, page_size: int, chosen: Tensor, taps: Taps | None = None
+    ) -> None:
+        self.taps, states = taps, (MAX_DECODE_ROWS, decoder.config.hidden_size)
+        self.states = {
+            depth: torch.zeros(states, dtype=decoder.dtype, device=decoder.device)
+            for depth in sorted(taps.hidden if taps else ())
+        }
         self.max_pages, self.page_size, self.chosen = max_pages, page_size, chosen
         # masks (two words), tokens ... tree_start, cu_seqlens; then pages
         size = 8 * MAX_DECODE_ROWS + 1 + max_pages * MAX_DECODE_ROWS
@@ -144,7 +151,10 @@ class _Graph:
         tokens = batch.tokens
         if self.bucket.few == 1:  # negative: what the step before chose for row -1 - token
             tokens = torch.where(tokens < 0, chosen[(-1 - tokens).clamp_min(0)], tokens.long())
-        x = decoder.run_layers(decoder.embed(tokens), batch, kv, range(decoder.config.num_layers))
+        left, taps = Output(tokens), self.buffers.taps
+        x = decoder.run_layers(decoder.embed(tokens), batch, kv, range(decoder.config.num_layers), taps, left)
+        for depth, state in left.hidden.items():
+            self.buffers.states[depth][:rows].copy_(state)
         logits = self.buffers.logits[:rows]
         logits.copy_(decoder.head(x, norm=decoder.final_norm))
         chosen[GRAPH_CHOSEN_AT : GRAPH_CHOSEN_AT + rows].copy_(logits.argmax(-1))
@@ -215,6 +225,8 @@ class GraphRunner:
 
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
         self.decoder, self.kv, self.max_context, self.page_size = decoder, kv, max_context, page_size
+        self.taps: Taps | None = None  # what every forward leaves besides
+        self.states: dict[int, Tensor] = {}  # of the latest `launch`: depth -> [rows, hidden]
         self.max_pages = -(-max_context // page_size)
         self.stacks: dict[int, Stack | None] = {}  # by rows, made when first needed
         # tokens chosen: by launches ahead in turns, by a graph, and by launches that are waited for
@@ -231,6 +243,14 @@ class GraphRunner:
         assert isinstance(decoder.attention, PagedAttention)
         self.batch_invariant = decoder.attention.batch_invariant
 
+    def leave_states(self, taps: Taps) -> None:
+        """From now on forwards leave these hidden states; before any has run."""
+        self.taps, self._buffers = taps, None
+        self.stacks.clear()
+        self._graphs.clear()
+        self.__dict__.pop("prompts", None)
+        self.stack = self._stack(KERNEL_ROWS[0])
+
     def run(self, batch: HostBatch) -> Output | None:
         if batch.prompt:
             return self.prompts.run(batch)
@@ -241,16 +261,24 @@ class GraphRunner:
         groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
         if stack is not None and groups is None:
             stack.run(batch, masks, chosen_at=WAITED_CHOSEN_AT)
-            logits, greedy = stack.logits, stack.greedy[0]
+            logits, greedy, states = stack.logits, stack.greedy[0], self._stack_states(stack)
             assert logits is not None
         else:
             graph = self._graph(batch, groups is not None)
             if graph is None:
                 return None
             graph.replay(batch, groups)
-            logits, greedy = graph.buffers.logits, graph.buffers.greedy[0]
+            logits, greedy, states = graph.buffers.logits, graph.buffers.greedy[0], graph.buffers.states
         torch.cuda.current_stream().synchronize()
-        return self._output(batch.logits_indices, logits, greedy)
+        output = self._output(batch.logits_indices, logits, greedy)
+        output.hidden = {depth: state[: len(batch.tokens)] for depth, state in states.items()}
+        return output
+
+    def _stack_states(self, stack: Stack) -> dict[int, Tensor]:
+        """Of the latest launch, by depth."""
+        if stack.states is None or self.taps is None:
+            return {}
+        return {depth: self.decoder.hidden(s) for depth, s in zip(sorted(self.taps.hidden), stack.states, strict=True)}
 
     def launch(self, batch: HostBatch, choose: Callable[[Tensor, int], Tensor] | None = None) -> PendingTokens | None:
         """Enqueue one token of each sequence and return without waiting; None where neither single launches nor a graph
@@ -261,7 +289,8 @@ class GraphRunner:
         if stack is None and self.batch_invariant is True and self.stack is not None:
             at_once = self.decoding_rows  # several launches, each with equal bits
             stack = self._stack(at_once)
-        if rows > MAX_DECODE_ROWS or -(-rows // at_once) > MAX_PARTS:
+        tapped = self.taps is not None and at_once < rows  # the second launch would overwrite the first one's states
+        if rows > MAX_DECODE_ROWS or -(-rows // at_once) > MAX_PARTS or tapped:
             return None
         groups = self._groups(batch, MIN_GRAPH_SAVING_BYTES if stack is None else MIN_STACK_SAVING_BYTES)
         batch.tokens = np.where(batch.tokens < 0, batch.tokens - before, batch.tokens)
@@ -270,6 +299,7 @@ class GraphRunner:
             for part, first in enumerate(range(0, rows, at_once)):
                 piece, out = batch.singles(first, first + at_once), 1 + part * 2 + self._turn
                 stack.run(piece, None, out=out, chosen_at=after + first)
+                self.states = self._stack_states(stack)
                 greedy.append(stack.greedy[out, : len(piece.tokens)])
                 if choose is not None:
                     assert stack.logits is not None
@@ -280,6 +310,7 @@ class GraphRunner:
                 return None
             out = 1 + self._turn
             graph.replay(batch, groups, out, after)
+            self.states = graph.buffers.states
             greedy.append(graph.buffers.greedy[out, :rows])
             if choose is not None:
                 greedy[-1] = self._choose(choose, graph.buffers.logits[:rows], 0, after)
@@ -320,7 +351,8 @@ class GraphRunner:
     @cached_property
     def prompts(self) -> PromptRunner:
         """For prompts whose bits depend on nothing else."""
-        return PromptRunner(self.decoder, self.kv, self.max_context, self.page_size, self._room().pool)
+        where = (self.decoder, self.kv, self.max_context, self.page_size)
+        return PromptRunner(*where, self._room().pool, self.taps)
 
     @cached_property
     def recompute_runner(self) -> RecomputeRunner:
@@ -388,7 +420,9 @@ class GraphRunner:
             self.stacks[rows] = None
             if fits(self.decoder, self.page_size, rows):
                 try:
-                    made = Stack(self.decoder, self.kv, self.max_context, self.page_size, rows, chosen=self._chosen)
+                    where = (self.decoder, self.kv, self.max_context, self.page_size, rows)
+                    depths = sorted(self.taps.hidden) if self.taps else ()
+                    made = Stack(*where, chosen=self._chosen, depths=depths)
                     self.stacks[rows] = made
                 except CompileError as error:  # a driver older than the compiler refuses it
                     warnings.warn(f"decoding kernel by kernel, slower: {error}", RuntimeWarning, stacklevel=2)
@@ -404,5 +438,5 @@ class GraphRunner:
 
     def _room(self) -> _Buffers:
         if self._buffers is None:
-            self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size, self._chosen)
+            self._buffers = _Buffers(self.decoder, self.max_pages, self.page_size, self._chosen, self.taps)
         return self._buffers

@@ -22,7 +22,7 @@ from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.launch import record
 from forerun.models.cuda.packing import lay_pages
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.decoder import Decoder, Output
+from forerun.models.decoder import Decoder, Output, Taps
 from forerun.models.execution.batch_split import MIN_HEAD_ROWS
 
 PROBED_ROWS = (128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512, 640, 768, 1000, 1024, 1500)
@@ -64,9 +64,12 @@ def invariant_rows(decoder: Decoder) -> int:
 
 
 class PromptRunner:
-    """Recorded forwards of prompts. `run` returns None for batches that none fits."""
+    """Recorded forwards of prompts. `run` returns None for batches that none fits. `taps`: what they leave besides."""
 
-    def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int, pool: Any) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: KV, max_context: int, page_size: int, pool: Any, taps: Taps | None = None
+    ) -> None:
+        self._taps = taps
         self._decoder, self._kv, self._page_size, self._pool = decoder, kv, page_size, pool
         self.min_rows = invariant_rows(decoder)
         self._max_pages = -(-max_context // page_size)
@@ -77,6 +80,11 @@ class PromptRunner:
         self._inputs = torch.zeros(size, dtype=torch.int32, device=decoder.device)
         self._sent = torch.cuda.Event()
         self._recordings: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        shape = (self._rows[-1], decoder.config.hidden_size)
+        self._states = {
+            depth: torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+            for depth in sorted(taps.hidden if taps else ())
+        }
 
     def run(self, batch: HostBatch) -> Output | None:
         """The logits are overwritten by the next run."""
@@ -90,7 +98,7 @@ class PromptRunner:
         self._send(batch, rows, seqs)
         graph, logits = self._recordings[rows, seqs]
         graph.replay()
-        return Output(logits[:wanted])
+        return Output(logits[:wanted], hidden={d: state[: len(batch.tokens)] for d, state in self._states.items()})
 
     def prepare(self) -> None:
         """Record all, so that no prompt waits for it."""
@@ -140,7 +148,10 @@ class PromptRunner:
 
         def run() -> Tensor:
             attention.use(batch, plan, prompt=True)
-            x = decoder.run_layers(decoder.embed(tokens), batch, kv, range(decoder.config.num_layers))
+            layers, left = range(decoder.config.num_layers), Output(tokens)
+            x = decoder.run_layers(decoder.embed(tokens), batch, kv, layers, self._taps, left)
+            for depth, state in left.hidden.items():
+                self._states[depth][:rows].copy_(state)
             return decoder.logits(x.index_select(0, batch.logits_indices))
 
         inputs.zero_()

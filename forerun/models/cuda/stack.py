@@ -35,6 +35,7 @@ STAGE_BYTES = 16 * (CHUNK_WEIGHTS * 2 + 16)
 SHARED_BYTES = 232_448  # what a program may have on Hopper
 MIN_STAGES = 3  # with fewer, kernel by kernel is faster
 SLICE_COST_CHUNKS = 2  # what another slice of the down product costs, in chunks of one program (docs/log.md)
+MAX_TAPPED_LAYERS = 64  # bits of TAPS in stack_main.cu
 MAX_HIDDEN = 4096  # 16 rows of it must lie in shared memory beside the ring
 
 
@@ -44,6 +45,7 @@ class _Params(ctypes.Structure):
     _pointers_ = (
         *("layers", "final_norm", "head", "embed", "rotations", "batch", "x", "y", "squares", "q", "attended", "gated"),
         *("part", "part_ml", "sums", "logits", "top", "top_sum", "top_at", "greedy", "probs", "chosen"),
+        "states",
         *("joins", "arrived", "meeting"),
     )
     _fields_ = [
@@ -128,7 +130,7 @@ class Stack:
 
     `head_rows`: only so many of the vocabulary, from its first, can be chosen. Without `keep_logits` there are no
     logits, only the likeliest tokens and their probabilities. `chosen`: where these tokens stay on the device, so that
-    the next launch can read them; several launches may share it.
+    the next launch can read them; several launches may share it. `depths`: whose hidden states stay in `states`.
     """
 
     def __init__(
@@ -141,11 +143,13 @@ class Stack:
         head_rows: int | None = None,
         keep_logits: bool = True,
         chosen: Tensor | None = None,
+        depths: Sequence[int] = (),
     ) -> None:
         c, self.device = decoder.config, decoder.device
         self.decoder, self.rows = decoder, rows
         self.cut = Cut.of(c, _programs(self.device), rows)
-        code = nvrtc.compile_source(_source(), tuple(f"-D{k}={v}" for k, v in self._sizes(c, page_size).items()))
+        sizes = tuple(f"-D{k}={v}" for k, v in self._sizes(c, page_size).items())
+        code = nvrtc.compile_source(_source(), (*sizes, *([f"-DTAPS={taps_mask(depths)}ull"] if depths else [])))
         self.kernel = nvrtc.Kernel(code, "decode", self.cut.programs, THREADS, self.cut.shared_bytes())
         parts: list[list[Tensor | None]] = [
             [w.attn_norm[0], w.qkv.weight, w.qkv.bias, w.o.weight, w.mlp_norm[0], w.gate_up.weight, w.down.weight, k, v]
@@ -154,6 +158,8 @@ class Stack:
         addresses = [[0 if t is None else t.data_ptr() for t in row] for row in parts]
         self.packed = Packed(layout(rows), rows * -(-max_context // page_size), max_context, page_size, self.device)
         self.logits = torch.zeros(rows, c.vocab_size, device=self.device) if keep_logits else None
+        states = (len(depths), rows, c.hidden_size)
+        self.states = torch.zeros(states, dtype=torch.bfloat16, device=self.device) if depths else None
         # written by the device straight into the host's memory: nothing to copy when a launch has ended
         self.greedy = torch.zeros(MAX_STEPS, rows, dtype=torch.int64).pin_memory()
         self.probs = torch.zeros(MAX_STEPS, rows).pin_memory()
@@ -165,7 +171,8 @@ class Stack:
             "layers": torch.tensor(addresses, dtype=torch.int64, device=self.device), "final_norm": final_norm,
             "head": decoder.head.weight, "embed": decoder.head.weight if self.looks_up else None,
             "rotations": decoder.attention.ropes[c.rope].table, "batch": self.packed.device, "logits": self.logits,
-            "greedy": self.greedy, "probs": self.probs, "chosen": self.chosen, **self._scratch(c),
+            "greedy": self.greedy, "probs": self.probs, "chosen": self.chosen, "states": self.states,
+            **self._scratch(c),
         }  # fmt: skip
         self._kept = [parts, given]  # the launch knows addresses only
         self._x = given["x"]
@@ -246,6 +253,12 @@ class Stack:
                 tokens = torch.where(tokens < 0, self.chosen[(-1 - tokens).clamp_min_(0)], tokens)
             self._x[: len(batch.tokens)] = self.decoder.embed(tokens)
         self.launch()
+
+
+def taps_mask(depths: Sequence[int]) -> int:
+    """A bit for each depth; hidden states lie in the order of the depths, which rise."""
+    assert list(depths) == sorted(set(depths)) and max(depths) < MAX_TAPPED_LAYERS
+    return sum(1 << depth for depth in depths)
 
 
 def _source() -> str:

@@ -198,6 +198,7 @@ struct Params {
     i64* greedy;           // [STEPS, TOKENS]; negative: the step did not follow
     float* probs;        // [STEPS, TOKENS] probabilities of the greedy tokens
     i64* chosen;           // the greedy tokens of the last steps, in the device's memory
+    u16* states;           // [depths of TAPS, TOKENS, HIDDEN] the residual stream there, for drafters; 0 without TAPS
     u32* joins;            // [attention units], zero between launches, as are the two below
     u32* arrived;          // [HIDDEN / 16]
     u32* meeting;          // [2]: barrier, programs that are through

@@ -135,11 +135,30 @@ __device__ __forceinline__ void end(const Params& p, Shared& sh, int step, bool 
     }
 }
 
+#ifdef TAPS
+// What comes into layer `depth`, if TAPS has its bit. All programs have met since the last sum into the residual stream,
+// and meet again before the next one.
+__device__ __forceinline__ void keep_states(const Params& p, const Sequences& q, int depth) {
+    if (!(TAPS >> depth & 1ull)) return;
+    int token = threadIdx.x / 8, r = threadIdx.x % 8;
+    if (threadIdx.x >= WORKERS || token >= q.rows) return;
+    const u16* x = p.x + (i64)token * HIDDEN + r;
+    u16* to = p.states + ((i64)__popcll(TAPS & ((1ull << depth) - 1)) * TOKENS + token) * HIDDEN + r;
+    for (int tile = blockIdx.x; tile < HIDDEN / 16; tile += gridDim.x) {
+        to[tile * 16] = load_fresh_bf16(x + tile * 16);
+        to[tile * 16 + 8] = load_fresh_bf16(x + tile * 16 + 8);
+    }
+}
+#endif
+
 __device__ __forceinline__ void compute_layers(const Params& p, Ring& ring, Shared& sh, const Attention& attention, u32 x, int& start, int& turn, u32& target) {
     Best none;
     for (int i = 0; i < LAYERS; i++) {
         Layer layer = layer_of(p, i);
         const u16* next_norm = i + 1 < LAYERS ? layer_of(p, i + 1).attn_norm : p.final_norm;
+#ifdef TAPS
+        keep_states(p, sh.seqs, i);
+#endif
         product<QKV>(p, layer, ring, sh, x, p.y, 0, start, turn, none);
         attention.begin(layer);
         all_programs_meet(p.meeting, target);
@@ -153,6 +172,9 @@ __device__ __forceinline__ void compute_layers(const Params& p, Ring& ring, Shar
         product<DOWN>(p, layer, ring, sh, x, p.gated, next_norm, start, turn, none);
         all_programs_meet(p.meeting, target);
     }
+#ifdef TAPS
+    keep_states(p, sh.seqs, LAYERS);
+#endif
 }
 
 __device__ __forceinline__ void compute_all(const Params& p, Ring ring, Shared& sh, unsigned char* room) {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool, slots_of
+from forerun.core.batch import send
 from forerun.models.decoder import Taps
 
 
@@ -49,10 +50,11 @@ class HiddenFeatures:
         self._on_pages = pool.add_draft_kv(FeatureShape(width // 2), dtype, device)
         self._halves = self._on_pages.kv[0]
 
+    @torch.inference_mode()
     def record(self, slots: np.ndarray, hidden: dict[int, Tensor]) -> None:
         """The tokens at these slots have run."""
         rows = self._project([hidden[depth] for depth in self.depths])  # [T, width]
-        places = torch.from_numpy(slots).to(rows.device)
+        places = send(slots, rows.device)
         for cache, half in zip(self._halves, rows.chunk(2, -1), strict=True):
             cache[:, 0].index_copy_(0, places, half.to(cache.dtype))
         filled = self._on_pages.filled
@@ -77,5 +79,5 @@ class HiddenFeatures:
 
     def rows(self, pages: array[int], first: int, end: int) -> Tensor:
         """[end - first, width] of a sequence's entries."""
-        places = torch.from_numpy(slots_of(pages, first, end, self._size)).to(self._halves[0].device)
+        places = send(slots_of(pages, first, end, self._size), self._halves[0].device)
         return torch.cat([cache[:, 0].index_select(0, places) for cache in self._halves], -1)

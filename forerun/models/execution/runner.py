@@ -150,39 +150,50 @@ class Runner:
             outputs = [clone_output(self.forward(part)) for part in firsts]
             return join_outputs(spans, parts, [*outputs, self.forward(last)])
         batch = self.batch(spans)
-        if self.features is not None and whole:
-            return self._forward_with_features(batch, self.features)
+        features = self.features if whole else None
         batch.prompt = whole and self.prompts_apart and all(span.prompt for span in spans)
         output = self.graphs.run(batch) if self.graphs is not None and whole else None
         if output is None and batch.prompt:
-            return self._run_prompts(batch)
-        return output or self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
-
-    def _forward_with_features(self, batch: HostBatch, features: HiddenFeatures) -> Output:
-        """On CUDA kernel by kernel: neither the one launch nor captured graphs leave hidden states."""
-        output = self.decoder.forward(batch.to(self.decoder.device), self.kv, features.taps)
-        features.record(batch.slot_mapping, output.hidden)
+            output = self._run_prompts(batch, features)
+        if output is None:
+            taps = taps if features is None else features.taps
+            output = self.decoder.forward(batch.to(self.decoder.device), self.kv, taps, blocks, watch)
+        if features is not None:
+            features.record(batch.slot_mapping, output.hidden)
         return output
 
+    def read_hidden(self, features: HiddenFeatures) -> None:
+        """From now on every token that runs leaves its vector; before any has run."""
+        self.features = features
+        if self.graphs is not None:
+            self.graphs.leave_states(features.taps)
+
     @torch.inference_mode()
-    def _run_prompts(self, batch: HostBatch) -> Output:
+    def _run_prompts(self, batch: HostBatch, features: HiddenFeatures | None) -> Output:
         """Prompts that no recording fits, with as many rows as equal bits need. In the last layer tokens whose logits
-        are not wanted only leave their K/V."""
+        are not wanted only leave their K/V, unless its output is read."""
         assert self.graphs is not None
         decoder, kv, min_rows = self.decoder, self.kv, self.graphs.prompts.min_rows
         device, last, wanted = decoder.device, decoder.config.num_layers - 1, batch.logits_indices
         sent = batch.padded(min_rows).to(device)
         decoder.attention.plan(sent)
-        x = decoder.run_layers(decoder.embed(sent.tokens), sent, kv, range(last))
-        decoder.write_kv(x, last, kv)
+        output = Output(torch.empty(0, decoder.config.vocab_size, device=device))
+        taps = None if features is None else features.taps
+        x = decoder.run_layers(decoder.embed(sent.tokens), sent, kv, range(last), taps, output)
+        if taps is not None and last + 1 in taps.hidden:
+            output.hidden[last + 1] = decoder.hidden(decoder.run_layers(x, sent, kv, range(last, last + 1)))
+        else:
+            decoder.write_kv(x, last, kv)
+        output.hidden = {depth: state[: len(batch.tokens)] for depth, state in output.hidden.items()}
         if not wanted:
-            return Output(x.new_empty(0, decoder.config.vocab_size, dtype=torch.float32))
+            return output
         few = batch.only_wanted().padded(min_rows)
         sent = few.to(device)
         rows = send(np.array([*wanted, *[0] * (len(few.tokens) - len(wanted))], dtype=np.int64), device)
         decoder.attention.plan(sent)
         x = decoder.run_layers(x.index_select(0, rows), sent, kv, range(last, last + 1))
-        return Output(decoder.logits(x[: max(len(wanted), MIN_HEAD_ROWS)])[: len(wanted)])
+        output.logits = decoder.logits(x[: max(len(wanted), MIN_HEAD_ROWS)])[: len(wanted)]
+        return output
 
     @torch.inference_mode()
     def resume(self, span: Span, x: Tensor, layer: int) -> None:
@@ -218,12 +229,16 @@ class Runner:
             page_size=size,
             logits_indices=list(range(count)),
         )
-        return self.graphs.launch(batch, choose)
+        pending = self.graphs.launch(batch, choose)
+        if pending is not None and self.features is not None:
+            states = {depth: state[:count] for depth, state in self.graphs.states.items()}
+            self.features.record(batch.slot_mapping, states)
+        return pending
 
     @property
     def can_launch(self) -> bool:
-        """Whether `launch` can be asked: it leaves tokens, and no hidden states."""
-        return self.graphs is not None and self.features is None
+        """Whether `launch` can be asked."""
+        return self.graphs is not None
 
     @property
     def launches(self) -> int:

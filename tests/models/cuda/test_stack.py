@@ -6,6 +6,7 @@ import random
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from forerun.cache.pool import PagePool
 from forerun.core import ROOT
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
-from forerun.models.cuda.stack import CHUNK_WEIGHTS, SHARED_BYTES, Cut
+from forerun.models.cuda.stack import CHUNK_WEIGHTS, SHARED_BYTES, Cut, taps_mask
+from forerun.models.decoder import Taps
 from forerun.models.execution.runner import Runner, Span
 from forerun_research.bench.shapes import SHAPES, RandomCheckpoint
 
@@ -36,6 +38,12 @@ def test_more_rows_are_cut_the_same_way(shape):
     few, many = (Cut.of(SHAPES[shape], 132, rows) for rows in (16, 32))
     assert many.shared_bytes() <= SHARED_BYTES and many.stages > 0
     assert (few.down_split, few.lanes) == (many.down_split, many.lanes)  # else a row's bits would differ
+
+
+def test_depths_are_bits_in_their_order():
+    assert taps_mask((0, 2, 63)) == 1 | 1 << 2 | 1 << 63
+    with pytest.raises(AssertionError):
+        taps_mask((3, 2))
 
 
 def test_cut_gives_every_slice_work():
@@ -122,6 +130,48 @@ if HOPPER:
         for i in {0, len(work) - 1}:
             first = Span(work[i].ids[:1], work[i].first, work[i].pages, range(1))
             assert torch.equal(runner.graphs.run(runner.batch([first])).logits[0], together[batch.cu_seqlens[i]])
+
+    DEPTHS = (0, 2, 3)  # embeddings, in between, the last layer's output
+
+    @pytest.fixture(scope="module")
+    def tapped(runner):
+        made = Runner(runner.decoder, runner.pool, 2048)
+        made.graphs.leave_states(Taps(hidden=frozenset(DEPTHS)))
+        return made
+
+    @pytest.mark.parametrize("sequences", [CASES[i] for i in (0, 3, 5, 9, 10, 12, 15)], ids=str)
+    def test_hidden_states_are_left_and_change_no_bit(runner, tapped, sequences):
+        """One launch of 16 and of 32 rows, and graphs."""
+        batch = runner.batch(spans(sequences))
+        kept = [(k.clone(), v.clone()) for k, v in runner.kv]
+        attention = SdpaAttention(runner.decoder.config, DEVICE, 2048, same_bits=False)
+        want = replace(runner.decoder, attention=attention).forward(batch.to(DEVICE), kept, tapped.graphs.taps)
+        plain = runner.graphs.run(batch).logits.clone()
+        got = tapped.graphs.run(batch)
+        assert torch.equal(got.logits, plain) and sorted(got.hidden) == list(DEPTHS)
+        for depth in DEPTHS:
+            theirs = want.hidden[depth].float()
+            assert got.hidden[depth].shape == theirs.shape == (len(batch.tokens), 448)
+            assert (got.hidden[depth].float() - theirs).norm() / theirs.norm() < 2e-2
+
+    def test_prompts_leave_hidden_states_too(runner, tapped):
+        batch = runner.batch(spans([(0, 200, False), (0, 90, False)]))
+        want = runner.decoder.forward(batch.to(DEVICE), runner.kv, tapped.graphs.taps)
+        batch.prompt, batch.logits_indices = True, [199, 289]
+        got = tapped.graphs.run(batch)
+        for depth in DEPTHS:
+            theirs = want.hidden[depth].float()
+            assert (got.hidden[depth].float() - theirs).norm() / theirs.norm() < 2e-2
+
+    def test_a_launch_ahead_leaves_hidden_states(runner, tapped):
+        work = spans([(63, 1, False)] * 5)
+        tokens, entries = (np.array(values) for values in ([s.ids[0] for s in work], [s.first for s in work]))
+        pages = [np.array(s.pages, dtype=np.int32) for s in work]
+        want = tapped.graphs.run(tapped.batch(work)).hidden
+        want = {depth: state.clone() for depth, state in want.items()}
+        pending = tapped.launch(tokens, entries, pages)
+        assert pending is not None and len(pending.read()) == 5
+        assert all(torch.equal(tapped.graphs.states[depth][:5], want[depth]) for depth in DEPTHS)
 
     def test_a_straight_tree_is_the_same_bits_as_a_chain(runner):
         work = spans([(70, 6, False)])

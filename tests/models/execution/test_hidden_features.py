@@ -5,13 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.cache.pool import PagePool
+from forerun.core import HostBatch
 from forerun.models.build import build_decoder
+from forerun.models.decoder import Output, Taps
 from forerun.models.execution.hidden_features import HiddenFeatures
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
@@ -26,8 +30,9 @@ def opened(path: Path, weights: str) -> tuple[Runner, HiddenFeatures]:
     pool = PagePool(decoder.config, 8, 16, decoder.dtype, CPU)
     runner = Runner(decoder, pool, 256)
     width = len(DEPTHS) * decoder.config.hidden_size
-    runner.features = HiddenFeatures(DEPTHS, width, lambda hidden: torch.cat(hidden, -1), pool, decoder.dtype, CPU)
-    return runner, runner.features
+    features = HiddenFeatures(DEPTHS, width, lambda hidden: torch.cat(hidden, -1), pool, decoder.dtype, CPU)
+    runner.read_hidden(features)
+    return runner, features
 
 
 def hidden_states(path: Path) -> Tensor:
@@ -54,6 +59,46 @@ def test_a_forward_leaves_the_models_hidden_states(
     plain.features = None
     again = array("i", plain.pool.allocate(3))
     assert torch.equal(plain.forward([Span(TOKENS[:9], 0, again, (8,))]).logits, with_features)
+
+
+class RecordedForwards:
+    """In the place of a device's: short batches as if they were recorded, and launches that are not waited for."""
+
+    prompts = SimpleNamespace(min_rows=1)
+    batch_invariant = True
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self.taps, self.states = runner, None, dict[int, Tensor]()
+
+    def leave_states(self, taps: Taps) -> None:
+        self.taps = taps
+
+    def run(self, batch: HostBatch) -> Output | None:
+        if batch.prompt:
+            return None
+        return self._runner.decoder.forward(batch.to(CPU), self._runner.kv, self.taps)
+
+    def launch(self, batch: HostBatch, choose: object) -> object:
+        self.states = self.run(batch).hidden  # type: ignore[union-attr]
+        return object()
+
+
+def test_forwards_of_a_device_leave_the_same_vectors(tiny_folder: Callable[[str], Path]):
+    """A prompt that no recording fits, a recorded forward, a launch ahead: the depths hold the last layer's output."""
+    path = tiny_folder("llama")
+    runner, features = opened(path, "float32")
+    fake = RecordedForwards(runner)
+    runner.graphs, runner.prompts_apart, runner.features = fake, True, None  # type: ignore[assignment]
+    runner.read_hidden(features)
+    assert fake.taps == features.taps and runner.can_launch
+    pages = array("i", runner.pool.allocate(3))
+    runner.forward([Span(TOKENS[:9], 0, pages, (), prompt=True)])
+    runner.forward([Span(TOKENS[9:18], 9, pages, (8,), prompt=True)])
+    runner.forward([Span(TOKENS[18:19], 18, pages, (0,))])
+    own = np.array(pages, dtype=np.int32)
+    assert runner.launch(np.array(TOKENS[19:]), np.array([19]), [own]) is not None
+    assert features.known_from(pages, 0, len(TOKENS)) == 0
+    torch.testing.assert_close(features.rows(pages, 0, len(TOKENS)), hidden_states(path), rtol=1e-3, atol=1e-4)
 
 
 def test_vectors_go_where_k_and_v_go(tiny_folder: Callable[[str], Path]):
