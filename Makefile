@@ -60,15 +60,26 @@ $(VLLM_VENV)/.setup-done: pyproject.toml
 test-vllm: $(VLLM_VENV)/.setup-done
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
-# Replicas on a real Ray (350 MB, which `make test` does without), in an environment of their own over the usual one.
+# Replicas on a real Ray and the store tier on a real Mooncake (400 MB, which `make test` does without), in an
+# environment of their own over the usual one. Mooncake loads libibverbs, which is no Python package, for TCP too.
 RAY ?= ray[serve]>=2.60,<2.61
+MOONCAKE ?= mooncake-transfer-engine-non-cuda>=0.3.13,<0.4
+RAY_VENV ?= .venv-ray
 
-test-ray: setup
-	$(PYTHON) -m venv .venv-ray
+$(RAY_VENV)/.setup-done: $(STAMP)
+	$(PYTHON) -m venv $(RAY_VENV)
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
-		"$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/forerun.pth"
-	.venv-ray/bin/python -m pip install --disable-pip-version-check "$(RAY)"
-	PYTHONPATH="$(CURDIR)" .venv-ray/bin/python -m pytest -q tests/ray
+		"$$($(RAY_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/forerun.pth"
+	$(RAY_VENV)/bin/python -m pip install --disable-pip-version-check "$(RAY)" "$(MOONCAKE)"
+	@touch $@
+
+test-ray: $(RAY_VENV)/.setup-done
+	@if ! $(RAY_VENV)/bin/python -c 'import mooncake.store' 2>/dev/null; then \
+		as_root=""; if [ "$$(id -u)" != 0 ]; then as_root="sudo -n"; fi; \
+		$$as_root apt-get install -y -q --no-install-recommends libibverbs1 || \
+		echo "hint: without libibverbs (Debian: apt install libibverbs1) the test on a real Mooncake is left out" >&2; fi
+	PYTHONPATH="$(CURDIR)" $(RAY_VENV)/bin/python -m pytest -q tests/ray tests/cache/test_store.py $$( \
+		$(RAY_VENV)/bin/python -c 'import mooncake.store' 2>/dev/null && echo tests/cache/test_store_mooncake.py)
 
 # The page is tested in a real browser; Chromium is no Python package.
 BROWSERS := chromium chromium-browser google-chrome-stable google-chrome chrome
@@ -94,5 +105,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-ray $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(RAY_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find forerun forerun_research tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -97,6 +97,7 @@ class LLM(OldLLMNames):
 
     `enable_prefix_caching`: requests read the K/V of prefixes that were computed before. `disk`: a folder where K/V
     outlives the process, up to `disk_bytes` of it; `host_bytes`: main memory for pages that the pool has no room for.
+    `store`: mooncake://HOST:PORT, pages shared with other processes, `store_bytes` of them in this one's memory.
 
     `batch_invariant`: a token is the same bits alone, in any batch, as a draft and after a preemption. On a CPU with
     int8 weights that is the default; False lets sequences that share a long prefix attend over it in one call: branches
@@ -131,13 +132,15 @@ class LLM(OldLLMNames):
         disk: str | Path | None = None,
         disk_bytes: int = TierConfig.disk_bytes,
         host_bytes: int = 0,
+        store: str | None = None,
+        store_bytes: int = TierConfig.store_bytes,
         batch_invariant: bool | None = None,
         adapt: bool = False,
         skip_tokenizer_init: bool = False,
         quiet: bool = False,
     ) -> None:
         where, weights = choose_device(device), weights_mode(dtype, quantization)
-        tiers = TierConfig(host_bytes, disk, disk_bytes)
+        tiers = TierConfig(host_bytes, disk, disk_bytes, store, store_bytes)
         if tiers.any and not enable_prefix_caching:
             hint = "leave one of them out"
             raise BadRequest("tiers keep what the prefix cache holds, and enable_prefix_caching is off", hint)
@@ -172,7 +175,7 @@ class LLM(OldLLMNames):
         self._generation: dict[str, Any] = getattr(opened.checkpoint, "generation", {})
         drafts = opened.drafting or opened.hidden
         self.draft_name = opened.remote if drafts is None else drafts.source
-        kept = tiers.disk is not None  # beyond this process
+        kept = tiers.outlives
         # of all weights: names the K/V on disk; of some: names the sessions there
         self.fingerprint = fingerprint(opened.checkpoint, loader.quiet) if kept else ""
         self.model_id = sampled_fingerprint(opened.checkpoint) if kept else ""

@@ -1,34 +1,28 @@
 """The disk tier: exact pages in segment files in one folder, bounded in bytes, the least recently used file goes first.
 
-A thread of its own writes, so that no step waits for a disk; pages not yet written are read from memory. What cannot be
-read, or is not what was written, is deleted and forgotten: the request computes it. When writing fails (full, read
-only), that is logged once and writing ends; reading goes on. Several processes may share a folder, on several machines
-too: each writes segments of its own and finds those of the others. Knows no tokens and no pool.
+What cannot be read, or is not what was written, is deleted and forgotten: the request computes it. When writing fails
+(full, read only), that is logged once and writing ends; reading goes on. Several processes may share a folder, on
+several machines too: each writes segments of its own and finds those of the others. Knows no tokens and no pool.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import logging
 import os
-import threading
 import time
 import uuid
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from forerun.cache.file_lock import FileLock
+from forerun.cache.queued import QueuedTier
 from forerun.cache.segments import Damaged, Segment, read_header, read_pages, write_segment
 from forerun.errors import BadRequest
 
-SEGMENT_BYTES = 32 << 20  # a file has at least one page, and not much more than this
-PENDING_BYTES = 256 << 20  # pages that wait to be written; beyond it pages that are merely evicted are dropped
 LIST_INTERVAL_S = 0.05  # at least, between two looks for segments of other processes
 STAMP_TICK_S = 2.0  # a folder's time of change may be as coarse: within it, a change may leave the time as it was
 WRITE_LOCK_S = 5.0  # for the lock; a process that is stopped while it holds it stops no other for longer
@@ -37,19 +31,14 @@ SUFFIX = ".safetensors"
 log = logging.getLogger("forerun")
 
 
-class DiskTier:
+class DiskTier(QueuedTier):
+    name = "disk"
+
     def __init__(self, folder: Path, nbytes: int, identity: str) -> None:
-        self.folder, self.limit, self.identity = folder, nbytes, identity
-        self.off = ""  # why nothing is written any more
-        self.damaged = self.dropped = 0
+        super().__init__(nbytes)
+        self.folder, self.identity = folder, identity
         self._segments: dict[Path, Segment] = {}  # other models' too
         self._where: dict[bytes, tuple[Segment, int]] = {}
-        self._pending: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._pending_bytes = 0
-        self._queue: deque[bytes] = deque()
-        self._changed = threading.Condition()  # guards all of the above
-        self._thread: threading.Thread | None = None
-        self._closed = False
         self._folder_time, self._changed_at, self._listed_at = -1, 0.0, 0.0  # nanoseconds; seconds of our own clock
         self._newest_ns = 0  # the latest time of use of any file
         self._lock = FileLock(folder / "lock")  # of whichever process writes a segment
@@ -132,7 +121,6 @@ class DiskTier:
             return sum(segment.nbytes for segment in self._segments.values())
 
     def get(self, keys: Sequence[bytes], out: Tensor) -> int:
-        """Read pages into `out` [n, ...]; how many, from the first, are there and sound."""
         done = 0
         while done < len(keys):
             with self._changed:
@@ -179,71 +167,17 @@ class DiskTier:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def put(self, keys: Sequence[bytes], data: Tensor, wait: bool = False) -> None:
-        """Have pages written, data [n, ...] in memory that is not changed. `wait`: for room in the queue; else pages
-        that find none are dropped."""
-        page_bytes = data[0].nbytes
-        with self._changed:
-            for key, page in zip(keys, data, strict=True):
-                if self.off or self._closed:
-                    return
-                if key in self._where or key in self._pending:
-                    continue
-                while wait and self._pending and self._pending_bytes + page_bytes > PENDING_BYTES and not self.off:
-                    self._start()
-                    self._changed.wait()
-                if self._pending and self._pending_bytes + page_bytes > PENDING_BYTES:
-                    self.dropped += 1
-                    continue
-                self._pending[key] = page
-                self._pending_bytes += page_bytes
-                self._queue.append(key)
-            self._start()
-            self._changed.notify_all()
+    def _known(self, key: bytes) -> bool:
+        return key in self._where
 
-    def flush(self) -> None:
-        """Wait until everything is written, or writing has ended."""
-        with self._changed:
-            while self._pending and not self.off and not self._closed:
-                self._start()
-                self._changed.wait()
+    def _where_it_is(self) -> str:
+        return str(self.folder)
 
     def close(self) -> None:
-        """Write what waits and let go of the folder."""
-        if self._closed:
-            return
-        self.flush()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            atexit.unregister(self.flush)
-        self._alive.remove()
-
-    def _start(self) -> None:
-        if self._thread is None and self._queue and not self.off:
-            self._thread = threading.Thread(target=self._write_loop, name="forerun-disk", daemon=True)
-            self._thread.start()
-            atexit.register(self.flush)  # without close() nothing is lost that was handed over
-
-    def _write_loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                count = max(1, SEGMENT_BYTES // next(iter(self._pending.values())).nbytes)
-                keys = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-                pages = [self._pending[key] for key in keys]
-            try:
-                self._write(keys, torch.stack(pages))
-            except Exception as error:  # no caller sees this thread's errors: requests go on without it
-                self._switch_off(error)
-                return
-            with self._changed:
-                self._settle(keys)
+        """Write what waits and release the folder."""
+        if not self._closed:
+            super().close()
+            self._alive.remove()
 
     def _write(self, keys: list[bytes], data: Tensor) -> None:
         """One process at a time: none writes what another has just written, and all together stay within the limit."""
@@ -264,24 +198,6 @@ class DiskTier:
         finally:
             if held:
                 self._lock.release()
-
-    def _settle(self, keys: list[bytes]) -> None:
-        for key in keys:
-            page = self._pending.pop(key, None)  # gone already where writing was switched off meanwhile
-            self._pending_bytes -= 0 if page is None else page.nbytes
-        self._changed.notify_all()
-
-    def _switch_off(self, error: Exception) -> None:
-        """Nothing more is written; said once."""
-        with self._changed:
-            if self.off:
-                return
-            self.off = str(error) or type(error).__name__
-            self._queue.clear()
-            self._pending.clear()
-            self._pending_bytes = 0
-            log.warning("the disk tier in %s is read only from now on: %s", self.folder, self.off)
-            self._changed.notify_all()
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

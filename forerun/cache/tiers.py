@@ -1,4 +1,5 @@
-"""Where exact pages go when the pool needs their room, and where they come back from: host memory, then disk.
+"""Where exact pages go when the pool needs their room, and where they come back from: host memory, then disk, then a
+store that several machines share.
 
 A page is known by a hash of all tokens up to its end, so that pages can come and go one by one; the hash begins with
 the identity of the model that computed them, so that no model reads another's K/V. Only the exact prefix tree gives
@@ -21,6 +22,8 @@ from torch import Tensor
 from forerun.cache.disk import DiskTier
 from forerun.cache.pool import PagePool
 from forerun.cache.prefix import TOKEN_BYTES, PrefixTree, pack
+from forerun.cache.queued import QueuedTier
+from forerun.cache.store import open_mooncake, parse_address
 from forerun.cache.text_files import TextFiles
 from forerun.errors import BadRequest
 from forerun.options import check_number
@@ -35,16 +38,26 @@ class TierConfig:
     host_bytes: int = 0  # 0: no host tier
     disk: str | Path | None = None  # a folder of its own; None: no disk tier
     disk_bytes: int = 8 << 30
+    store: str | None = None  # mooncake://HOST:PORT of a master; None: no store
+    store_bytes: int = 512 << 20  # of this process's memory that the store uses
 
     def __post_init__(self) -> None:
         check_number("host_bytes", self.host_bytes, 0, whole=True)
         check_number("disk_bytes", self.disk_bytes, 1, whole=True)
         if self.disk is not None and (not isinstance(self.disk, (str, Path)) or not str(self.disk)):
             raise BadRequest(f"disk is {self.disk!r}, it must be a folder", "leave it out for no disk tier")
+        check_number("store_bytes", self.store_bytes, 0, whole=True)
+        if self.store is not None:
+            parse_address(self.store)
 
     @property
     def any(self) -> bool:
-        return self.host_bytes > 0 or self.disk is not None
+        return self.host_bytes > 0 or self.outlives
+
+    @property
+    def outlives(self) -> bool:
+        """Whether something is kept beyond this process."""
+        return self.disk is not None or self.store is not None
 
 
 class HostTier:
@@ -138,6 +151,9 @@ class Tiers:
             folder = Path(config.disk).expanduser()
             self.disk = DiskTier(folder, config.disk_bytes, self._root.hexdigest())
             self.texts = TextFiles(folder / "texts" / self._root.hexdigest())
+        self.outer: list[QueuedTier] = [] if self.disk is None else [self.disk]  # beyond memory, nearest first
+        if config.store is not None:
+            self.outer.append(open_mooncake(parse_address(config.store), config.store_bytes))
 
     def keys(self, data: bytes, first: int = 0) -> list[bytes]:
         """Keys of the whole pages of packed tokens, from page `first` on."""
@@ -157,14 +173,15 @@ class Tiers:
         pairs = self._pairs(data, pages)
         self._add_text(data)
         if self.host is None:
-            self._to_disk(pairs, wait=False)
+            for tier in self.outer:
+                self._write_new(tier, pairs, wait=False)
             return
         new = [(key, page) for key, page in pairs if not self.host.touch(key)]
         for at in range(0, len(new), COPY_PAGES):
             part = new[at : at + COPY_PAGES]
             gone = self.host.put([key for key, _ in part], self._gather([page for _, page in part]))
-            if self.disk is not None and gone:
-                self.disk.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
+            for tier in self.outer if gone else []:
+                tier.put([key for key, _ in gone], torch.stack([page for _, page in gone]))
 
     def _add_text(self, data: bytes) -> None:
         if self.texts is not None and self.disk is not None and not self.disk.off:
@@ -175,28 +192,30 @@ class Tiers:
         first = len(data) // (self.pool.page_size * TOKEN_BYTES) - len(pages)
         return list(zip(self.keys(data, first), pages, strict=True))
 
-    def _to_disk(self, pairs: list[tuple[bytes, int]], wait: bool) -> None:
-        if self.disk is None or self.disk.off:
+    def _write_new(self, tier: QueuedTier, pairs: list[tuple[bytes, int]], wait: bool) -> None:
+        if tier.off:
             return
-        new = [(key, page) for key, page in pairs if key not in self.disk]
+        new = [pair for pair, held in zip(pairs, tier.held([key for key, _ in pairs]), strict=True) if not held]
         for at in range(0, len(new), COPY_PAGES):
             part = new[at : at + COPY_PAGES]
-            self.disk.put([key for key, _ in part], self._gather([page for _, page in part]).cpu(), wait)
+            tier.put([key for key, _ in part], self._gather([page for _, page in part]).cpu(), wait)
 
     def copy(self, data: bytes, pages: Sequence[int], first: int) -> tuple[int, list[bytes], Tensor] | None:
-        """The next pages of a text, from page `first` on, that the disk has not: up to where they go, their keys, and
-        copies to hand to `write`; None when there are no more. Two steps, since writing may wait and reading may not.
-        """
-        if self.disk is None or self.disk.off:
+        """The next pages of a text, from page `first` on, that a tier beyond memory has not: up to where they go, their
+        keys, and copies to hand to `write`; None when there are no more. Two steps, since writing may wait and reading
+        may not."""
+        writable = [tier for tier in self.outer if not tier.off]
+        if not writable:
             return None
         self._add_text(data[: len(pages) * self.pool.page_size * TOKEN_BYTES])
-        keys = self.keys(data)[: len(pages)]
-        new = [i for i in range(first, len(keys)) if keys[i] not in self.disk][:COPY_PAGES]
-        return (new[-1] + 1, [keys[i] for i in new], self._gather([pages[i] for i in new]).cpu()) if new else None
+        keys = self.keys(data)[first : len(pages)]
+        lacking = [not all(found) for found in zip(*(tier.held(keys) for tier in writable), strict=True)]
+        new = [first + i for i, lacks in enumerate(lacking) if lacks][:COPY_PAGES]
+        return (new[-1] + 1, [keys[i - first] for i in new], self._gather([pages[i] for i in new]).cpu()) if new else None
 
     def write(self, keys: list[bytes], copies: Tensor) -> None:
-        if self.disk is not None:
-            self.disk.put(keys, copies, wait=True)
+        for tier in self.outer:
+            tier.put(keys, copies, wait=True)
 
     # -- back into the pool --------------------------------------------------------------------------------------------
 
@@ -204,58 +223,52 @@ class Tiers:
         """Pages of a text after those in the pool, with one reference each, and how many tokens came from which tier.
         The caller has made room for all of the text."""
         keys = self.keys(pack(tokens), len(known))
-        count = self.count(keys)
-        served = {"host": 0, "disk": 0}
-        count = min(count, self.pool.free)
+        served = dict.fromkeys(("host", *(tier.name for tier in self.outer)), 0)
+        count = min(self.count(keys), self.pool.free)
         if not count:
             return [], served
         pages = self.pool.allocate(count, after=known[-1] if known else None)
         done = 0
         while done < count:
-            tier = "host" if self.host is not None and keys[done] in self.host else "disk"
-            got = self._load(tier, keys[done : min(done + COPY_PAGES, count)], pages[done : done + COPY_PAGES])
-            if not got:
+            name, data = self._read_from_one(keys[done : min(done + COPY_PAGES, count)])
+            if not len(data):
                 break
-            served[tier] += got * self.pool.page_size
-            done += got
+            self._write(pages[done : done + len(data)], data)
+            served[name] += len(data) * self.pool.page_size
+            done += len(data)
         self.pool.release(pages[done:])
         return pages[:done], served
 
     def count(self, keys: Sequence[bytes]) -> int:
         """How many of these pages, from the first on, are there."""
-        return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+        there = [self.host is not None and key in self.host for key in keys]
+        for tier in self.outer:
+            asked = [i for i, found in enumerate(there) if not found]
+            for i, found in zip(asked, tier.held([keys[i] for i in asked]), strict=True):
+                there[i] = found
+        return there.index(False) if False in there else len(there)
 
     def read(self, keys: Sequence[bytes]) -> Tensor:
         """Copies of pages on the pool's device, [n, L, 2, page, Hkv, D]: as many of the first as are there."""
-        out = torch.empty((len(keys), *self._shape), dtype=self._dtype, pin_memory=self._device.type == "cuda")
-        done = 0
+        parts, done = [torch.empty((0, *self._shape), dtype=self._dtype, device=self._device)], 0
         while done < len(keys):
-            if self.host is not None and keys[done] in self.host:
-                out[done] = self.host.get(keys[done : done + 1], torch.device("cpu"))[0]
-                done += 1
-            elif self.disk is None or not (got := self.disk.get(keys[done:], out[done:])):
+            parts.append(self._read_from_one(keys[done:])[1].to(self._device))
+            if not len(parts[-1]):
                 break
-            else:
-                done += got
-        return out[:done].to(self._device)
+            done += len(parts[-1])
+        return torch.cat(parts)
 
-    def _has(self, key: bytes) -> bool:
-        return (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
-
-    def _load(self, tier: str, keys: Sequence[bytes], pages: Sequence[int]) -> int:
-        """Copy pages from one tier into the pool, as many of the first as it has."""
-        if tier == "host":
-            assert self.host is not None
-            here = next((i for i, key in enumerate(keys) if key not in self.host), len(keys))
-            self._write(pages[:here], self.host.get(keys[:here], self._device))
-            return here
-        if self.disk is None:
-            return 0
+    def _read_from_one(self, keys: Sequence[bytes]) -> tuple[str, Tensor]:
+        """As many of the first pages as the tier has that holds the first one, and its name; [0, ...]: none has it."""
+        host = self.host
+        if host is not None and keys[0] in host:
+            here = next((i for i, key in enumerate(keys) if key not in host), len(keys))
+            return "host", host.get(keys[:here], self._device)
         out = torch.empty((len(keys), *self._shape), dtype=self._dtype, pin_memory=self._device.type == "cuda")
-        here = self.disk.get(keys, out)
-        if here:
-            self._write(pages[:here], out[:here])
-        return here
+        for tier in self.outer:
+            if here := tier.get(keys, out):
+                return tier.name, out[:here]
+        return "", out[:0]
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
@@ -285,10 +298,9 @@ class Tiers:
         found: dict[str, Any] = {}
         if self.host is not None:
             found["host"] = {"tokens": len(self.host) * self.pool.page_size, "bytes": self.host.nbytes}
-        if self.disk is not None:
-            disk = self.disk
-            found["disk"] = {"tokens": len(disk) * self.pool.page_size, "bytes": disk.nbytes, "off": disk.off}
-            found["disk"] |= {"damaged_files": disk.damaged, "dropped_pages": disk.dropped}
+        for tier in self.outer:
+            found[tier.name] = {"tokens": len(tier) * self.pool.page_size, "bytes": tier.nbytes, "off": tier.off}
+            found[tier.name] |= {"damaged_files": tier.damaged, "dropped_pages": tier.dropped}
         return found
 
     def clear(self) -> None:
@@ -297,21 +309,22 @@ class Tiers:
             self.host.clear()
 
     def close(self, tree: PrefixTree) -> None:
-        """Have what the pool and host memory know written, as much of the latest as the disk tier may hold."""
-        if self.disk is None:
-            return
+        """Have what the pool and host memory know written, as much of the latest as each tier may hold."""
+        for tier in self.outer:
+            self._close_tier(tier, tree.texts())
+
+    def _close_tier(self, tier: QueuedTier, texts: list[tuple[bytes, list[int]]]) -> None:
         page_bytes = math.prod(self._shape) * self._dtype.itemsize
-        room = self.disk.limit // page_bytes
+        room = tier.limit // page_bytes
         latest: list[list[tuple[bytes, int]]] = []
-        texts = tree.texts()
         for data, pages in texts:
             latest.append(self._pairs(data, pages)[:room])
             room -= len(latest[-1])
         if self.host is not None and room > 0:
             for key, page in self.host.items()[-room:]:
-                self.disk.put([key], page[None].clone(), wait=True)
-        for (data, _), pairs in [*zip(texts, latest, strict=True)][::-1]:  # files written last are the last to go
-            self._to_disk(pairs, wait=True)
+                tier.put([key], page[None].clone(), wait=True)
+        for (data, _), pairs in [*zip(texts, latest, strict=True)][::-1]:  # what is written last is the last to go
+            self._write_new(tier, pairs, wait=True)
             if pairs:
                 self._add_text(data)
-        self.disk.close()
+        tier.close()

@@ -152,6 +152,8 @@ class ModelOptions:
     )
     disk_bytes: str | None = _keeping(None, help="Most bytes there, such as 500M; default: 8G.")
     host_bytes: str | None = _keeping(None, help="Main memory for K/V that the pool has no room for, such as 2G.")
+    store: str | None = _keeping(None, help="mooncake://HOST:PORT: K/V that several processes share in their memory.")
+    store_bytes: str | None = _keeping(None, help="Of this process's memory, for that store; default: 512M.")
 
     def open(self, **more: Any) -> LLM:
         from forerun import LLM
@@ -162,12 +164,14 @@ class ModelOptions:
         """As keyword arguments of `LLM`."""
         own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         own["quality"] = own.pop("weights_quality")  # --quality is about drafted prompts
-        for name in ("disk_bytes", "host_bytes"):
+        for name in ("disk_bytes", "host_bytes", "store_bytes"):
             size = own.pop(name)
             if size is not None:
                 own[name] = parse_bytes(f"--{name.replace('_', '-')}", size)
         if "disk_bytes" in own and self.disk is None:
             raise BadRequest("--disk-bytes is about a disk tier, and there is none", "add --disk FOLDER")
+        if "store_bytes" in own and self.store is None:
+            raise BadRequest("--store-bytes is about a store, and there is none", "add --store mooncake://HOST:PORT")
         return own
 
     def check_session(self, name: str | None) -> None:

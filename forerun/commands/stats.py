@@ -67,6 +67,7 @@ _SERVED = {
     "pool": "{:,} from the pool",
     "host": "{:,} from host memory",
     "disk": "{:,} from disk",
+    "store": "{:,} from the store",
     "approximate": "{:,} approximate",
     "computed": "{:,} computed",
 }

@@ -11,8 +11,8 @@ from typing import Any
 
 from forerun.core import Usage
 
-SERVED = ("pool", "host", "disk", "approximate", "computed")
-CACHES = ("pool", "host", "disk")
+SERVED = ("pool", "host", "disk", "store", "approximate", "computed")
+CACHES = ("pool", "host", "disk", "store")
 
 
 @dataclass

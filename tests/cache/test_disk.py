@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from forerun.cache import disk as disk_module
+from forerun.cache import queued
 from forerun.cache.disk import DiskTier
 from forerun.cache.segments import Damaged, read_header, read_pages, write_segment
 from forerun.errors import BadRequest
@@ -180,7 +181,7 @@ def test_what_was_never_finished_is_removed(tmp_path: Path):
 
 
 def test_a_full_queue_drops_what_was_merely_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(disk_module, "PENDING_BYTES", 150)
+    monkeypatch.setattr(queued, "PENDING_BYTES", 150)
     monkeypatch.setattr(DiskTier, "_start", lambda self: None)  # a disk that never comes to it
     tier = DiskTier(tmp_path, 1 << 20, "me")
     tier.put([key(1), key(2), key(3)], pages(1, 2, 3))

@@ -136,8 +136,8 @@ def test_a_lock_is_of_the_file_that_has_the_name(tmp_path: Path):
 WORKER = """
 import hashlib, random, sys, torch
 from pathlib import Path
-from forerun.cache import disk
-disk.SEGMENT_BYTES, disk.LIST_INTERVAL_S = 1 << 14, 0.001
+from forerun.cache import disk, queued
+queued.WRITE_BYTES, disk.LIST_INTERVAL_S = 1 << 14, 0.001
 
 def page(number):
     return torch.frombuffer(bytearray(hashlib.sha256(b"%d" % number).digest() * 64), dtype=torch.uint8)
