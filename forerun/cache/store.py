@@ -181,5 +181,6 @@ def open_mooncake(address: tuple[str, int], nbytes: int) -> StoreTier:
         raise BadRequest(f"no Mooncake master answers at {where}: {error}", hint) from None
     code = made.setup(here, "P2PHANDSHAKE", nbytes, BUFFER_BYTES, "tcp", "", f"{address[0]}:{address[1]}")
     if code:
-        raise BadRequest(f"cannot join the store of {address[0]}:{address[1]}: code {code}", "see what Mooncake printed")
+        hint = "see what Mooncake printed"
+        raise BadRequest(f"cannot join the store of {address[0]}:{address[1]}: code {code}", hint)
     return StoreTier(address, nbytes, made)

@@ -211,7 +211,9 @@ class Tiers:
         keys = self.keys(data)[first : len(pages)]
         lacking = [not all(found) for found in zip(*(tier.held(keys) for tier in writable), strict=True)]
         new = [first + i for i, lacks in enumerate(lacking) if lacks][:COPY_PAGES]
-        return (new[-1] + 1, [keys[i - first] for i in new], self._gather([pages[i] for i in new]).cpu()) if new else None
+        if not new:
+            return None
+        return new[-1] + 1, [keys[i - first] for i in new], self._gather([pages[i] for i in new]).cpu()
 
     def write(self, keys: list[bytes], copies: Tensor) -> None:
         for tier in self.outer:

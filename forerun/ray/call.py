@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_ROUTING_CHARS = 32_768  # of a prompt: about 8,000 tokens
@@ -29,12 +31,13 @@ class ReplicaCall:
     session: str = ""
     stored: bool = False  # it names a response that one replica has stored
     only: str = ""  # the replica that gets it, where it is still there
+    routed: list[str] = field(default_factory=list)  # replicas that have it now; stays here
 
     def to(self, replica: str) -> ReplicaCall:
-        return replace(self, only=replica)
+        return replace(self, only=replica, routed=[])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"prompt": ""}
+        return self.__dict__ | {"prompt": "", "routed": []}
 
 
 def replica_call(scope: dict[str, Any], body: bytes) -> ReplicaCall:
@@ -73,6 +76,9 @@ def rank(text: str, replicas: Sequence[str]) -> list[str]:
 
 
 _known: dict[str, list[str]] = {}  # names of replicas by application
+_open: defaultdict[str, Counter[str]] = defaultdict(Counter)  # calls at each replica, by application
+_sent: defaultdict[str, Counter[str]] = defaultdict(Counter)  # characters of prompts that each has got
+_counting = threading.Lock()  # the router runs in a thread of its own
 
 
 def publish_replicas(application: str, names: Sequence[str]) -> None:
@@ -82,6 +88,29 @@ def publish_replicas(application: str, names: Sequence[str]) -> None:
 
 def known_replicas(application: str) -> list[str]:
     return _known.get(application, [])
+
+
+def count_routed(application: str, call: ReplicaCall, name: str) -> None:
+    """Called by the router of this process, when a replica has got a call."""
+    with _counting:
+        call.routed.append(name)
+        _open[application][name] += 1
+        _sent[application][name] += len(call.prompt)
+
+
+def count_ended(application: str, call: ReplicaCall) -> None:
+    with _counting:
+        _open[application].subtract(call.routed)
+        call.routed.clear()
+
+
+def open_calls(application: str, name: str) -> int:
+    return _open[application][name]
+
+
+def load_order(application: str, names: Sequence[str]) -> list[str]:
+    """The least loaded first; of equally loaded ones, the one that has got the least text."""
+    return sorted(names, key=lambda name: (_open[application][name], _sent[application][name], name))
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -11,18 +11,23 @@ import math
 import os
 import re
 import socket
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 from starlette.types import Message
 
 from forerun.errors import BadRequest, ForerunError
-from forerun.ray.call import ReplicaCall, get_call, known_replicas
+from forerun.ray.call import ReplicaCall, count_ended, get_call, known_replicas
 from forerun.ray.front import ReplicaLost
+from forerun.ray.outbox import Batch, Outboxes
 from forerun.ray.replica import EngineReplica, ReplicaSettings
+
+log = logging.getLogger("forerun.serve")
 
 OLDEST_RAY, NEXT_RAY = (2, 60), (3, 0)  # the oldest is the one that tests run with
 APPLICATION, DEPLOYMENT = "forerun", "EngineReplica"
@@ -65,7 +70,9 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
     ray, serve = load_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 leaves a replica 3% of a core that another program uses
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # Ray's 15 leaves a replica 3% of a core that another program uses
     try:
         if address is None:
             ray.init(
@@ -117,29 +124,78 @@ def _check_address(address: str) -> None:
         raise BadRequest(f"no Ray cluster answers at {address}: {error}", hint) from None
 
 
+@dataclass
+class _OpenCall:
+    parts: asyncio.Queue[Any]  # messages of its response; None: it has ended; an exception: it was lost
+    name: str = ""  # of its replica, once that has it
+
+
 class RayReplicas:
-    """Replicas behind a handle of their deployment."""
+    """Replicas behind a handle of their deployment. Parts of responses come through one stream of each replica."""
 
     def __init__(self, handle: Any, application: str = APPLICATION) -> None:
         self._handle, self._application = handle.options(stream=True), application
         self._ray, _ = load_ray()
+        self._lost = (self._ray.exceptions.RayActorError, self._ray.exceptions.WorkerCrashedError)
+        self._numbers = count()
+        self._open: dict[int, _OpenCall] = {}
+        self._listeners: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._front = ""  # the name under which replicas send
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def names(self) -> list[str]:
         return known_replicas(self._application)
 
     async def stream(self, call: ReplicaCall) -> AsyncIterator[tuple[str, list[Message]]]:
-        response = self._handle.respond.remote(call)
+        if self._loop is not asyncio.get_running_loop():  # what an earlier loop has not read is not this one's
+            self._loop, self._front, self._listeners = asyncio.get_running_loop(), uuid.uuid4().hex, {}
+        number, own = next(self._numbers), _OpenCall(asyncio.Queue())
+        self._open[number] = own
+        response = self._handle.respond.remote(call, self._front, number)
         ended = False
         try:
-            async for name, messages in response:
-                yield name, messages
+            own.name = await anext(response)
+            self._listen(own.name)
+            while (part := await own.parts.get()) is not None:
+                if isinstance(part, Exception):
+                    raise part
+                yield own.name, part
+            async for _ in response:  # raises what the replica's own code raised
+                pass
             ended = True
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.WorkerCrashedError) as error:
+        except self._lost as error:
             ended = True
             raise ReplicaLost from error
         finally:
+            del self._open[number]
+            count_ended(self._application, call)
             if not ended:
                 response.cancel()
+
+    def _listen(self, name: str) -> None:
+        if name not in self._listeners:
+            self._listeners[name] = asyncio.create_task(self._hand_out(name))
+
+    async def _hand_out(self, name: str) -> None:
+        """Parts of all requests at a replica, to each its own, until it has none open."""
+        failed: Exception | None = None
+        try:
+            async for sender, batch in self._handle.batches.remote(get_call("/").to(name), self._front):
+                if sender != name:
+                    raise ReplicaLost  # it is gone, and another one got this call
+                for number, part in batch:
+                    if number in self._open:
+                        self._open[number].parts.put_nowait(part)
+        except Exception as error:
+            failed = ReplicaLost()
+            if not isinstance(error, (ReplicaLost, *self._lost)):
+                log.exception("the stream of replica %s failed", name)
+        del self._listeners[name]
+        own = [found for found in self._open.values() if found.name == name]
+        for found in own if failed is not None else []:
+            found.parts.put_nowait(failed)
+        if own and failed is None:  # one came as it ended
+            self._listen(name)
 
     async def warm_up(self) -> None:
         """The first request makes the router, which then knows the replicas."""
@@ -211,10 +267,17 @@ class RayReplica:
     def __init__(self, settings: ReplicaSettings) -> None:
         _, serve = load_ray()
         self._engine = EngineReplica(settings, serve.get_replica_context().replica_id.unique_id)
+        self._outboxes = Outboxes()
 
-    async def respond(self, call: ReplicaCall) -> AsyncIterator[tuple[str, list[Message]]]:
-        async for part in self._engine.respond(call):
-            yield part
+    async def respond(self, call: ReplicaCall, front: str, number: int) -> AsyncIterator[str]:
+        """This replica's name; the response itself comes through `batches`."""
+        yield self._engine.name
+        await self._outboxes.fill(front, number, self._engine.respond(call))
+
+    async def batches(self, call: ReplicaCall, front: str) -> AsyncIterator[tuple[str, Batch]]:
+        """Parts of all responses to a front. `call` only decides the replica."""
+        async for batch in self._outboxes.batches(front):
+            yield self._engine.name, batch
 
     def check_health(self) -> None:
         self._engine.check_health()
