@@ -11,11 +11,14 @@ import hashlib
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_ROUTING_CHARS = 32_768  # of a prompt: about 8,000 tokens
+MIN_SHARED_CHARS = 256  # four pages of tokens: less is no reason to prefer a replica
+CHARS_PER_OPEN = 1024  # of a shared prompt: about 256 tokens of prefill, worth one more open request at its replica
+MAX_IMBALANCE = 8  # requests open at one replica more than at another: beyond it, load decides however much is shared
 FORWARDED_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 ANSWERING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 STORED_RESPONSES = "/v1/responses/"
@@ -104,13 +107,20 @@ def count_ended(application: str, call: ReplicaCall) -> None:
         call.routed.clear()
 
 
-def open_calls(application: str, name: str) -> int:
-    return _open[application][name]
+def replica_loads(application: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Open calls of each, and the characters of prompts that it has got."""
+    return {name: (_open[application][name], _sent[application][name]) for name in names}
 
 
-def load_order(application: str, names: Sequence[str]) -> list[str]:
-    """The least loaded first; of equally loaded ones, the one that has got the least text."""
-    return sorted(names, key=lambda name: (_open[application][name], _sent[application][name], name))
+def order_replicas(loads: Mapping[str, tuple[int, int]], holders: Sequence[str], shared_chars: int) -> list[str]:
+    """The least loaded first, after one that holds so much of the prompt where that is worth the load it has more.
+    `loads`: open requests of each and how much text it has got."""
+    by_load = sorted(loads, key=lambda name: (loads[name], name))
+    best = next((name for name in by_load if shared_chars >= MIN_SHARED_CHARS and name in holders), by_load[0])
+    excess = loads[best][0] - loads[by_load[0]][0]
+    if excess > min(MAX_IMBALANCE, shared_chars // CHARS_PER_OPEN):
+        return by_load
+    return [best, *(name for name in by_load if name != best)]
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from forerun.ray.call import ReplicaCall, count_routed, load_order, open_calls, publish_replicas, rank
+from forerun.ray.call import ReplicaCall, count_routed, order_replicas, publish_replicas, rank, replica_loads
 
 try:  # not a public module: the public alias of it imports vLLM
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
@@ -26,14 +26,7 @@ except ImportError:
     _Base, PREFIX_AWARE = RequestRouter, False
 
 FIRST_CHARS = 512  # of a prompt, where only the rank of its text is known: some pages of tokens
-MIN_SHARED_CHARS = 256  # four pages of tokens: less is no reason to prefer a replica
-CHARS_PER_OPEN = 1024  # of a shared prompt: about 256 tokens of prefill, worth one more open request at its replica
-MAX_IMBALANCE = 8  # requests open at one replica more than at another: beyond it, load decides however much is shared
 MAX_TREE_CHARS = 50_000_000  # of prompts in the prefix tree
-
-
-def allowed_imbalance(shared_chars: int) -> int:
-    return min(MAX_IMBALANCE, shared_chars // CHARS_PER_OPEN)
 
 
 class ReplicaRouter(_Base):
@@ -68,22 +61,17 @@ class ReplicaRouter(_Base):
             return [[by_name[call.only]]]
         if call.session:
             return [[by_name[rank(call.session, list(by_name))[0]]]]
-        by_load = load_order(self._deployment_id.app_name, list(by_name))
-        return [[by_name[name]] for name in await self._by_prompt(call.prompt, by_name, by_load)]
+        holders, shared = await self._holders(call.prompt, by_name)
+        loads = replica_loads(self._deployment_id.app_name, by_name)
+        return [[by_name[name]] for name in order_replicas(loads, holders, shared)]
 
-    async def _by_prompt(self, prompt: str, by_name: dict[str, Any], by_load: list[str]) -> list[str]:
-        """Names, least loaded first, after the one that holds most of the prompt where that is worth its load."""
-        if PREFIX_AWARE and prompt:
-            ids = {found.replica_id.to_full_id_str(): name for name, found in by_name.items()}
-            text, holders = await self._tree_actor.prefix_match.remote(prompt, list(ids))
-            shared, names = len(text), [ids[holder] for holder in holders or [] if holder in ids]
-        else:
-            shared, names = len(prompt), rank(prompt[:FIRST_CHARS], by_load)[:1]
-        held = shared >= MIN_SHARED_CHARS
-        best = next((name for name in by_load if held and name in names), by_load[0])
-        application = self._deployment_id.app_name
-        excess = open_calls(application, best) - open_calls(application, by_load[0])
-        return by_load if excess > allowed_imbalance(shared) else [best, *(name for name in by_load if name != best)]
+    async def _holders(self, prompt: str, by_name: dict[str, Any]) -> tuple[list[str], int]:
+        """Replicas that hold most of a prompt, and how many of its characters."""
+        if not PREFIX_AWARE or not prompt:
+            return rank(prompt[:FIRST_CHARS], list(by_name))[:1], len(prompt)
+        ids = {found.replica_id.to_full_id_str(): name for name, found in by_name.items()}
+        text, holders = await self._tree_actor.prefix_match.remote(prompt, list(ids))
+        return [ids[holder] for holder in holders or [] if holder in ids], len(text)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         call = _call_of(pending_request)

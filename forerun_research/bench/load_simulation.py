@@ -4,9 +4,8 @@ The model: a replica computes steps. A step has one token of every answer that d
 wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, and for each prompt token
 `prompt_token_s` and its share of attention over what comes before. Beside answers a piece is as long as keeps the step
 within three plain ones, as the engine does. A replica's cache holds documents and conversations, the least recently
-used goes first; a request goes to the replica that holds most of its prompt, unless that one has more open requests
-than another by `MAX_IMBALANCE`. Replicas on one machine share its cores equally. Drafts of tokens are not modelled:
-plain decoding. Knows no engine beyond the forwards that it times.
+used goes first; a request is routed by the front's own rule. Replicas on one machine share its cores equally. Drafts of
+tokens are not modelled: plain decoding. Knows no engine beyond the forwards that it times.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.ray.call import order_replicas
 from forerun_research.bench.load_targets import ReplayedAnswer
-from forerun_research.bench.load_trace import TraceRequest
+from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
 
-MAX_IMBALANCE = 8  # as `forerun.ray.router` has it
 PLAIN_STEPS_BESIDE_STREAMS = 3  # as the engine's pacer has it
 MAX_PIECE_TOKENS = 512  # of prompts in one step, on a CPU
 PAGE_TOKENS = 16
@@ -64,6 +63,7 @@ class _Request:
 
 @dataclass
 class _Replica:
+    name: str
     cache_tokens: int
     cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
     waiting: list[_Request] = field(default_factory=list)  # for their prompts
@@ -71,6 +71,7 @@ class _Replica:
     pieces: list[tuple[_Request, int]] = field(default_factory=list)  # of the step that runs
     left_s: float = 0.0  # of that step
     stored: int = 0
+    sent: int = 0  # tokens of prompts
     routed: dict[str, int] = field(
         default_factory=dict
     )  # tokens of texts that were sent here, as the router knows them
@@ -155,7 +156,7 @@ class _Simulation:
     def __init__(self, trace: Sequence[TraceRequest], setup: SimulatedSetup, costs: ReplicaCosts) -> None:
         self.trace, self.setup, self.costs = trace, setup, costs
         self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
-        self.replicas = [_Replica(setup.cache_tokens) for _ in range(setup.replicas)]
+        self.replicas = [_Replica(f"{i:04d}", setup.cache_tokens) for i in range(setup.replicas)]
         self.history: dict[str, int] = defaultdict(int)  # tokens of a session so far
         self.turns: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(trace):
@@ -198,20 +199,21 @@ class _Simulation:
         made = _Request(number, answer, prompt, request.max_tokens, session, request.document, request.prompt_tokens)
         replica.waiting.append(made)
         replica.routed[session] = prompt
+        replica.sent += prompt
         if request.document is not None:
             replica.routed[request.document] = request.prompt_tokens
 
     def _route(self, number: int, session: str) -> _Replica:
+        """As the front does."""
         document = self.trace[number].document
-
-        def held(replica: _Replica) -> int:
-            return max(replica.routed.get(session, 0), replica.routed.get(document or "", 0))
-
-        least = min(replica.open for replica in self.replicas)
-        best = max(self.replicas, key=lambda replica: (held(replica), -replica.open, -replica.stored))
-        if best.open - least > MAX_IMBALANCE:
-            best = min(self.replicas, key=lambda replica: replica.open)
-        return best
+        held = {
+            replica.name: max(replica.routed.get(session, 0), replica.routed.get(document or "", 0))
+            for replica in self.replicas
+        }
+        loads = {replica.name: (replica.open, replica.sent) for replica in self.replicas}
+        holders = [name for name, tokens in held.items() if tokens == max(held.values())]
+        chosen = order_replicas(loads, holders, int(CHARS_PER_TOKEN * max(held.values())))[0]
+        return next(replica for replica in self.replicas if replica.name == chosen)
 
     def _end(self, request: _Request, replica: _Replica, now: float) -> None:
         session = self.trace[request.number].session or f"\0{request.number}"

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from forerun.ray.call import MAX_ROUTING_CHARS, ReplicaCall, rank, replica_call
+from forerun.ray.call import (
+    MAX_ROUTING_CHARS,
+    ReplicaCall,
+    count_ended,
+    count_routed,
+    order_replicas,
+    rank,
+    replica_call,
+    replica_loads,
+)
 from forerun.serve.config import ApiKey
 
 
@@ -78,3 +87,27 @@ def test_few_texts_move_when_a_replica_comes_or_goes():
     without = {text: rank(text, list("abc"))[0] for text in texts}
     assert all(without[text] == owner for text, owner in before.items() if owner != "d")
     assert sum(rank(text, list("abcde"))[0] != owner for text, owner in before.items()) < 130
+
+
+def test_what_a_replica_holds_is_weighed_against_its_load():
+    def chosen(loads: dict[str, int], holders: str, shared_tokens: int) -> str:
+        return order_replicas({name: (count, 0) for name, count in loads.items()}, holders, 4 * shared_tokens)[0]
+
+    assert chosen({"a": 0, "b": 0}, "b", 2000) == "b" and chosen({"a": 0, "b": 7}, "b", 2000) == "b"
+    assert chosen({"a": 0, "b": 8}, "b", 2000) == "a" and chosen({"a": 0, "b": 9}, "b", 10**6) == "a"
+    assert chosen({"a": 0, "b": 1}, "b", 200) == "a" and chosen({"a": 1, "b": 1}, "b", 200) == "b"
+    assert chosen({"a": 0, "b": 0}, "b", 30) == "a"  # too little to count
+    assert chosen({"a": 3, "b": 2, "c": 0}, "ab", 2000) == "b"  # of those that hold it, the one with less to do
+    assert order_replicas({"a": (1, 0), "b": (0, 900), "c": (0, 30)}, [], 0) == ["c", "b", "a"]
+
+
+def test_calls_are_counted_at_their_replica_until_they_end():
+    first, second = made(user("Why?")), made(user("Why?"))
+    for call, name in ((first, "a"), (second, "b"), (second, "a")):  # the second was sent again
+        count_routed("tested", call, name)
+    chars = len(first.prompt)
+    assert replica_loads("tested", "abc") == {"a": (2, 2 * chars), "b": (1, chars), "c": (0, 0)}
+    count_ended("tested", second)
+    count_ended("tested", second)
+    assert replica_loads("tested", "ab") == {"a": (1, 2 * chars), "b": (0, chars)}
+    assert pickle.loads(pickle.dumps(first)).routed == [] and first.to("b").routed == []
