@@ -83,6 +83,8 @@ def figures(trace: Sequence[TraceRequest], answers: Sequence[ReplayedAnswer], pr
             "prompt_tokens": sum(answer.prompt_tokens for answer in own),
             "first_s": quantiles([answer.first_s for answer in own]),
             "gap_s": quantiles(gaps),
+            "mean_first_s": sum(answer.first_s for answer in own) / max(1, len(own)),
+            "mean_gap_s": sum(gaps) / max(1, len(gaps)),
         }
     errors = [answer.error for answer in answers if answer.error]
     span = max((a.token_times[-1] for a in ended), default=0.0) - min((a.sent for a in ended), default=0.0)

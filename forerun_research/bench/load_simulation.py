@@ -1,28 +1,33 @@
 """What a trace would feel like on so many replicas: a simulation of their steps from costs measured on one.
 
 The model: a replica computes steps. A step has one token of every answer that decodes and a piece of the prompts that
-wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, and for each prompt token
-`prompt_token_s` and its share of attention over what comes before. Beside answers a piece is as long as keeps the step
-within three plain ones, as the engine does. A replica's cache holds documents and conversations, the least recently
-used goes first; a request is routed by the front's own rule. Replicas on one machine share its cores equally. Drafts of
-tokens are not modelled: plain decoding. Knows no engine beyond the forwards that it times.
+wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, `prompt_token_s` for each prompt token,
+and for all of them attention over what comes before. Beside answers a piece is as long as keeps the step within three
+plain ones, as the engine does. A prompt waits until it is encoded. A replica's cache holds documents and conversations,
+the least recently used goes first; a request is routed by the front's own rule. Replicas on one machine share its cores
+equally. Drafts of tokens are not modelled: plain decoding. Knows no engine beyond what it times.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.ray.call import order_replicas
+from forerun_research.bench.common import long_text
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
 
 PLAIN_STEPS_BESIDE_STREAMS = 3  # as the engine's pacer has it
 MAX_PIECE_TOKENS = 512  # of prompts in one step, on a CPU
 PAGE_TOKENS = 16
-ANSWER_ROWS = 16  # up to so many answers were timed together
+ANSWER_ROWS = 16  # answers that are timed together
+FEW_STEPS, TIMED_STEPS = 4, 32  # of answers that are timed
+LONG_CHARS = 4000  # of a document before a question, about 1,000 tokens
+PIECE_TOKENS, BEFORE_TOKENS = 256, 1024  # of a timed piece of a prompt, and others before it
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,44 @@ class ReplicaCosts:
     row_s: float
     prompt_token_s: float
     attention_s: float  # of one prompt token, for each token before it
+    answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
+    encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
 
     @classmethod
     def measured(cls, llm: Any) -> ReplicaCosts:
-        """From forwards of one and several tokens, and of pieces of prompts without and with others before them."""
-        time_forward, piece, before = llm.engine.time_forward, 256, 1024
-        one, rows = time_forward(1, 256), time_forward(ANSWER_ROWS, 256)
+        """From whole steps of the engine with one and several answers, after short and long prompts, and from forwards
+        of pieces of prompts without and with others before them."""
+        few = [_question(number) for number in range(ANSWER_ROWS)]
+        long = [f"{long_text()[:LONG_CHARS]}\n\n{question}" for question in few]
+        one, rows, attending = (_step_seconds(llm, prompts) for prompts in (few[:1], few, long))
+        context = len(llm.encode(long[0])) - len(llm.encode(few[0]))
         row = max(0.0, (rows - one) / (ANSWER_ROWS - 1))
-        first, later = time_forward(piece, 0), time_forward(piece, before)
-        attention = max(0.0, (later - first) / (piece * before))
         step = max(0.0, one - row)
-        per_token = max(1e-9, (first - step) / piece - attention * piece / 2)
-        return cls(step, row, per_token, attention)
+        first, later = (llm.engine.time_forward(PIECE_TOKENS, before) for before in (0, BEFORE_TOKENS))
+        attention = max(0.0, (later - first) / (PIECE_TOKENS * BEFORE_TOKENS))
+        forward = llm.engine.time_forward(1, 0)
+        per_token = max(1e-9, (first - forward) / PIECE_TOKENS - attention * PIECE_TOKENS / 2)
+        answer_attention = max(0.0, (attending - rows) / (ANSWER_ROWS * context))
+        began = time.perf_counter()
+        tokens = len(llm.encode([{"role": "user", "content": long[0]}]))
+        return cls(step, row, per_token, attention, answer_attention, (time.perf_counter() - began) / tokens)
+
+
+def _question(number: int) -> str:
+    return f"({number}) Write a long story about a lighthouse keeper, the sea and ship number {number}."
+
+
+def _step_seconds(llm: Any, prompts: list[str]) -> float:
+    """Of a step with one token of each of these prompts' answers: two runs, of which one has more steps."""
+    from forerun import SamplingParams
+
+    seconds = []
+    for tokens in (FEW_STEPS, FEW_STEPS, FEW_STEPS + TIMED_STEPS):  # the first computes what the others read
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, speculation="off")
+        began = time.perf_counter()
+        llm.generate(prompts, params)
+        seconds.append(time.perf_counter() - began)
+    return max(1e-6, (seconds[2] - seconds[1]) / TIMED_STEPS)
 
 
 @dataclass
@@ -85,7 +116,8 @@ class _Replica:
         if not self.open:
             return False
         rows = len(self.decoding)
-        plain = costs.step_s + costs.row_s * rows
+        contexts = sum(request.prompt + request.made for request in self.decoding)
+        plain = costs.step_s + costs.row_s * rows + costs.answer_attention_s * contexts
         budget = (PLAIN_STEPS_BESIDE_STREAMS - 1) * plain if rows else float("inf")
         self.pieces, self.left_s, tokens = [], plain, 0
         for request in self.waiting:
@@ -162,19 +194,24 @@ class _Simulation:
         for number, request in enumerate(trace):
             self.turns[request.session or f"\0{number}"].append(number)
         self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.turns.values()]
+        self.encoding: list[tuple[float, _Request, _Replica]] = []  # requests whose prompts are being encoded
 
     def run(self) -> list[ReplayedAnswer]:
         now, running = 0.0, list[_Replica]()
-        while self.due or running:
+        while self.due or running or self.encoding:
             running = [replica for replica in self.replicas if replica.left_s > 0]
             speed = min(1.0, self.setup.cores / (self.setup.threads * max(1, len(running))))
             ends = min((replica.left_s / speed for replica in running), default=float("inf"))
             arrives = min(self.due)[0] - now if self.due else float("inf")
-            passed = max(0.0, min(ends, arrives))
+            encoded = min((moment for moment, _, _ in self.encoding), default=float("inf")) - now
+            passed = max(0.0, min(ends, arrives, encoded))
             now += passed
             for replica in running:
                 replica.left_s -= passed * speed
-            if arrives <= ends:
+            for entry in [entry for entry in self.encoding if entry[0] <= now + 1e-12]:
+                entry[2].waiting.append(entry[1])
+                self.encoding.remove(entry)
+            if arrives <= min(ends, encoded):
                 self.due.sort()
                 self._arrive(self.due.pop(0)[1], now)
             for replica in running:
@@ -197,7 +234,7 @@ class _Simulation:
         replica = self._route(number, session)
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, prompt, request.max_tokens
         made = _Request(number, answer, prompt, request.max_tokens, session, request.document, request.prompt_tokens)
-        replica.waiting.append(made)
+        self.encoding.append((now + self.costs.encode_s * prompt, made, replica))
         replica.routed[session] = prompt
         replica.sent += prompt
         if request.document is not None:

@@ -33,7 +33,7 @@ def test_answers_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(str(file), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["requests"] == 3 and found["answers"] == 2 and found["prompt_tokens"] == 300
-    assert found["served"] == {"pool": 160, "host": 0, "disk": 20, "approximate": 0, "computed": 120}
+    assert found["served"] == {"pool": 160, "host": 0, "disk": 20, "store": 0, "approximate": 0, "computed": 120}
     assert found["cached_share"] == pytest.approx(0.6) and found["written"] == 90
     assert found["computed_per_answer"] == (120 + 30) / 2 and found["seconds_per_answer"] == 3.0
     assert found["sessions"]["main"]["prompt_tokens"] == 100

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.core import Usage
 from forerun.engine.sequence import complete_served
-from forerun.engine.stats import Stats
+from forerun.engine.stats import SERVED, Stats
 
 
 def used(reached: int = 100, approximate: int = 0, **served: int) -> Usage:
@@ -18,7 +18,14 @@ def used(reached: int = 100, approximate: int = 0, **served: int) -> Usage:
 
 
 def test_the_parts_add_up_to_the_prompt():
-    assert used(pool=16, disk=32).served == {"pool": 16, "host": 0, "disk": 32, "approximate": 0, "computed": 52}
+    assert used(pool=16, disk=32).served == {
+        "pool": 16,
+        "host": 0,
+        "disk": 32,
+        "store": 0,
+        "approximate": 0,
+        "computed": 52,
+    }
     drafted = used(approximate=500, pool=16).served
     assert drafted["approximate"] == 84 and drafted["computed"] == 0
     assert sum(used(reached=40, pool=16).served.values()) == 40  # cancelled on the way

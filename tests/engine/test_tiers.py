@@ -84,7 +84,7 @@ def test_written_counts_what_others_can_read_now(decoder: Decoder):
     first, again = ask(engine, PROMPTS[0]), ask(engine, PROMPTS[0])
     assert first.usage is not None and again.usage is not None
     assert first.usage.written == 88 and again.usage.written == 0
-    assert served(again) == {"pool": 88, "host": 0, "disk": 0, "approximate": 0, "computed": 2}
+    assert served(again) == {"pool": 88, "host": 0, "disk": 0, "store": 0, "approximate": 0, "computed": 2}
 
 
 def test_a_request_that_is_cancelled_before_its_turn_was_served_nothing(decoder: Decoder):
