@@ -35,6 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
 QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
 MAX_START_TRIES = 3  # of a replica that cannot open its model
+LOOK_BACK_S = 15.0  # that open requests are averaged over; Ray counts them every 10 s
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 
 
@@ -47,6 +48,8 @@ class Scale:
     cpus: float = 1.0
     gpus: float = 0.0
     target_open: int = 32  # requests open at each replica, beyond which more replicas are started
+    upscale_s: float = 5.0  # how long it must have been so, beside the window that Ray averages over
+    downscale_s: float = 120.0  # and for fewer: a replica's cache ends with it
 
 
 def load_ray() -> tuple[Any, Any]:
@@ -245,7 +248,9 @@ def deployment(settings: ReplicaSettings, scale: Scale) -> Any:
     count: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas is not None:
         limits = {"min_replicas": scale.replicas, "max_replicas": scale.max_replicas}
-        count = {"autoscaling_config": limits | {"target_ongoing_requests": scale.target_open}}
+        limits |= {"target_ongoing_requests": scale.target_open, "look_back_period_s": LOOK_BACK_S}
+        delays = {"upscale_delay_s": scale.upscale_s, "downscale_delay_s": scale.downscale_s}
+        count = {"autoscaling_config": limits | delays}
     return serve.deployment(
         RayReplica,
         name=DEPLOYMENT,

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import multiprocessing
-import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +22,10 @@ from rich.table import Table
 
 from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
-from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
-from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, LoadTarget, Messages, ReplayedAnswer
+from forerun_research.bench.load_costs import measured_costs
+from forerun_research.bench.load_replay import replay
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 from forerun_research.bench.sides import PARENT_GONE
 
@@ -47,27 +47,6 @@ class LoadSetup:
     speculation: str = "auto"
     price_per_hour: float = 0.0
     shape: str | None = None  # random weights of this shape instead of a model
-
-
-async def replay(target: LoadTarget, trace: Sequence[TraceRequest], texts: TraceTexts) -> list[ReplayedAnswer]:
-    """All answers, in the trace's order. Turns of a session follow each other, with the answers that came."""
-    start = time.perf_counter()
-    answers = [ReplayedAnswer(number) for number in range(len(trace))]
-    sessions: dict[str, list[int]] = defaultdict(list)
-    for number, request in enumerate(trace):
-        sessions[request.session or f"\0{number}"].append(number)
-
-    async def run(numbers: list[int]) -> None:
-        messages: Messages = []
-        for number in numbers:
-            request, answer = trace[number], answers[number]
-            await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
-            messages.append(texts.user_message(number, request))
-            await target.ask(answer, list(messages), request.max_tokens, request.key)
-            messages.append({"role": "assistant", "content": answer.text})
-
-    await asyncio.gather(*(run(numbers) for numbers in sessions.values()))
-    return answers
 
 
 def figures(trace: Sequence[TraceRequest], answers: Sequence[ReplayedAnswer], price_per_hour: float) -> dict[str, Any]:
@@ -156,7 +135,8 @@ def run_simulation(
     from forerun import LLM
 
     with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
-        costs, cache_tokens = ReplicaCosts.measured(llm), setup.kv_cache_tokens or llm.engine.config.capacity
+        costs = asyncio.run(measured_costs(LibraryTarget(llm, speculation="off"), TraceTexts()))
+        cache_tokens = setup.kv_cache_tokens or llm.engine.config.capacity
     result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None, "costs": asdict(costs)}
     result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
     threads = common.Setup(setup.model, threads=setup.threads).thread_count()

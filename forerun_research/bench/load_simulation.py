@@ -5,29 +5,22 @@ wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, 
 and for all of them attention over what comes before. Beside answers a piece is as long as keeps the step within three
 plain ones, as the engine does. A prompt waits until it is encoded. A replica's cache holds documents and conversations,
 the least recently used goes first; a request is routed by the front's own rule. Replicas on one machine share its cores
-equally. Drafts of tokens are not modelled: plain decoding. Knows no engine beyond what it times.
+equally. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from forerun.ray.call import order_replicas
-from forerun_research.bench.common import long_text
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
 
 PLAIN_STEPS_BESIDE_STREAMS = 3  # as the engine's pacer has it
 MAX_PIECE_TOKENS = 512  # of prompts in one step, on a CPU
 PAGE_TOKENS = 16
-ANSWER_ROWS = 16  # answers that are timed together
-FEW_STEPS, TIMED_STEPS = 4, 32  # of answers that are timed
-LONG_CHARS = 4000  # of a document before a question, about 1,000 tokens
-PIECE_TOKENS, BEFORE_TOKENS = 256, 1024  # of a timed piece of a prompt, and others before it
 
 
 @dataclass(frozen=True)
@@ -40,42 +33,7 @@ class ReplicaCosts:
     attention_s: float  # of one prompt token, for each token before it
     answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
     encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
-
-    @classmethod
-    def measured(cls, llm: Any) -> ReplicaCosts:
-        """From whole steps of the engine with one and several answers, after short and long prompts, and from forwards
-        of pieces of prompts without and with others before them."""
-        few = [_question(number) for number in range(ANSWER_ROWS)]
-        long = [f"{long_text()[:LONG_CHARS]}\n\n{question}" for question in few]
-        one, rows, attending = (_step_seconds(llm, prompts) for prompts in (few[:1], few, long))
-        context = len(llm.encode(long[0])) - len(llm.encode(few[0]))
-        row = max(0.0, (rows - one) / (ANSWER_ROWS - 1))
-        step = max(0.0, one - row)
-        first, later = (llm.engine.time_forward(PIECE_TOKENS, before) for before in (0, BEFORE_TOKENS))
-        attention = max(0.0, (later - first) / (PIECE_TOKENS * BEFORE_TOKENS))
-        forward = llm.engine.time_forward(1, 0)
-        per_token = max(1e-9, (first - forward) / PIECE_TOKENS - attention * PIECE_TOKENS / 2)
-        answer_attention = max(0.0, (attending - rows) / (ANSWER_ROWS * context))
-        began = time.perf_counter()
-        tokens = len(llm.encode([{"role": "user", "content": long[0]}]))
-        return cls(step, row, per_token, attention, answer_attention, (time.perf_counter() - began) / tokens)
-
-
-def _question(number: int) -> str:
-    return f"({number}) Write a long story about a lighthouse keeper, the sea and ship number {number}."
-
-
-def _step_seconds(llm: Any, prompts: list[str]) -> float:
-    """Of a step with one token of each of these prompts' answers: two runs, of which one has more steps."""
-    from forerun import SamplingParams
-
-    seconds = []
-    for tokens in (FEW_STEPS, FEW_STEPS, FEW_STEPS + TIMED_STEPS):  # the first computes what the others read
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, speculation="off")
-        began = time.perf_counter()
-        llm.generate(prompts, params)
-        seconds.append(time.perf_counter() - began)
-    return max(1e-6, (seconds[2] - seconds[1]) / TIMED_STEPS)
+    request_s: float = 0.0  # of each request, before its first step
 
 
 @dataclass
@@ -234,7 +192,7 @@ class _Simulation:
         replica = self._route(number, session)
         answer.sent, answer.prompt_tokens, answer.completion_tokens = now, prompt, request.max_tokens
         made = _Request(number, answer, prompt, request.max_tokens, session, request.document, request.prompt_tokens)
-        self.encoding.append((now + self.costs.encode_s * prompt, made, replica))
+        self.encoding.append((now + self.costs.request_s + self.costs.encode_s * prompt, made, replica))
         replica.routed[session] = prompt
         replica.sent += prompt
         if request.document is not None:

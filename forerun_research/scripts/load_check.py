@@ -2,7 +2,7 @@
 
     python -m forerun_research.scripts.load_check --trace users --replicas 1,2,4 --cores 2
 
-Costs are measured first, by one process that is alone; then each number of replicas is served by
+Costs are measured first, on one replica that answers nothing else; then each number of replicas is served by
 `forerun serve --replicas` with one thread each, and the trace is replayed against it with plain decoding. Nothing of
 the model is fitted to these runs. Needs `forerun[ray]` and a machine without other work.
 """
@@ -20,22 +20,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
-from forerun_research.bench.load import figures, replay
+from forerun_research.bench.load import figures
+from forerun_research.bench.load_costs import measured_costs
+from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace
 
 START_TIMEOUT_S = 120.0
 WITHIN = 0.15
-
-
-def measured_costs(model: str) -> tuple[ReplicaCosts, int]:
-    from forerun import LLM
-
-    with LLM(model, threads=1, quiet=True) as llm:
-        return ReplicaCosts.measured(llm), llm.engine.config.capacity
 
 
 @contextmanager
@@ -66,8 +63,21 @@ def _address(process: subprocess.Popen[bytes], printed: IO[str]) -> str:
 
 def measured(model: str, replicas: int, trace: list[TraceRequest]) -> dict[str, Any]:
     with served(model, replicas) as address:
-        target = EndpointTarget(f"{address}/v1", model, {}, speculation="off")
-        return figures(trace, asyncio.run(replay(target, trace, TraceTexts())), 0.0)
+        return figures(trace, asyncio.run(replay(_target(model, address), trace, TraceTexts())), 0.0)
+
+
+def _target(model: str, address: str) -> EndpointTarget:
+    return EndpointTarget(f"{address}/v1", model, {}, speculation="off")
+
+
+def kept_costs(model: str, path: Path | None) -> ReplicaCosts:
+    if path is not None and path.exists():
+        return ReplicaCosts(**json.loads(path.read_text()))
+    with served(model, 1) as address:
+        costs = asyncio.run(measured_costs(_target(model, address), TraceTexts()))
+    if path is not None:
+        path.write_text(json.dumps(asdict(costs)))
+    return costs
 
 
 def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -90,12 +100,13 @@ def main() -> None:
     parser.add_argument("--trace", default="users")
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--cores", type=float, default=2.0)
+    parser.add_argument("--costs", help="a file: costs are read from there, or written where it is not there")
     given = parser.parse_args()
     trace = named_trace(given.trace)
-    costs, cache_tokens = measured_costs(given.model)
-    print(json.dumps(costs.__dict__), flush=True)
-    for replicas in (int(part) for part in given.replicas.split(",")):
-        setup = SimulatedSetup(replicas, given.cores, 1, cache_tokens)
+    costs = kept_costs(given.model, None if given.costs is None else Path(given.costs))
+    print(json.dumps(asdict(costs)), flush=True)
+    for replicas in (int(part) for part in given.replicas.split(",") if part):
+        setup = SimulatedSetup(replicas, given.cores, 1)
         simulated = figures(trace, simulate(trace, setup, costs), 0.0)
         found = measured(given.model, replicas, trace)
         print(f"{replicas} replicas, {found['seconds']:.0f} s; errors {found['errors']}")

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.core import Usage
 from forerun.engine.sequence import complete_served
-from forerun.engine.stats import SERVED, Stats
+from forerun.engine.stats import Stats
 
 
 def used(reached: int = 100, approximate: int = 0, **served: int) -> Usage:
