@@ -247,7 +247,7 @@ def deployment(settings: ReplicaSettings, scale: Scale) -> Any:
 
     count: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas is not None:
-        limits = {"min_replicas": scale.replicas, "max_replicas": scale.max_replicas}
+        limits: dict[str, Any] = {"min_replicas": scale.replicas, "max_replicas": scale.max_replicas}
         limits |= {"target_ongoing_requests": scale.target_open, "look_back_period_s": LOOK_BACK_S}
         delays = {"upscale_delay_s": scale.upscale_s, "downscale_delay_s": scale.downscale_s}
         count = {"autoscaling_config": limits | delays}
