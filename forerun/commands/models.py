@@ -1,25 +1,29 @@
-"""`forerun models`: what is on this machine, fetching, describing and removing it."""
+"""`forerun models`: what is on this machine, fetching, describing, exporting and removing it."""
 
 from __future__ import annotations
 
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.commands import options as opt
 from forerun.commands.screen import print_table
+from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from forerun.checks.quality import Quality
     from forerun.models.config import ModelConfig
 
-app = typer.Typer(no_args_is_help=True, help="List, fetch, describe and remove models.")
+app = typer.Typer(no_args_is_help=True, help="List, fetch, describe, export and remove models.")
 
 Name = Annotated[str, typer.Argument(help="A known name (see `forerun models list`) or a hub id.")]
 AnyModel = Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file or a hub id.")]
+EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+PROFILE_FILE = "forerun.profile"  # beside an exported model
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # tables without lines
 
 
@@ -148,6 +152,42 @@ def info(
         columns = ("weights", "text", "KL to float32", "top-1 agreement", "perplexity", "(float32)")
         print()
         print_table(columns, map(quality_row, rows), box=None)
+
+
+@app.command()
+def export(
+    name: AnyModel,
+    folder: Annotated[Path, typer.Argument(help="Where to write it; it may not exist yet, or be empty.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the weights: bfloat16, float16, or float32, which loses nothing.")
+    ] = "bfloat16",
+    prefill_profile: Annotated[
+        Path | None, typer.Option("--prefill-profile", help="Of this model. Default: the packaged one, if any.")
+    ] = None,
+) -> None:
+    """Write a model as a folder of safetensors, which vLLM and transformers open, and its profile for that folder.
+
+    Example: forerun models export smollm2-135m-instruct smol/
+    """
+    import torch
+
+    from forerun.models.fetch.store import resolve
+    from forerun.models.formats.checkpoint import open_checkpoint
+    from forerun.models.formats.hf_writer import write_hf_folder
+    from forerun.prefill.open_profile import open_profile, profile_for_copy
+
+    if dtype not in EXPORT_DTYPES:
+        raise BadRequest(f"--dtype is {dtype!r}", f"use one of {', '.join(EXPORT_DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadRequest(f"{folder} is there already", "name a new folder")
+    checkpoint = open_checkpoint(resolve(name))
+    profile = open_profile(prefill_profile, checkpoint, any_source=True)
+    write_hf_folder(checkpoint, folder, getattr(torch, dtype))
+    print(f"{folder}: {checkpoint.source} in {dtype}")
+    if profile is not None:
+        path = folder / PROFILE_FILE
+        profile_for_copy(profile, open_checkpoint(folder)).save(path)
+        print(f"{path}: its profile of the source {profile.kind!r}")
 
 
 def describe(config: ModelConfig) -> list[tuple[str, str]]:

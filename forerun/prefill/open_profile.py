@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from forerun.prefill.profile import Profile, chunk_profile
 
 
 def open_profile(
-    given: str | Path | Profile | None, target: Checkpoint, source: Checkpoint | None = None
+    given: str | Path | Profile | None, target: Checkpoint, source: Checkpoint | None = None, any_source: bool = False
 ) -> Profile | None:
-    """The given profile, if it was made for these models; without one the packaged profile of the target, if any."""
+    """The given profile, if it was made for these models; without one the packaged profile of the target, if any.
+    `any_source`: no source is open, and the profile's is not checked."""
     if given is None:
         path = packaged(target)
         profile = None if path is None else Profile.load(path)
@@ -33,10 +35,15 @@ def open_profile(
         raise BadRequest(f"a profile cannot be a {type(given).__name__}: {given!r:.80}", "give the path of a profile")
     profile = given if isinstance(given, Profile) else Profile.load(Path(given))
     draft = source if profile.kind == "draft" else None
-    profile.check(
-        _fingerprint_like(profile.target, target), None if draft is None else _fingerprint_like(profile.source, draft)
-    )
+    source_print = None if draft is None else _fingerprint_like(profile.source, draft)
+    profile.check(_fingerprint_like(profile.target, target), profile.source if any_source else source_print)
     return profile
+
+
+def profile_for_copy(profile: Profile, target: Checkpoint) -> Profile:
+    """The profile under the fingerprint of the same weights in another format."""
+    own = fingerprint(target)
+    return replace(profile, target=own, source=own if profile.kind == "self" else profile.source)
 
 
 def _fingerprint_like(recorded: str, checkpoint: Checkpoint) -> str:

@@ -57,6 +57,11 @@ class ChatTemplate:
         """The template that conversations with tools go through, as its authors wrote it."""
         return self._texts.get("tool_use") or self._texts.get("default", "")
 
+    def folder_settings(self) -> dict[str, Any]:
+        """As tokenizer_config.json has it."""
+        template: Any = [{"name": name, "template": text} for name, text in self._texts.items()]
+        return self._tokens | {"chat_template": template if len(template) > 1 else template[0]["template"]}
+
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, prompt: bool
     ) -> list[Piece]:

@@ -73,6 +73,15 @@ class Tokenizer:
         template = _folder_template(folder, settings)
         return cls(backend, eos_ids=ends, bos_id=bos_id, chat_template=template, template_tokens=named, source=source)
 
+    def save(self, folder: Path) -> None:
+        """What `from_folder` reads."""
+        self.backend.save(str(folder / "tokenizer.json"))
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.eos_ids:
+            settings["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
+        settings |= self._chat.folder_settings() if self._chat is not None else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Ids of a text. `add_special` adds what the model expects around a text (BOS); `parse_special` lets control
         tokens written in the text become control tokens, which is for trusted text only."""
@@ -159,6 +168,9 @@ class NoTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         raise self._error(f"text ({text!r:.40})")
+
+    def save(self, folder: Path) -> None:
+        pass  # there is nothing to write
 
     def token_bytes(self, token: int) -> bytes:
         return b""

@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 from forerun.models.config import ModelConfig, RopeConfig
 from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.hf_config import hf_name
-from forerun.models.formats.pard import hf_values
+from forerun.models.formats.hf_writer import hf_values
 from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
 from forerun.train.layout import RowLayout, draw_blocks
 from forerun.train.loss import Outcome, Teaching

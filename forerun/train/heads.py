@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.formats.pard import hf_values
+from forerun.models.formats.hf_writer import hf_values
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train.layout import RowLayout, draw_blocks
 from forerun.train.loss import Outcome, Teaching

@@ -21,8 +21,9 @@ from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.hf_writer import hf_values
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
-from forerun.models.formats.pard import ParallelDrafting, hf_values, write_pard
+from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files
 from forerun.prefill.calibration.resume import CalibrationState

@@ -12,6 +12,13 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.errors import ForerunError
+from forerun.params import Prefill
+from forerun.vllm import version_problem
+
+if (_problem := version_problem()) is not None:
+    raise _problem  # before names are imported that another version does not have
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,8 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from forerun.errors import ForerunError
-from forerun.params import Prefill
 from forerun.vllm.drafting import DraftResults, PromptDrafter, PromptToDraft
 from forerun.vllm.settings import KEY, PluginSettings, read_prefill, refusal
 

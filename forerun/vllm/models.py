@@ -1,6 +1,7 @@
 """vLLM's own model classes, whose instances can be found again by the model's name.
 
-A connector is given K/V tensors and never the model; this is the one thing the subclasses add. Knows no prompt.
+A connector is given K/V tensors and never the model; the subclasses add that, and refuse configurations that the
+connector would refuse. Knows no prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from forerun.vllm.settings import is_used, refusal
+
 _loaded: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by the name vLLM opened it under
 
 
@@ -23,6 +26,8 @@ def loaded_model(name: str) -> Any | None:
 
 class _Remembered(torch.nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "", **others: Any) -> None:
+        if is_used(vllm_config) and (problem := refusal(vllm_config)) is not None:
+            raise problem  # before weights are read; the connector is made after that
         super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
         _loaded[vllm_config.model_config.model] = self
 

@@ -14,6 +14,7 @@ from forerun.prefill.plan import Policy
 from forerun.vllm import ARCHITECTURES, version_problem
 
 KEY = "forerun"  # of kv_transfer_params, in requests and answers
+CONNECTOR_MODULE = "forerun.vllm.connector"  # kv_connector_module_path
 FLOAT_DTYPES = ("auto", "float16", "bfloat16", "float32", "float")  # of vLLM's K/V cache that rows can be written to
 
 
@@ -60,8 +61,14 @@ def _only(given: dict[str, Any], known: list[str], where: str) -> None:
         raise BadRequest(f"{where}: {', '.join(unknown)} is no option", f"use {', '.join(known)}")
 
 
+def is_used(config: Any) -> bool:
+    """Whether a vLLM of this configuration (a VllmConfig) is started with the plugin's connector."""
+    given = config.kv_transfer_config
+    return given is not None and given.kv_connector_module_path == CONNECTOR_MODULE
+
+
 def refusal(config: Any) -> ForerunError | None:
-    """Why the plugin cannot run in a vLLM of this configuration (a VllmConfig)."""
+    """Why the plugin cannot run in a vLLM of this configuration."""
     if (problem := version_problem()) is not None:
         return problem
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config

@@ -14,9 +14,12 @@ from forerun.commands.models import parameters
 from forerun.decode.control.controller import Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.control.cost_cache import CostCache
+from forerun.errors import BadProfile
 from forerun.models.fetch import store
-from forerun.models.formats.checkpoint import open_checkpoint
+from forerun.models.formats.checkpoint import expected_shapes, open_checkpoint
 from forerun.models.packed_cache import PackedKey, PackedWriter
+from forerun.prefill.open_profile import open_profile
+from tests.prefill.test_engine_prefill import random_profile
 
 
 def run(*args: str) -> int:
@@ -119,3 +122,37 @@ def test_cache_lists_verifies_and_clears(home: Path, capsys: pytest.CaptureFixtu
     assert run("cache", "--clear") == 0
     assert "removed 5 MB" in capsys.readouterr().out
     assert not keys[1].path.exists() and not any((home / "costs").iterdir()) and not any((home / "kernels").iterdir())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_export_writes_the_same_model_and_its_profile(
+    family: str, tiny_gguf: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """float32 loses nothing of a quantised file; the profile goes with the folder and no longer with the file."""
+    path, folder = tiny_gguf(family, "Q8_0"), tmp_path / "out"
+    random_profile("self", path).save(tmp_path / "own")
+    assert run("export", str(path), str(folder), "--dtype", "float32", "--prefill-profile", str(tmp_path / "own")) == 0
+    assert "forerun.profile" in capsys.readouterr().out
+    old, new = open_checkpoint(path), open_checkpoint(folder)
+    assert new.config == old.config
+    assert all(torch.equal(old.tensor(name), new.tensor(name)) for name in expected_shapes(old.config))
+    talk = [{"role": "user", "content": "Hello"}]
+    assert new.tokenizer().apply_chat_template(talk) == old.tokenizer().apply_chat_template(talk)
+    assert set(new.tokenizer().eos_ids) == set(old.tokenizer().eos_ids)
+    assert open_profile(folder / "forerun.profile", new) is not None
+    with pytest.raises(BadProfile):
+        open_profile(folder / "forerun.profile", old)
+
+
+def test_export_refuses_what_it_cannot_write(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = str(tiny_folder("llama"))
+    for arguments, text in (
+        ((llama, str(tmp_path / "a"), "--dtype", "int8"), "--dtype is 'int8'"),
+        ((llama, llama), "is there already"),
+        ((str(tiny_folder("gemma3")), str(tmp_path / "b")), "cannot be written"),
+    ):
+        assert run("export", *arguments) == 1
+        assert text in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -28,6 +28,12 @@ needs_vllm = pytest.mark.skipif(
 )
 BLOCK_SIZE = 32  # the least that the CPU build attends over
 CONTEXT = 1024
+TRANSFER: dict[str, Any] = {  # --kv-transfer-config
+    "kv_connector": "ForerunConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "forerun.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+}
 
 
 @dataclass
@@ -85,13 +91,7 @@ def open_vllm(folder: Path, arguments: dict[str, Any] | None = None, **extra: An
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "num_gpu_blocks_override": 160,
-        "kv_transfer_config": {
-            "kv_connector": "ForerunConnector",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": "forerun.vllm.connector",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": TRANSFER | {"kv_connector_extra_config": extra},
     }
     llm = LLM(str(folder), **(given | (arguments or {})))
     try:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forerun import vllm as plugin
-from forerun.errors import BadRequest
-from forerun.vllm.settings import PluginSettings, read_prefill, refusal
+from forerun.errors import BadRequest, UnsupportedModel
+from forerun.vllm.settings import CONNECTOR_MODULE, PluginSettings, read_prefill, refusal
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,15 @@ def test_another_version_of_vllm(found: str, monkeypatch: pytest.MonkeyPatch, ca
     assert problem is not None and (found or "not installed") in str(problem) and "0.32" in problem.hint
     plugin.register()  # vLLM goes on without the plugin
     assert "not registered" in caplog.text
+
+
+@pytest.mark.parametrize("found", ["", "0.33.0"])
+def test_the_connector_of_another_version(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports it by its module's path: the first error is ours, not that of a name which is not there."""
+    monkeypatch.setattr(plugin, "_version", lambda package: found)
+    monkeypatch.delitem(sys.modules, CONNECTOR_MODULE, raising=False)
+    with pytest.raises(UnsupportedModel, match=found or "not installed"):
+        importlib.import_module(CONNECTOR_MODULE)
 
 
 def test_either_package_of_vllm_counts(monkeypatch: pytest.MonkeyPatch) -> None:

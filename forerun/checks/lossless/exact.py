@@ -49,8 +49,9 @@ from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import expected_shapes
 from forerun.models.formats.dequant import as_stored
+from forerun.models.formats.hf_writer import hf_values
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
-from forerun.models.formats.pard import ParallelDrafting, hf_values
+from forerun.models.formats.pard import ParallelDrafting
 from forerun.models.hidden_draft import build_hidden_draft
 from forerun.params import Grammar, SamplingParams
 from forerun.text.tokenizer import Tokenizer
