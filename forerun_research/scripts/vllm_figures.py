@@ -118,7 +118,8 @@ def exact(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace)
 
 def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Drafted prompts in both engines against plain vLLM, their answers and the rows recomputed against each other."""
-    plain, theirs = ([vllm.one(ids, options, args.tokens) for ids in prompts] for options in (None, DRAFTED))
+    asked: list[Options] = [DRAFTED] if args.without_plain else [DRAFTED, None]
+    theirs, *plain = [[vllm.one(ids, options, args.tokens) for ids in prompts] for options in asked]
     with LLM(
         str(args.folder),
         dtype=args.dtype,
@@ -129,9 +130,9 @@ def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namesp
     ) as llm:
         ours = [_own(llm, ids, args.tokens) for ids in prompts]
     labels = [(a.label or {}, label) for a, (_, label) in zip(theirs, ours, strict=True)]
-    return {
-        "vllm": _agreement([a.tokens for a in plain], [a.tokens for a in theirs]),
-        "ours": _agreement([a.tokens for a in plain], [tokens for tokens, _ in ours]),
+    answers = {"vllm": [a.tokens for a in theirs], "ours": [tokens for tokens, _ in ours]}
+    return {name: _agreement([a.tokens for a in known], own) for known in plain for name, own in answers.items()} | {
+        "beside_ours": _agreement(answers["ours"], answers["vllm"]),
         "drafted_equal": share([a.tokens == tokens for a, (tokens, _) in zip(theirs, ours, strict=True)]),
         "rows_equal": share([all(a[n] == b[n] for n in SAME_ROWS) for a, b in labels]),
         "cost": [median(a["cost"] for a, _ in labels), median(b["cost"] for _, b in labels)],
@@ -167,14 +168,14 @@ def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Name
         print(f"{number}: plain {rows[-1][0]:.2f} s, drafted {rows[-1][1]:.2f} s", flush=True)
         if time.perf_counter() > args.deadline:
             break
-    warm = rows[1:]
+    warm = rows[1:] or rows
     ratios = [plain / drafted for plain, drafted in warm]
     return {
         "first": [round(s, 3) for s in rows[0]],
         "plain_s": [median(p for p, _ in warm), min(p for p, _ in warm), max(p for p, _ in warm)],
         "drafted_s": [median(d for _, d in warm), min(d for _, d in warm), max(d for _, d in warm)],
         "sooner": [median(ratios), min(ratios), max(ratios)],
-        "read_recompute_check_cost": [median(column) for column in zip(*stages[1:], strict=True)],
+        "read_recompute_check_cost": [median(column) for column in zip(*(stages[1:] or stages), strict=True)],
         "count": len(warm),
         "tokens": len(prompts[0]),
     }
@@ -241,6 +242,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--count", type=int, default=None, help="prompts of each part; default: what docs/vllm.md has")
+    parser.add_argument("--first", type=int, default=0, help="prompts that are left out, to measure in several runs")
+    parser.add_argument(
+        "--without-plain", action="store_true", help="agreement of drafted answers with drafted ones only"
+    )
     parser.add_argument("--length", type=int, default=None, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--context", type=int, default=2304)
@@ -270,7 +275,8 @@ def _measure(vllm: VllmSubject, parts: list[str], texts: StudyTexts, args: argpa
     vllm.one(texts.pieces(STDLIB, 256)[0], None, 1, "warm")
     for part in parts:
         measure, count, length = PARTS[part]
-        prompts = [ids for _, ids in texts.mixed([STDLIB], args.length or length, args.count or count)]
+        count, length = args.count or count, args.length or length
+        prompts = [ids for _, ids in texts.mixed([STDLIB], length, args.first + count)][args.first :]
         begun = time.perf_counter()
         found = measure(vllm, prompts, args)
         about = {"part": part, "model": args.folder.name, "dtype": args.dtype, "compiled": args.compiled}
