@@ -31,6 +31,7 @@ SYSTEMS = (
 QUESTION_TOKENS = 160  # at most, of a question that the target asks itself
 GROUP = 1024  # requests between two writes
 CONTEXT_TOKENS = (48, 256)  # of a text that is continued
+PIECE_TOKENS = 8192  # of one document that stay together: longer than the long windows of training
 QUESTION_SHARE = 0.6  # of the answers that are to questions; the others continue text
 
 
@@ -126,7 +127,7 @@ def token_stream(
         for section in sections:
             for text in section.texts():
                 ids = np.array([*tokenizer.encode(text), *end], dtype=np.int32)
-                documents += [ids[at : at + 2048] for at in range(0, len(ids), 2048)]
+                documents += [ids[at : at + PIECE_TOKENS] for at in range(0, len(ids), PIECE_TOKENS)]
                 taken += len(ids)
             if taken >= text_tokens:
                 break

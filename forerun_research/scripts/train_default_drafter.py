@@ -1,50 +1,75 @@
-"""One command for one GPU: a drafter for a target without a small sibling, such as the default model.
+"""One command for one GPU: the drafters that are shipped, for the default model alone or for a target and its draft.
 
-    python -m forerun_research.scripts.train_default_drafter --target smollm2-135m-instruct --out drafter.safetensors
+    python -m forerun_research.scripts.train_default_drafter --target smollm2-135m-instruct \\
+        --out small.safetensors --ship
+    python -m forerun_research.scripts.train_default_drafter --target qwen2.5-coder-1.5b-instruct \\
+        --draft qwen2.5-coder-0.5b-instruct --out pair.safetensors --ship
 
 The target answers questions that it asks itself and continues source code; then a block (or heads) is trained on its
-hidden states. Text is what is installed anyway: Python's standard library and packages under free licences, and this
-package. No benchmark's prompts or answers. At the end it prints the name under which the file is found without being
-named, and with --measure what it is worth on this machine.
+hidden states, or with --draft that model's parallel drafting. Text is what is installed anyway: Python's standard
+library and packages under free licences, and this package. No benchmark's prompts or answers. --measure takes figures
+in the engine at the end. --ship puts the file where it is found without being named, if it is small enough, and its
+card into the README beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
+from forerun.errors import BadRequest
 from forerun.models.build import choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import drafter_name
 from forerun.models.formats.checkpoint import open_checkpoint
-from forerun.train.run import TrainJob, train_drafter
-from forerun.train.trainer import TrainSettings
+from forerun.models.formats.drafter_file import drafter_folders
+from forerun.train.run import Drafter, TrainJob, train_drafter
+from forerun.train.trainer import REUSES, TrainSettings
 
 PACKAGES = ("numpy", "networkx", "sympy", "jax", "torch", "transformers")  # BSD, MIT and Apache licences
-RATES = {"block": 8e-4, "heads": 1e-3}
+RATES = {"block": 8e-4, "heads": 1e-3, "parallel": 4e-4}
+MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
+SIZES = (
+    *("tokens", "rank", "layers", "vocab", "batch_tokens", "window", "long_window"),
+    *("reuse", "state_norms", "head_rank", "attention_window"),
+)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a drafter on a target's hidden states.")
+def parse_args(args: list[str] | None = None) -> argparse.Namespace:
+    known = TrainSettings()
+    parser = argparse.ArgumentParser(description="Train a drafter that is shipped.")
     parser.add_argument("--target", required=True, help="a known name, or a model file")
+    parser.add_argument("--draft", help="a smaller model of the family, which learns to draft in parallel")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", choices=tuple(RATES), default="block")
+    parser.add_argument("--kind", choices=tuple(RATES), help="default: parallel with --draft, else block")
     parser.add_argument("--minutes", type=float, default=2.5, help="of training")
     parser.add_argument("--answer-minutes", type=float, default=1.0, help="of the target's answers before that")
     parser.add_argument("--answers", type=int, default=30_000, help="at most")
-    parser.add_argument("--tokens", type=int, default=8, help="drafted in one pass")
-    parser.add_argument("--rank", type=int, default=64, help="of a block's Markov head")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=16_384)
+    parser.add_argument("--tokens", type=int, help="drafted in one pass; default 8, with --draft 12")
+    parser.add_argument("--rank", type=int, help="of a block's Markov head, default 64; of a draft's changes, 64")
+    parser.add_argument("--layers", type=int, default=known.layers)
+    parser.add_argument("--vocab", type=int, default=known.vocab)
+    parser.add_argument("--reuse", choices=REUSES, default=known.reuse)
+    parser.add_argument("--state-norms", action="store_true")
+    parser.add_argument("--head-rank", type=int, default=known.head_rank)
+    parser.add_argument("--attention-window", type=int, default=known.attention_window)
     parser.add_argument("--text-tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int, default=16_384)
-    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--window", type=int, default=known.window)
+    parser.add_argument("--long-window", type=int, default=known.long_window)
     parser.add_argument("--text", type=Path, action="append", help="in place of what is installed; may be repeated")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--measure", action="store_true", help="take figures at the end, in the engine")
-    return parser.parse_args()
+    parser.add_argument("--ship", action="store_true", help="put the file and its card where they are shipped")
+    found = parser.parse_args(args)
+    found.kind = found.kind or ("parallel" if found.draft else "block")
+    found.tokens = found.tokens or (12 if found.draft else 8)
+    found.rank = found.rank or 64
+    return found
 
 
 def installed_text() -> tuple[Path, ...]:
@@ -55,16 +80,62 @@ def installed_text() -> tuple[Path, ...]:
     return tuple(folder for folder in folders if folder.is_dir())
 
 
-def main() -> int:
-    args = parse_args()
+def card(name: str, made: Drafter, size: int, minutes: float) -> str:
+    """What stands in the README beside a shipped file."""
+    facts: dict[str, Any] = made.facts
+    settings = facts["settings"]
+    data = f"{facts['answers']:,} greedy answers of the target at most, to questions it asked itself and to excerpts"
+    lines = [
+        f"## {name}",
+        "| | |",
+        "|---|---|",
+        *(f"| {role} | {model} |" for role, model in made.names.items()),
+        f"| kind | `{made.kind}`: {made.tokens} tokens in one pass, {size / 1e6:.1f} MB |",
+        f"| data | {data}; text of {', '.join(sorted(set(facts['text'])))}. No benchmark's prompts or answers. |",
+        f"| training | {minutes:g} minutes on {facts['device']}: {facts['steps']:,} steps, "
+        f"{facts['trained_tokens'] / 1e6:.1f} M tokens in windows of {settings['window']}, every fourth step "
+        f"{settings['long_window']} |",
+        f"| worth | {facts.get('worth', 'not measured here')} |",
+        "| licence | Apache-2.0, as the models |",
+    ]
+    if "figures" in facts:
+        lines += ["", "| kind of text | context | way | tokens a round | tokens/s |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {f['kind']} | {f['context']} | {f['way']} | {f['tokens_per_round']:.2f} | {f['tokens_per_s']:.0f} |"
+            for f in facts["figures"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def ship(out: Path, made: Drafter, name: str, minutes: float) -> Path:
+    """The file under the name by which it is found, and its card in place of an earlier one."""
+    packaged, artifacts, _ = drafter_folders()
+    folder, limit = (artifacts, MAX_ARTIFACT_BYTES) if made.kind == "parallel" else (packaged, MAX_PACKAGED_BYTES)
+    size = out.stat().st_size
+    if size > limit:
+        hint = "give a smaller --rank, --vocab or --layers"
+        raise BadRequest(f"{out} has {size:,} bytes, at most {limit:,} are shipped in {folder.name}", hint)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(out, folder / name)
+    readme = folder / "README.md"
+    before = readme.read_text() if readme.exists() else "# Trained drafters\n"
+    parts = [part for part in before.split("\n## ") if not part.startswith(name)]
+    readme.write_text("\n## ".join(parts).rstrip("\n") + "\n\n" + card(name, made, size, minutes))
+    return folder / name
+
+
+def main(given: list[str] | None = None) -> int:
+    args = parse_args(given)
     texts = tuple(args.text) if args.text else installed_text()
-    sizes = {name: getattr(args, name) for name in ("tokens", "rank", "layers", "vocab", "batch_tokens", "window")}
+    sizes = {name: getattr(args, name) for name in SIZES}
     settings = TrainSettings(kind=args.kind, minutes=args.minutes, rate=RATES[args.kind], **sizes)
-    job = TrainJob(
-        args.target, None, args.out, texts, args.answers, args.text_tokens, answer_minutes=args.answer_minutes
-    )
+    data = (args.answers, args.text_tokens)
+    job = TrainJob(args.target, args.draft, args.out, texts, *data, answer_minutes=args.answer_minutes)
     made = train_drafter(job, settings, choose_device(args.device), measure=args.measure)
-    name = drafter_name(open_checkpoint(resolve(args.target)))
+    models = [args.target] if args.draft is None else [args.target, args.draft]
+    name = drafter_name(*(open_checkpoint(resolve(model)) for model in models))
+    if args.ship:
+        ship(args.out, made, name, args.minutes)
     facts = {key: value for key, value in made.facts.items() if key != "text"}
     print(json.dumps({"file": str(args.out), "bytes": args.out.stat().st_size, "found_as": name, "facts": facts}))
     return 0

@@ -1,39 +1,62 @@
-"""The one command that trains a drafter on a GPU, here on a tiny model: a file that is found and drafts."""
+"""The command that trains what is shipped, on a tiny model: a file with a card that is found without being named."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, BadRequest, SamplingParams
 from forerun.models.formats import adapter
-from forerun_research.scripts import train_default_drafter
+from forerun_research.scripts import train_default_drafter as script
 from tests import tiny
 
+SMALL = ["--window", "32", "--long-window", "64", "--batch-tokens", "64", "--tokens", "3", "--rank", "4"]
+SMALL += ["--answers", "4", "--minutes", "0.01", "--vocab", "200", "--device", "cpu", "--ship"]
 
-def test_a_file_that_is_found_and_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    target, found = tiny.write_folder(tmp_path / "target", "llama"), tmp_path / "found"
-    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
+    found = tuple(tmp_path / name for name in ("packaged", "artifacts", "cache"))
     monkeypatch.setattr("forerun.train.run.ANSWER_TOKENS", 6)
     monkeypatch.setattr("forerun.train.answers.QUESTION_TOKENS", 6)
-    small = "--minutes 0.01 --answers 4 --tokens 3 --rank 2 --vocab 200 --batch-tokens 64 --window 32 --device cpu"
-    args = ["--target", str(target), "--out", str(tmp_path / "made.safetensors"), "--text", str(tmp_path / "text.txt")]
-    monkeypatch.setattr(sys, "argv", ["train_default_drafter", *args, *small.split()])
-    assert train_default_drafter.main() == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["facts"]["steps"] > 0 and told["facts"]["vocabulary"] == 200
-    found.mkdir()
-    (tmp_path / "made.safetensors").rename(found / told["found_as"])
-    monkeypatch.setattr(adapter, "drafter_folders", lambda: (found,))
-    llm = LLM(target, dtype="float32", kv_cache_tokens=2048, max_model_len=256, quiet=True)
-    assert "block" in llm.engine.speculator.drafter_pool.names(SamplingParams())
+    for module in (script, adapter):
+        monkeypatch.setattr(module, "drafter_folders", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_what_is_shipped_is_found(
+    pair: bool, folders: tuple[Path, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    target = tiny.write_folder(tmp_path / "target", "llama", vocab_size=520)
+    draft = tiny.write_folder(tmp_path / "draft", "llama", seed=1, vocab_size=520, num_hidden_layers=2)
+    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+    models = ["--target", str(target), *(["--draft", str(draft)] if pair else [])]
+    for _ in range(2):  # the second run takes the place of the first
+        args = [*models, "--out", str(tmp_path / "x.safetensors"), "--text", str(tmp_path / "text.txt"), *SMALL]
+        assert script.main(args) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["facts"]["steps"] > 0 and told["facts"].get("vocabulary") == (None if pair else 200)
+    folder = folders[1] if pair else folders[0]
+    assert [path.name for path in sorted(folder.iterdir())] == sorted([told["found_as"], "README.md"])
+    card = (folder / "README.md").read_text()
+    assert card.count(f"## {told['found_as']}") == 1 and "Apache-2.0" in card and "text.txt" in card
+    llm = LLM(target, draft_model=draft if pair else None, kv_cache_tokens=2048, max_model_len=256, quiet=True)
+    assert ("parallel" if pair else "block") in llm.engine.speculator.drafter_pool.names(SamplingParams())
+
+
+def test_what_is_too_large_is_not_shipped(folders: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "MAX_PACKAGED_BYTES", 1000)
+    target = tiny.write_folder(tmp_path / "target", "llama", vocab_size=520)
+    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+    args = ["--target", str(target), "--out", str(tmp_path / "x.safetensors"), "--text", str(tmp_path / "text.txt")]
+    with pytest.raises(BadRequest, match="at most 1,000 are shipped in packaged"):
+        script.main([*args, *SMALL])
+    assert not folders[0].exists()
 
 
 def test_the_text_is_what_is_installed():
-    folders = train_default_drafter.installed_text()
+    folders = script.installed_text()
     assert folders[0].name == "forerun" and any((folder / "json").is_dir() for folder in folders)
