@@ -271,6 +271,8 @@ class Engine:
             last = reason is not None or self.runner.decoding_rows is None
             event.confirmed, event.retracted = seq.provisional.verify(event.token_ids, last)
             seq.usage.confirmed += event.confirmed
+            if seq.provisional.verified:
+                self.speculative_prefill.record_provisional(seq)
         elif seq.spec_state is not None:
             self.speculator.record_outcome(seq.spec_state, scheduled.draft, output.verdict, event.token_ids)
         if seq.final is not None:

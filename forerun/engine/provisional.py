@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
     from forerun.models.execution.runner import Runner
 
-MAX_PROVISIONAL_TOKENS = 64  # what is likely to be retracted is not worth more
+MAX_PROVISIONAL_TOKENS = 64  # of an answer whose source has shown nothing yet: more are likely to be retracted
 NAME = "provisional"  # the drafter of these tokens, in usage
 
 
@@ -30,6 +30,7 @@ class ProvisionalAnswer:
     confirmed: int = 0  # tokens at the beginning that are part of the answer
     verified: bool = False  # none is open: all of them stand, or the others were retracted
     seq: Sequence | None = None  # that emits them; None once it has ended
+    max_tokens: int = MAX_PROVISIONAL_TOKENS  # that are shown
 
     @property
     def awaited(self) -> bool:
@@ -66,7 +67,7 @@ def emit_provisional(seq: Sequence, event: Event, scheduler: Scheduler, ends: bo
     final.provisional.tokens += event.token_ids
     final.usage.provisional += len(event.token_ids)
     event.provisional = True
-    if ends or len(final.provisional.tokens) >= MAX_PROVISIONAL_TOKENS:
+    if ends or len(final.provisional.tokens) >= final.provisional.max_tokens:
         scheduler.end_provisional(seq)
     elif final.running:
         final.enter_next()  # it was held for the first of them

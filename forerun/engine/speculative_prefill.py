@@ -79,13 +79,18 @@ class SpeculativePrefill:
             return None
         assert self.prefiller is not None
         source = self.prefiller.source(settings)
+        agreement = self.prefiller.agreement(source.name)
+        if provisional and (why := self.prefiller.forecast.why_not_provisional(source.name, agreement)):
+            seq.usage.prefill = PrefillReport(tokens=len(seq.tokens), source=source.name, fell_back=why)
+            return None
         if source.text_index is not None:
             self._register(source.text_index)
         drafted = Sequence(seq.request, seq.index, seq.seed) if provisional else seq
         drafted.draft_key, drafted.prefill_settings = self.prefiller.key(settings), settings
         if not provisional:
             return None
-        drafted.final, seq.provisional = seq, ProvisionalAnswer(seq=drafted)
+        limit = self.prefiller.forecast.max_shown(source.name, agreement)
+        drafted.final, seq.provisional = seq, ProvisionalAnswer(seq=drafted, max_tokens=limit)
         return drafted
 
     def _with_source(self, seq: Sequence) -> Prefill:
@@ -178,6 +183,13 @@ class SpeculativePrefill:
             forecast.observe_exact(tokens, seconds - (0.0 if report is None else report.drafting_s))
         elif report.drafted:
             forecast.observe_drafted(report.source, tokens, report.cost, seconds)
+
+    def record_provisional(self, seq: Sequence) -> None:
+        """Of a final sequence: which of the tokens that were shown stood."""
+        report, answer = seq.usage.prefill, seq.provisional
+        if self.prefiller is not None and report is not None and answer is not None and answer.tokens:
+            agreement = self.prefiller.agreement(report.source)
+            self.prefiller.forecast.record_provisional(report.source, agreement, len(answer.tokens), answer.confirmed)
 
     def close(self, seq: Sequence) -> None:
         """The prompt is done, or its sequence loses its pages."""

@@ -131,6 +131,11 @@ class Prefiller:
         """What was measured about a source's drafts: those of `chunk` have nothing to do with the models' profile."""
         return self._chunk_profile if source == "chunk" else self.profile
 
+    def agreement(self, source: str) -> float:
+        """Top-1 agreement with exact prefill at the default share, by the profile's curve; 1 where it has none."""
+        profile = self.profile_of(source)
+        return min((point.top1 for point in profile.curve if point.share >= profile.share), default=1.0)
+
     def key(self, settings: Prefill) -> str:
         """Drafted K/V is shared under it: the same maps, source, chooser and share."""
         name = self._source_name(settings)

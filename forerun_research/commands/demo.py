@@ -1,5 +1,5 @@
-"""`make demo`: plain decoding against Forerun, two questions about one long document: what is not computed twice, and
-what is drafted.
+"""`make demo`: plain decoding against Forerun, three questions about one long document: what is not computed twice,
+what is drafted, and what becomes of a document whose first line has changed.
 
 Both sides are the same weights in the same process, and each runs alone. Plain reads no cache and leaves none, computes
 its prompt exactly and drafts nothing.
@@ -29,8 +29,9 @@ QUESTIONS = (  # of the few that a model of this size can do
     "Repeat the paragraph of the handbook above about the lighthouse, word for word.",
     "Quote what the handbook above says about the sauna.",
 )
+CHANGED_LINE = "Printed for the crew of the ninth of May.\n"
+CHANGED_QUESTION = "How many steps does the tower have?"
 PLAIN_OPTIONS: dict[str, Any] = {"speculation": "off", "cache": False}
-DRAFTED_OPTIONS: dict[str, Any] = {"prefill": "provisional", "cache": False}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def demo(
     threads: opt.Threads = None,
     max_tokens: opt.MaxTokens = 96,
 ) -> None:
-    """Race plain decoding against Forerun: two questions about a long document, live, and a table at the end.
+    """Race plain decoding against Forerun: three questions about a long document, live, and a table at the end.
 
     Example: forerun demo --model qwen2.5-coder-0.5b-instruct
     """
@@ -70,10 +71,10 @@ def demo(
         console.print(f"{model}, {where}, asked about a handbook of {len(document.split()):,} words.", markup=False)
         console.print("The same weights on both sides; each runs alone, first plain, then Forerun.", style="dim")
         rounds = [_race(llm, console, document, question, max_tokens) for question in QUESTIONS]
-        drafted = _drafted(llm, console, document, max_tokens) if llm.prefill_profile is not None else None
+        rounds.append(_race(llm, console, CHANGED_LINE + document, CHANGED_QUESTION, max_tokens, **_changed_options()))
     console.print()
-    console.print(_table(rounds, drafted))
-    _explain(console, rounds, drafted)
+    console.print(_table(rounds))
+    _explain(console, rounds)
 
 
 def _warm_up(llm: LLM) -> None:
@@ -92,25 +93,24 @@ def _asked(llm: LLM, document: str, question: str, max_tokens: int, **options: A
     return llm.stream([message], SamplingParams(max_tokens=max_tokens, **options))
 
 
-def _race(llm: LLM, console: Console, document: str, question: str, max_tokens: int) -> DemoRound:
-    console.print(f"\n[bold]{question}[/bold]")
+def _changed_options() -> dict[str, Any]:
+    """Words are shown from K/V of the document as it was, while the changed one is computed."""
+    from forerun import Prefill
+
+    return {"prefill": Prefill("provisional", source="chunk", allow_exact=True)}
+
+
+def _race(llm: LLM, console: Console, document: str, question: str, max_tokens: int, **options: Any) -> DemoRound:
+    changed = " [dim]The handbook's first line has changed.[/dim]" if options else ""
+    console.print(f"\n[bold]{question}[/bold]{changed}")
     made = DemoRound(Lane("plain"), Lane("Forerun"))
     with Race(console, made.plain, made.ours) as race:
         race.run(made.plain, _asked(llm, document, question, max_tokens, **PLAIN_OPTIONS))
-        race.run(made.ours, _asked(llm, document, question, max_tokens))
+        race.run(made.ours, _asked(llm, document, question, max_tokens, **options))
     return made
 
 
-def _drafted(llm: LLM, console: Console, document: str, max_tokens: int) -> Lane:
-    """The first question once more, as if for the first time, from a prompt that is drafted while it is computed."""
-    console.print(f"\n[bold]{QUESTIONS[0]}[/bold] [dim]Again, nothing cached, the prompt drafted.[/dim]")
-    lane = Lane("Forerun, prompt drafted")
-    with Race(console, lane) as race:
-        race.run(lane, _asked(llm, document, QUESTIONS[0], max_tokens, **DRAFTED_OPTIONS))
-    return lane
-
-
-def _table(rounds: list[DemoRound], drafted: Lane | None) -> Table:
+def _table(rounds: list[DemoRound]) -> Table:
     found = Table(box=SIMPLE, pad_edge=False, title="what each answer took", title_justify="left", title_style="bold")
     found.add_column("", no_wrap=True)
     for name in (
@@ -124,8 +124,6 @@ def _table(rounds: list[DemoRound], drafted: Lane | None) -> Table:
     for number, made in enumerate(rounds, 1):
         found.add_row(f"{number} plain", *_cells(made.plain))
         found.add_row(f"{number} Forerun", *_cells(made.ours), style="bold", end_section=True)
-    if drafted is not None:
-        found.add_row("1 drafted", *_cells(drafted))
     return found
 
 
@@ -137,12 +135,12 @@ def _cells(lane: Lane) -> list[str]:
     return [first, f"{lane.rate:.1f}", f"{lane.total_s:.1f}", f"{usage.cached_tokens:,}", drafts]
 
 
-def _explain(console: Console, rounds: list[DemoRound], drafted: Lane | None) -> None:
-    first, last = rounds[0], rounds[-1]
-    usage = last.ours.usage
+def _explain(console: Console, rounds: list[DemoRound]) -> None:
+    first, second, changed = rounds
+    usage = second.ours.usage
     assert usage is not None
     faster = first.ours.rate / first.plain.rate if first.plain.rate else 0.0
-    sooner = last.plain.first_s / max(last.ours.first_s, 1e-9)
+    sooner = second.plain.first_s / max(second.ours.first_s, 1e-9)
     why = "since the answer repeats the document, and drafts of it were verified together"
     accepted = first.ours.usage is not None and first.ours.usage.accepted > 0
     console.print(
@@ -150,13 +148,23 @@ def _explain(console: Console, rounds: list[DemoRound], drafted: Lane | None) ->
         f"2: the first token {sooner:.0f} times sooner, since {usage.cached_tokens:,} of {usage.prompt_tokens:,} "
         f"prompt tokens had been computed for the first question."
     )
-    if drafted is not None and drafted.usage is not None and drafted.shown_s:
-        kept, shown = drafted.usage.confirmed, drafted.usage.provisional
-        console.print(
-            f"* provisional: {kept} of {shown} tokens were confirmed; "
-            f"the exact first token came after {drafted.first_s:.2f} s."
-        )
+    _explain_changed(console, changed)
     seconds = [sum(lane.total_s for lane in lanes) for lanes in zip(*((m.plain, m.ours) for m in rounds), strict=True)]
     same = sum(made.same for made in rounds)
     verdict = "the same, token for token" if same == len(rounds) else f"the same in {same} of {len(rounds)} rounds"
-    console.print(f"Both questions: {seconds[0]:.1f} s plain, {seconds[1]:.1f} s Forerun. Answers: {verdict}.")
+    console.print(f"All questions: {seconds[0]:.1f} s plain, {seconds[1]:.1f} s Forerun. Answers: {verdict}.")
+
+
+def _explain_changed(console: Console, changed: DemoRound) -> None:
+    usage = changed.ours.usage
+    assert usage is not None
+    if not changed.ours.shown_s:
+        why = "nothing could be shown before" if usage.prefill is None else usage.prefill.fell_back
+        console.print(f"3: computed exactly: {why}.", markup=False)
+        return
+    sooner = changed.plain.first_s / changed.ours.shown_s
+    console.print(
+        f"3: the first word {sooner:.1f} times sooner, from K/V of the unchanged lines moved to their new places. "
+        f"* provisional: {usage.confirmed} of {usage.provisional} tokens shown stood; "
+        f"the exact first token came after {changed.ours.first_s:.2f} s."
+    )

@@ -23,7 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest, OutOfPages
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
-from forerun.prefill.forecast import PrefillForecast
+from forerun.prefill.forecast import MAX_SHOWN, PrefillForecast
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
@@ -39,6 +39,12 @@ class EveryPromptPays(PrefillForecast):
 
     def why_exact(self, source: str, tokens: int, cost: float) -> str:
         return ""
+
+    def why_not_provisional(self, source: str, top1: float) -> str:
+        return ""
+
+    def max_shown(self, source: str, top1: float) -> int:
+        return MAX_SHOWN
 
 
 @dataclass

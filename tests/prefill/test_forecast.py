@@ -122,3 +122,38 @@ def test_a_prompt_that_fails_late_is_followed_by_many_exact_ones():
         assert "took longer than exact" in why
         exact += 1
     assert exact == 148  # the two that were drafted make 150, of which one is slow
+
+
+def test_provisional_answers_are_not_begun_where_few_words_stand():
+    forecast = PrefillForecast("cpu")
+    begun = shown = stood = 0
+    for _ in range(40):  # of each answer one token stands, as on the default model and an essay
+        if not forecast.why_not_provisional("self", 0.907):
+            begun, limit = begun + 1, forecast.max_shown("self", 0.907)
+            shown, stood = shown + limit, stood + 1
+            forecast.record_provisional("self", 0.907, limit, 1)
+    assert 1 <= begun < 8 and shown < 60 and "expected to stand" in forecast.why_not_provisional("self", 0.907)
+    assert not forecast.why_not_provisional("chunk", 1.0)  # another source has its own record
+
+
+def test_as_many_words_are_shown_as_stand():
+    forecast = PrefillForecast("cpu")
+    first = forecast.max_shown("chunk", 1.0)
+    for _ in range(20):
+        forecast.record_provisional("chunk", 1.0, 6, 4)
+    assert forecast.max_shown("chunk", 1.0) < first and not forecast.why_not_provisional("chunk", 1.0)
+    for _ in range(30):
+        forecast.record_provisional("chunk", 1.0, 48, 48)
+    assert forecast.max_shown("chunk", 1.0) == 64
+    assert "expected to stand" in forecast.why_not_provisional("draft", 0.7)  # known from the curve
+
+
+def test_a_source_that_failed_is_tried_again():
+    forecast = PrefillForecast("cpu")
+    for _ in range(4):
+        forecast.record_provisional("self", 0.92, 20, 1)
+    skipped = 0
+    while forecast.why_not_provisional("self", 0.92):
+        skipped += 1
+        assert skipped < 10_000
+    assert skipped > 20

@@ -22,6 +22,7 @@ from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
 from forerun.prefill.calibration.thresholds import choose_thresholds
 from forerun.prefill.calibration.windows import Windows, WindowSettings, read_windows
+from forerun.prefill.drift import TextReference
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
@@ -114,6 +115,7 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
         curve=curve,
         thresholds=limits,
         facts={"quality_reached": reached, "kinds": by_kind, "texts": _texts(by_kind, share)},
+        texts=TextReference.fit(job.windows.train.numpy(), job.windows.held.numpy()),
     )
 
 

@@ -39,7 +39,7 @@ def test_the_second_question_reuses_the_document(
     assert max(map(len, out.splitlines())) <= int(columns)
     rows = dict(re.findall(r"^ *(\d (?:plain|Forerun)) +(.*\S)", out, re.M))
     assert "…" not in out
-    assert list(rows) == ["1 plain", "1 Forerun", "2 plain", "2 Forerun"]
+    assert list(rows) == [f"{number} {side}" for number in (1, 2, 3) for side in ("plain", "Forerun")]
     cached = {name: int(re.split(r" {2,}", cells)[3].replace(",", "")) for name, cells in rows.items()}
     words = len(data.text(demo.DOCUMENT).split())
     assert cached["1 plain"] == cached["1 Forerun"] == cached["2 plain"] == 0 and cached["2 Forerun"] > words
@@ -48,9 +48,11 @@ def test_the_second_question_reuses_the_document(
     assert found is not None and int(found[2].replace(",", "")) == cached["2 Forerun"]
     assert int(found[2].replace(",", "")) > 0.95 * int(found[3].replace(",", ""))
     assert "Answers: the same, token for token." in told
-    for question in demo.QUESTIONS:
+    for question in (*demo.QUESTIONS, demo.CHANGED_QUESTION):
         assert question in told
-    assert told.count("first token after") == 4
+    assert told.count("first token after") == 6
+    assert "The handbook's first line has changed." in told and cached["3 plain"] == 0
+    assert re.search(r"3: (the first word [\d.]+ times sooner|computed exactly: \w)", told)
 
 
 def test_ctrl_c_leaves_cleanly(
