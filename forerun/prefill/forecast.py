@@ -179,6 +179,8 @@ class PrefillForecast:
 
     def observe_drafted(self, source: str, tokens: int, cost: float, seconds: float) -> None:
         """A prompt that ran alone on drafted K/V, until its first token, at this share of exact prefill's work."""
+        if cost <= 0.0:
+            return  # nothing was computed for it
         key, exact_s = (source, _octave(tokens)), self.exact_s(tokens, MAX_OCTAVES_APART)
         if exact_s is None:
             self._untimed.setdefault(key, []).append((tokens, cost, seconds))

@@ -11,6 +11,7 @@ from forerun.errors import BadRequest, ForerunError
 from forerun.models.execution.runner import Span
 from forerun.params import Prefill
 from forerun.prefill.state import PrefillStage, PrefillState
+from forerun_research.studies.prefill_score import EveryPromptPays
 
 TAIL = 8
 UNIT = 24  # tokens a unit of work drafts
@@ -21,6 +22,7 @@ class FakePrefiller:
     tokens are drafted. `fails_at`: raise then. `ahead`: run the tail, too, as a device does in its own pass."""
 
     text_index = None
+    name = "fake"
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class FakePrefiller:
         fails_at: int | None = None,
         ahead: bool = False,
     ) -> None:
-        self.ahead = ahead
+        self.ahead, self.forecast = ahead, EveryPromptPays()
         self.runner, self.bad, self.exact_from, self.fails_at = ctx.runner, bad, exact_from, fails_at
         self.open_states: dict[int, PrefillState] = {}
         self.opened: list[PrefillState] = []
@@ -46,6 +48,9 @@ class FakePrefiller:
 
     def source(self, settings: Prefill) -> object:
         return self
+
+    def agreement(self, source: str) -> float:
+        return 1.0
 
     def key(self, settings: Prefill) -> str:
         return f"fake {settings.source}"
