@@ -214,21 +214,29 @@ def deploy(settings: ReplicaSettings, scale: Scale) -> RayReplicas:
     try:
         handle = serve.run(target, name=APPLICATION, route_prefix=None, logging_config=QUIET_LOGS)
     except Exception as error:
-        why = _first_cause(serve) or str(error).strip().splitlines()[0]
+        why, hint = _first_cause(serve) or (str(error).strip().splitlines()[0], "see what they printed")
         close()
-        raise ForerunError(f"the replicas did not start: {why}", "see what they printed") from error
+        raise ForerunError(f"the replicas did not start: {why}", hint) from error
     replicas = RayReplicas(handle)
     asyncio.run(replicas.warm_up())
     return replicas
 
 
-def _first_cause(serve: Any) -> str:
-    """What a replica failed with: the last line of its traceback."""
+def _first_cause(serve: Any) -> tuple[str, str] | None:
+    """What a replica failed with, and its hint: from the last lines of its traceback."""
     with suppress(Exception):
-        found = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message
-        causes = [line for line in found.splitlines() if re.match(r"[\w.]+(Error|Request|Exception)?: ", line)]
-        return causes[-1].split(": ", 1)[1] if causes else ""
-    return ""
+        lines = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message.splitlines()
+        return cause_in(lines)
+    return None
+
+
+def cause_in(lines: list[str]) -> tuple[str, str] | None:
+    found = [i for i, line in enumerate(lines) if re.match(r"(?!hint)[\w.]+(Error|Request|Exception)?: ", line)]
+    if not found:
+        return None
+    after = lines[found[-1] + 1] if found[-1] + 1 < len(lines) else ""
+    hint = after.removeprefix("hint: ") if after.startswith("hint: ") else "see what they printed"
+    return lines[found[-1]].split(": ", 1)[1], hint
 
 
 def close() -> None:
@@ -288,5 +296,6 @@ class RayReplica:
         self._engine.check_health()
 
     def __del__(self) -> None:
-        """Ray calls it when the replica is to end and its requests have ended."""
-        self._engine.close()
+        """Ray calls it when the replica is to end and its requests have ended, also where it has never begun."""
+        if hasattr(self, "_engine"):
+            self._engine.close()

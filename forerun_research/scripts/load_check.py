@@ -90,6 +90,7 @@ def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tupl
         other = simulated["kinds"][kind]
         pairs[f"{kind}: first token p50"] = (own["first_s"]["p50"], other["first_s"]["p50"])
         pairs[f"{kind}: first token p95"] = (own["first_s"]["p95"], other["first_s"]["p95"])
+        pairs[f"{kind}: gap p50"] = (own["gap_s"]["p50"], other["gap_s"]["p50"])
         pairs[f"{kind}: gap p95"] = (own["gap_s"]["p95"], other["gap_s"]["p95"])
     return pairs
 

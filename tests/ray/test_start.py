@@ -75,6 +75,22 @@ def test_a_cluster_that_has_replicas_already_is_left_as_it_is(monkeypatch: pytes
     assert ended == ["shutdown"]  # of this process's connection
 
 
+def test_the_cause_of_a_replica_that_failed_is_found_in_its_traceback():
+    lines = [
+        "A replica failed:",
+        "Traceback (most recent call last):",
+        '  File "a.py"',
+        "OSError: [Errno 17] File exists",
+    ]
+    lines += ["The above exception was the direct cause:", "forerun.errors.BadRequest: the disk tier cannot use /x: no"]
+    assert cluster.cause_in([*lines, "hint: give another folder", ""]) == (
+        "the disk tier cannot use /x: no",
+        "give another folder",
+    )
+    assert cluster.cause_in(lines) == ("the disk tier cannot use /x: no", "see what they printed")
+    assert cluster.cause_in(["nothing of the kind"]) is None
+
+
 def test_options_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]):
     fake = SimpleNamespace(__version__="2.60.0")
     monkeypatch.setattr(cluster, "import_module", lambda name: fake)
