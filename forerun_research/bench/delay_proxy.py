@@ -6,6 +6,7 @@ Bytes keep their order; each direction takes half of the round trip. Runs in a t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 
@@ -49,11 +50,9 @@ class DelayProxy:
         except OSError:
             writer.close()
             return
-        await asyncio.gather(
-            self._pass(reader, other_writer, 0.0),
-            self._pass(other_reader, writer, self.damaged_share),
-            return_exceptions=True,
-        )
+        both = (self._pass(reader, other_writer, 0.0), self._pass(other_reader, writer, self.damaged_share))
+        with contextlib.suppress(asyncio.CancelledError):  # at the end: a server's callback would print it
+            await asyncio.gather(*both, return_exceptions=True)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, damaged_share: float) -> None:
         """What is read is written later; a damaged piece has one byte in four changed."""
