@@ -380,8 +380,9 @@ class LLM(OldLLMNames):
         params: SamplingParams | None = None,
     ) -> Edited:
         """Edit a file as the instruction says: the new text and a unified diff; nothing is written. `text`: the file's
-        text, where it is not to be read. `mode`: program: copied and new lines, a copied span in one forward; rewrite:
-        the whole file again, with copied drafts; auto: programs where the model can write them. See `recipes.edit`.
+        text, where it is not to be read. `mode`: copy: a program of copied and new lines, a copied span in one forward;
+        replace: old and new lines; rewrite: the whole file again, with copied drafts; auto: the better of the first two
+        where the model can write it. See `recipes.edit`.
         """
         from forerun.recipes.edit import edit
 

@@ -153,7 +153,7 @@ class DrafterPool:
         try:
             drafter = _kind(name)(self.ctx)
             if drafter.elsewhere:
-                self.controller.slowdowns.setdefault(name, Slowdown(drafter.same_machine))
+                self.controller.slowdowns.setdefault(name, Slowdown(drafter.shares_memory))
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known

@@ -107,6 +107,13 @@ def ask(llm: LLM, drafter: str, params: SamplingParams = PARAMS, verify: str = "
         return llm.generate(PROMPTS, replace(params, speculation=Speculation(drafter, verify=verify)))
 
 
+def connect_drafter(llm: LLM, name: str) -> None:
+    """Make the drafter and wait until its servers answered: on a busy machine that may be after the first steps."""
+    llm.engine.speculator.drafter_pool.prepare(SamplingParams(speculation=Speculation(name)))
+    while any(link.welcome is None for link in remote(llm, name).links):
+        threading.Event().wait(0.01)
+
+
 def plain(llm: LLM, params: SamplingParams = PARAMS) -> list[list[int]]:
     return [answer.token_ids for answer in llm.generate(PROMPTS, params, speculation="off")]
 
@@ -123,6 +130,7 @@ def remote(llm: LLM, name: str) -> RemoteDrafter:
 def test_drafts_of_another_process_are_accepted_and_change_nothing(small: LLM, target: LLM) -> None:
     with running(small) as (server, port):
         name = f"remote:127.0.0.1:{port}"
+        connect_drafter(target, name)
         answers = ask(target, name)
         assert [answer.token_ids for answer in answers] == plain(target)
         accepted = sum(answer.usage.accepted for answer in answers)
@@ -139,6 +147,7 @@ def test_guessed_outcomes_come_true(small: LLM, target: LLM) -> None:
     """The server drafts on while the target verifies; with its own weights as the target the guess is mostly right."""
     with running(small) as (_, port):
         name = f"remote:127.0.0.1:{port}"
+        connect_drafter(target, name)
         ask(target, name, replace(PARAMS, max_tokens=48))
         figures = remote(target, name).figures()
     assert figures["hits"] > 0 and figures["hits"] <= figures["guesses"] <= figures["orders"]
@@ -148,6 +157,7 @@ def test_guessed_outcomes_come_true(small: LLM, target: LLM) -> None:
 def test_sampled_drafts_are_drawn_here_from_quantised_distributions(small: LLM, target: LLM, verify: str) -> None:
     with running(small) as (_, port):
         name = f"remote:127.0.0.1:{port}"
+        connect_drafter(target, name)
         answers = ask(target, name, replace(PARAMS, temperature=0.15), verify)
     assert sum(answer.usage.drafters[name].accepted for answer in answers) > 10
     assert all(answer.usage.verifier == verify and answer.usage.lossless for answer in answers)

@@ -18,7 +18,7 @@ COMMON_RATE = 0.05  # learning rate of the factor of all sizes: another program,
 REBUILD_OBSERVATIONS = 16  # between two rebuilds of the table
 MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
-PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on this machine, before a step beside it was timed
+PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
 MAX_LOG_SLOWDOWN = 0.7  # of one step
 
 MAX_ROUNDS = 16  # of a paid drafter in one step
@@ -31,8 +31,8 @@ class Slowdown:
     """How many times as long the target's steps take while a draft server computes: one on the same machine shares its
     memory bus (1.2 to 1.8 on two cores), one elsewhere costs nothing."""
 
-    def __init__(self, same_machine: bool) -> None:
-        self._log, self._steps = math.log(PRIOR_SLOWDOWN if same_machine else 1.0), PRIOR_SLOWDOWN_STEPS
+    def __init__(self, shares_memory: bool) -> None:
+        self._log, self._steps = math.log(PRIOR_SLOWDOWN if shares_memory else 1.0), PRIOR_SLOWDOWN_STEPS
 
     def observe(self, expected_s: float, seconds: float) -> None:
         """Of a plain step, against what it takes while the server does nothing."""

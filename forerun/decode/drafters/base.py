@@ -69,7 +69,7 @@ class Drafter(ABC):
     cross_request: ClassVar[bool] = False  # drafts from the text of other requests
     can_sample: ClassVar[bool] = False  # can draw at random and return its distribution (`DraftRequest.sampled`)
     elsewhere: ClassVar[bool] = False  # a model computes in another process while the target's steps go on,
-    same_machine: bool = False  # on this machine
+    shares_memory: bool = False  # on the target's memory bus
     max_context: int = 1 << 30  # of paid drafters: tokens that their model's context holds
     stops_on_device: bool = False  # stops by `DraftRequest.min_path_probs`, not by `DraftRequest.keep_drafting`
     max_unread_tokens: int = 8  # of paid drafters: as many run along in the first round and cost nothing extra

@@ -161,8 +161,9 @@ class RemoteDrafter(Drafter):
     addresses: tuple[str, ...] = ()
 
     def __init__(self, ctx: DraftContext) -> None:
-        self.same_machine = any(is_local(address) for address in self.addresses)
-        self._vocab_size = ctx.runner.decoder.config.vocab_size
+        decoder = ctx.runner.decoder
+        self.shares_memory = decoder.device.type == "cpu" and any(is_local(address) for address in self.addresses)
+        self._vocab_size = decoder.config.vocab_size
         self._changed = threading.Condition()
         self._sequences: dict[int, _Sequence] = {}
         self._by_wire_id: dict[int, _Sequence] = {}

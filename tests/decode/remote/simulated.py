@@ -169,6 +169,7 @@ class RemoteWorld(World):
         self.server = SimulatedServer(self, network)
         kind: Any = remote_drafter(NAME.partition(":")[2])
         kind._open_links = lambda drafter, hello: [self.server]
+        self.spec.ctx.runner.decoder.device = SimpleNamespace(type="cpu")
         drafter = kind(self.spec.ctx)
         self.condition = drafter._changed = SimulatedCondition(self.server, drafter)
         self.spec.drafter_pool._drafters[NAME] = drafter
