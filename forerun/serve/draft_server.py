@@ -8,6 +8,7 @@ the model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import itertools
 import logging
@@ -88,7 +89,8 @@ class DraftServer:
     def stop(self) -> None:
         """From any thread."""
         if self._loop is not None and self._ended is not None:
-            self._loop.call_soon_threadsafe(self._ended.set)
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed: it has ended
+                self._loop.call_soon_threadsafe(self._ended.set)
 
     async def _serve(self, sock: socket.socket) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
