@@ -199,7 +199,7 @@ def _print_ready(server: ServerOptions, config: ServeConfig, sock: socket.socket
 def _cost(llm: LLM) -> str:
     memory = llm.memory_stats()
     total, weights, kv = (f"{memory[name] / 2**30:.2f}" for name in ("resident", "weights", "kv_pool"))
-    return f"memory {total} GiB (weights {weights}, K/V {kv} for {llm.engine.config.capacity:,} tokens)"
+    return f"memory {total} GiB now (weights {weights}, K/V up to {kv} for {llm.engine.config.capacity:,} tokens)"
 
 
 def _reload(config: ServeConfig) -> None:

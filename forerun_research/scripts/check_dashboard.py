@@ -4,24 +4,31 @@
     python -m forerun_research.scripts.check_dashboard http://127.0.0.1:8000 --prometheus /usr/bin/prometheus
 
 Scrapes the server for some seconds while it answers, then evaluates every expression of every panel: one that is
-refused fails the check, one without data is listed (drafted prompts and tiers need a server that has them). With
-`--grafana http://admin:admin@127.0.0.1:3000` the dashboard is imported there, too, and read back.
+refused fails the check, one without data is listed (drafted prompts and tiers need a server that has them).
+
+`--grafana-home FOLDER` (an unpacked release of Grafana) starts one with the dashboard, `--grafana
+http://admin:admin@127.0.0.1:3000` imports it into one that runs; both open it in a browser, where every panel has to
+appear without an error. `--types FOLDER` checks the JSON against Grafana's types, after `npm install @grafana/schema
+typescript` there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from forerun_research.scripts import grafana
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 SCRAPE_S = 1
@@ -68,13 +75,32 @@ def check(server: str, prometheus: str) -> bool:
     return not errors and filled > 0
 
 
-def import_into(grafana: str) -> bool:
+@contextmanager
+def scraping(server: str, program: str, folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes the server; its URL."""
+    jobs = [{"job_name": "forerun", "static_configs": [{"targets": [urlsplit(server).netloc]}]}]
+    config = {"global": {"scrape_interval": f"{SCRAPE_S}s"}, "scrape_configs": jobs}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    url = f"http://127.0.0.1:{grafana.free_port()}"
+    options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    process = subprocess.Popen([program, *options, f"--web.listen-address={urlsplit(url).netloc}", "--log.level=error"])
+    try:
+        while process.poll() is None and not grafana.answers(f"{url}/-/ready"):
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def opened(given: argparse.Namespace, prometheus: str, folder: Path) -> list[str]:
+    """What is wrong in the Grafana that was named."""
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    response = httpx.post(f"{grafana}/api/dashboards/db", json={"dashboard": dashboard, "overwrite": True}, timeout=30)
-    back = httpx.get(f"{grafana}/api/dashboards/uid/{dashboard['uid']}", timeout=30)
-    same = back.status_code == 200 and len(back.json()["dashboard"]["panels"]) == len(dashboard["panels"])
-    print(f"Grafana: import {response.status_code}, read {back.status_code}, panels {'all' if same else 'missing'}")
-    return response.status_code == 200 and same
+    if given.grafana_home:
+        with grafana.started(given.grafana_home.resolve(), folder, prometheus, DASHBOARD) as url:
+            return grafana.open_in_browser(url, dashboard, given.picture)
+    wrong = grafana.import_into(given.grafana, prometheus, dashboard)
+    return wrong + grafana.open_in_browser(given.grafana, dashboard, given.picture)
 
 
 def main() -> int:
@@ -82,32 +108,22 @@ def main() -> int:
     parser.add_argument("server")
     parser.add_argument("--prometheus", required=True, help="the program")
     parser.add_argument("--grafana", help="its URL, with user and password")
+    parser.add_argument("--grafana-home", type=Path, help="the folder of a release, with bin/grafana")
+    parser.add_argument("--picture", help="a file for what the browser shows of Grafana")
+    parser.add_argument("--types", type=Path, help="a folder whose node_modules have @grafana/schema and typescript")
     given = parser.parse_args()
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        jobs = [{"job_name": "forerun", "static_configs": [{"targets": [urlsplit(given.server).netloc]}]}]
-        config = {"global": {"scrape_interval": f"{SCRAPE_S}s"}, "scrape_configs": jobs}
-        Path(folder, "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-        options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        command = [given.prometheus, *options, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
-        process = subprocess.Popen(command)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            while process.poll() is None:
-                try:
-                    httpx.get(f"{url}/-/ready", timeout=5).raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.1)
-            good = check(given.server, url)
-        finally:
-            process.terminate()
-            process.wait(20)
-    if given.grafana:
-        good = import_into(given.grafana) and good
-    return 0 if good else 1
+    wrong = []
+    if given.types:
+        wrong = grafana.type_errors(given.types.resolve(), json.loads(DASHBOARD.read_text(encoding="utf-8")))
+        print(f"Grafana's types: {len(wrong)} errors")
+    with tempfile.TemporaryDirectory() as name, scraping(given.server, given.prometheus, Path(name)) as prometheus:
+        good = check(given.server, prometheus)
+        if given.grafana or given.grafana_home:
+            found = opened(given, prometheus, Path(name))
+            print(f"Grafana: {len(found)} panels or steps are wrong")
+            wrong += found
+    print("\n".join(wrong))
+    return 0 if good and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -59,17 +59,21 @@ class Fuzzing:
     def __init__(self, host: str, port: int, seed: int) -> None:
         self.host, self.port, self.seed = host, port, seed
         self.report = FuzzReport()
-        self.late_s = 0.0  # that this process itself was late: paused, or without a core
+        self.late_s, self.ticked = 0.0, time.perf_counter()  # that this process itself was late: paused, without a core
 
     def clock(self) -> float:
         """Time without what this process was paused for."""
-        return time.perf_counter() - self.late_s
+        now = time.perf_counter()
+        return now - self.late_s - self._late(now)  # after a pause what was received may be read before the next tick
+
+    def _late(self, now: float) -> float:
+        return max(0.0, now - self.ticked - 2 * TICK_S)
 
     async def watch_clock(self) -> None:
         while True:
-            before = time.perf_counter()
             await asyncio.sleep(TICK_S)
-            self.late_s += max(0.0, time.perf_counter() - before - 2 * TICK_S)
+            now = time.perf_counter()
+            self.late_s, self.ticked = self.late_s + self._late(now), now
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -204,6 +208,7 @@ def _head(path: str, length: int, more: str = "") -> bytes:
 
 async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], args: argparse.Namespace) -> FuzzReport:
     fuzzing, seconds = Fuzzing(server.host, server.port, args.seed), args.minutes * 60
+    fuzzing.ticked = time.perf_counter()
     watch = asyncio.create_task(fuzzing.watch_clock())
     await fuzzing.streams(asks, texts, min(MAX_CALM_S, seconds * CALM_SHARE))
     calm, factor = fuzzing.report, (args.streams + args.fuzzers) / args.streams
@@ -224,15 +229,16 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
 
 def pages_missing(server: ServerSide) -> int:
     """Pages that neither an answer nor a cache has, once all answers have ended."""
-    end = time.monotonic() + 120
-    missing = -1
-    while time.monotonic() < end:
-        used, cached = server.figure("forerun_pages_used"), server.figure("forerun_pages_cached")
-        missing = int(used - cached)
-        if not server.figure("forerun_answers_open") and not server.figure("forerun_sequences_running") and not missing:
+    end, busy = time.monotonic() + 120, ("answers_open", "sequences_running", "sequences_waiting", "pages_pinned")
+    while True:
+        missing = int(server.figure("forerun_pages_used") - server.figure("forerun_pages_cached"))
+        figures = {name: int(server.figure(f"forerun_{name}")) for name in busy}
+        if not missing and not any(figures[name] for name in busy[:3]):
             return 0
+        if time.monotonic() > end:
+            print(f"pages are missing beside {figures}")
+            return missing
         time.sleep(0.5)
-    return missing
 
 
 def end_once(*_: object) -> None:

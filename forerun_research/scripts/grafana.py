@@ -1,0 +1,153 @@
+# mypy: disable-error-code="import-not-found"
+"""A dashboard in a real Grafana: started from its folder or given by its URL, and opened in a real browser; and the
+dashboard's JSON against the types that Grafana publishes.
+
+`check_dashboard` calls it. Selectors are those of `@grafana/e2e-selectors` (10.2 and later).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S, OPEN_S = 120.0, 120.0
+BROWSERS = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
+SOURCE = "Prometheus of check_dashboard"
+PANELS = "node_modules/@grafana/schema/dist/types/raw/composable"
+TYPES = {  # the options of a panel may be left out one by one, and values of enums are written as texts
+    "row": "Texts<RowPanel>",
+    "stat": "Texts<Panel & {options: Partial<Stat>}>",
+    "timeseries": "Texts<Panel & {options: Partial<Series>, fieldConfig: {defaults: {custom?: GraphFieldConfig}}}>",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def data_source(prometheus: str) -> dict[str, Any]:
+    return {"name": SOURCE, "type": "prometheus", "access": "proxy", "url": prometheus, "isDefault": True}
+
+
+def provision(folder: Path, prometheus: str, dashboard: Path) -> None:
+    """The files from which a Grafana that starts makes the data source and the dashboard; JSON is YAML."""
+    boards = folder / "boards"
+    for name in ("datasources", "dashboards"):
+        (folder / "provisioning" / name).mkdir(parents=True)
+    boards.mkdir()
+    (boards / dashboard.name).write_bytes(dashboard.read_bytes())
+    sources = {"apiVersion": 1, "datasources": [data_source(prometheus)]}
+    (folder / "provisioning/datasources/prometheus.yaml").write_text(json.dumps(sources))
+    providers = [{"name": "forerun", "type": "file", "options": {"path": str(boards)}}]
+    settings = {"apiVersion": 1, "providers": providers}
+    (folder / "provisioning/dashboards/forerun.yaml").write_text(json.dumps(settings))
+
+
+@contextmanager
+def started(home: Path, folder: Path, prometheus: str, dashboard: Path) -> Iterator[str]:
+    """A Grafana of an unpacked release (`home/bin/grafana`), without accounts and without a word to other hosts."""
+    provision(folder, prometheus, dashboard)
+    port = free_port()
+    settings = {
+        "PATHS_DATA": f"{folder}/data", "PATHS_LOGS": f"{folder}/logs", "PATHS_PROVISIONING": f"{folder}/provisioning",
+        "SERVER_HTTP_ADDR": "127.0.0.1", "SERVER_HTTP_PORT": str(port), "LOG_LEVEL": "error",
+        "AUTH_ANONYMOUS_ENABLED": "true", "AUTH_ANONYMOUS_ORG_ROLE": "Admin", "PLUGINS_PREINSTALL_DISABLED": "true",
+        "ANALYTICS_REPORTING_ENABLED": "false", "ANALYTICS_CHECK_FOR_UPDATES": "false",
+    }  # fmt: skip
+    environment = os.environ | {f"GF_{name}": value for name, value in settings.items()}
+    process = subprocess.Popen([str(home / "bin/grafana"), "server", "--homepath", str(home)], env=environment)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not answers(f"{url}/api/health"):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"Grafana in {home} does not start (exit status {process.poll()})")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def import_into(grafana: str, prometheus: str, dashboard: dict[str, Any]) -> list[str]:
+    """Makes the data source and the dashboard in a running Grafana (URL with user and password); what went wrong."""
+    with httpx.Client(base_url=grafana, timeout=30) as client:
+        made = client.post("/api/datasources", json=data_source(prometheus))
+        posted = client.post("/api/dashboards/db", json={"dashboard": dashboard, "overwrite": True})
+        back = client.get(f"/api/dashboards/uid/{dashboard['uid']}")
+    wrong = [f"data source: {made.status_code} {made.text[:200]}"] if made.status_code not in (200, 409) else []
+    wrong += [f"import: {posted.status_code} {posted.text[:200]}"] if posted.status_code != 200 else []
+    if back.status_code != 200 or len(back.json()["dashboard"]["panels"]) != len(dashboard["panels"]):
+        wrong.append(f"read back: {back.status_code}, or panels are missing")
+    return wrong
+
+
+def open_in_browser(grafana: str, dashboard: dict[str, Any], picture: str | None) -> list[str]:
+    """Opens the dashboard in a window that is tall enough for all panels; what it does not show as it should."""
+    from playwright.sync_api import sync_playwright
+
+    browser_path = os.environ.get("FORERUN_BROWSER") or next(path for path in BROWSERS if Path(path).exists())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
+        page = browser.new_page(viewport={"width": 1600, "height": 40 * rows + 400})  # a row has 38 pixels
+        page.goto(f"{grafana}/d/{dashboard['uid']}?kiosk&from=now-5m&to=now", timeout=OPEN_S * 1000)
+        wrong = wrong_panels(page, dashboard, OPEN_S)
+        if picture:
+            page.screenshot(path=picture)
+        browser.close()
+    return wrong
+
+
+def wrong_panels(page: Any, dashboard: dict[str, Any], limit_s: float) -> list[str]:
+    """Panels that did not appear within the limit, that have an error, or that the browser has no plugin for."""
+    titles = [panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"]
+    end, missing = time.monotonic() + limit_s, titles
+    while missing and time.monotonic() < end:
+        page.wait_for_timeout(250)
+        missing = [title for title in titles if not page.get_by_test_id(f"data-testid Panel header {title}").count()]
+    wrong = [f"no panel: {title}" for title in missing]
+    for title in titles:
+        panel = page.get_by_test_id(f"data-testid Panel header {title}")
+        if panel.get_by_test_id("data-testid Panel status error").count():
+            wrong.append(f"error in: {title}")
+        if panel.get_by_text("Panel plugin not found").count():
+            wrong.append(f"no plugin for: {title}")
+    return wrong
+
+
+def type_errors(packages: Path, dashboard: dict[str, Any]) -> list[str]:
+    """The dashboard against the types of `@grafana/schema`, by the compiler; both in `packages` by `npm install`."""
+    imports = [
+        "import type { Dashboard, Panel, RowPanel, GraphFieldConfig } from '@grafana/schema';",
+        f"import type {{ Options as Stat }} from './{PANELS}/stat/panelcfg/x/types.gen';",
+        f"import type {{ Options as Series }} from './{PANELS}/timeseries/panelcfg/x/types.gen';",
+        "type Texts<T> = T extends string ? `${T}` : T extends (infer U)[] ? Texts<U>[]",
+        "  : T extends object ? { [K in keyof T]: Texts<T[K]> } : T;",
+    ]
+    values = [f"export const p{p['id']}: {TYPES[p['type']]} = {json.dumps(p)};" for p in dashboard["panels"]]
+    rest = {name: value for name, value in dashboard.items() if name != "panels"}
+    values.append(f"export const rest: Texts<Omit<Dashboard, 'panels'>> = {json.dumps(rest)};")
+    source = packages / "dashboard.ts"
+    source.write_text("\n".join([*imports, *values]))
+    options = ["--noEmit", "--strict", "--skipLibCheck", "--moduleResolution", "bundler", "--module", "esnext"]
+    command = ["node", "node_modules/typescript/bin/tsc", *options, source.name]
+    found = subprocess.run(command, cwd=packages, capture_output=True, text=True)
+    return [line[:300] for line in found.stdout.splitlines() if "error" in line]
