@@ -84,6 +84,10 @@ class Metrics:
             "forerun_pages_free": ("Pages that are free", lambda: pool.free),
             "forerun_pages_cached": ("Pages of the prefix tree", lambda: tree.num_pages),
             "forerun_pages_pinned": ("Pages that sessions and prompts pin", lambda: scheduler.pins.distinct_pages),
+            "forerun_pages_pinned_only": (
+                "Pages that only pins hold, and not the prefix tree",
+                lambda: scheduler.pins.private_pages,
+            ),
             "forerun_kv_cache_usage": (
                 "Share of pages that sequences hold",
                 lambda: _pages_held(scheduler) / pool.num_pages,

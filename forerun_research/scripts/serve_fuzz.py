@@ -228,11 +228,11 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
 
 
 def pages_missing(server: ServerSide) -> int:
-    """Pages that neither an answer nor a cache has, once all answers have ended."""
+    """Pages that neither an answer, a cache nor a pin has, once all answers have ended."""
     end, busy = time.monotonic() + 120, ("answers_open", "sequences_running", "sequences_waiting", "pages_pinned")
     while True:
-        missing = int(server.figure("forerun_pages_used") - server.figure("forerun_pages_cached"))
-        figures = {name: int(server.figure(f"forerun_{name}")) for name in busy}
+        used, *held = (server.figure(f"forerun_pages_{name}") for name in ("used", "cached", "pinned_only"))
+        missing, figures = int(used - sum(held)), {name: int(server.figure(f"forerun_{name}")) for name in busy}
         if not missing and not any(figures[name] for name in busy[:3]):
             return 0
         if time.monotonic() > end:

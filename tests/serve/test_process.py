@@ -178,8 +178,8 @@ def test_it_is_ready_in_one_line_and_reads_keys_again(tiny_folder: Callable[[str
         def status(key: str) -> int:
             return httpx.get(f"{made.url}/v1/models", headers={"x-api-key": key}, timeout=30).status_code
 
-        ready = rf"tiny is ready at {made.url}/v1, page {made.url}/, memory [\d.]+ GiB now \(weights .*, K/V up to .* 8,192 tokens\)"
-        assert re.search(ready, "".join(made.lines))
+        memory = r"memory [\d.]+ GiB now \(weights .*, K/V up to .* 8,192 tokens\)"
+        assert re.search(rf"tiny is ready at {made.url}/v1, page {made.url}/, {memory}", "".join(made.lines))
         assert (status("ann"), status("bob")) == (200, 401)
         allow("bob")
         made.handle.send_signal(signal.SIGHUP)
