@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_answers(llm: LLM, served: Running):
     assert grown(before, after, "forerun_answers_total") == 2
     assert grown(before, after, "forerun_completion_tokens_total") == 90
     sources = by_label(before, after, "forerun_prompt_tokens_total")
-    assert set(sources) == {"pool", "host", "disk", "approximate", "computed"}
+    assert set(sources) == {"pool", "host", "disk", "store", "approximate", "computed"}
     for source, tokens in sources.items():
         assert tokens == sum(usage["served"].get(source, 0) for usage in usages), source
     assert sources["pool"] > 0 < sources["computed"]
