@@ -80,6 +80,7 @@ def _sample(ids: np.ndarray) -> np.ndarray:
 
 def _hashed(ids: np.ndarray, order: int) -> np.ndarray:
     """Bins of tokens, or of pairs of neighbours, in the last dimension."""
+    ids = ids.astype(np.int64)
     if order == 1:
         return ids * 2654435761 % 4294967291 % UNIGRAM_BINS
     return (ids[..., :-1] * 2654435761 + ids[..., 1:] * 40503) % 4294967291 % BIGRAM_BINS

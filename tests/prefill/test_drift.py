@@ -26,7 +26,7 @@ def text(seed: int, count: int, length: int, power: float = 1.3) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def reference() -> TextReference:
-    return TextReference.fit(text(1, 200, 512), text(2, 60, 512))
+    return TextReference.fit(text(1, 200, 512).astype(np.int32), text(2, 60, 512).astype(np.int32))
 
 
 def test_other_windows_of_the_same_text_are_like_it(reference: TextReference):
