@@ -46,6 +46,7 @@ def test_a_model_is_opened_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         "draft_model": "small",
         "dtype": "auto",
         "quantization": None,
+        "store": None,
         "device": "auto",
         "threads": 1,
         "kv_cache_tokens": 64,

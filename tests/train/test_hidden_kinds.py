@@ -377,7 +377,7 @@ def test_a_block_that_reads_keys_of_another_form_is_refused(target: Path):
     weights = trained(target, "kv")
     weights.config["transformer_layer_config"] |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
     with pytest.raises(BadDrafter, match="another rope than target has"):
-        LLM(target, draft_model=HiddenDrafterWeights(weights.config, weights.tensors, "x"))
+        HiddenDrafterWeights(weights.config, weights.tensors, "x").check(open_checkpoint(target))
 
 
 # -- the whole run -----------------------------------------------------------------------------------------------------
