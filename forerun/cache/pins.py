@@ -8,7 +8,6 @@ Knows no request and no tokens.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,12 +39,6 @@ class Pins:
     def distinct_pages(self) -> int:
         """Pages held, each once; may be asked while another thread changes them."""
         return len({page for pin in tuple(self._pins.values()) for page in pin.pages})
-
-    @property
-    def private_pages(self) -> int:
-        """Pages that nothing but pins holds, such as an answer's that the tree has on other pages."""
-        held = Counter(page for pin in tuple(self._pins.values()) for page in pin.pages)
-        return sum(int(self._pool.refs[page]) == count for page, count in held.items())
 
     def pages(self, name: str) -> Sequence[int]:
         return self._pins[name].pages if name in self._pins else ()

@@ -84,9 +84,9 @@ class Metrics:
             "forerun_pages_free": ("Pages that are free", lambda: pool.free),
             "forerun_pages_cached": ("Pages of the prefix tree", lambda: tree.num_pages),
             "forerun_pages_pinned": ("Pages that sessions and prompts pin", lambda: scheduler.pins.distinct_pages),
-            "forerun_pages_pinned_only": (
-                "Pages that only pins hold, and not the prefix tree",
-                lambda: scheduler.pins.private_pages,
+            "forerun_page_references_lost": (
+                "References to pages that no cache, pin or sequence has; 0 while nothing runs",
+                lambda: _references_lost(llm),
             ),
             "forerun_kv_cache_usage": (
                 "Share of pages that sequences hold",
@@ -114,6 +114,13 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _references_lost(llm: LLM) -> int:
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    held = engine.tree.num_pages + engine.approximate.num_pages + scheduler.pins.num_pages
+    held += sum(cache.num_pages for cache in tuple(scheduler.text_caches))
+    return int(engine.pool.refs.sum()) - held - sum(len(seq.pages) for seq in tuple(scheduler.running))
 
 
 def _pages_held(scheduler: Scheduler) -> int:

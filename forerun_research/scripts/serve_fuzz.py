@@ -228,11 +228,11 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
 
 
 def pages_missing(server: ServerSide) -> int:
-    """Pages that neither an answer, a cache nor a pin has, once all answers have ended."""
+    """References to pages that neither an answer, a cache nor a pin has, once all answers have ended."""
     end, busy = time.monotonic() + 120, ("answers_open", "sequences_running", "sequences_waiting", "pages_pinned")
     while True:
-        used, *held = (server.figure(f"forerun_pages_{name}") for name in ("used", "cached", "pinned_only"))
-        missing, figures = int(used - sum(held)), {name: int(server.figure(f"forerun_{name}")) for name in busy}
+        missing = int(server.figure("forerun_page_references_lost"))
+        figures = {name: int(server.figure(f"forerun_{name}")) for name in busy}
         if not missing and not any(figures[name] for name in busy[:3]):
             return 0
         if time.monotonic() > end:

@@ -49,16 +49,6 @@ def test_a_pin_holds_until_its_time_is_over_and_use_renews_it():
     assert "a" not in pins
 
 
-def test_private_pages_are_those_that_only_pins_hold():
-    pool, pins, _, pages = make()
-    for name in "ab":
-        pins.open(name, 10.0)
-        pins.hold(name, pages[:3])
-    assert (pins.distinct_pages, pins.private_pages) == (3, 0)
-    pool.release(pages[1:])
-    assert (pins.distinct_pages, pins.private_pages) == (3, 2)
-
-
 def test_the_longest_unused_is_given_up_first_and_turns_last():
     pool, pins, _, pages = make()
     for name, page in zip("abc", pages, strict=False):
