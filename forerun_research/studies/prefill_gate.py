@@ -2,7 +2,7 @@
 
 Each record has the features a gate could use (how much the tail's distributions change under the recomputing that is
 done anyway, errors at check spans, the tail's entropy and loss), the damage of every token of the continuation, and
-what kind of token that is. Fits nothing: `scripts/fit_gate.py` does.
+what kind of token that is. Fits nothing.
 """
 
 from __future__ import annotations
