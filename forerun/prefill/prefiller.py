@@ -27,11 +27,11 @@ from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence
 from forerun.prefill.choosers import CHOOSERS, COMPARED_TOKENS, chooser_for, chooser_problem, tail_rows, warm_up
 from forerun.prefill.cross_scores import CrossScores
 from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.forecast import PrefillForecast
 from forerun.prefill.plan import (
     CheckSpan,
     Costs,
     Policy,
+    PrefillForecast,
     PrefillPlan,
     deepen,
     expected_plan,

@@ -64,7 +64,8 @@ class ServerContext:
             message = f"{fields[0]!r:.120} is not supported here"
             raise ApiError(400, message, "leave it out, or have the server started without --strict", param=fields[0])
         self.metrics.ignored_fields.inc(len(fields))
-        shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", field)[:80] for field in fields[:MAX_NAMED_FIELDS]]
+        # a header value may neither be empty nor end in a space: a field without a name is shown as one, too
+        shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", field)[:80] or "?" for field in fields[:MAX_NAMED_FIELDS]]
         return {IGNORED_HEADER: ", ".join(shown)}
 
     async def check_lengths(self, texts: list[str]) -> None:

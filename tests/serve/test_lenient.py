@@ -37,6 +37,8 @@ def test_unknown_fields_are_named_and_counted(served: Running):
     assert content(served, odd) == plain.json()["choices"][0]["message"]["content"]
     assert served.app.state.context.metrics.ignored_fields._value.get() == before + 12
     assert "forerun_ignored_fields_total" in served.get("/metrics").text
+    nameless = served.post(CHAT, ASKED | {"mood": 1, "": 1})
+    assert nameless.status_code == 200 and nameless.headers["x-forerun-ignored"] == "mood, ?"
     many = served.post(CHAT, ASKED | {f"x{i}": 1 for i in range(500)})
     assert many.headers["x-forerun-ignored"].count(",") == 19
 
