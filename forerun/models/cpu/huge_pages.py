@@ -1,6 +1,6 @@
 """Weights in memory pages of 2 MiB: decoding reads all of them at every step, and small pages made that slower.
 
-A thread of lower priority copies ranges of memory, a piece at a time, into huge pages and moves each copy to the address
+A thread of lower priority copies ranges of memory, a piece at a time, into huge pages and moves each copy to the place
 of its original, where readers find the same bytes before and after. Two cores read 25 GB/s from pages of 4 KiB and 32
 from huge ones (one core 20 and 30); the 1.5B decodes in 35 ms a token instead of 41. Linux only; elsewhere, and where
 memory is short, everything stays as it is. Knows addresses, no model.
