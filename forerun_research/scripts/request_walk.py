@@ -148,6 +148,7 @@ def drafted_walk(llm: LLM) -> RequestWalk:
     (warm,) = llm.generate(rotated(1000), params)
     if warm.usage.prefill is None or warm.usage.prefill.fell_back:
         raise RuntimeError(f"the prompt was not drafted: {warm.usage.prefill}")
+    llm.clear_cache()  # with some time between both, the first would be exact and the second be drafted from its K/V
     streams: list[Any] = []
 
     def first_token() -> None:
