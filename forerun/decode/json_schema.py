@@ -4,7 +4,7 @@ Compiling takes time quadratic in the optional properties of an object, and a pa
 both are refused here, with the number and the limit. An integer without bounds may have digits without end, and models
 that repeat themselves write them: it is bounded to what every JSON reader takes exactly. So is white space between two
 parts, to what compact and indented JSON have. An object has no properties but those that are listed, unless its schema
-names others or composes objects: models go on adding, and llama.cpp and XGrammar read schemas so, too. Knows no parser.
+names others or composes objects: small models go on adding. Knows no parser.
 """
 
 from __future__ import annotations

@@ -164,8 +164,7 @@ def build_decoder(
         device=device,
         basis=builder.basis,
     )
-    if precision.linear is BlockLinear and not (plan is not None and plan.streamed):
-        move_in_background(builder.made_blocks if builder.packed is None else [builder.packed.all_tensors])
+    builder.move_blocks()
     return decoder, precision
 
 
@@ -338,6 +337,11 @@ class LayerBuilder:
         if self.writer is not None:
             self.writer.add(name, blocks.packed, [blocks.format, blocks.rows, blocks.cols])
         return blocks
+
+    def move_blocks(self) -> None:
+        """Into huge pages, once all of them are there; not what is read from its file at every step."""
+        if self.precision.linear is BlockLinear and not (self.plan is not None and self.plan.streamed):
+            move_in_background(self.made_blocks if self.packed is None else [self.packed.all_tensors])
 
     def reading(self, norm: str, *names: str, bias: Tensor | None = None) -> tuple[Norm, Linear]:
         """A matrix that reads the residual stream, and the norm before it."""
