@@ -1,7 +1,7 @@
 """The public face: `LLM` turns prompts and messages into answers.
 
-It opens a model, sizes the KV pool, and translates between text and the engine's tokens. The engine computes answers,
-the driver steps it; none of either is here.
+It translates between text and the engine's tokens. `loading` opens models, the engine computes answers, the driver
+steps it; none of these is here.
 """
 
 from __future__ import annotations
@@ -16,39 +16,25 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import psutil
 import torch
 
+from forerun import inputs
 from forerun.cache.prefix import TreeSummary, summarise_tree
-from forerun.cache.tiers import TierConfig, Tiers
+from forerun.cache.tiers import TierConfig
 from forerun.core import SamplingParams
 from forerun.engine.config import EngineConfig
-from forerun.engine.engine import Engine
+from forerun.engine.intake import check_token_ids
 from forerun.engine.sequence import Event, Request
 from forerun.engine.stats import Stats
 from forerun.errors import BadRequest
-from forerun.inputs import (
-    Asked,
-    Messages,
-    OneOrMore,
-    Prompt,
-    as_conversations,
-    as_params,
-    as_prompts,
-    as_token_ids,
-    check_counts,
-    check_switches,
-    params_for_each,
-    weight_goal,
-    weights_mode,
-)
+from forerun.inputs import Asked, Messages, OneOrMore, Prompt
 from forerun.loading import ModelLoader, OpenedModels
 from forerun.models.build import choose_device
 from forerun.models.cpu.block_linear import pool_stats
 from forerun.models.fetch.store import DEFAULT_MODEL
 from forerun.models.formats.checkpoint import Checkpoint
-from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
+from forerun.models.formats.fingerprint import sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.outputs import Choice, Completion, acomplete, complete
 from forerun.params import SamplingOptions
-from forerun.prefill.open_profile import prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.renamed import LLM_ARGUMENTS, OldLLMNames, accepts_old_arguments
 from forerun.runtime.driver import Driver
@@ -139,22 +125,21 @@ class LLM(OldLLMNames):
         skip_tokenizer_init: bool = False,
         quiet: bool = False,
     ) -> None:
-        where, weights = choose_device(device), weights_mode(dtype, quantization)
+        where, weights = choose_device(device), inputs.weights_mode(dtype, quantization)
         tiers = TierConfig(host_bytes, disk, disk_bytes, store, store_bytes)
         if tiers.any and not enable_prefix_caching:
             hint = "leave one of them out"
             raise BadRequest("tiers keep what the prefix cache holds, and enable_prefix_caching is off", hint)
-        check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
-        check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        check_switches(
-            enable_prefix_caching=enable_prefix_caching, adapt=adapt, skip_tokenizer_init=skip_tokenizer_init
-        )
+        inputs.check_counts(threads=None if threads == "auto" else threads, kv_cache_tokens=kv_cache_tokens)
+        inputs.check_counts(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        inputs.check_switches(enable_prefix_caching=enable_prefix_caching, adapt=adapt)
+        inputs.check_switches(skip_tokenizer_init=skip_tokenizer_init)
         if batch_invariant is not None:
-            check_switches(batch_invariant=batch_invariant)
+            inputs.check_switches(batch_invariant=batch_invariant)
         if where.type == "cpu":
             count, self._threads_chosen = choose_threads(threads)
             torch.set_num_threads(count)
-        goal = weight_goal(memory, quality, weights, where)
+        goal = inputs.weight_goal(memory, quality, weights, where)
         loader = ModelLoader(where, weights, quiet, batch_invariant, goal, skip_tokenizer_init)
         opened = loader.open(model, draft_model, prefill_profile, max_model_len, adapt)
         config = EngineConfig(
@@ -175,28 +160,9 @@ class LLM(OldLLMNames):
         self._generation: dict[str, Any] = getattr(opened.checkpoint, "generation", {})
         drafts = opened.drafting or opened.hidden
         self.draft_name = opened.remote if drafts is None else drafts.source
-        kept = tiers.outlives
-        # of all weights: names the K/V on disk; of some: names the sessions there
-        self.fingerprint = fingerprint(opened.checkpoint, loader.quiet) if kept else ""
-        self.model_id = sampled_fingerprint(opened.checkpoint) if kept else ""
-        identity = f"{self.fingerprint} {self.precision.identity}"
-        if self.precision.name in ("int8", "file", "mixed") and loader.batch_invariant is False:
-            identity += " loose"  # bits depend on the batch: an engine that promises others must not read them
-        self._costs = loader.costs(opened, config.capacity)
-        known = None if self._costs is None else self._costs.load()
-        with loader.stage("costs"):
-            text, draft = None if loader.skip_tokenizer else self.tokenizer, opened.draft or opened.reader
-            keep = (lambda pool: Tiers(pool, tiers, identity)) if tiers.any else None
-            prefiller = prefiller_factory(opened.profile)
-            self.engine = Engine(self.decoder, text, config, draft, known, prefiller, keep, loader.quiet)
-        if self._costs is not None:
-            if known is None:
-                self._costs.store(self.engine.speculator.controller)
-            self._costs.load_learnt(self.engine.speculator.controller)
-        if opened.remote is not None:
-            self.engine.speculator.draft_remotely(opened.remote)
-        self.load_report = loader.finish(costs_read=known is not None)
-        self.driver = Driver(self.engine)
+        self.model_id = sampled_fingerprint(opened.checkpoint) if tiers.outlives else ""  # names sessions on disk
+        self.engine, self._costs = loader.engine(opened, config, tiers)
+        self.load_report, self.driver = loader.report, Driver(self.engine)
         self._sessions: SessionRegistry | None = None
         self._sessions_lock = threading.Lock()
 
@@ -215,7 +181,7 @@ class LLM(OldLLMNames):
         `params`: for all prompts, or one for each. `options`: fields of `SamplingParams` for this call, such as
         `max_tokens=64`. `progress`: show on stderr how many answers are done.
         """
-        return self._complete(as_prompts(prompts), params, progress, options)
+        return self._complete(inputs.as_prompts(prompts), params, progress, options)
 
     def chat(
         self,
@@ -226,13 +192,13 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """Answer each conversation; one `Completion` per conversation, in order. The rest is as in `generate`."""
-        return self._complete(as_conversations(messages), params, progress, options)
+        return self._complete(inputs.as_conversations(messages), params, progress, options)
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> Iterator[Event]:
         """Events of one answer as they come; leaving the loop cancels the request."""
-        return self.driver.stream(self.request(self.encode(prompt), as_params(params, options)))
+        return self.driver.stream(self.request(self.encode(prompt), inputs.as_params(params, options)))
 
     async def agenerate(
         self,
@@ -243,7 +209,7 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """`generate` for asyncio; calls that run at the same time share batches."""
-        return await self._acomplete(as_prompts(prompts), params, progress, options)
+        return await self._acomplete(inputs.as_prompts(prompts), params, progress, options)
 
     async def achat(
         self,
@@ -254,7 +220,7 @@ class LLM(OldLLMNames):
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """`chat` for asyncio; calls that run at the same time share batches."""
-        return await self._acomplete(as_conversations(messages), params, progress, options)
+        return await self._acomplete(inputs.as_conversations(messages), params, progress, options)
 
     def astream(
         self,
@@ -265,7 +231,7 @@ class LLM(OldLLMNames):
         """`stream` for asyncio; the prompt is encoded and checked in a thread. A `Request` was checked by `request`."""
         if isinstance(prompt, Request):
             return self.driver.astream(prompt)
-        asked = as_params(params, options)
+        asked = inputs.as_params(params, options)
         return self.driver.astream(lambda: self.request(self.encode(prompt), asked))
 
     def request(
@@ -273,7 +239,7 @@ class LLM(OldLLMNames):
     ) -> Request:
         """Check a request and pack its prompt, once and in any thread, for `astream`. `session`: the name of the
         session that it is a turn of."""
-        params = as_params(params)
+        params = inputs.as_params(params)
         if isinstance(params.prediction, str):
             params = replace(params, prediction=self.tokenizer.encode(params.prediction))
         return self.driver.request(prompt_ids, params, session)
@@ -286,18 +252,18 @@ class LLM(OldLLMNames):
             return self.tokenizer.encode(prompt, add_special=True)
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
             return self.tokenizer.apply_chat_template(prompt)
-        return as_token_ids(prompt)
+        return inputs.as_token_ids(prompt)
 
     def _complete(
         self, prompts: Asked, params: OneOrMore, progress: bool, options: SamplingOptions
     ) -> list[Completion]:
-        each = params_for_each(params, len(prompts), options)
+        each = inputs.params_for_each(params, len(prompts), options)
         return complete(self.driver, self._requests(prompts, each), progress)
 
     async def _acomplete(
         self, prompts: Asked, params: OneOrMore, progress: bool, options: SamplingOptions
     ) -> list[Completion]:
-        each = params_for_each(params, len(prompts), options)
+        each = inputs.params_for_each(params, len(prompts), options)
         return await acomplete(self.driver, await asyncio.to_thread(self._requests, prompts, each), progress)
 
     def _requests(self, prompts: Asked, params: list[SamplingParams]) -> list[Request]:
@@ -308,8 +274,7 @@ class LLM(OldLLMNames):
 
     def session(self, name: str, ttl: float | None = None, create: bool = True) -> Session:
         """The session of that name: the open one, one that the disk tier kept from an earlier process, or else a new
-        one. Its K/V stays in the pool for `ttl` seconds after each turn. `create`: False: an unknown name is an error.
-        """
+        one. Its K/V stays in the pool for `ttl` seconds after each turn. `create=False`: unknown names are errors."""
         return self.sessions.open(name, ttl, create)
 
     @property
@@ -411,10 +376,7 @@ class LLM(OldLLMNames):
     def prefixes(self, prompt: Prompt | Messages | None = None, most: int = 200) -> TreeSummary:
         """What the prefix tree holds and how often it was read; `prompt`: its path through the tree is marked."""
         ids = [] if prompt is None else self.encode(prompt)
-        unknown = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
-        if unknown is not None:
-            hint = "encode with this model's tokenizer"
-            raise BadRequest(f"token id {unknown} is not in the vocabulary of {self.config.vocab_size}", hint)
+        check_token_ids(ids, self.config.vocab_size)
         with self.driver.exclusive() as engine:
             return summarise_tree(engine.tree, ids, most)
 
@@ -422,11 +384,8 @@ class LLM(OldLLMNames):
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by part: weights, KV pool, and the whole process."""
-        return {
-            "weights": self.decoder.weight_bytes,
-            "kv_pool": self.engine.pool.nbytes,
-            "resident": psutil.Process().memory_info().rss,
-        }
+        resident = psutil.Process().memory_info().rss
+        return {"weights": self.decoder.weight_bytes, "kv_pool": self.engine.pool.nbytes, "resident": resident}
 
     def thread_stats(self) -> dict[str, Any]:
         """CPU threads, why so many, and how often one was too late because another program had its core."""
@@ -441,7 +400,7 @@ class LLM(OldLLMNames):
 
     def prepare(self, params: SamplingParams) -> None:
         """Check parameters and make what they need (a drafter that is timed or searched for), ahead of requests."""
-        self.engine.speculator.check(as_params(params))
+        self.engine.speculator.check(inputs.as_params(params))
         self.driver.prepare(params)
 
     def speculation_stats(self) -> dict[str, Any]:
@@ -453,13 +412,10 @@ class LLM(OldLLMNames):
         how many trials of learning there were, and how many were kept."""
         hidden = self.engine.speculator.ctx.hidden
         if self._adapted is None or hidden is None or hidden.adapter is None:
-            hint = "open the model with adapt=True and a drafter of kind block or heads"
-            raise BadRequest("nothing learns here", hint)
+            raise BadRequest("nothing learns here", "open the model with adapt=True and a block or heads drafter")
         with self.driver.exclusive():
             learnt, stats = hidden.adapter.tensors(), dict(hidden.adapter.stats)
-        kept = {name: value for name, value in self._adapted.tensors.items() if not name.startswith("adapter.")}
-        facts = self._adapted.facts | {"adapted": stats}
-        replace(self._adapted, tensors=kept | learnt, facts=facts).save(Path(path))
+        self._adapted.with_adapter(learnt, stats).save(Path(path))
         return stats
 
     def upgrade(self) -> None:
@@ -481,14 +437,10 @@ class LLM(OldLLMNames):
             self._costs.close(self.engine.speculator.controller)
 
     def __repr__(self) -> str:
-        about: dict[str, Any] = {"dtype": self.precision.name, "device": self.decoder.device.type}
-        if self.draft_name is not None:
-            about["draft_model"] = self.draft_name
-        limits = self.engine.config
-        about |= {"max_model_len": limits.max_model_len, "kv_cache_tokens": limits.kv_cache_tokens}
-        closed = ", closed" if self.driver.closed else ""
-        named = ", ".join(f"{name}={value!r}" for name, value in about.items())
-        return f"LLM({self.model!r}, {named}{closed})"
+        limits, drafts = self.engine.config, "" if self.draft_name is None else f", draft_model={self.draft_name!r}"
+        where = f"dtype={self.precision.name!r}, device={self.decoder.device.type!r}{drafts}"
+        sizes = f"max_model_len={limits.max_model_len}, kv_cache_tokens={limits.kv_cache_tokens}"
+        return f"LLM({self.model!r}, {where}, {sizes}{', closed' if self.driver.closed else ''})"
 
     def __enter__(self) -> LLM:
         return self

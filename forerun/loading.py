@@ -1,6 +1,6 @@
-"""Opens models for `LLM`: checkpoint, tokenizer, decoder, draft model and the costs of forwards; times each stage.
+"""Opens models for `LLM`: checkpoint, tokenizer, decoder, draft model, costs of forwards, engine; times each stage.
 
-Knows what is kept on disk between starts, not what an engine does with any of it.
+Knows what is kept on disk between starts, not what the engine does with any of it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 from forerun import data
+from forerun.cache.tiers import TierConfig, Tiers
 from forerun.core.usage import LoadReport
 from forerun.decode.control.cost_cache import CostCache
 from forerun.decode.draft_context import DraftModel
-from forerun.engine.config import size_kv_cache
+from forerun.engine.config import EngineConfig, size_kv_cache
+from forerun.engine.engine import Engine
 from forerun.errors import BadRequest
 from forerun.models.build import MIN_KEPT_BYTES, build_decoder, checkpoint_bytes
 from forerun.models.cpu.importance import WeightGoal, WeightPlan
@@ -32,7 +34,7 @@ from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
 from forerun.options import check_number
-from forerun.prefill.open_profile import open_profile
+from forerun.prefill.open_profile import open_profile, prefiller_factory
 from forerun.prefill.profile import Profile
 from forerun.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -105,10 +107,6 @@ class ModelLoader:
         start = time.perf_counter()
         yield
         self.report.stages[name] = self.report.stages.get(name, 0.0) + time.perf_counter() - start
-
-    def finish(self, costs_read: bool) -> LoadReport:
-        self.report.total_s, self.report.costs_read = time.perf_counter() - self._start, costs_read
-        return self.report
 
     def open(
         self,
@@ -190,7 +188,31 @@ class ModelLoader:
             warn_streamed(decoder, plan, checkpoint.source)
         return decoder, precision
 
-    def costs(self, opened: OpenedModels, context: int) -> CostCache | None:
+    def engine(self, opened: OpenedModels, config: EngineConfig, tiers: TierConfig) -> tuple[Engine, CostCache | None]:
+        """The engine of what was opened, with the costs that an earlier start measured, and where they are kept. The
+        last stage."""
+        precision = opened.precision
+        # of all weights: names the K/V on disk
+        identity = f"{fingerprint(opened.checkpoint, self.quiet) if tiers.outlives else ''} {precision.identity}"
+        if precision.name in ("int8", "file", "mixed") and self.batch_invariant is False:
+            identity += " loose"  # bits depend on the batch: an engine that promises others must not read them
+        keep = (lambda pool: Tiers(pool, tiers, identity)) if tiers.any else None
+        costs = self._costs(opened, config.capacity)
+        known = None if costs is None else costs.load()
+        with self.stage("costs"):
+            text, draft = None if self.skip_tokenizer else opened.tokenizer, opened.draft or opened.reader
+            prefiller = prefiller_factory(opened.profile)
+            engine = Engine(opened.decoder, text, config, draft, known, prefiller, keep, self.quiet)
+        if costs is not None:
+            if known is None:
+                costs.store(engine.speculator.controller)
+            costs.load_learnt(engine.speculator.controller)
+        if opened.remote is not None:
+            engine.speculator.draft_remotely(opened.remote)
+        self.report.total_s, self.report.costs_read = time.perf_counter() - self._start, known is not None
+        return engine, costs
+
+    def _costs(self, opened: OpenedModels, context: int) -> CostCache | None:
         """Where the costs of these models' forwards and what was accepted are kept; None for tiny models."""
         models, precision, reader = opened.checkpoints, opened.precision, opened.reader
         files = [file for checkpoint in models for file in checkpoint.files]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import struct
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,10 +71,7 @@ class Intake:
         elif params.grammar is not None:
             self.grammars.compile(params.grammar)
         packed = _packed(prompt_ids, vocab)  # fast for long prompts: one by one only to name what is wrong
-        for token in (*(prompt_ids if packed is None else ()), *params.logit_bias, *params.prediction):
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                hint = "encode with this model's tokenizer"
-                raise BadRequest(f"token id {token!r} is not in the vocabulary of {vocab}", hint)
+        check_token_ids((*(prompt_ids if packed is None else ()), *params.logit_bias, *params.prediction), vocab)
         return array("i", prompt_ids) if packed is None else packed
 
     def sequences(self, request: Request) -> list[Sequence]:
@@ -133,6 +131,13 @@ class Intake:
         if self._grammars is None:
             self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size)
         return self._grammars
+
+
+def check_token_ids(ids: Iterable[int], vocab: int) -> None:
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < vocab:
+            hint = "encode with this model's tokenizer"
+            raise BadRequest(f"token id {token!r} is not in the vocabulary of {vocab}", hint)
 
 
 def _packed(ids: list[int], vocab: int) -> array[int] | None:

@@ -119,13 +119,7 @@ def build_decoder(
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention; None allows it on CUDA where batches or prompts are
     large. `plan`: bits of each layer, in place of `weights`."""
-    precision = planned_precision(plan) if plan else choose_precision(weights, device, checkpoint.quantised)
-    if plan is None and precision.linear is BlockLinear and (why := _no_blocks(checkpoint, asked=weights == "file")):
-        log.log(
-            logging.WARNING if weights == "file" else logging.INFO,
-            *("%s is computed in int8, not in its own blocks: %s", checkpoint.source, why),
-        )
-        precision = CPU_PRECISIONS["int8"]
+    precision = planned_precision(plan) if plan else _precision(checkpoint, weights, device)
     key = packed_key(checkpoint, precision, is_draft, quiet, always=plan is not None and plan.streamed > 0)
     if plan is not None and plan.streamed and key is not None:
         write_streamed(checkpoint, precision, plan, key, quiet)
@@ -166,6 +160,16 @@ def build_decoder(
     )
     builder.move_blocks()
     return decoder, precision
+
+
+def _precision(checkpoint: Checkpoint, weights: str, device: torch.device) -> Precision:
+    """As asked for; int8 for a file whose own blocks cannot be computed here."""
+    precision = choose_precision(weights, device, checkpoint.quantised)
+    if precision.linear is not BlockLinear or not (why := _no_blocks(checkpoint, asked=weights == "file")):
+        return precision
+    level = logging.WARNING if weights == "file" else logging.INFO
+    log.log(level, "%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)
+    return CPU_PRECISIONS["int8"]
 
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:

@@ -2,12 +2,11 @@
 
 Work is counted in tokens of the target's own prefill: the source with its maps, every recomputed row, the checks, the
 tail that the engine runs. Runs nothing. The first entries are always recomputed; layer 0 of all is the source's duty.
-Whether that work also saves seconds on this machine is forecast from what earlier prompts took.
+Whether that work also saves seconds on this machine is not known here (`forecast`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,20 +15,8 @@ from forerun.models.config import ModelConfig
 from forerun.options import check_number
 from forerun.prefill.choosers import select
 from forerun.prefill.profile import Profile
-from forerun.prefill.provisional_forecast import DECAY_PER_SKIP, ProvisionalForecast
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
-
-MAX_EXPECTED_RATIO = 0.95  # of exact prefill's seconds: below it time is saved although no forecast is sure
-# seconds against planned work before any was observed. Two cores: 1.24 (SmolLM2 alone) and 1.14 (pair) at 2,048 tokens;
-# one H200: 0.38 of the work took 0.6 of 51 ms and more than all of 17 ms, which is 1.1 times the work and 15 ms
-PRIOR_FACTOR = {"cpu": 1.25, "cuda": 1.1}
-FIXED_S = {"cpu": 0.0, "cuda": 0.015}
-MAX_OCTAVES_APART = 1  # of a timed length, for seconds to be compared with
-MAX_UNTIMED = 2  # drafted prompts of a length before exact prefill is timed to compare with
-MIN_OBSERVATIONS = 3  # of drafted prompts of a length, before they count: one may have run beside another program
-MIN_WEIGHT = 0.3  # of the latest observation
-SLOW = ((1.05, 0.05), (1.2, 0.01))  # a ratio, and the share of prompts that may exceed it
 
 
 @dataclass(frozen=True)
@@ -300,134 +287,3 @@ def share_for(profile: Profile, budget: float | None, quality: float | None) -> 
     assert budget is not None
     affordable = [p.share + (budget - p.cost) for p in points if p.cost <= budget]
     return min(1.0, max(affordable)) if affordable else None
-
-
-# -- in seconds --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Learnt:
-    """A mean of logs, the latest observations counting most."""
-
-    log: float
-    count: int = 0
-
-    def observe(self, value: float) -> None:
-        self.count += 1
-        weight = max(MIN_WEIGHT, 1.0 / (self.count + 1))
-        self.log += weight * (math.log(value) - self.log)
-
-
-@dataclass
-class _Outcomes:
-    """Prompts of one length that asked for drafting, and how many exceeded each ratio of `SLOW`."""
-
-    asked: int = 0
-    slow: list[int] = field(default_factory=lambda: [0] * len(SLOW))
-
-    def record(self, ratio: float, prompts: int = 1) -> None:
-        self.slow = [count + prompts * (ratio > limit) for count, (limit, _) in zip(self.slow, SLOW, strict=True)]
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether one more slow prompt would be too many; the first is free. Half of one on top, as the next is to
-        come."""
-        counts = zip(self.slow, SLOW, strict=True)
-        return any(count and (count + 0.5) / share > self.asked for count, (_, share) in counts)
-
-
-class PrefillForecast(ProvisionalForecast):
-    """Whether drafting a prompt of this length pays on this machine, decided before anything is read.
-
-    Exact prefill's seconds are learnt by length from prompts that ran alone, and so is the factor between the seconds
-    of drafted prompts and the work that was planned for them. A prompt is drafted where that promises less time than
-    exact prefill. What failed checks cost is kept within bounds by counting: of all prompts of a length that asked for
-    drafting at most 5% may have taken more than 1.05 of exact prefill's work, and at most 1% more than 1.2; until
-    enough others were computed exactly, no further one is risked. `device`: cpu or cuda. Lengths are tokens that exact
-    prefill would compute."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self._prior, self._fixed_s = PRIOR_FACTOR[device], FIXED_S[device]
-        self._token_s: dict[int, _Learnt] = {}  # exact prefill, seconds a token, by octave of length
-        self._factors: dict[tuple[str, int], _Learnt] = {}  # by source and octave: seconds over planned work's
-        self._outcomes: dict[tuple[str, int], _Outcomes] = {}
-        super().__init__()
-        self._untimed: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # drafted, with nothing beside them
-
-    # -- before a prompt is read ---------------------------------------------------------------------------------------
-
-    def why_exact(self, source: str, tokens: int, cost: float) -> str:
-        """Why a prompt whose drafting is planned at a share `cost` of exact prefill's work is computed exactly; empty:
-        it is worth drafting. Counts it as one that asked."""
-        key = source, _octave(tokens)
-        outcomes = self._outcomes.setdefault(key, _Outcomes())
-        outcomes.asked += 1
-        ratio, seconds = self.ratio(source, tokens, cost), self.exact_s(tokens)
-        if ratio is None or len(self._untimed.get(key, ())) >= MAX_UNTIMED:
-            return f"exact prefill of {tokens} tokens was not timed on this machine yet"
-        if ratio > MAX_EXPECTED_RATIO:
-            self._decay(key)
-            of = "" if seconds is None else f" of {seconds:.3g} s"
-            return f"drafting {tokens} tokens is expected to take {ratio:.2f}{of} that exact prefill takes here"
-        if outcomes.exhausted:
-            slow = outcomes.slow[0]
-            return f"{slow} of {outcomes.asked} prompts of this length took longer than exact prefill"
-        return ""
-
-    def ratio(self, source: str, tokens: int, cost: float) -> float | None:
-        """Expected seconds as a share of exact prefill's; None: nothing is known that it could follow from."""
-        known = self._factors.get((source, _octave(tokens)))
-        if known is not None and known.count >= MIN_OBSERVATIONS:
-            return cost * math.exp(known.log)
-        seconds = self.exact_s(tokens)
-        if self._fixed_s and seconds is None:
-            return None
-        return cost * self._prior + (self._fixed_s / seconds if seconds else 0.0)
-
-    def exact_s(self, tokens: int, octaves: int = 99) -> float | None:
-        """Seconds of exact prefill, by the nearest length that was timed, if it is no more octaves away."""
-        own = _octave(tokens)
-        nearest = min(self._token_s, key=lambda octave: abs(octave - own), default=own + octaves + 1)
-        return tokens * math.exp(self._token_s[nearest].log) if abs(nearest - own) <= octaves else None
-
-    def _decay(self, key: tuple[str, int]) -> None:
-        if (known := self._factors.get(key)) is not None:
-            known.log += DECAY_PER_SKIP * (math.log(self._prior) - known.log)
-
-    # -- after it ------------------------------------------------------------------------------------------------------
-
-    def observe_exact(self, tokens: int, seconds: float) -> None:
-        """A prompt that ran alone and was computed exactly, until its first token."""
-        rate = max(seconds, 1e-9) / tokens
-        self._token_s.setdefault(_octave(tokens), _Learnt(math.log(rate))).observe(rate)
-        for source, octave in list(self._untimed):
-            if abs(octave - _octave(tokens)) <= MAX_OCTAVES_APART:
-                for drafted in self._untimed.pop((source, octave)):
-                    self.observe_drafted(source, *drafted)
-
-    def observe_drafted(self, source: str, tokens: int, cost: float, seconds: float) -> None:
-        """A prompt that ran alone on drafted K/V, until its first token, at this share of exact prefill's work."""
-        if cost <= 0.0:
-            return  # nothing was computed for it
-        key, exact_s = (source, _octave(tokens)), self.exact_s(tokens, MAX_OCTAVES_APART)
-        if exact_s is None:
-            self._untimed.setdefault(key, []).append((tokens, cost, seconds))
-            return
-        prior = self.ratio(source, tokens, cost) or self._prior * cost
-        learnt = self._factors.setdefault(key, _Learnt(math.log(prior / cost)))
-        learnt.observe(seconds / exact_s / cost)
-        # one clock reading does not count where others contradict it: another program may have run meanwhile
-        if learnt.count >= MIN_OBSERVATIONS and cost * math.exp(learnt.log) > MAX_EXPECTED_RATIO:
-            prompts = MIN_OBSERVATIONS if learnt.count == MIN_OBSERVATIONS else 1
-            self._outcomes.setdefault(key, _Outcomes()).record(seconds / exact_s, prompts)
-
-    def record_fallback(self, source: str, tokens: int, cost: float, lost_s: float) -> None:
-        """A prompt that was begun and computed exactly after all, at this share of exact prefill's work in all; what
-        was begun took so many seconds. Where there is nothing to compare them with they were too many."""
-        exact_s = self.exact_s(tokens)
-        ratio = math.inf if exact_s is None else max(cost, 1.0 + lost_s / exact_s)
-        self._outcomes.setdefault((source, _octave(tokens)), _Outcomes()).record(ratio)
-
-
-def _octave(tokens: int) -> int:
-    return max(1, tokens).bit_length()

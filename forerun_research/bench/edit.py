@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ DEFAULT_SETTINGS = {
     "edit": [(way, drafter) for way in ("rewrite", "replace") for drafter in ("off", FREE, MODEL)] + [("copy", FREE)],
     "release": [("rewrite", FREE), ("rewrite", MODEL), ("replace", FREE), ("replace", MODEL)],
 }
+
+
+def settings_of(ways: Collection[str], with_model: bool) -> dict[str, list[tuple[str, str]]]:
+    """The default settings by category: of these ways, or of all; those with a draft model only where there is one."""
+    return {
+        category: [(way, by) for way, by in pairs if (not ways or way in ways) and (by != MODEL or with_model)]
+        for category, pairs in DEFAULT_SETTINGS.items()
+    }
 
 
 def round_trips(llm: LLM, tasks: Iterable[EditTask]) -> dict[str, int]:

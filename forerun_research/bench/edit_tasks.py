@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,25 @@ class EditTask:
     new: str
     instruction: str
     tests: str = ""  # a program that passes after the right text; empty: there are none
+
+
+def choose_tasks(
+    data: Path | None,
+    releases: Sequence[Path],
+    encode: Callable[[str], list[int]],
+    categories: Collection[str],
+    limit: int,
+) -> list[EditTask]:
+    """The first `limit` tasks of each category, of HumanEvalPack's file and of pairs of releases, short files first."""
+    tasks = humaneval_tasks(data) if data is not None else []
+    pairs = iter(releases)
+    for older, newer in zip(pairs, pairs, strict=True):
+        tasks += release_tasks(older, newer, lambda text: len(encode(text)))
+    tasks.sort(key=lambda task: len(task.old) if task.category == "release" else 0)
+    chosen = [task for name in categories for task in [t for t in tasks if t.category == name][:limit]]
+    if not chosen:
+        raise BadRequest("there are no tasks", "give --data or two times --release")
+    return chosen
 
 
 def humaneval_tasks(path: Path) -> list[EditTask]:

@@ -45,7 +45,7 @@ def edit(
     from forerun import LLM
     from forerun_research.bench import common
     from forerun_research.bench import edit as bench
-    from forerun_research.bench.edit_tasks import CATEGORIES, EditTask, humaneval_tasks, release_tasks
+    from forerun_research.bench.edit_tasks import CATEGORIES, choose_tasks
 
     if part not in PARTS or any(name not in CATEGORIES for name in category or []) or len(releases or []) % 2:
         raise BadRequest(f"--part {part}, --category {category}, --release {releases}", "see forerun bench edit --help")
@@ -53,33 +53,15 @@ def edit(
         if part == "copy":
             print_json({"model": model, "context": context, "copies": bench.copy_times(llm, context)})
             return
-        tasks = humaneval_tasks(data) if data is not None else []
-        pairs = iter(releases or [])
-        for older, newer in zip(pairs, pairs, strict=True):
-            tasks += release_tasks(older, newer, lambda text: len(llm.tokenizer.encode(text)))
-        tasks.sort(
-            key=lambda task: (CATEGORIES.index(task.category), len(task.old) if task.category == "release" else 0)
-        )
-        chosen: list[EditTask] = []
-        for name in category or CATEGORIES:
-            chosen += [task for task in tasks if task.category == name][:limit]
-        if not chosen:
-            raise BadRequest("there are no tasks", "give --data or two times --release")
+        tasks = choose_tasks(data, releases or [], llm.tokenizer.encode, category or CATEGORIES, limit)
         if part == "oracle":
-            print_json({"model": model, **bench.round_trips(llm, chosen)})
+            print_json({"model": model, **bench.round_trips(llm, tasks)})
             return
-        settings = {
-            name: [
-                (each, drafter)
-                for each, drafter in pairs_of
-                if (not way or each in way) and (drafter != bench.MODEL or draft_model is not None)
-            ]
-            for name, pairs_of in bench.DEFAULT_SETTINGS.items()
-        }
-        records = bench.run(llm, chosen, settings, out, seconds)
+        settings = bench.settings_of(way or [], draft_model is not None)
+        records = bench.run(llm, tasks, settings, out, seconds)
     if measure_only:
         return
-    bench.judge(records, chosen)
+    bench.judge(records, tasks)
     rows = bench.summarise(records)
     common.report({"model": model, "draft_model": draft_model, "rows": rows}, bench.table(rows), as_json)
 

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.commands import options as opt
 from forerun.errors import BadRequest
 
+if TYPE_CHECKING:
+    from forerun_research.bench.load_trace import TraceRequest
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="An endpoint such as http://127.0.0.1:8000/v1; default: the library."),
+]
+Keys = Annotated[list[str] | None, typer.Option("--key", help="NAME=KEY of a name in the trace; may be repeated.")]
+TraceName = Annotated[
+    str | None, typer.Option("--trace", help="Replay instead: users, documents, chats, or a file of JSON lines.")
+]
+Rate = Annotated[
+    float | None, typer.Option("--rate", min=0.001, help="Instead: users who arrive at random, so many a second.")
+]
+Replicas = Annotated[
+    str | None,
+    typer.Option("--simulate", help="Instead: the trace on so many replicas, such as 1,2,8, by measured costs."),
+]
+Cores = Annotated[
+    float | None, typer.Option("--cores", min=0.1, help="Of all simulated replicas; default: --threads of each.")
+]
+Speculation = Annotated[
+    str, typer.Option("--speculation", help="Of the library or our server: auto, off or a drafter.")
+]
+RandomShape = Annotated[
+    str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
+]
+
 
 def load(
     model: opt.Model = opt.DEFAULT_MODEL,
-    url: Annotated[
-        str | None,
-        typer.Option("--url", help="An endpoint such as http://127.0.0.1:8000/v1; default: the library."),
-    ] = None,
+    url: Url = None,
     api_key: Annotated[str, typer.Option("--api-key", help="For the endpoint.")] = "none",
-    api_keys: Annotated[
-        list[str] | None, typer.Option("--key", help="NAME=KEY of a name in the trace; may be repeated.")
-    ] = None,
+    api_keys: Keys = None,
     chats: Annotated[int, typer.Option("--chats", min=1, help="Short chats that stream.")] = 4,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each chat's answer.")] = 512,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Long prompts that arrive beside them.")] = 1,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=64, help="Tokens of each.")] = 6000,
     later: Annotated[int, typer.Option("--later", min=0, help="Short questions after them.")] = 4,
-    trace: Annotated[
-        str | None, typer.Option("--trace", help="Replay instead: users, documents, chats, or a file of JSON lines.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option("--rate", min=0.001, help="Instead: users who arrive at random, so many a second.")
-    ] = None,
+    trace: TraceName = None,
+    rate: Rate = None,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Of arrivals, with --rate.")] = 60.0,
     documents: Annotated[int, typer.Option("--documents", min=0, help="Documents they ask about.")] = 4,
     document_tokens: Annotated[int, typer.Option("--document-tokens", min=1, help="Of each.")] = 2000,
@@ -40,23 +59,14 @@ def load(
     seed: Annotated[int, typer.Option("--seed", help="Of the arrivals.")] = 1,
     save_trace: Annotated[Path | None, typer.Option("--save-trace", help="Write the trace here, too.")] = None,
     price: Annotated[float, typer.Option("--price", min=0.0, help="Of the machine, per hour.")] = 0.0,
-    simulate: Annotated[
-        str | None,
-        typer.Option("--simulate", help="Instead: the trace on so many replicas, such as 1,2,8, by measured costs."),
-    ] = None,
-    cores: Annotated[
-        float | None, typer.Option("--cores", min=0.1, help="Of all simulated replicas; default: --threads of each.")
-    ] = None,
-    speculation: Annotated[
-        str, typer.Option("--speculation", help="Of the library or our server: auto, off or a drafter.")
-    ] = "auto",
+    simulate: Replicas = None,
+    cores: Cores = None,
+    speculation: Speculation = "auto",
     weights: opt.Dtype = "auto",
     device: opt.Device = "auto",
     threads: opt.Threads = None,
     kv_cache_tokens: Annotated[int | None, typer.Option("--kv-cache-tokens", min=1, help="Of the library.")] = None,
-    random_shape: Annotated[
-        str | None, typer.Option("--random-shape", help="1.5b or 8b: random weights of that shape, for timing only.")
-    ] = None,
+    random_shape: RandomShape = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON line.")] = False,
 ) -> None:
     """What readers of short chats feel beside long prompts, or in any trace: first token and gaps, p50 to p99.
@@ -74,16 +84,8 @@ def load(
     from forerun_research.bench import common, load_trace
     from forerun_research.bench import load as bench
 
-    if trace is not None and rate is not None:
-        raise BadRequest("--trace and --rate both say what arrives", "leave one out")
-    if trace is not None:
-        traces = {Path(trace).stem: load_trace.named_trace(trace)}
-    elif rate is not None:
-        made = load_trace.poisson(rate, seconds, documents, document_tokens, tokens, turns, think, seed)
-        traces = {"poisson": made}
-    else:
-        beside = load_trace.chats_beside_prompts(chats, tokens, prompts, prompt_tokens, later)
-        traces = {"alone": bench.without_long(beside), "beside": beside}
+    users = (seconds, documents, document_tokens, tokens, turns, think, seed)
+    traces = _traces(trace, rate, users, (chats, tokens, prompts, prompt_tokens, later))
     if save_trace is not None:
         load_trace.write_trace(save_trace, list(traces.values())[-1])
     keys = tuple(_pair(text) for text in api_keys or ())
@@ -95,6 +97,22 @@ def load(
     counts = _counts(simulate)
     result = bench.run(setup, traces) if not counts else bench.run_simulation(setup, traces, counts, cores)
     common.report(result, bench.table(result), as_json)
+
+
+def _traces(
+    name: str | None, rate: float | None, users: tuple[Any, ...], beside: tuple[int, ...]
+) -> dict[str, list[TraceRequest]]:
+    """What arrives: a named trace, users at random, or chats with and without long prompts beside them."""
+    from forerun_research.bench import load, load_trace
+
+    if name is not None and rate is not None:
+        raise BadRequest("--trace and --rate both say what arrives", "leave one out")
+    if name is not None:
+        return {Path(name).stem: load_trace.named_trace(name)}
+    if rate is not None:
+        return {"poisson": load_trace.poisson(rate, *users)}
+    mixed = load_trace.chats_beside_prompts(*beside)
+    return {"alone": load.without_long(mixed), "beside": mixed}
 
 
 def _counts(text: str | None) -> list[int]:

@@ -23,9 +23,8 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadProfile, BadRequest, OutOfPages
 from forerun.models.decoder import Watch
 from forerun.models.execution.runner import Span
-from forerun.prefill.plan import PrefillForecast
+from forerun.prefill.forecast import MAX_SHOWN, PrefillForecast
 from forerun.prefill.prefiller import Prefiller
-from forerun.prefill.provisional_forecast import MAX_SHOWN
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun_research.studies.study import Setting

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from forerun.prefill.plan import MIN_OBSERVATIONS, PrefillForecast
+from forerun.prefill.forecast import MIN_OBSERVATIONS, PrefillForecast
 
 LENGTHS = [64, 512, 2048, 8192, 32768]
 REQUESTS = 600

@@ -18,7 +18,7 @@ from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.checks import Checker
 from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import Costs
-from forerun.prefill.prefiller import Recomputer
+from forerun.prefill.recompute import Recomputer
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.engine.common import Answer, finish, leaked
 from tests.engine.test_speculative_prefill import prompt

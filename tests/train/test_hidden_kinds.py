@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun import LLM, BadDrafter, BadRequest, Grammar, SamplingParams, Speculation
+from forerun import LLM, BadDrafter, Grammar, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import EXTRA_KV_SLOTS, ROOT
 from forerun.decode.drafters.base import DraftRequest
@@ -30,71 +30,25 @@ from forerun.models.hidden_draft import BlockModel, HeadsModel, build_hidden_dra
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train import run
 from forerun.train.block import BlockNetwork, default_depths
-from forerun.train.heads import HeadsNetwork
 from forerun.train.layout import draw_blocks
 from forerun.train.loss import Outcome, teach
-from forerun.train.run import HiddenRun, TrainJob, train_drafter
-from forerun.train.trainer import Trainer, TrainSettings
+from forerun.train.run import TrainJob, train_drafter
+from forerun.train.trainer import Trainer
 from tests import tiny
-
-CPU, TOKENS, WINDOW, MASK = torch.device("cpu"), 4, 16, 1
-SMALL: dict[str, Any] = {"tokens": TOKENS, "rank": 4, "vocab": 300, "minutes": 0.02, "window": 32, "long_window": 64}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "block": {},
-    "heads": {},
-    "norms": {"state_norms": True},
-    "kv": {"reuse": "kv"},
-    "both": {"reuse": "both", "state_norms": True},
-    "low-rank": {"head_rank": 32},
-}
-SETTINGS = {
-    name: TrainSettings(
-        kind=name if name == "heads" else "block",
-        **{"attention_window": WINDOW, "batch_tokens": 128, "rate": 1e-2, "layers": 2, **SMALL, **options},
-    )
-    for name, options in VARIANTS.items()
-}
-OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 4096, "max_model_len": 256, "quiet": True}
-PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("kinds") / "target", "llama", vocab_size=520)
-
-
-def teacher(target: Path) -> DenseModel:
-    return DenseModel.from_checkpoint(open_checkpoint(target), CPU, torch.float32, quiet=True)
-
-
-def make(kind: str, dense: DenseModel, ids: Tensor) -> BlockNetwork | HeadsNetwork:
-    return (
-        HeadsNetwork(dense, ids, SETTINGS[kind]) if kind == "heads" else BlockNetwork(dense, ids, SETTINGS[kind], MASK)
-    )
-
-
-def network(kind: str, dense: DenseModel) -> BlockNetwork | HeadsNetwork:
-    """As if it had been trained: every parameter is random."""
-    ids = torch.randperm(520, generator=torch.Generator().manual_seed(3))[:300].sort().values
-    made = make(kind, dense, ids)
-    generator = torch.Generator().manual_seed(4)
-    for value in made.parameters():
-        value.data += 0.1 * torch.randn(value.shape, generator=generator)
-    return made
-
-
-def trained(target: Path, kind: str) -> HiddenDrafterWeights:
-    made = HiddenRun(TrainJob(str(target), None, Path(f"{kind}.safetensors"), answers=1), SETTINGS[kind])
-    made.covered = 1.0
-    return made.made(network(kind, teacher(target)), {})
-
-
-@pytest.fixture(scope="module", params=["block", "heads"])
-def saved(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("files") / f"{request.param}.safetensors"
-    trained(target, request.param).save(path)
-    return path
-
+from tests.train.kinds import (
+    CPU,
+    MASK,
+    OPTIONS,
+    PROMPTS,
+    SETTINGS,
+    TOKENS,
+    VARIANTS,
+    WINDOW,
+    make,
+    network,
+    teacher,
+    trained,
+)
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
@@ -401,56 +355,3 @@ def test_a_run_makes_a_drafter_with_figures(
     assert len({row["context"] for row in made.facts["figures"]}) == 2 and "worth using here" in made.facts["worth"]
     assert made.facts["steps"] > 0 and made.facts["covered"] > 0.9 and made.names == {"target": "target"}
     assert "answers: 4 of 4" in capsys.readouterr().err
-
-
-# -- adapting while serving --------------------------------------------------------------------------------------------
-
-
-def test_a_drafter_adapts_when_idle_and_no_answer_changes(
-    target: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("forerun.models.online_adapter.MIN_NEW_PASSES", 16)
-    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
-    plain = LLM(target, **OPTIONS).generate(PROMPTS, speculation="off", **options)
-    llm = LLM(target, draft_model=saved, adapt=True, **OPTIONS)
-    hidden = llm.engine.speculator.ctx.hidden
-    assert hidden is not None and hidden.adapter is not None
-    rates = []
-    for _ in range(5):
-        with all_drafts_verified(llm.engine):
-            answers = llm.generate(PROMPTS, speculation=Speculation(saved.stem, nodes=8), **options)
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-        rates.append(sum(answer.usage.accepted for answer in answers) / sum(answer.usage.steps for answer in answers))
-        llm.upgrade()  # what would happen while no request runs
-        assert not hidden.adapter.due
-    assert hidden.adapter.stats["kept"] >= 1 and rates[-1] > rates[0] + 0.1
-    stats = llm.save_drafter(tmp_path / "adapted.safetensors")
-    again = LLM(target, draft_model=tmp_path / "adapted.safetensors", **OPTIONS)
-    with all_drafts_verified(again.engine):
-        answers = again.generate(PROMPTS, speculation=Speculation(saved.stem, nodes=8), **options)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    rate = sum(answer.usage.accepted for answer in answers) / sum(answer.usage.steps for answer in answers)
-    assert stats["kept"] >= 1 and rate == pytest.approx(rates[-1], abs=0.25)
-    assert again.engine.speculator.ctx.hidden.adapter.learning is False
-
-
-def test_a_seeded_answer_by_proposals_does_not_depend_on_what_was_learnt(target: Path, saved: Path):
-    """At a fixed depth: otherwise measured times decide how many tokens are proposed."""
-    rule = Speculation(saved.stem, nodes=6, depth=3, verify="rejection")
-    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 4, "speculation": rule}
-    llm = LLM(target, draft_model=saved, adapt=True, **OPTIONS)
-    hidden = llm.engine.speculator.ctx.hidden
-    assert hidden is not None and hidden.adapter is not None
-    with all_drafts_verified(llm.engine):
-        before = llm.generate([PROMPTS[1]], **options)[0]
-        assert before.usage.drafters[saved.stem].drafted > 12
-        hidden.adapter.state.bias.normal_(0.0, 3.0)
-        hidden.adapter.active = True
-        assert llm.generate([PROMPTS[1]], **options)[0].token_ids == before.token_ids
-
-
-def test_adapting_needs_a_drafter_that_can(target: Path):
-    with pytest.raises(BadRequest, match="adapt is for a drafter on the target's hidden states"):
-        LLM(target, adapt=True)
-    with pytest.raises(BadRequest, match="nothing learns here"):
-        LLM(target, **OPTIONS).save_drafter("x.safetensors")

@@ -100,6 +100,18 @@ class DrafterRecord:
         hits += PRIOR_OBSERVATIONS * raw
         return hits * factor / (tries + PRIOR_OBSERVATIONS - hits + hits * factor)
 
+    def raw_path_probs(self, min_path_probs: list[float], factor: float) -> list[float]:
+        """By depth: the least probability of a path by the drafter itself whose acceptance is as large as these, where
+        all of its tokens are equally probable."""
+        levels = [percent / 100.0 for percent in range(0, 101, 4)]
+        first, later = ([self.prob(raw, top, factor) for raw in levels] for top in (True, False))
+        found = []
+        for depth, least in enumerate(min_path_probs, 1):
+            paths = [a * b ** (depth - 1) for a, b in zip(first, later, strict=True)]
+            raw = next((raw for raw, path in zip(levels, paths, strict=True) if path >= least), 2.0)
+            found.append(raw**depth if raw <= 1.0 else raw)
+        return found
+
     def by_depth(self, kind: str, own: RequestRecord, deepest: int, doubt: float, block: bool = False) -> list[float]:
         """Acceptance at depths 1 to `deepest` in a request, each given the one before, less `doubt` standard errors.
 

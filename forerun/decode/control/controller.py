@@ -45,9 +45,7 @@ FIRST_TOKENS_KNOWN = 4
 # just then, which is rare in the first case.
 MAX_START_SHARE_OF_KIND, MAX_START_SHARE_SO_FAR, START_DEVIATIONS = 0.15, 0.1, 1.5
 PAID_PAUSE_TOKENS = 8  # before a paid drafter that does not pay is planned for again: planning takes host time too
-MAX_SLOWDOWN_SHARE = (
-    0.025  # of its whole plain time that a sequence may lose to its batch: 5% with what is not foreseen
-)
+MAX_SLOWDOWN_SHARE = 0.025  # of its plain time that a sequence may lose to its batch: 5% with what is not foreseen
 ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
 RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
 READ_PRIOR_S = 0.5e-6  # and for a token of its prompt, which its first run reads
@@ -375,14 +373,8 @@ class Controller:
         is lost if acceptance is at its lower bound (`ahead`); and that loss."""
         if hoped.rounds:
             i = min(hoped.rounds, key=start_s.__getitem__)
-            size, n, block = plan.size, plan.sequences, plan.rounds.tokens_per_round
-            rounds = 1 if block == 1 else hoped.rounds[i]
-            path, tokens = 1.0, plan.tokens
-            for prob in ahead[i][:rounds]:
-                path *= prob
-                tokens += path
-            step_s = plan.target.seconds(size + rounds, n, plan.context) + plan.round_s(1) + plan.host_s
-            lost_s = start_s[i] + max(0.0, step_s - tokens / plan.rate)
+            rounds = 1 if plan.rounds.tokens_per_round == 1 else hoped.rounds[i]
+            lost_s = start_s[i] + plan.loss_s(ahead[i][:rounds])
             if all(self._may_explore(s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE) for s in stats):
                 return Depths({i: rounds}, hoped.rate, 1.0, {}), lost_s
         return Depths({}, plan.rate, 1.0, {}), 0.0
@@ -393,18 +385,9 @@ class Controller:
         return StoppingRule(record, own, plan.min_path_probs[i], plan.rounds[i])
 
     def raw_path_probs(self, stats: RequestStats, plan: PaidPlan, i: int) -> list[float]:
-        """The same as numbers in the drafter's own probabilities, for `DraftRequest.min_path_probs`. All tokens of a
-        path are taken to be equally probable."""
+        """The same as numbers in the drafter's own probabilities, for `DraftRequest.min_path_probs`."""
         record, factor = self.acceptance.records[plan.drafter], stats.own[plan.drafter].factor
-        levels = [percent / 100.0 for percent in range(0, 101, 4)]
-        later = [record.prob(raw, False, factor) for raw in levels]
-        found = []
-        for depth, least in enumerate(plan.min_path_probs[i][: plan.rounds[i]], 1):
-            first = (record.prob(raw, True, factor) for raw in levels)
-            paths = [a * b ** (depth - 1) for a, b in zip(first, later, strict=True)]
-            raw = next((raw for raw, path in zip(levels, paths, strict=True) if path >= least), 2.0)
-            found.append(raw**depth if raw <= 1.0 else raw)
-        return found
+        return record.raw_path_probs(plan.min_path_probs[i][: plan.rounds[i]], factor)
 
     def record_plan(self, plan: PaidPlan) -> None:
         """This is what the step does."""

@@ -40,6 +40,16 @@ class DepthPlan:
         rows = active if block == 1 else active * (block + UNREAD_TOKENS)
         return self.rounds.seconds(rows, active, self.context) if active else 0.0
 
+    def loss_s(self, probs: list[float]) -> float:
+        """What a step loses in which the drafter runs for one sequence alone, one row for each of these probabilities
+        of acceptance by depth."""
+        path, tokens = 1.0, self.tokens
+        for prob in probs:
+            path *= prob
+            tokens += path
+        forward_s = self.target.seconds(self.size + len(probs), self.sequences, self.context)
+        return max(0.0, forward_s + self.round_s(1) + self.host_s - tokens / self.rate)
+
     def best(
         self,
         ahead: list[list[float]],
@@ -55,9 +65,7 @@ class DepthPlan:
         rows = list(range(self.sequences))
         while rows:
             found = self._best_of(rows, ahead, reach, limits)
-            share = self.sequences / max(
-                1, len(found.rounds)
-            )  # of what the batch saves, a sequence that is drafted for
+            share = self.sequences / max(1, len(found.rounds))  # of what the batch saves, for each drafted sequence
             paying = []
             for i in found.rounds:
                 rate = max(self.rate, recent[i] * self.sequences) if start_s[i] else self.rate

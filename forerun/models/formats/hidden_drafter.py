@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,11 @@ class HiddenDrafterWeights:
         return shapes
 
     # -- files ---------------------------------------------------------------------------------------------------------
+
+    def with_adapter(self, learnt: dict[str, Tensor], stats: dict[str, int]) -> HiddenDrafterWeights:
+        """The same with what was learnt while serving, in place of what an earlier process had learnt."""
+        kept = {name: value for name, value in self.tensors.items() if not name.startswith("adapter.")}
+        return replace(self, tensors=kept | learnt, facts=self.facts | {"adapted": stats})
 
     def save(self, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
