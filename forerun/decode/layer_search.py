@@ -47,12 +47,12 @@ class BlockSelection:
     agreement: float
 
 
-def find_blocks(runner: Runner, tokenizer: Tokenizer, max_context: int, quiet: bool = False) -> BlockSelection:
+def find_blocks(runner: Runner, tokenizer: Tokenizer, max_context: int) -> BlockSelection:
     """The stored result for this very model, or that of a new search."""
     path = home() / "layers" / f"{_checksum(runner.decoder)}.json"
     found = _read(path, 2 * runner.decoder.config.num_layers)
     if found is None:
-        found = search(GreedyReplay(runner, tokenizer, max_context), runner.decoder, quiet)
+        found = search(GreedyReplay(runner, tokenizer, max_context), runner.decoder)
         _write(path, found)
     return found
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.core import KV, TokenBatch
 from forerun.core.batch import additive_mask
 from forerun.models.config import ModelConfig
-from forerun.models.execution.kv_rows import KeyRuns, KVCopies, link_copies
+from forerun.models.execution.kv_copies import KeyRuns, KVCopies, link_copies
 from forerun.models.execution.shared_prefix import PrefixGroup, plan_groups, prefix_order
 from forerun.models.linear import Norm, rms_norm
 from forerun.models.rope import RopeTable, rotate

@@ -3,7 +3,8 @@
 `forward(batch, kv)` runs any tokens of any sequences. It knows no request, no page owner and no scheduler: what a token
 sees and where its K/V goes is in the batch, how attention is done is the backend's, how products are done the linears'.
 `embed`, `run_layers` and `logits` are the three parts of a forward, for callers that run some layers only; `run_blocks`
-is for those that skip some: block 2 i is the attention of layer i, block 2 i + 1 its MLP.
+is for those that skip some: block 2 i is the attention of layer i, block 2 i + 1 its MLP. `AllLayersKV` writes and
+reads rows of its K/V that no forward computed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from forerun.core import KV, TokenBatch
 from forerun.models.attention import AttentionBackend
 from forerun.models.config import ModelConfig
 from forerun.models.linear import Linear, Norm, Rotation, rms_norm
+from forerun.models.rope import rotate
 
 MIN_FLOAT8_ROWS = 1024  # fewer gain little by float8
 
@@ -178,3 +180,88 @@ class Decoder:
     def weight_bytes(self) -> int:
         linears = [self.head] + [m for w in self.layers for m in (w.qkv, w.o, w.gate_up, w.down)]
         return sum(linear.nbytes for linear in linears)
+
+
+class RowPicker:
+    """The same rows of many tensors that are shown one after the other."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._picked: list[Tensor] = []  # [some tensors, rows, ...] each
+
+    def add(self, x: Tensor) -> None:
+        """x [T, ...]: all are of one shape and dtype, and none is written to after it was shown."""
+        self._picked.append(x.index_select(0, self._rows)[None])
+
+    def flush(self) -> None:
+        """Let go of whatever was shown."""
+
+    def picked(self) -> Tensor:
+        """[tensors, rows, ...], once all were shown."""
+        self.flush()
+        return torch.cat(self._picked)
+
+
+class PickedRows(RowPicker):
+    """Rows picked already, [tensors, rows, ...]: copied, since their memory may be used again."""
+
+    def __init__(self, picked: Tensor) -> None:
+        self._picked = [picked.clone()]
+
+
+@dataclass(frozen=True)
+class RecomputePass:
+    """What some rows of a pass met on their way, in all layers but the last, and what follows its last row."""
+
+    x: Tensor  # [layers - 1, rows, hidden] inputs
+    q: Tensor  # [layers - 1, rows, Hq, D] rotated queries
+    logits: Tensor  # [1, V] float32
+
+
+class AllLayersKV:
+    """All layers' caches of one decoder: rows that are written or read at once. One contract and two ways: torch, layer
+    by layer (here), and on CUDA in bf16 one launch for all layers, because there the host's time for each launch is
+    what costs."""
+
+    def __init__(self, decoder: Decoder, kv: KV) -> None:
+        self._kv, self._config, self._ropes = kv, decoder.config, decoder.attention.ropes
+
+    def prepare(self) -> None:
+        """Compile what a device compiles at its first use, for mapped K/V and rows of the decoder's own dtype."""
+
+    def write(self, mapped: Tensor, first: int, slots: Tensor, runs: list[range]) -> None:
+        """K, not rotated yet, and V [T, layers, 2, Hkv, D] of entries first, first + 1, ... to slots [T].
+
+        `runs` are the layers, from the first to the last one: in runs of equal angles, rotated in one go.
+        """
+        positions = torch.arange(first, first + len(mapped), device=mapped.device)
+        angles = {rope: [a[:, None] for a in table.at(positions)] for rope, table in self._ropes.items()}
+        base = runs[0].start
+        for layers in runs:
+            own = slice(layers.start - base, layers.stop - base)
+            k = rotate(mapped[:, own, 0], *angles[self._config.layer_ropes[layers.start]])  # [T, some layers, Hkv, D]
+            for j, i in enumerate(layers):
+                keys, values = self._kv[i]
+                keys.index_copy_(0, slots, k[:, j].to(keys.dtype))
+                values.index_copy_(0, slots, mapped[:, own.start + j, 1].to(values.dtype))
+
+    def read(self, base: int, slots: Tensor) -> Tensor:
+        """K, rotated, and V of the layers from `base` on at slots [N]: [2, layers, N, Hkv, D]."""
+        like = self._kv[base][0]
+        out = like.new_empty(2, len(self._kv) - base, len(slots), *like.shape[1:])
+        for i, layer in enumerate(self._kv[base:]):
+            for j, cache in enumerate(layer):
+                torch.index_select(cache, 0, slots, out=out[j, i])
+        return out
+
+    def row_picker(self, rows: Tensor) -> RowPicker:
+        """For tensors [T, ...] of which rows [N] are wanted."""
+        return RowPicker(rows)
+
+
+def make_all_layers_kv(decoder: Decoder, kv: KV) -> AllLayersKV:
+    if decoder.device.type == "cuda" and decoder.dtype == torch.bfloat16:
+        from forerun.models.cuda.all_layers_kv import CudaAllLayersKV
+
+        return CudaAllLayersKV(decoder, kv)
+    return AllLayersKV(decoder, kv)

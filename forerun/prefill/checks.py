@@ -30,14 +30,26 @@ from forerun.cache.pool import slots_of
 from forerun.core import PrefillReport
 from forerun.core.batch import send
 from forerun.errors import BadProfile
-from forerun.models.decoder import Watch
-from forerun.models.execution.kv_rows import PickedRows, RecomputePass, RowPicker
+from forerun.models.decoder import PickedRows, RecomputePass, RowPicker, Watch
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import rms_norm
-from forerun.prefill.plan import CheckSpan
 
 SIGNALS = ("key", "value", "attention", "hidden")
 COSINES = ("attention", "hidden")  # larger is better
+
+
+@dataclass(frozen=True)
+class CheckSpan:
+    """Entries first .. first + count, where drafted and recomputed K/V are compared; they stand for lo .. hi."""
+
+    first: int
+    count: int
+    lo: int
+    hi: int
+
+    @property
+    def entries(self) -> np.ndarray:
+        return np.arange(self.first, self.first + self.count)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from forerun.core.batch import send
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import Runner, Span
 from forerun.params import PREFILL_CHOOSERS
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillState
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from forerun.models.execution.float8_mlp import float8_projection
 from forerun.models.execution.runner import Runner
 from forerun.models.linear import Linear, Precision, Rotation
 from forerun.prefill.choosers import TailAttention
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillState
 
 EPS = 1e-6

@@ -13,6 +13,7 @@ import numpy as np
 
 from forerun.models.config import ModelConfig
 from forerun.options import check_number
+from forerun.prefill.checks import CheckSpan
 from forerun.prefill.choosers import select
 from forerun.prefill.profile import Profile
 from forerun.prefill.sources import KVSource
@@ -39,20 +40,6 @@ class Policy:
         for name in ("tail", "span", "first_check_tokens", "chunk"):
             check_number(f"policy: {name}", getattr(self, name), 1, whole=True)
         check_number("policy: failing", self.failing, 0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class CheckSpan:
-    """Entries first .. first + count, where drafted and recomputed K/V are compared; they stand for lo .. hi."""
-
-    first: int
-    count: int
-    lo: int
-    hi: int
-
-    @property
-    def entries(self) -> np.ndarray:
-        return np.arange(self.first, self.first + self.count)
 
 
 @dataclass

@@ -24,7 +24,6 @@ from forerun.prefill import sources
 from forerun.prefill.checks import Checker, Scores, check_thresholds, divergence, wipe
 from forerun.prefill.choosers import CHOOSERS, COMPARED_TOKENS, chooser_for, chooser_problem, tail_rows, warm_up
 from forerun.prefill.cross_scores import CrossScores
-from forerun.prefill.depth import RaggedDepthPass
 from forerun.prefill.forecast import PrefillForecast
 from forerun.prefill.plan import (
     CheckSpan,
@@ -41,7 +40,7 @@ from forerun.prefill.plan import (
     too_short,
 )
 from forerun.prefill.profile import Profile, chunk_profile
-from forerun.prefill.recompute import Recomputer
+from forerun.prefill.recompute import RaggedDepthPass, Recomputer
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillStage, PrefillState
 

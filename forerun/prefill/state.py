@@ -20,12 +20,11 @@ from torch import Tensor
 from forerun.core import PrefillReport
 from forerun.core.batch import send
 from forerun.params import Prefill
-from forerun.prefill.depth import depth_runs
 
 if TYPE_CHECKING:
-    from forerun.prefill.checks import Checker
+    from forerun.prefill.checks import Checker, CheckSpan
     from forerun.prefill.choosers import TailAttention
-    from forerun.prefill.plan import CheckSpan, Costs
+    from forerun.prefill.plan import Costs
     from forerun.prefill.sources import KVSource
 
 
@@ -147,3 +146,11 @@ class PrefillState:
         self.opened = False
         self.x = self.checker = self.tail_logits = self.source_state = self.tail_attention = self._sent = None
         self.todo, self.scores, self.spans = _none(), _none(), []
+
+
+def depth_runs(depths: np.ndarray) -> list[tuple[int, int]]:
+    """(depth, tokens) of each run of tokens of one depth, from the first on."""
+    if not len(depths):
+        return []
+    edges = np.concatenate(([0], np.flatnonzero(depths[1:] != depths[:-1]) + 1, [len(depths)]))
+    return list(zip(depths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))

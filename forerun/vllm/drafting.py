@@ -25,10 +25,10 @@ from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.params import Prefill
-from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.open_profile import open_profile
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import chunk_profile
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillStage, PrefillState
 from forerun.vllm.attention import PromptBlocks, VllmAttention
 from forerun.vllm.models import loaded_model

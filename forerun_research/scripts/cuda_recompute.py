@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun_research.bench.shapes import RandomCheckpoint, random_ids
 
 TOKENS, PAGE = 3000, 16

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.errors import OutOfPages
 from forerun.models.execution.runner import Runner
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 
 SINK_TOKENS = 4  # first tokens, always kept: attention sinks
 CHUNK_TOKENS = 512  # of one forward

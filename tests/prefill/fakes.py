@@ -17,11 +17,11 @@ from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.params import Prefill
-from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import Maps
 from forerun.prefill.plan import Policy
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import Profile
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 

@@ -16,9 +16,8 @@ from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadProfile
 from forerun.models.execution.runner import Span
 from forerun.models.linear import rms_norm
-from forerun.prefill.checks import SIGNALS, Checker, Scores, check_thresholds, divergence
-from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.plan import CheckSpan
+from forerun.prefill.checks import SIGNALS, Checker, CheckSpan, Scores, check_thresholds, divergence
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from tests.prefill.fakes import IDS, make_draft_context, own_pages, slots, stored
 
 SPANS = [CheckSpan(30, 8, 0, 80), CheckSpan(110, 8, 80, 190)]

@@ -11,7 +11,7 @@ import torch
 from forerun.decode.draft_context import DraftContext
 from forerun.models.execution.runner import Span
 from forerun.params import Prefill
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.prefill.fakes import (
     BY_SOURCE,

@@ -13,12 +13,11 @@ from torch import Tensor
 from forerun.core import HostBatch
 from forerun.decode.draft_context import DraftContext
 from forerun.engine.engine import Engine
-from forerun.models.execution.kv_rows import RecomputePass
+from forerun.models.decoder import RecomputePass
 from forerun.models.execution.runner import Runner, Span
 from forerun.prefill.checks import Checker
-from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.plan import Costs
-from forerun.prefill.recompute import Recomputer
+from forerun.prefill.recompute import RaggedDepthPass, Recomputer, Rows
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests.engine.common import Answer, finish, leaked
 from tests.engine.test_speculative_prefill import prompt

@@ -34,7 +34,6 @@ KEY_VARIABLE = "FORERUN_DRAFT_KEY"  # the API key for draft servers
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0  # before the next attempt; doubles with every failure
 CONNECT_S = 5.0  # for a connection and its first frames
 MAX_QUEUED_FRAMES = 256  # a server that reads slower than this is disconnected
-MAX_UNREAD_BYTES = 1 << 20  # of frames on their way out
 
 
 def check_installed() -> BadRequest | None:

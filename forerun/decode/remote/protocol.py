@@ -18,9 +18,7 @@ from forerun.text.tokenizer import NoTokenizer, Tokenizer
 
 VERSION = 1
 MAX_NODES = 255  # of a tree: a parent is one byte
-MAX_TOP_TOKENS = 255  # of a distribution
 MAX_CONTEXT_TOKENS = 1 << 22  # of one frame
-MAX_FRAME_BYTES = 3 * MAX_CONTEXT_TOKENS + 64
 MAX_TREE_BYTES = 1 << 20  # that a target reads from a server: a full tree with all its distributions fits
 MAX_TEMPERATURE = 100.0
 PROB_BITS = (8, 16)  # of a probability or a weight

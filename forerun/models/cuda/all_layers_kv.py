@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forerun.core import KV
 from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
-from forerun.models.decoder import Decoder
-from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
+from forerun.models.decoder import AllLayersKV, Decoder, RowPicker
 
 HEADS_AT_ONCE = 32
 VALUES_AT_ONCE = 4096

@@ -19,9 +19,8 @@ from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.launch import record
 from forerun.models.cuda.packing import lay_pages
 from forerun.models.cuda.paged import QueryPlan
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, RecomputePass
 from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
-from forerun.models.execution.kv_rows import RecomputePass
 
 # rows of a recording: idle ones cost as much as others
 RECORDED_ROWS = (*range(128, 1024, 64), *range(1024, 2049, 128))

@@ -25,7 +25,7 @@ from forerun.core import KV, ROOT, HostBatch
 from forerun.core.batch import send
 from forerun.errors import OutOfPages
 from forerun.models.cpu.attention import PagedCpuAttention
-from forerun.models.decoder import Decoder, Output, Taps, Watch
+from forerun.models.decoder import AllLayersKV, Decoder, Output, RecomputePass, Taps, Watch, make_all_layers_kv
 from forerun.models.execution.batch_split import (
     MAX_DECODE_TOKENS,
     MIN_HEAD_ROWS,
@@ -35,7 +35,6 @@ from forerun.models.execution.batch_split import (
     split_spans,
 )
 from forerun.models.execution.hidden_features import HiddenFeatures
-from forerun.models.execution.kv_rows import AllLayersKV, RecomputePass, make_all_layers_kv
 
 MAX_LISTED_TOKENS = 512  # of a batch that is laid out from lists
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.cache.pool import slots_of
 from forerun.decode.draft_context import DraftContext
 from forerun.models.rope import rotate
-from forerun.prefill.depth import RaggedDepthPass, Rows
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.sources import KVSource
 from forerun.prefill.sources.chunk_index import ChunkIndex, ChunkMatch
 from forerun.prefill.state import PrefillState

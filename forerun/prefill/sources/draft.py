@@ -17,9 +17,9 @@ from forerun.decode.draft_context import DraftContext
 from forerun.models.decoder import Watch
 from forerun.models.execution.float8_mlp import float8_decoder
 from forerun.models.execution.runner import Span
-from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.maps import KVWriter, ReadChunk, tail_attention_for
 from forerun.prefill.profile import Profile, require_profile
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 

@@ -6,7 +6,7 @@ import torch
 from forerun.models.config import RopeConfig
 from forerun.models.cuda import all_layers_kv
 from forerun.models.cuda.all_layers_kv import CudaAllLayersKV, DeferredRowPicker, addresses_of, gather
-from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
+from forerun.models.decoder import AllLayersKV, RowPicker
 from forerun.models.rope import RopeTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

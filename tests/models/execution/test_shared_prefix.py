@@ -17,7 +17,7 @@ from forerun.core import EXTRA_KV_SLOTS, ROOT, TokenBatch
 from forerun.models.attention import SdpaAttention
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
-from forerun.models.execution.kv_rows import KeyRuns
+from forerun.models.execution.kv_copies import KeyRuns
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.execution.shared_prefix import PrefixGroup, find_groups
 from forerun.models.formats.checkpoint import open_checkpoint

@@ -37,9 +37,9 @@ from forerun.prefill.calibration.thresholds import (
     measure_signals,
     recompute_checked,
 )
-from forerun.prefill.checks import COSINES, SIGNALS, Checker, Scores, check_thresholds
-from forerun.prefill.depth import RaggedDepthPass, Rows
-from forerun.prefill.plan import CheckSpan, Policy
+from forerun.prefill.checks import COSINES, SIGNALS, Checker, CheckSpan, Scores, check_thresholds
+from forerun.prefill.plan import Policy
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 
 END = 350
 NONE = torch.zeros(0, dtype=torch.int64)

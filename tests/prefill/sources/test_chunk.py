@@ -20,9 +20,9 @@ from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.rope import RopeTable, rotate
 from forerun.params import Prefill
-from forerun.prefill.depth import RaggedDepthPass, Rows
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import CHUNK_DAMAGE
+from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.sources.chunk import SPAN_HEAD_TOKENS, ChunkSource
 from forerun.prefill.state import PrefillStage, PrefillState
 from tests import tiny

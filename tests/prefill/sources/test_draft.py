@@ -20,8 +20,8 @@ from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill import maps
-from forerun.prefill.depth import Rows
 from forerun.prefill.prefiller import refusal_of
+from forerun.prefill.recompute import Rows
 from forerun.prefill.sources.draft import DraftSource
 from tests import tiny
 from tests.cpu_kinds import VNNI_ANSWERS, pretend

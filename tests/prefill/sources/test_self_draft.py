@@ -14,8 +14,8 @@ from forerun.errors import BadProfile
 from forerun.models.decoder import Taps
 from forerun.models.execution.runner import Span
 from forerun.models.rope import rotate
-from forerun.prefill.depth import Rows
 from forerun.prefill.maps import Maps, unit
+from forerun.prefill.recompute import Rows
 from forerun.prefill.sources.self_draft import SelfDraftSource
 from tests.prefill.sources.common import (
     EMPTY,

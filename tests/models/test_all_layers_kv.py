@@ -9,7 +9,7 @@ import torch
 
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
-from forerun.models.execution.kv_rows import AllLayersKV, RowPicker
+from forerun.models.decoder import AllLayersKV, RowPicker
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.checkpoint import open_checkpoint
 

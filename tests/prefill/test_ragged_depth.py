@@ -23,7 +23,8 @@ from forerun.models.build import build_decoder
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.rope import inverse_frequencies
-from forerun.prefill.depth import RaggedDepthPass, Rows, depth_runs
+from forerun.prefill.recompute import RaggedDepthPass, Rows
+from forerun.prefill.state import depth_runs
 from tests.tiny import FAMILIES
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.models.execution.kv_rows import KeyRuns, KVCopies, link_copies
+from forerun.models.execution.kv_copies import KeyRuns, KVCopies, link_copies
 
 SLOTS, MOST = 200, 64
 KV = (torch.arange(SLOTS * 4.0).view(SLOTS, 2, 2), -torch.arange(SLOTS * 4.0).view(SLOTS, 2, 2))
