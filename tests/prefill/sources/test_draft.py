@@ -43,7 +43,7 @@ from tests.prefill.sources.common import (
     read_all,
     stored,
 )
-from tests.prefill.test_depth import Slow
+from tests.prefill.test_ragged_depth import Slow
 
 Folder = Callable[[str], Path]
 _made: dict[tuple[Path, str], DraftContext] = {}
