@@ -158,7 +158,10 @@ class HostBatch:
 def _unpack(bits: list[int]) -> torch.Tensor:
     """Sets of entries as rows of booleans: [T, W]."""
     width = max(1, max(b.bit_length() for b in bits))
-    return torch.tensor([[bool(b >> j & 1) for j in range(width)] for b in bits])
+    size = -(-width // 8)
+    packed = np.frombuffer(b"".join(b.to_bytes(size, "little") for b in bits), dtype=np.uint8)
+    rows = np.unpackbits(packed.reshape(len(bits), size), axis=1, count=width, bitorder="little")
+    return torch.from_numpy(rows.view(bool))
 
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:

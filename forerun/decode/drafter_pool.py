@@ -78,7 +78,8 @@ class DraftTask:
 def _kind(name: str) -> type[Drafter]:
     found = find(name)
     if found is None:
-        hint = f"use auto, off, one of {', '.join(registered())}, remote:HOST:PORT, or several of these joined by +"
+        families = "remote:HOST:PORT, list:N"
+        hint = f"use auto, off, one of {', '.join(registered())}, {families}, or several of these joined by +"
         raise BadRequest(f"no drafter is called {name!r}", hint)
     return found
 

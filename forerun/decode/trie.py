@@ -93,6 +93,13 @@ class TokenTrie:
     def children(self, node: int) -> slice:
         return slice(int(self.starts[node]), int(self.starts[node + 1]))
 
+    def children_of(self, nodes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The children of some nodes, one node's after the other's, and for each the index of its parent in `nodes`."""
+        first, counts = self.starts[nodes], self.starts[np.asarray(nodes) + 1] - self.starts[nodes]
+        rows = np.repeat(np.arange(len(nodes)), counts)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(first, counts) + offsets, rows
+
     def child(self, node: int, token: int) -> int | None:
         """The node after `node` and a token."""
         lo, hi = int(self.starts[node]), int(self.starts[node + 1])

@@ -130,14 +130,16 @@ class _Search:
         """Scores of the children of nodes that ran, parents first; those that ran as well are not open any more."""
         totals = torch.logsumexp(logits.float(), -1)  # [N]
         known = dict(zip(order, scores, strict=True))
+        every, rows = self.trie.children_of(order)
+        at, tokens = (torch.from_numpy(a.astype(np.int64)).to(logits.device) for a in (rows, self.trie.tokens[every]))
+        logprobs = (logits[at, tokens].float() - totals[at]).double().cpu().numpy()
+        bounds = np.searchsorted(rows, np.arange(len(order) + 1))
         for row, node in enumerate(order):
-            children = self.trie.children(node)
-            tokens = torch.from_numpy(self.trie.tokens[children].astype(np.int64)).to(logits.device)
-            below = (logits[row, tokens].float() - totals[row]).double().cpu().numpy() + known[node]
-            nodes = np.arange(children.start, children.stop)
+            own = slice(bounds[row], bounds[row + 1])
+            nodes, below = every[own], logprobs[own] + known[node]
             if self._ends and self.trie.items[node] >= 0:
                 self._add(known[node] + float(torch.logsumexp(logits[row, self._ends].float(), -1) - totals[row]), node)
-            found = () if self._ends else (self.trie.items[children] >= 0) & (below > self._threshold)
+            found = () if self._ends else (self.trie.items[nodes] >= 0) & (below > self._threshold)
             for place in np.flatnonzero(found).tolist():
                 self._add(float(below[place]), int(nodes[place]))
             inner = self._inner[nodes] > 0

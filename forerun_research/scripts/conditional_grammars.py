@@ -4,6 +4,12 @@ The law of a schema is computed by scoring each of its texts and its end by itse
 not use. Both samplers get the same schema with the same spacing. Nothing is tuned. `--data` is a .jsonl file with
 `category` and `turns` (Spec-Bench): the categories are labels for the first turns.
 
+The test compares the likelihood ratio of the answers (all texts, rare ones too) with that of answers drawn from the law
+itself, so its p-value is exact for any number of answers. It can reject the mask only where the two laws differ, so
+schemas have values that begin like a likely answer and end like none. `laws` is the distance (total variation) of the
+two over the texts' usual tokens, `power` the probability that the test rejects answers drawn from the mask's law.
+`--power` prints these for every schema and samples nothing.
+
     python -m forerun_research.scripts.conditional_grammars --samples 200 --data spec_bench_half.jsonl
 """
 
@@ -11,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,21 +27,25 @@ import numpy as np
 import torch
 
 from forerun import LLM, Grammar, SamplingParams, recipes
-from forerun.checks.lossless.statistics import Cells, fit, survival
+from forerun.checks.lossless.statistics import survival
 from forerun.decode.grammar import ONE_SPACING
+from forerun.decode.trie import TokenTrie
+from forerun.runtime.answer_tree import AnswerTree
+from forerun.runtime.look_ahead import LookAhead
 from forerun.sharing.scoring import score_continuations
 from forerun_research.studies.intervals import bootstrap, wilson
 
 SIGNIFICANCE = 0.001
+POWER_DRAWS, TEST_DRAWS = 1000, 20_000
 ENUMS: dict[str, list[list[str]]] = {
     "a capital city of Europe": [["Paris", "Prague", "Porto", "Palermo"], ["London", "Lisbon", "Ljubljana", "La Paz"]],
-    "a country": [["New Zealand", "Norway", "North Macedonia", "Netherlands"], ["United Kingdom", "Uganda", "Uruguay"]],
-    "a fruit": [["apple", "apricot", "avocado", "pineapple"], ["blackberry", "blueberry", "banana", "black grapes"]],
-    "a colour": [["light blue", "light green", "blue", "green"], ["dark red", "dark grey", "red", "reddish brown"]],
-    "an animal": [["sea lion", "sea otter", "seal", "seagull"], ["polar bear", "panda", "penguin", "poodle"]],
+    "a country": [["New Zealand", "Norway", "North Macedonia", "Netherlands"], ["United Airlines", "Uganda", "Peru"]],
+    "a fruit": [["apple tree bark", "kiwi", "plum", "pear"], ["orange traffic cone", "fig", "lime"]],
+    "a colour": [["blue whale", "green", "teal"], ["red fire engine", "grey", "pink"]],
+    "an animal": [["dog house", "seal", "seagull", "cat"], ["polar bear", "panda", "penguin", "poodle"]],
     "a job": [["software developer", "sociologist", "soldier", "singer"], ["teacher", "technician", "tailor"]],
     "a month": [["January", "June", "July"], ["March", "May", "August", "April"]],
-    "a mood": [["happy", "hopeful", "happy but tired"], ["angry", "anxious", "a bit angry"]],
+    "a mood": [["happy hour menu", "calm", "sad"], ["angry", "anxious", "a bit angry"]],
     "a kind of weather": [["rain", "rainy", "raining heavily"], ["sunny", "snow", "sun and clouds"]],
     "a tool": [["screwdriver", "saw", "scissors"], ["hammer", "hand drill", "hacksaw"]],
 }
@@ -68,13 +79,75 @@ def texts_of(llm: LLM, schema: dict[str, Any]) -> list[str]:
     return [trie.name(item) for item in range(trie.num_items)]
 
 
-def law(llm: LLM, prompt: list[int], texts: list[str]) -> Cells:
+def law(llm: LLM, prompt: list[int], texts: list[str]) -> np.ndarray:
+    """Probabilities [texts] of the answers, given that they are one of the texts."""
     ends, ids = llm.engine.intake.end_ids, [llm.tokenizer.encode(text) for text in texts]
     scores = score_continuations(llm, prompt, [[*each, end] for each in ids for end in ends]).totals
-    weights = np.exp(np.array(scores)).reshape(len(texts), -1).sum(1)
-    probs = weights / weights.sum()
-    # a cell's name is its text's number, one token deep
-    return Cells({**{(i,): float(p) for i, p in enumerate(probs)}, (): 0.0}, {(): torch.zeros(1)})
+    weights = np.exp(np.array(scores) - max(scores)).reshape(len(texts), -1).sum(1)
+    return np.asarray(weights / weights.sum())
+
+
+def ratios(probs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """2 log of the likelihood ratio of counts [..., texts] against their law."""
+    expected = counts.sum(-1, keepdims=True) * probs
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(counts > 0, counts * np.log(counts / expected), 0.0)
+    return np.asarray(2.0 * terms.sum(-1))
+
+
+def p_values(probs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Of counts [N, texts]: the probability that as many answers of the law itself fit it no better, simulated."""
+    drawn = np.sort(ratios(probs, np.random.default_rng(0).multinomial(int(counts[0].sum()), probs, TEST_DRAWS)))
+    as_large = TEST_DRAWS - np.searchsorted(drawn, ratios(probs, counts) - 1e-9)
+    return np.asarray((1 + as_large) / (1 + TEST_DRAWS))
+
+
+def laws(llm: LLM, prompt: list[int], trie: TokenTrie) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [items] of the texts by their usual tokens: given the grammar, and under a mask."""
+    given, masked = np.full(len(trie), -np.inf), np.full(len(trie), -np.inf)  # log-probabilities of nodes
+    items = np.full((2, trie.num_items), -np.inf)
+    given[0] = masked[0] = 0.0
+    look, ends = LookAhead(llm.driver, prompt, SamplingParams(temperature=1.0)), llm.engine.intake.end_ids
+    with llm.driver.lease() as lease:
+        for node, row in look._rows(AnswerTree(lease, prompt), trie):
+            children = trie.children(node)
+            own = row[torch.from_numpy(trie.tokens[children].astype(np.int64))].double().numpy()
+            end = float(torch.logsumexp(row[ends].double(), 0)) if trie.items[node] >= 0 else -np.inf
+            allowed = np.logaddexp.reduce([*own, end])
+            given[children], masked[children] = given[node] + own, masked[node] + own - allowed
+            if trie.items[node] >= 0:
+                items[:, trie.items[node]] = given[node] + end, masked[node] + end - allowed
+    conditional, mask = np.exp(items - np.logaddexp.reduce(items, axis=1, keepdims=True))
+    return conditional, mask
+
+
+def power(expected: np.ndarray, mask: np.ndarray, samples: int) -> float:
+    """The probability that the test rejects so many answers of the mask's law, simulated."""
+    seen = np.random.default_rng(1).multinomial(samples, mask / mask.sum(), POWER_DRAWS)
+    return float(np.mean(p_values(expected, seen) < SIGNIFICANCE))
+
+
+def print_power(llm: LLM, samples: int, limit: int) -> None:
+    found = []
+    for number, (question, schema) in enumerate(schemas()[:limit]):
+        prompt = llm.encode([{"role": "user", "content": question}])
+        texts = texts_of(llm, schema)
+        trie = llm.engine.intake.trie(Grammar.json(schema, "conditional"))
+        assert trie is not None
+        conditional, mask = laws(llm, prompt, trie)
+        expected = law(llm, prompt, texts)
+        error = float(np.abs(expected - conditional).max())
+        found.append((0.5 * float(np.abs(conditional - mask).sum()), power(expected, mask, samples)))
+        named = texts[int(conditional.argmax())], texts[int(mask.argmax())]
+        print(
+            f"{number:2d} laws {found[-1][0]:.3f}  power {found[-1][1]:.2f}  ({error:.1g})  {' / '.join(named)}",
+            flush=True,
+        )
+    certain = sum(p >= 0.99 for _, p in found)
+    distances = [d for d, _ in found]
+    rejections = sum(p for _, p in found)
+    print(f"{len(found)} schemas: {certain} with a power of 0.99 or more; {rejections:.1f} rejections to expect")
+    print(f"distance of the laws: median {np.median(distances):.3f}, {min(distances):.3f} to {max(distances):.3f}")
 
 
 def compare_samplers(llm: LLM, samples: int, limit: int, out: Path) -> None:
@@ -98,41 +171,34 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _sampled(
-    llm: LLM, prompt: list[int], schema: dict[str, Any], name: Any, texts: list[str], expected: Cells, samples: int
+    llm: LLM, prompt: list[int], schema: dict[str, Any], name: Any, texts: list[str], expected: np.ndarray, samples: int
 ) -> dict[str, float]:
     params = SamplingParams(temperature=1.0, max_tokens=64, n=samples, seed=1000 * len(texts))
     start = time.perf_counter()
     (done,) = llm.generate([prompt], params, grammar=Grammar.json(schema, name))
     seconds = time.perf_counter() - start
-    numbers = [(texts.index(choice.text),) for choice in done.choices]
-    result = fit(_merged(expected, samples), numbers)
-    seen = Counter(numbers)
-    distance = 0.5 * sum(abs(seen[i,] / samples - expected.probs[i,]) for i in range(len(texts)))
-    found = {"p": result.p_value, "statistic": min(result.statistic, 1e9), "freedom": max(1, result.cells - 1)}
+    seen = Counter(choice.text for choice in done.choices)
+    counts = np.array([seen[text] for text in texts])
+    assert counts.sum() == samples, f"an answer that is no text of the schema: {seen.keys() - set(texts)}"
+    distance = 0.5 * float(np.abs(counts / samples - expected).sum())
     ahead = done.usage.conditional.seconds if done.usage.conditional is not None else 0.0
-    return {**found, "distance": distance, "seconds": seconds, "ahead_s": ahead}
+    return {"p": float(p_values(expected, counts[None])[0]), "distance": distance, "seconds": seconds, "ahead_s": ahead}
 
 
 def summarise(out: Path) -> None:
     for name in ("masked", "conditional"):
         rows = [row for row in _rows(out) if row["sampler"] == name]
-        statistic, freedom = sum(row["statistic"] for row in rows), sum(row["freedom"] for row in rows)
-        together, alone = survival(statistic, freedom), sum(row["p"] < SIGNIFICANCE for row in rows)
+        together = survival(-2.0 * sum(math.log(row["p"]) for row in rows), 2 * len(rows))  # Fisher's method
+        alone = sum(row["p"] < SIGNIFICANCE for row in rows)
         verdict = "accepted" if together >= SIGNIFICANCE else "rejected"
         distances = [row["distance"] for row in rows]
         low, high = bootstrap([distances])
-        print(f"{name}: {verdict} at {SIGNIFICANCE:g}, chi-square {statistic:.0f}, {freedom} degrees, p {together:.2g}")
+        print(f"{name}: {verdict} at {SIGNIFICANCE:g}, all schemas together p {together:.2g}")
         print(
             f"  {alone} of {len(rows)} schemas rejected alone; distance {np.mean(distances):.3f} ({low:.3f}-{high:.3f})"
         )
         ahead = 1000 * np.median([row["ahead_s"] for row in rows])
         print(f"  {sum(row['seconds'] for row in rows):.0f} s; looking ahead {ahead:.0f} ms a schema in the median")
-
-
-def _merged(expected: Cells, samples: int) -> Cells:
-    """Cells that expect too few samples become one."""
-    large = {cell: p for cell, p in expected.probs.items() if p * samples >= 5.0}
-    return Cells({**large, (): max(0.0, 1.0 - sum(large.values()))}, expected.expanded)
 
 
 def compare_labels(llm: LLM, path: Path, limit: int) -> None:
@@ -164,11 +230,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="answers of each sampler for each schema, 256 at most")
     parser.add_argument("--schemas", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("conditional_grammars.jsonl"), help="figures, continued")
+    parser.add_argument("--power", action="store_true", help="what the test can show, without sampling")
     parser.add_argument("--data", type=Path, help="texts with categories")
     parser.add_argument("--texts", type=int, default=120)
     given = parser.parse_args()
     with LLM(given.model, quiet=True) as llm:
-        if given.schemas:
+        if given.power:
+            print_power(llm, given.samples, given.schemas)
+        elif given.schemas:
             compare_samplers(llm, given.samples, given.schemas, given.out)
             summarise(given.out)
         if given.data is not None:

@@ -2,9 +2,10 @@
 
 An image is 8x8 pixels of four levels, 64 tokens behind the token of its class; there is no text and no tokenizer. A
 target and a draft model are trained, written as model folders and opened by `LLM(skip_tokenizer_init=True)`. Measured:
-passes of the target for images drawn plainly and with drafts, the accuracy of a classifier on both, and the same with
-classifier-free guidance, a pair of sequences (with the class and with the token of no class). Digits are made from
-5x7 bitmaps, shifted, shaded and with noise.
+passes of the target for images drawn plainly and with drafts (by the draft model, by `suffix`, and by `list:8`, which
+knows its place in row and image), the accuracy of a classifier on all, and the same with classifier-free guidance, a
+pair of sequences (with the class and with the token of no class). Digits are made from 5x7 bitmaps, shifted, shaded and
+with noise.
 
     python -m forerun_research.scripts.image_tokens --images 100
 """
@@ -26,6 +27,7 @@ from forerun.sharing import guided
 from forerun_research.studies.intervals import wilson
 
 SIDE, LEVELS = 8, 4
+DRAFTERS = ("off", "model", "suffix", f"list:{SIDE}")  # the last two run no model and learn from earlier images
 BATCH = 32  # images of a training step
 CLASS, NO_CLASS, VOCAB = LEVELS, LEVELS + 10, 32
 BITMAPS = [  # of the digits in order, 7 rows of 5
@@ -129,8 +131,8 @@ def main() -> None:
         print(f"trained in {time.perf_counter() - start:.0f} s")
         with LLM(folders[0], draft_model=folders[1], dtype="float32", skip_tokenizer_init=True, quiet=True) as llm:
             prompts = [[CLASS + label] for label in labels]
-            for name in ("off", "model"):
-                spec = Speculation(name, verify="auto" if name == "off" else "rejection", nodes=8, depth=0)
+            for name in DRAFTERS:
+                spec = Speculation(name, verify="rejection" if name == "model" else "auto", nodes=8, depth=0)
                 asked = [
                     SamplingParams(1.0, max_tokens=SIDE * SIDE, seed=i, speculation=spec) for i in range(given.images)
                 ]

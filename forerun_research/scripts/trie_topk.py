@@ -1,28 +1,36 @@
-"""`llm.topk` over a catalogue of 100,000 items against masked beam search and against exhaustive scoring.
+"""`llm.topk` over a catalogue of 100,000 items against masked decoding and against exhaustive scoring.
 
-The items are product titles put together from words. Masked decoding for the k best is beam search in the trie: each
-level one forward over the same tree of tokens, each row masked to the children of its node. A beam is not exact; so
-besides width k the least width (of k times 1, 2, 4, ...) that finds the same items is timed. Exhaustive scoring runs
-all inner nodes of the trie, of a part of it with `--exhaustive` items, since the whole takes minutes.
+Catalogues: `titles` are product titles put together from words, `numbers` are all five-digit numbers, `codes` are ids
+that are no text, three tokens each out of 256. Masked decoding for the k best is beam search in the trie: each level is
+one forward over the same tree of tokens, and a row may go on to the children of its node only. Three beams are timed:
 
-    python -m forerun_research.scripts.trie_topk --items 100000 --exhaustive 4000
+- of width k, which is not exact, and does not know whether it is;
+- the narrowest (of k times 1, 2, 4, ...) that happens to find the same items: its width is known only afterwards;
+- one that proves its items to be the best: the width is doubled until no beginning that was dropped scores above the
+  k-th item. It is the masked decoding that returns what `topk` returns, and the one that `topk` is compared with.
+
+`one answer` is a single greedy answer under the trie's mask through the engine. Exhaustive scoring runs all inner nodes
+of the trie for the first prompts (`--exhaustive`, minutes), in parts, as the pages of one tree do not hold them all.
+
+    python -m forerun_research.scripts.trie_topk --catalogue numbers --exhaustive 2
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from forerun import LLM
+from forerun import LLM, Grammar
 from forerun.core import ROOT, SamplingParams
-from forerun.decode.trie import TokenTrie
-from forerun.decode.trie_answer import rows_to_score
+from forerun.decode.trie import TokenTrie, open_trie
 from forerun.runtime.answer_tree import AnswerTree
 from forerun.runtime.look_ahead import LookAhead
 
@@ -32,6 +40,14 @@ PROMPTS = [
     "Best seller in the garden department: the",
     "To write letters on a train you need a",
 ]
+NUMBER_PROMPTS = [
+    "Article number",
+    "The post code of the town is",
+    "He counted the seeds and wrote down",
+    "The bill came to a total of EUR",
+]
+CODES, CODE_TOKENS = 256, 3
+EXHAUSTIVE_ITEMS = 2000  # of a part: its tree has at most some thousand nodes
 WORDS = {
     "colour": "red blue green black white yellow brown grey golden silver purple orange pink dark light",
     "material": "wooden leather cotton steel glass plastic paper silk woollen stone rubber copper ceramic linen bamboo",
@@ -41,7 +57,7 @@ WORDS = {
 }
 
 
-def catalogue(count: int) -> list[str]:
+def titles(count: int) -> list[str]:
     words = {name: text.split() for name, text in WORDS.items()}
     draw, found = random.Random(0), dict[str, None]()
     while len(found) < count:
@@ -51,49 +67,78 @@ def catalogue(count: int) -> list[str]:
     return list(found)
 
 
-def beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int, width: int) -> list[int]:
-    """The items of a masked beam search, best first."""
+def codes(count: int, vocab_size: int) -> list[list[int]]:
+    """Different sequences of `CODE_TOKENS` tokens out of `CODES`."""
+    draw, found = random.Random(0), dict[tuple[int, ...], None]()
+    tokens = draw.sample(range(1000, vocab_size), CODES)
+    while len(found) < count:
+        found[tuple(draw.choices(tokens, k=CODE_TOKENS))] = None
+    return [list(ids) for ids in found]
+
+
+def catalogue(llm: LLM, kind: str, count: int) -> tuple[list[list[int]], list[str]]:
+    """Prompts as ids, items as ids, names."""
+    if kind == "codes":
+        items = codes(count, llm.config.vocab_size)
+        return items, [" ".join(map(str, ids)) for ids in items]
+    names = titles(count) if kind == "titles" else [f" {n:05d}" for n in range(count)]
+    return [llm.tokenizer.encode(name) for name in names], names
+
+
+def beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int, width: int) -> tuple[list[int], bool]:
+    """The items of a masked beam search, best first, and whether they are certainly the k best: no beginning that was
+    dropped scores above the last of them."""
     best: list[tuple[float, int]] = []
+    dropped = -np.inf
     with llm.driver.lease() as lease:
         tree = AnswerTree(lease, ids)
-        logits, rows = tree.root_logits, [(0.0, 0, ROOT)]  # score, trie node, tree node
-        while rows:
-            logprobs = torch.log_softmax(logits.float(), -1)
-            after: list[tuple[float, int, int]] = []
-            for (score, node, place), row in zip(rows, logprobs, strict=True):
-                children = trie.children(node)
-                masked = torch.full_like(row, -torch.inf)
-                tokens = torch.from_numpy(trie.tokens[children].astype(np.int64))
-                masked[tokens] = row[tokens]
-                kept = masked.topk(min(width, len(tokens)))
-                for value, token in zip(kept.values.tolist(), kept.indices.tolist(), strict=True):
-                    child = trie.child(node, token)
-                    assert child is not None
-                    after.append((score + value, child, place))
-            after = sorted(after, reverse=True)[:width]
-            best += [(score, int(trie.items[node])) for score, node, _ in after if trie.items[node] >= 0]
-            going = [each for each in after if trie.starts[each[1]] < trie.starts[each[1] + 1]]
-            first = len(tree)
-            if going:
-                logits = tree.run([place for _, _, place in going], [int(trie.tokens[node]) for _, node, _ in going])
-            rows = [(score, node, first + i) for i, (score, node, _) in enumerate(going)]
-    return [item for _, item in sorted(best, reverse=True)[:k]]
+        logits, nodes, scores, places = tree.root_logits, np.array([0]), np.zeros(1), np.array([ROOT])
+        while len(nodes):
+            children, rows = trie.children_of(nodes.tolist())
+            at, tokens = (torch.from_numpy(a.astype(np.int64)) for a in (rows, trie.tokens[children]))
+            own = (logits[at, tokens].float() - torch.logsumexp(logits.float(), -1)[at]).double().numpy()
+            total = scores[rows] + own
+            order = np.argsort(-total, kind="stable")
+            kept = order[:width]
+            dropped = max(dropped, float(total[order[width]])) if len(order) > width else dropped
+            items = trie.items[children[kept]]
+            best += [(float(total[i]), int(item)) for i, item in zip(kept, items, strict=True) if item >= 0]
+            going = kept[np.diff(trie.starts)[children[kept]] > 0]
+            first, nodes, scores = len(tree), children[going], total[going]
+            if len(going):
+                logits = tree.run(places[rows[going]].tolist(), trie.tokens[nodes].tolist())
+            places = first + np.arange(len(going))
+    found = sorted(best, reverse=True)[:k]
+    return [item for _, item in found], len(found) == k and found[-1][0] >= dropped
 
 
-def exhaustive(llm: LLM, ids: list[int], trie: TokenTrie, k: int) -> tuple[list[int], list[float]]:
-    """Every node of the trie through the model."""
-    scores, wanted = np.zeros(len(trie)), rows_to_score(trie, [])
-    look = LookAhead(llm.driver, ids, SamplingParams(temperature=1.0))
-    look.end_ids = []
-    with llm.driver.lease() as lease:
-        for node, row in look._rows(AnswerTree(lease, ids), trie):
-            children = trie.children(node)
-            tokens = torch.from_numpy(trie.tokens[children].astype(np.int64))
-            scores[children] = scores[node] + row[tokens].double().numpy()
-    assert wanted[0] == 0
-    ends = np.flatnonzero(trie.items >= 0)
-    order = ends[np.argsort(-scores[ends], kind="stable")][:k]
-    return trie.items[order].tolist(), scores[order].tolist()
+def proven_beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int) -> tuple[list[int], int]:
+    """The k best items by masked decoding alone, and the width that proved it."""
+    width, proven = k, False
+    while not proven:
+        items, proven = beam(llm, ids, trie, k, width)
+        width *= 2
+    return items, width // 2
+
+
+def exhaustive(llm: LLM, ids: list[int], items: list[list[int]], k: int) -> tuple[list[int], list[float]]:
+    """The k best items by running every inner node, and their scores."""
+    ranked: list[tuple[float, int]] = []
+    order = sorted(range(len(items)), key=items.__getitem__)
+    for at in range(0, len(order), EXHAUSTIVE_ITEMS):
+        numbers = order[at : at + EXHAUSTIVE_ITEMS]
+        part = TokenTrie.build([items[n] for n in numbers])
+        scores, look = np.zeros(len(part)), LookAhead(llm.driver, ids, SamplingParams(temperature=1.0))
+        look.end_ids = []
+        with llm.driver.lease() as lease:
+            for node, row in look._rows(AnswerTree(lease, ids), part):
+                children = part.children(node)
+                tokens = torch.from_numpy(part.tokens[children].astype(np.int64))
+                scores[children] = scores[node] + row[tokens].double().numpy()
+        ends = np.flatnonzero(part.items >= 0)
+        ranked += [(float(scores[n]), numbers[int(part.items[n])]) for n in ends[np.argsort(-scores[ends])][:k]]
+        ranked = sorted(ranked, key=lambda found: (-found[0], found[1]))[:k]
+    return [item for _, item in ranked], [score for score, _ in ranked]
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
@@ -105,54 +150,67 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return float(np.median(times))
 
 
-def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> tuple[float, float]:
-    """Seconds of a beam of k, and of the narrowest beam that finds the same items, over those of `topk`."""
+def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> list[float]:
+    """Seconds of a beam of k, of the narrowest beam that finds the same, and of one that proves it, over `topk`'s."""
     found = llm.topk(ids, trie, k)  # also brings the prompt into the cache
     ours = [ranked.item for ranked in found.items]
     seconds = timed(lambda: llm.topk(ids, trie, k), repeats)
     print(f"  topk: {1000 * seconds:.0f} ms, {found.forwards} forwards, {found.scored_tokens} tokens", flush=True)
     ratios: list[float] = []
     width, same = k, False
-    while not same and width <= 64 * k:
-        items = beam(llm, ids, trie, k, width)
+    while not same:
+        items, _ = beam(llm, ids, trie, k, width)
         same, shared = items == ours, len(set(items) & set(ours))
         spent = timed(partial(beam, llm, ids, trie, k, width), repeats if width == k else 1)
         ratios.append(spent / seconds)
-        print(f"  beam of {width}: {1000 * spent:.0f} ms ({ratios[-1]:.1f}x), {shared} of {k} the same", flush=True)
+        print(f"  beam of {width}: {1000 * spent:.0f} ms ({ratios[-1]:.2f}x), {shared} of {k} the same", flush=True)
         width *= 2
-    return ratios[0], ratios[-1]
+    start = time.perf_counter()
+    items, width = proven_beam(llm, ids, trie, k)
+    spent = time.perf_counter() - start
+    verdict = "the same" if items == ours else "DIFFERENT"
+    print(f"  beam that proves it (of {width}): {1000 * spent:.0f} ms ({spent / seconds:.2f}x), {verdict}", flush=True)
+    return [ratios[0], ratios[-1], spent / seconds]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--catalogue", choices=("titles", "numbers", "codes"), default="titles")
     parser.add_argument("--items", type=int, default=100_000)
-    parser.add_argument("--exhaustive", type=int, default=4000, help="items of the part that is scored exhaustively")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--exhaustive", type=int, default=0, help="prompts for which the whole trie is scored")
     parser.add_argument("-k", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    titles = catalogue(given.items)
-    ratios: list[float] = []
-    exact_ratios: list[float] = []
-    with LLM(given.model, quiet=True, kv_cache_tokens=32768) as llm:
+    ratios: list[list[float]] = []
+    with LLM(given.model, quiet=True, kv_cache_tokens=32768) as llm, tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        trie = TokenTrie.build([llm.tokenizer.encode(title) for title in titles], titles)
+        items, names = catalogue(llm, given.catalogue, given.items)
+        path = Path(folder) / "items.trie"
+        TokenTrie.build(items, names).save(path)
+        trie = open_trie(path)
         print(f"{trie.num_items} items, {len(trie)} nodes, built in {time.perf_counter() - start:.1f} s")
-        for prompt in PROMPTS:
+        prompts = (NUMBER_PROMPTS if given.catalogue == "numbers" else PROMPTS)[: given.prompts]
+        for number, prompt in enumerate(prompts):
             print(prompt)
-            narrow, wide = compare(llm, llm.encode(prompt), trie, given.k, given.repeats)
-            ratios.append(narrow)
-            exact_ratios.append(wide)
-        part = TokenTrie.build([llm.tokenizer.encode(title) for title in titles[: given.exhaustive]])
-        for prompt in PROMPTS[:2] if given.exhaustive else ():
             ids = llm.encode(prompt)
-            items, scores = exhaustive(llm, ids, part, given.k)
-            found = llm.topk(ids, part, given.k)
-            error = max(abs(a.score - b) for a, b in zip(found.items, scores, strict=True))
-            same = [ranked.item for ranked in found.items] == items
-            print(f"exhaustive, {given.exhaustive} items: {'the same' if same else 'DIFFERENT'}, scores to {error:.1g}")
-    print(f"against a beam of {given.k}: {np.min(ratios):.1f}x to {np.max(ratios):.1f}x")
-    print(f"against the beam that finds the same items: {np.min(exact_ratios):.1f}x to {np.max(exact_ratios):.1f}x")
+            ratios.append(compare(llm, ids, trie, given.k, given.repeats))
+            one = timed(partial(llm.generate, [ids], max_tokens=24, grammar=Grammar.trie(path)), given.repeats)
+            print(f"  one answer under the mask: {1000 * one:.0f} ms", flush=True)
+            if number < given.exhaustive:
+                check_exhaustive(llm, ids, items, trie, given.k)
+    for name, column in zip(("of k", "that finds the same", "that proves it"), zip(*ratios, strict=True), strict=True):
+        print(f"topk against the beam {name}: {min(column):.2f}x to {max(column):.2f}x")
+
+
+def check_exhaustive(llm: LLM, ids: list[int], items: list[list[int]], trie: TokenTrie, k: int) -> None:
+    start = time.perf_counter()
+    best, scores = exhaustive(llm, ids, items, k)
+    spent, found = time.perf_counter() - start, llm.topk(ids, trie, k)
+    error = max(abs(a.score - b) for a, b in zip(found.items, scores, strict=True))
+    same = [ranked.item for ranked in found.items] == best
+    print(f"  exhaustive: {spent:.1f} s, {'the same' if same else 'DIFFERENT'}, scores to {error:.1g}", flush=True)
 
 
 if __name__ == "__main__":

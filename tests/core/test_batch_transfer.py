@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core import HostBatch
-from forerun.core.batch import ALIGNED_BYTES, send, send_together
+from forerun.core.batch import ALIGNED_BYTES, _unpack, send, send_together
 
 CPU = torch.device("cpu")
 
@@ -61,3 +61,10 @@ def test_a_batch_in_one_copy_is_the_same_batch(monkeypatch: pytest.MonkeyPatch):
         one, other = getattr(plain, name), getattr(packed, name)
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     assert packed.block_tables.tolist() == [[3, 1], [2, 0]] and packed.run_start is None
+
+
+def test_sets_of_entries_become_rows() -> None:
+    """Sets with more entries than a machine word has bits, and one without any."""
+    sets = [0, 1, 1 << 3 | 1 << 70, (1 << 71) - 1, 1 << 64]
+    assert _unpack(sets).tolist() == [[bool(bits >> j & 1) for j in range(71)] for bits in sets]
+    assert _unpack([0, 0]).tolist() == [[False], [False]]

@@ -33,7 +33,12 @@ def test_every_item_is_found_again() -> None:
 def test_many_random_items() -> None:
     draw = np.random.default_rng(0)
     wanted = sorted({tuple(draw.integers(0, 9, draw.integers(1, 7)).tolist()) for _ in range(500)})
-    assert walk(TokenTrie.build(wanted)) == {ids: number for number, ids in enumerate(wanted)}
+    trie = TokenTrie.build(wanted)
+    assert walk(trie) == {ids: number for number, ids in enumerate(wanted)}
+    nodes = draw.permutation(len(trie))[:200].tolist()
+    children, rows = trie.children_of(nodes)
+    each = [(node, i) for i, at in enumerate(nodes) for node in range(*trie.children(at).indices(len(trie)))]
+    assert list(zip(children.tolist(), rows.tolist(), strict=True)) == each
 
 
 def test_file_is_checked(tmp_path: Path) -> None:
