@@ -70,7 +70,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    for kind in (ApiError, ForerunError, Exception):
+    for kind in (ApiError, ForerunError, RecursionError, Exception):
         app.add_exception_handler(kind, on_api_error)
 
 

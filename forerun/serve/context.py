@@ -78,6 +78,8 @@ class ServerContext:
         if isinstance(prompt, (SessionTurn, ChatPrompt, FillPrompt)):
             ids = prompt.encode(self.llm.tokenizer)
         else:
+            if len(prompt) >= self.max_context and not isinstance(prompt, str):  # ids: nothing has to be encoded
+                raise self.limit.too_long(f"the prompt has {len(prompt)} tokens")
             ids = self.llm.encode(prompt)
         if len(ids) >= self.max_context:
             raise self.limit.too_long(f"the prompt has {len(ids)} tokens")
@@ -132,7 +134,7 @@ def prompt_texts(prompt: Any) -> list[str]:
         given = prompt.content
         return [message.text for message in given] if prompt.encode_all is not None else prompt_texts(given)
     if isinstance(prompt, ChatPrompt):
-        return [*(message["content"] for message in prompt.messages), prompt.continued]
+        return prompt.texts
     if isinstance(prompt, FillPrompt):
         return [prompt.prefix, prompt.suffix]
     return [prompt] if isinstance(prompt, str) else []

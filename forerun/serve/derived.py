@@ -8,18 +8,37 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema
 
 from forerun.options import Converted, field_of
 
 
-class StrictModel(BaseModel):
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict) and schema.get("type") in ("list", "dict"):
+        schema["fail_fast"] = True
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, (list, tuple)) else ():
+        _fail_fast(part)
+
+
+class FirstError(BaseModel):
+    """Lists are validated up to their first wrong item: a body of 8 MB has room for millions, each an error of its own,
+    and all of them are made on the event loop."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+
+class StrictModel(FirstError):
     """No coercion (no text for numbers), and unknown fields are errors: a field without effect would mislead."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class LenientModel(BaseModel):
+class LenientModel(FirstError):
     """No coercion, and unknown fields are kept aside: `unknown_fields` lists them, for a warning or an error."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -28,9 +47,8 @@ class LenientModel(BaseModel):
 def unknown_fields(body: Any, path: str = "") -> list[str]:
     """Paths of the fields that no model in this body knows."""
     if isinstance(body, list):
-        return [found for i, item in enumerate(body) for found in unknown_fields(item, f"{path}{i}.")]
-    if not isinstance(body, BaseModel):
-        return []
+        models = ((i, item) for i, item in enumerate(body) if isinstance(item, BaseModel))
+        return [found for i, item in models for found in unknown_fields(item, f"{path}{i}.")]
     found = [f"{path}{name}" for name in body.model_extra or ()]
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)

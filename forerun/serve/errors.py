@@ -81,6 +81,8 @@ class ApiError(Exception):
             return cls(500, str(error), error.hint)
         if isinstance(error, TimeoutError):
             return timeout()
+        if isinstance(error, RecursionError):  # JSON that could be read, but not written again
+            return cls(400, "the request is nested too deeply", "use fewer levels")
         return cls(500, "the server failed to answer this request", "its log has the kind of error")
 
 

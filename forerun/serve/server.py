@@ -27,7 +27,7 @@ SHUTDOWN_GRACE_S = 1  # for connections to close, once no request is open
 # Freed memory that glibc keeps in the arenas of threads goes back to the system: after two minutes of odd and large
 # requests 1.0 GB were resident, of which 0.4 GB were free
 TRIM_INTERVAL_S = 30
-MIN_TRIM_BYTES = 64 * 2**20  # of growth since the last time
+MIN_TRIM_BYTES = 16 * 2**20  # of growth since the last time
 TICKS_PER_S = 10  # of uvicorn
 
 

@@ -55,6 +55,15 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
         text = body.prompt if body.prompt is not None else body.content
         return tokenizer.encode(text or "", add_special=body.add_special_tokens)
 
+    def described(body: TokenizeBody, ids: list[int]) -> dict[str, Any]:
+        tokens: list[Any] = list(ids)
+        if body.with_pieces:
+            tokens = [{"id": i, "piece": tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
+        found = {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
+        return found
+
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text, or of a conversation as the model gets it."""
@@ -63,14 +72,7 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
             raise BadRequest(f"the body has {' and '.join(given) or 'no text'}", "give prompt, content or messages")
         texts = [message.text for message in body.messages or ()] or [body.prompt or body.content or ""]
         ctx.limit.check_size(texts, MAX_COUNTED_CHARS)
-        ids = await ctx.pool.encode(lambda _: encoded(body))
-        tokens: list[Any] = list(ids)
-        if body.with_pieces:
-            tokens = [{"id": i, "piece": tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        found = {"count": len(ids), "max_model_len": ctx.max_context, "tokens": tokens}
-        if body.return_token_strs:
-            found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
-        return found
+        return await ctx.pool.encode(lambda _: described(body, encoded(body)))
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:

@@ -85,6 +85,13 @@ class ChatPrompt:
     tools: list[dict[str, Any]] | None = None
     continued: str = ""  # how the answer begins, which the model continues
 
+    @property
+    def texts(self) -> list[str]:
+        """All that the template writes, but for its own words."""
+        calls = [json.dumps(entry["tool_calls"]) for entry in self.messages if "tool_calls" in entry]
+        tools = [json.dumps(tool, ensure_ascii=False) for tool in self.tools or ()]
+        return [*(entry["content"] for entry in self.messages), *calls, *tools, self.continued]
+
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         prompt = tokenizer.apply_chat_template(self.messages, self.tools)
         return prompt + tokenizer.encode(self.continued) if self.continued else prompt

@@ -5,7 +5,8 @@
 The session has the shape of what coding agents send to `/v1/messages`: a long system prompt in blocks, tools with
 schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments. As
 agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and prompts are
-drafted from the turn before (source `auto`, which takes `chunk` there).
+drafted from the turn before (source `auto`, which takes `chunk` there). The last column compares texts: those of exact
+prefill and of provisional answers have to be the same, else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from forerun_research.bench.common import long_text
 from forerun_research.scripts.serve_sides import NAME, ServerSide
 
 WORDS_PER_TOKEN = 0.75  # of English text, about
+TIMEOUT_S = 1800  # for one turn
+POOL_PROMPTS = 4  # room for so many of the last prompt: two answers of a provisional turn, and the turns before it
 TOOLS: dict[str, dict[str, Any]] = {
     "read_file": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
     "edit_file": {"path": {"type": "string"}, "old": {"type": "string"}, "new": {"type": "string"}},
@@ -42,6 +45,7 @@ VARIANTS: list[tuple[str, bool, dict[str, Any]]] = [
     ("changed first line, provisional", True, {"prefill": {"mode": "provisional", "allow_exact": True}}),
     ("changed first line, speculative", True, {"prefill": {"mode": "speculative", "allow_exact": True}}),
 ]  # fmt: skip
+COMPARED = ("changed first line, provisional", "changed first line, speculative")
 
 
 def session(turns: int, tokens: int, changing: bool, model: str = NAME) -> list[dict[str, Any]]:
@@ -87,20 +91,41 @@ def _schema(fields: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": list(fields)[:1]}
 
 
+def fitted(url: str, turns: int, tokens: int, changing: bool) -> list[dict[str, Any]]:
+    """A session whose last prompt has this many tokens as the server counts them, within a few percent."""
+    counted = _count(url, session(turns, tokens, changing)[-1])
+    return session(turns, tokens * tokens // counted, changing)
+
+
+def _count(url: str, body: dict[str, Any]) -> int:
+    given = {name: body[name] for name in ("model", "system", "messages", "tools")}
+    counted = httpx.post(f"{url}/v1/messages/count_tokens", json=given, timeout=60)
+    if counted.status_code != 200:
+        raise SystemExit(f"{counted.status_code}: {counted.text}")
+    return int(counted.json()["input_tokens"])
+
+
 def replay(url: str, bodies: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to the first word of each turn and of all turns, and how the prompts were computed."""
-    firsts, prompt, read, start = [], 0, 0, time.perf_counter()
+    """Seconds to the first word of each turn and of all turns, how the prompts were computed, and the texts."""
+    firsts, texts, prompt, read, start = [], list[str](), 0, 0, time.perf_counter()
     for body in bodies:
-        begun, first = time.perf_counter(), 0.0
-        with httpx.stream("POST", f"{url}/v1/messages", json=body | {"forerun": own}, timeout=600) as response:
+        begun, first, text = time.perf_counter(), 0.0, ""
+        with httpx.stream("POST", f"{url}/v1/messages", json=body | {"forerun": own}, timeout=TIMEOUT_S) as response:
             if response.status_code != 200:
                 raise SystemExit(f"{response.status_code}: {response.read().decode()}")
             for line in response.iter_lines():
                 if not first and ('"content_block_delta"' in line or '"provisional"' in line):
                     first = time.perf_counter() - begun
+                if line.startswith("data: ") and '"content_block_delta"' in line:
+                    delta = json.loads(line[6:])["delta"]
+                    text += delta.get("text") or delta.get("partial_json") or ""
                 if line.startswith("data: ") and '"message_delta"' in line:
                     usage = json.loads(line[6:])["usage"]
+        print(
+            f"  first word {first:.2f} s, whole turn {time.perf_counter() - begun:.2f} s", file=sys.stderr, flush=True
+        )
         firsts.append(first)
+        texts.append(text)
         read += usage["cache_read_input_tokens"]
         prompt += usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
     seconds = time.perf_counter() - start
@@ -109,6 +134,7 @@ def replay(url: str, bodies: list[dict[str, Any]], own: dict[str, Any]) -> dict[
         "turns_per_minute": 60 * len(bodies) / seconds,
         "prompt_tokens": prompt // len(bodies),
         "read": read / prompt,
+        "texts": texts,
     }
 
 
@@ -121,19 +147,28 @@ def main() -> int:
     parser.add_argument("--kv-cache-tokens", type=int, default=None)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
-    settings = {"model": args.model, "threads": args.threads, "kv_cache_tokens": args.kv_cache_tokens}
-    print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean")
+    settings = {"model": args.model, "threads": args.threads, "timeout": TIMEOUT_S}
+    settings["kv_cache_tokens"] = args.kv_cache_tokens or POOL_PROMPTS * (args.tokens + 1024)
+    print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean; texts as exact")
+    texts: dict[str, list[str]] = {}
     for name, changing, own in VARIANTS:
         with tempfile.TemporaryDirectory() as scratch:  # each on a server of its own: no cache of another
             server = ServerSide(settings, Path(scratch) / "log")
             try:
                 url = f"http://{server.host}:{server.port}"
-                found = replay(url, session(args.turns, args.tokens, changing), own)
+                found = replay(url, fitted(url, args.turns, args.tokens, changing), own)
             finally:
                 server.close()
+        texts[name] = found["texts"]
         times = f"{found['first_s']:8.2f} s {found['turns_per_minute']:10.1f}"
-        print(f"{name:40} {times} {found['read']:6.0%}  {found['prompt_tokens']}", flush=True)
-    return 0
+        same = f"{same_texts(texts, name)} of {args.turns}" if name in COMPARED else "-"
+        print(f"{name:40} {times} {found['read']:6.0%}  {found['prompt_tokens']}; {same}", flush=True)
+    return 0 if same_texts(texts, "changed first line, provisional") == args.turns else 1
+
+
+def same_texts(texts: dict[str, list[str]], name: str) -> int:
+    """How many answers of a variant are, word for word, those of exact prefill of the same prompts."""
+    return sum(a == b for a, b in zip(texts["changed first line, exact"], texts[name], strict=True))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 # the packages need not be installed
 """Clients and frameworks as people use them, against a running server: which calls work.
 
-    pip install langchain-openai langchain-anthropic litellm mcp instructor 'pydantic-ai-slim[openai,anthropic]'
+    pip install openai 'anthropic<1' langchain-openai langchain-anthropic litellm mcp instructor \
+        'pydantic-ai-slim[openai,anthropic]' llama-index-llms-openai-like
     forerun serve --model qwen2.5-coder-0.5b-instruct &
     python -m forerun_research.scripts.client_check http://127.0.0.1:8000
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +46,154 @@ class City(BaseModel):
 def get_weather(city: str) -> str:
     """The weather in a city"""
     return "7 degrees"
+
+
+def openai(url: str, model: str) -> Checks:
+    from openai import AsyncOpenAI, OpenAI
+
+    given: Any = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
+    client, question = OpenAI(**given), {"model": model, "messages": QUESTION, "max_tokens": 80}
+    fact: Any = {"model": model, "messages": [{"role": "user", "content": FACT}], "max_tokens": 160}
+    asked: Any = {"model": model, "input": "Hi", "max_output_tokens": 80}
+    tool = {"type": "function", "strict": True} | WEATHER["function"]
+
+    def round_trip() -> Any:
+        message = client.chat.completions.create(**question, tools=[WEATHER], tool_choice="required").choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in message.tool_calls]
+        whole = question | {"messages": [*QUESTION, message, *results]}
+        return client.chat.completions.create(**whole, tools=[WEATHER]).choices
+
+    def helper() -> Any:
+        with client.chat.completions.stream(**fact, response_format=City) as stream:
+            kinds = {event.type for event in stream}
+            return {"content.delta", "content.done"} <= kinds and stream.get_final_completion().choices[
+                0
+            ].message.parsed
+
+    def continued() -> Any:
+        first = client.responses.create(**asked)
+        second = client.responses.create(**(asked | {"input": "And?"}), previous_response_id=first.id)
+        return second.previous_response_id == first.id and client.responses.retrieve(first.id).id == first.id
+
+    def called() -> Any:
+        first = client.responses.create(**(asked | {"input": "Weather in Oslo?"}), tools=[tool], tool_choice="required")
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "7"} for call in calls]
+        return client.responses.create(**(asked | {"input": results}), previous_response_id=first.id).output
+
+    def events() -> Any:
+        with client.responses.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+        return kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
+
+    async def later() -> Any:
+        async with AsyncOpenAI(**given) as other:
+            return [chunk async for chunk in await other.chat.completions.create(**question, stream=True)]
+
+    return {
+        "models": lambda: client.models.retrieve(client.models.list().data[0].id).id == model,
+        "chat": lambda: client.chat.completions.create(**question).choices[0].message.content,
+        "chat, streamed": lambda: (
+            list(client.chat.completions.create(**question, stream=True, stream_options={"include_usage": True}))[
+                -1
+            ].usage
+        ),
+        "chat, async": lambda: asyncio.run(later()),
+        "chat, tools": round_trip,
+        "chat, parsed": lambda: client.chat.completions.parse(**fact, response_format=City).choices[0].message.parsed,
+        "chat, stream helper": helper,
+        "completions": lambda: client.completions.create(model=model, prompt="The sky", max_tokens=8).choices[0].text,
+        "responses": lambda: client.responses.create(**asked).output_text,
+        "responses, not stored": lambda: client.responses.create(**asked, store=False).output_text,
+        "responses, continued": continued,
+        "responses, tools": called,
+        "responses, parsed": lambda: (
+            client.responses.parse(
+                **(asked | {"input": FACT, "max_output_tokens": 160}), text_format=City
+            ).output_parsed
+        ),
+        "responses, streamed": events,
+    }
+
+
+def anthropic(url: str, model: str) -> Checks:
+    from anthropic import Anthropic, AsyncAnthropic
+
+    given: Any = {"base_url": url, "api_key": "none", "max_retries": 0}
+    client, question = Anthropic(**given), {"model": model, "messages": QUESTION, "max_tokens": 80}
+    function = WEATHER["function"]
+    tool = {"name": "get_weather", "description": function["description"], "input_schema": function["parameters"]}
+    marked: Any = [{"type": "text", "text": "Be brief. " * 50, "cache_control": {"type": "ephemeral"}}]
+
+    def round_trip(stream: bool) -> Any:
+        forced: Any = question | {"tools": [tool], "tool_choice": {"type": "any"}}
+        if stream:
+            with client.messages.stream(**forced) as streamed:
+                message = streamed.get_final_message()
+        else:
+            message = client.messages.create(**forced)
+        calls = [block for block in message.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls]
+        turns = [*QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+        return client.messages.create(**(question | {"messages": turns, "tools": [tool]})).stop_reason and calls
+
+    def cached() -> Any:
+        first, second = (client.messages.create(**question, system=marked).usage for _ in range(2))
+        return (first.cache_creation_input_tokens or first.cache_read_input_tokens) and second.cache_read_input_tokens
+
+    def texts() -> Any:
+        with client.messages.stream(**question) as stream:
+            return "".join(stream.text_stream) == stream.get_final_text()
+
+    def stopped() -> Any:
+        made = client.messages.create(**question, stop_sequences=["e", "a"])
+        return made.stop_reason == "stop_sequence" and made.stop_sequence in ("e", "a")
+
+    async def later() -> Any:
+        async with AsyncAnthropic(**given) as other, other.messages.stream(**question) as stream:
+            return await stream.get_final_text()
+
+    return {
+        "messages": lambda: client.messages.create(**question).content[0].text,
+        "messages, events": lambda: (
+            [event.type for event in client.messages.create(**question, stream=True)][-1] == "message_stop"
+        ),
+        "messages, streamed": texts,
+        "messages, async": lambda: asyncio.run(later()),
+        "messages, tools": lambda: round_trip(False),
+        "messages, tools, streamed": lambda: round_trip(True),
+        "messages, cache_control": cached,
+        "messages, stop_sequences": stopped,
+        "count_tokens": lambda: client.messages.count_tokens(model=model, messages=QUESTION).input_tokens,
+    }
+
+
+def llama_index(url: str, model: str) -> Checks:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    made = OpenAILike(
+        model=model, api_base=f"{url}/v1", api_key="none", max_tokens=160, temperature=0,
+        is_chat_model=True, is_function_calling_model=True, context_window=4096,
+    )  # fmt: skip
+    asked, tool = [ChatMessage(role="user", content="Weather in Oslo?")], FunctionTool.from_defaults(get_weather)
+
+    def round_trip() -> Any:
+        called = made.chat_with_tools([tool], chat_history=asked, tool_required=True)
+        calls = made.get_tool_calls_from_response(called)
+        results = [ChatMessage(role="tool", content="7", additional_kwargs={"tool_call_id": c.tool_id}) for c in calls]
+        return made.chat([*asked, called.message, *results]).message.content is not None and calls
+
+    return {
+        "complete": lambda: made.complete("Hi").text,
+        "complete, streamed": lambda: "".join(part.delta or "" for part in made.stream_complete("Hi")),
+        "chat": lambda: made.chat(asked).message.content,
+        "chat, streamed": lambda: "".join(part.delta or "" for part in made.stream_chat(asked)),
+        "chat, async": lambda: asyncio.run(made.achat(asked)).message.content,
+        "tools": round_trip,
+        "structured": lambda: made.as_structured_llm(City).complete(FACT).raw,
+    }
 
 
 def langchain(url: str, model: str) -> Checks:
@@ -188,7 +338,8 @@ def main() -> int:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LANGSMITH_TRACING": "false"}
     failed = worked = 0
-    packages = {"langchain_openai": langchain, "litellm": litellm, "instructor": instructor, "pydantic_ai": pydantic_ai}
+    packages = {"openai": openai, "anthropic": anthropic, "langchain_openai": langchain, "litellm": litellm}
+    packages |= {"instructor": instructor, "pydantic_ai": pydantic_ai, "llama_index.llms.openai_like": llama_index}
     for package, checks in packages.items():
         try:
             importlib.import_module(package)
@@ -196,6 +347,7 @@ def main() -> int:
         except ImportError as error:
             print(f"{package}: not installed ({error})")
             continue
+        before = worked
         for name, call in found.items():
             try:
                 if not call():
@@ -204,8 +356,15 @@ def main() -> int:
             except Exception as error:
                 failed += 1
                 print(f"FAILED {package}, {name}: {error!r:.500}", flush=True)
+        print(f"{package} {version_of(package)}: {worked - before} of {len(found)}", flush=True)
     print(f"{worked} calls work, {failed} do not")
     return 1 if failed or not worked else 0
+
+
+def version_of(package: str) -> str:
+    names = importlib.metadata.packages_distributions().get(package.partition(".")[0], ["?"])
+    name = "llama-index-llms-openai-like" if package.startswith("llama_index") else names[0]
+    return importlib.metadata.version(name)
 
 
 if __name__ == "__main__":

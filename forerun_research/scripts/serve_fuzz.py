@@ -4,10 +4,11 @@
 
 Streams ask the same questions again and again; each answer has to be the library's. A calm phase without fuzzers
 measures the longest gap between two events and the longest wait for the first; a stream's share is that, times the
-number of all clients over that of streams. One verdict at the end, exit status 1 where it is not clean: no stream
-changed, lost, or stalled for more than 2 s beyond its share; no 5xx; memory flat after the first third; every page back
-in the pool.
-`--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile.
+number of all clients over that of streams. A line every half minute, one verdict at the end (`problems`), exit status 1
+where it is not clean: no stream changed, lost (429 too), or stalled for more than 2 s beyond its share; no 5xx and no
+error in the server's log; memory flat after the first third; every answer ended and every page back in the pool.
+`--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--summary FILE` writes
+all figures as JSON, with the requests that were in flight during each stall.
 """
 
 from __future__ import annotations
@@ -34,12 +35,25 @@ from forerun_research.scripts.serve_requests import LoadRequest, mixed
 from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
 
 MAX_STALL_S = 2.0  # of a stream, beyond its share
-MAX_GROWTH_MB = 32.0  # of resident memory after the first third
+MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last tenth beside the first
+PROGRESS_S = 30.0  # between two lines
+SHOWN_GAPS = 5  # in the summary, with what ran beside them, stalls or not
 CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time, without fuzzers
 TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
+STREAM_TIMEOUT_S = 300.0  # for one answer: 96 tokens at most, and then it is lost
 WARM_UP_SHARE = 1 / 3
+SETTLE_S = 120.0  # for what fuzzers left to end
+MUST_BE_ZERO = ("answers_open", "sequences_running", "sequences_waiting", "page_references_lost")
 EXPECTED = (200, 400, 401, 404, 405, 408, 409, 411, 413, 415, 421, 429, 431, 501)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Time in which a stream got nothing, by the clock of the run."""
+
+    seconds: float
+    end: float
 
 
 @dataclass
@@ -47,18 +61,34 @@ class FuzzReport:
     streams: int = 0
     changed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    stalled: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # the longest of each stream
-    firsts: list[float] = field(default_factory=list)
+    stalled: list[str] = field(default_factory=list)
+    gaps: list[Stall] = field(default_factory=list)  # the longest of each stream
+    firsts: list[Stall] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     late_s: float = 0.0
     failures: list[str] = field(default_factory=list)  # 5xx, with what was sent
+    sent: list[tuple[float, float, str]] = field(default_factory=list)  # by fuzzers: begin, end, the request's start
+
+    def longest(self) -> tuple[float, float]:
+        """The longest gap between two events, and the longest wait for the first."""
+        gap, first = (max((stall.seconds for stall in found), default=0.0) for found in (self.gaps, self.firsts))
+        return gap, first
+
+    def find_stalls(self, share: float, wait: float) -> None:
+        """`share`, `wait`: what a gap and a first event may take by the number of clients."""
+        found = [(stall, "gap") for stall in self.gaps if stall.seconds > MAX_STALL_S + share]
+        found += [(stall, "first") for stall in self.firsts if stall.seconds > MAX_STALL_S + wait]
+        self.stalled += [f"{kind} {self.shown(stall)}" for stall, kind in found]
+
+    def shown(self, stall: Stall) -> str:
+        beside = [text for begin, end, text in self.sent if end > stall.end - stall.seconds and begin < stall.end]
+        return f"of {stall.seconds:.2f} s at {stall.end:.0f} s beside {beside}"
 
 
 class Fuzzing:
     def __init__(self, host: str, port: int, seed: int) -> None:
         self.host, self.port, self.seed = host, port, seed
-        self.report = FuzzReport()
+        self.report, self.start = FuzzReport(), time.perf_counter()
         self.late_s, self.ticked = 0.0, time.perf_counter()  # that this process itself was late: paused, without a core
 
     def clock(self) -> float:
@@ -82,43 +112,49 @@ class Fuzzing:
 
         async def client(number: int) -> None:
             for at in itertools.count(number):
+                await self.stream(asks[at % len(asks)], texts[at % len(asks)])
                 if time.perf_counter() > end:
                     return
-                await self.stream(asks[at % len(asks)], texts[at % len(asks)])
 
         await asyncio.gather(*(client(number) for number in range(len(asks))))
 
     async def stream(self, ask: LoadRequest, expected: str) -> None:
-        report, raw, longest, first = self.report, bytearray(), 0.0, 0.0
-        begun = last = self.clock()
-        try:
-            reader, writer = await asyncio.open_connection(self.host, self.port)
-            writer.write(ask.http(NAME, self.host))
-            while b"data: [DONE]" not in raw[-64:] and (piece := await reader.read(65536)):
-                raw += piece
-                now = self.clock()
-                if raw.count(b"data: ", 0, 8192) > 1:  # the first has no text
-                    longest, first = max(longest, now - last) if first else 0.0, first or now - begun
-                last = now
-            writer.close()
-        except OSError as error:
-            report.lost.append(str(error))
-            return
+        report = self.report
         report.streams += 1
-        if b"data: [DONE]" not in raw[-64:]:
-            if raw[9:12] == b"429":
-                report.statuses["429 of a stream"] += 1
-                await asyncio.sleep(0.5)
-            else:
-                report.lost.append(bytes(raw[-300:]).decode("utf-8", "replace"))
+        try:
+            raw = await asyncio.wait_for(self.receive(ask), STREAM_TIMEOUT_S)
+        except (OSError, TimeoutError) as error:
+            report.lost.append(repr(error))
             return
-        report.gaps.append(longest)
-        report.firsts.append(first)
-        lines = dechunked(bytes(raw.partition(b"\r\n\r\n")[2])).split(b"\n\n")
+        if b"data: [DONE]" not in raw[-64:]:
+            report.lost.append(raw[-300:].decode("utf-8", "replace"))
+            await asyncio.sleep(0.5)  # a server that refuses is not asked without end
+            return
+        lines = dechunked(raw.partition(b"\r\n\r\n")[2]).split(b"\n\n")
         events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         text = "".join(c["delta"].get("content") or "" for event in events for c in event.get("choices", ()))
         if text != expected:
             report.changed.append(f"{ask.content[:60]!r}: {text[:80]!r} for {expected[:80]!r}")
+
+    async def receive(self, ask: LoadRequest) -> bytes:
+        """The whole response; records the wait for its first event and the longest gap between two."""
+        raw, longest, first, begun = bytearray(), Stall(0.0, 0.0), False, self.clock()
+        last = begun
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        with contextlib.closing(writer):
+            writer.write(ask.http(NAME, self.host))
+            while b"data: [DONE]" not in raw[-64:] and (piece := await reader.read(65536)):
+                raw += piece
+                if b"data: " not in piece or raw.count(b"data: ", 0, 8192) < 2:
+                    continue  # a comment that keeps the connection open, or the first event, which has no text
+                now = self.clock()
+                if first:
+                    longest = max(longest, Stall(now - last, now - self.start), key=lambda stall: stall.seconds)
+                else:
+                    self.report.firsts.append(Stall(now - begun, now - self.start))
+                first, last = True, now
+        self.report.gaps.append(longest)
+        return bytes(raw)
 
     # -- fuzzers -------------------------------------------------------------------------------------------------------
 
@@ -135,7 +171,7 @@ class Fuzzing:
                 self.report.statuses["closed"] += 1
 
     async def _request(self, draws: random.Random) -> None:
-        path, body = draws.choice((any_request, any_request, mutated, any_session))(draws, NAME)
+        path, body = draws.choice((any_request, any_request, mutated, mutated, any_session))(draws, NAME)
         await self._post(path, json.dumps(body).encode())
 
     async def _bytes(self, draws: random.Random) -> None:
@@ -143,12 +179,15 @@ class Fuzzing:
         await self._post(path, any_bytes(draws, NAME))
 
     async def _post(self, path: str, body: bytes) -> None:
-        reader, writer = await asyncio.open_connection(self.host, self.port)
+        begun = self.clock()
         try:
-            writer.write(_head(path, len(body), "Connection: close\r\n") + body)
-            raw = await reader.read(-1)
+            reader, writer = await asyncio.open_connection(self.host, self.port)
+            with contextlib.closing(writer):
+                writer.write(_head(path, len(body), "Connection: close\r\n") + body)
+                raw = await reader.read(-1)
         finally:
-            writer.close()
+            shown = f"{path}, {len(body)} bytes: {body[:300]!r}"
+            self.report.sent.append((begun - self.start, self.clock() - self.start, shown))
         self._count(raw, body)
 
     def _count(self, raw: bytes, sent: bytes) -> None:
@@ -209,36 +248,66 @@ def _head(path: str, length: int, more: str = "") -> bytes:
 async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], args: argparse.Namespace) -> FuzzReport:
     fuzzing, seconds = Fuzzing(server.host, server.port, args.seed), args.minutes * 60
     fuzzing.ticked = time.perf_counter()
-    watch = asyncio.create_task(fuzzing.watch_clock())
+    watch = [asyncio.create_task(fuzzing.watch_clock()), asyncio.create_task(show_progress(fuzzing, server))]
+    warm_up = mixed(args.streams, args.seed + 1)  # other prompts: those of the calm phase are new to the cache
+    await asyncio.gather(*(fuzzing.receive(ask) for ask in warm_up))
+    fuzzing.report = FuzzReport()
     await fuzzing.streams(asks, texts, min(MAX_CALM_S, seconds * CALM_SHARE))
     calm, factor = fuzzing.report, (args.streams + args.fuzzers) / args.streams
-    share, wait = max(calm.gaps, default=0.0) * factor, max(calm.firsts, default=0.0) * factor
-    print(f"calm: longest gap {max(calm.gaps, default=0):.2f} s, longest first {max(calm.firsts, default=0):.2f} s")
+    gap, first = calm.longest()
+    print(f"calm: {calm.streams} streams, longest gap {gap:.2f} s, longest first {first:.2f} s", flush=True)
     fuzzing.report = FuzzReport(changed=calm.changed, lost=calm.lost)
     until = time.perf_counter() + seconds
     await asyncio.gather(
         fuzzing.streams(asks, texts, seconds), *(fuzzing.fuzz(number, until) for number in range(args.fuzzers))
     )
-    watch.cancel()
+    for task in watch:
+        task.cancel()
     report = fuzzing.report
     report.late_s = fuzzing.late_s
-    report.stalled = [gap for gap in report.gaps if gap > MAX_STALL_S + share]
-    report.stalled += [first for first in report.firsts if first > MAX_STALL_S + wait]
+    report.find_stalls(gap * factor, first * factor)
     return report
 
 
-def pages_missing(server: ServerSide) -> int:
-    """References to pages that neither an answer, a cache nor a pin has, once all answers have ended."""
-    end, busy = time.monotonic() + 120, ("answers_open", "sequences_running", "sequences_waiting", "pages_pinned")
+async def show_progress(fuzzing: Fuzzing, server: ServerSide) -> None:
     while True:
-        missing = int(server.figure("forerun_page_references_lost"))
-        figures = {name: int(server.figure(f"forerun_{name}")) for name in busy}
-        if not missing and not any(figures[name] for name in busy[:3]):
-            return 0
-        if time.monotonic() > end:
-            print(f"pages are missing beside {figures}")
-            return missing
+        await asyncio.sleep(PROGRESS_S)
+        report, memory = fuzzing.report, server.process.memory_info().rss / 1e6
+        gap, first = report.longest()
+        print(f"{time.perf_counter() - fuzzing.start:5.0f} s: {report.streams} streams, changed {len(report.changed)}, "
+              f"lost {len(report.lost)}; longest gap {gap:.2f} s, first {first:.2f} s; "
+              f"{sum(report.statuses.values())} of fuzzers, 5xx or none {len(report.failures)}; {memory:.0f} MB; "
+              f"late {fuzzing.late_s:.1f} s", flush=True)  # fmt: skip
+
+
+def left_behind(server: ServerSide) -> dict[str, int]:
+    """What has not ended or come back in time after the last request: answers, sequences, references to pages that
+    neither an answer, a cache nor a pin has."""
+    end = time.monotonic() + SETTLE_S
+    while True:
+        figures = {name: int(server.figure(f"forerun_{name}")) for name in MUST_BE_ZERO}
+        if not any(figures.values()) or time.monotonic() > end:
+            return {name: value for name, value in figures.items() if value}
         time.sleep(0.5)
+
+
+def memory_growth(samples: list[float]) -> float:
+    """MB from the first tenth after the warm-up to the last one, each by its least: what requests need while they run
+    comes and goes, and freed memory goes back to the system every half minute."""
+    kept = samples[int(len(samples) * WARM_UP_SHARE) :]
+    tenth = max(1, len(kept) // 10)
+    return min(kept[-tenth:]) - min(kept[:tenth]) if kept else 0.0
+
+
+def problems(report: FuzzReport, left: dict[str, int], errors: list[str], growth: float, exit_status: int) -> list[str]:
+    """Why a run is not clean; empty: it is."""
+    found = {"changed": report.changed, "lost": report.lost, "stalled": report.stalled}
+    found |= {"5xx or no response": report.failures, "errors in the log": errors}
+    why = [f"{name}: {len(values)}" for name, values in found.items() if values]
+    why += [f"left behind: {left}"] if left else []
+    why += [f"memory grew by {growth:.0f} MB"] if growth > MAX_GROWTH_MB else []
+    why += [f"the server ended with {exit_status}"] if exit_status else []
+    return why + ([] if report.streams and report.statuses else ["no streams, or no fuzzers"])
 
 
 def end_once(*_: object) -> None:
@@ -260,28 +329,36 @@ def main() -> int:
         try:
             with Memory(server.process) as memory:
                 report = asyncio.run(run(server, asks, texts, args))
-            missing = pages_missing(server)
+            left = left_behind(server)
             errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
         finally:
-            left = server.close()
-    kept = [size for _, size in memory.samples[int(len(memory.samples) * WARM_UP_SHARE) :]] or [0.0]
-    growth = kept[-1] - kept[0]
+            exit_status = server.close()
+    samples = [size for _, size in memory.samples]
+    growth, (longest, first) = memory_growth(samples), report.longest()
+    why = problems(report, left, errors, growth, exit_status)
+    tenths = [round(samples[len(samples) * i // 10]) for i in range(10)] if samples else []
     print(f"streams: {report.streams}, changed {len(report.changed)}, lost {len(report.lost)}, "
-          f"stalled {len(report.stalled)}; longest gap {max(report.gaps, default=0):.2f} s, "
-          f"longest first {max(report.firsts, default=0):.2f} s")  # fmt: skip
+          f"stalled {len(report.stalled)}; longest gap {longest:.2f} s, longest first {first:.2f} s")  # fmt: skip
     print(f"fuzzers: {sum(report.statuses.values())}: {dict(report.statuses.most_common())}")
     print(f"5xx or none: {len(report.failures)}, errors in the log {len(errors)}")
-    tenths = [f"{memory.samples[len(memory.samples) * i // 10][1]:.0f}" for i in range(10)] if memory.samples else []
-    print(
-        f"memory: {kept[0]:.0f} MB after the first third, {kept[-1]:.0f} MB at the end (by tenths {' '.join(tenths)})"
-    )
-    print(f"pages missing: {missing}; this program itself was late by {report.late_s:.1f} s, which does not count")
-    for line in [*report.changed, *report.lost, *report.failures, *errors][:20]:
+    print(f"memory: {growth:+.0f} MB after the first third (by tenths {' '.join(map(str, tenths))})")
+    print(f"left behind: {left or 0}; this program itself was late by {report.late_s:.1f} s, which does not count")
+    details = [*report.changed, *report.lost, *report.stalled, *report.failures, *errors]
+    for line in details[:20]:
         print(f"  {line[:1200]}")
-    clean = not (report.changed or report.lost or report.stalled or report.failures or missing or left)
-    clean = clean and growth <= MAX_GROWTH_MB and report.streams > 0
-    print("CLEAN" if clean else "NOT CLEAN")
-    return 0 if clean else 1
+    if args.summary:
+        figures = {"problems": why, "streams": report.streams, "longest_gap_s": longest, "longest_first_s": first}
+        figures |= {
+            "statuses": dict(report.statuses),
+            "memory_mb": tenths,
+            "growth_mb": growth,
+            "late_s": report.late_s,
+        }
+        gaps = sorted(report.gaps, key=lambda stall: -stall.seconds)[:SHOWN_GAPS]
+        figures |= {"arguments": str(args), "details": details, "longest_gaps": [report.shown(gap) for gap in gaps]}
+        args.summary.write_text(json.dumps(figures, indent=1))
+    print("CLEAN" if not why else f"NOT CLEAN: {'; '.join(why)}")
+    return 1 if why else 0
 
 
 def parse_args() -> argparse.Namespace:
@@ -295,6 +372,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-cache-tokens", type=int, default=8192, help="small: all of it is written early")
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--summary", type=Path, help="a file for all figures, as JSON")
     return parser.parse_args()
 
 

@@ -13,10 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest
+from forerun.serve.access import MAX_OBJECTS
 from forerun.serve.config import ServeConfig
+from forerun.serve.dialects.messages import MessagesRequest
+from forerun.serve.dialects.responses import ResponsesRequest
+from forerun.serve.schema import ChatRequest, CompletionRequest
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Running, error, running, slowed, wait_for
 
 MB = 1 << 20
@@ -59,6 +64,71 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(served: Running, a
                 time.sleep(0.005)
     assert psutil.Process().memory_info().rss - before < 40 * MB
     assert served.post(CHAT, ASKED).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [1] * 2000},
+        {"messages": [{}] * 2000},
+        {"messages": [{"role": "user", "content": [1] * 2000}]},
+        {"stop": [1] * 2000},
+        {"stop_token_ids": ["x"] * 2000},
+        {"logit_bias": {str(number): "x" for number in range(2000)}},
+        {"tools": [{}] * 2000},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_list_of_mistakes_is_one_mistake(served: Running, change: dict[str, Any]):
+    """All errors of a body are made at once: millions of them took seconds and gigabytes."""
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(ASKED | change)
+    assert found.value.error_count() < 10
+    error(served.post(CHAT, ASKED | change), 400)
+
+
+def test_mistakes_in_other_dialects_are_few_too():
+    bodies: list[tuple[type[BaseModel], dict[str, Any]]] = [
+        (CompletionRequest, {"prompt": [1.5] * 2000}),
+        (MessagesRequest, {"messages": [{"role": "user", "content": [1] * 2000}], "max_tokens": 1}),
+        (MessagesRequest, {"messages": ASKED["messages"], "system": [1] * 2000, "max_tokens": 1}),
+        (ResponsesRequest, {"input": [1] * 2000}),
+    ]
+    for kind, body in bodies:
+        with pytest.raises(ValidationError) as found:
+            kind.model_validate(body)
+        assert found.value.error_count() < 10
+
+
+def test_more_objects_than_a_request_can_have_are_refused_before_they_are_read(served: Running):
+    body = ASKED | {"messages": [{"role": "user", "content": ""}] * (MAX_OBJECTS + 1)}
+    assert "objects" in error(served.post(CHAT, body), 413)["message"]
+
+
+def test_the_text_of_tools_and_calls_counts_before_it_is_tokenised(served: Running, monkeypatch: pytest.MonkeyPatch):
+    long = "lamp " * 200_000
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": long}}
+    called = [*ASKED["messages"], {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "7"}
+    monkeypatch.setattr(served.llm.tokenizer, "apply_chat_template", None)
+    for change in ({"tools": [tool]}, {"messages": [*called, result]}):
+        assert "characters" in error(served.post(CHAT, ASKED | change), 400)["message"]
+    refused = error(served.post("/v1/completions", {"model": NAME, "prompt": [5] * 100_000}), 400)
+    assert "100000 tokens" in refused["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "metadata", ["NaN", '"\\ud800"', *("[" * depth + "]" * depth for depth in range(930, 1000, 10))]
+)
+def test_what_a_response_returns_can_be_sent(served: Running, metadata: str, stream: bool):
+    body = (
+        f'{{"input": "Hi", "max_output_tokens": 2, "stream": {str(stream).lower()}, "metadata": {{"a": {metadata}}}}}'
+    )
+    response = served.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert response.status_code in ((200, 400) if "[" in metadata else (400,)), response.text
+    assert "server_error" not in response.text and "failed to answer" not in response.text
 
 
 def test_expect_100_continue_is_refused(served: Running):

@@ -5,7 +5,10 @@ Reasoning items are passed over. How answers look is in `response_events`, what 
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
+
+from pydantic import model_validator
 
 from forerun.errors import BadRequest
 from forerun.serve.derived import LenientModel, accepted
@@ -52,6 +55,16 @@ class ResponsesRequest(_UnusedFields):
     conversation: None = None
     prompt: None = None
     metadata: dict[str, Any] | None = None  # is part of the response
+
+    @model_validator(mode="after")
+    def _can_be_returned(self) -> ResponsesRequest:
+        """What is part of the response as it came has to be JSON in UTF-8 there, too."""
+        returned = (self.metadata, self.tools, self.tool_choice, self.instructions, self.text and self.text.format)
+        try:
+            json.dumps(returned, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError as error:
+            raise ValueError(f"a part of the request that is returned is no JSON in UTF-8: {error!s:.80}") from None
+        return self
 
     def to_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """`messages`: the conversation with this request's input, without its instructions."""
