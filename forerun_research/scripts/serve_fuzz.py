@@ -186,7 +186,7 @@ class Fuzzing:
                 writer.write(_head(path, len(body), "Connection: close\r\n") + body)
                 raw = await reader.read(-1)
         finally:
-            shown = f"{path}, {len(body)} bytes: {body[:300]!r}"
+            shown = f"{path}, {len(body)} bytes: {body[:160]!r}"
             self.report.sent.append((begun - self.start, self.clock() - self.start, shown))
         self._count(raw, body)
 
