@@ -52,7 +52,8 @@ def openai(url: str, model: str) -> Checks:
     from openai import AsyncOpenAI, OpenAI
 
     given: Any = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
-    client, question = OpenAI(**given), {"model": model, "messages": QUESTION, "max_tokens": 80}
+    client: Any = OpenAI(**given)
+    question: Any = {"model": model, "messages": QUESTION, "max_tokens": 80}
     fact: Any = {"model": model, "messages": [{"role": "user", "content": FACT}], "max_tokens": 160}
     asked: Any = {"model": model, "input": "Hi", "max_output_tokens": 80}
     tool = {"type": "function", "strict": True} | WEATHER["function"]
@@ -87,7 +88,8 @@ def openai(url: str, model: str) -> Checks:
         return kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
 
     async def later() -> Any:
-        async with AsyncOpenAI(**given) as other:
+        other: Any = AsyncOpenAI(**given)
+        async with other:
             return [chunk async for chunk in await other.chat.completions.create(**question, stream=True)]
 
     return {
@@ -120,7 +122,8 @@ def anthropic(url: str, model: str) -> Checks:
     from anthropic import Anthropic, AsyncAnthropic
 
     given: Any = {"base_url": url, "api_key": "none", "max_retries": 0}
-    client, question = Anthropic(**given), {"model": model, "messages": QUESTION, "max_tokens": 80}
+    client: Any = Anthropic(**given)
+    question: Any = {"model": model, "messages": QUESTION, "max_tokens": 80}
     function = WEATHER["function"]
     tool = {"name": "get_weather", "description": function["description"], "input_schema": function["parameters"]}
     marked: Any = [{"type": "text", "text": "Be brief. " * 50, "cache_control": {"type": "ephemeral"}}]
@@ -150,7 +153,8 @@ def anthropic(url: str, model: str) -> Checks:
         return made.stop_reason == "stop_sequence" and made.stop_sequence in ("e", "a")
 
     async def later() -> Any:
-        async with AsyncAnthropic(**given) as other, other.messages.stream(**question) as stream:
+        other: Any = AsyncAnthropic(**given)
+        async with other, other.messages.stream(**question) as stream:
             return await stream.get_final_text()
 
     return {
