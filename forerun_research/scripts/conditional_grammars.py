@@ -201,9 +201,10 @@ def summarise(out: Path) -> None:
         print(f"  {sum(row['seconds'] for row in rows):.0f} s; looking ahead {ahead:.0f} ms a schema in the median")
 
 
-def compare_labels(llm: LLM, path: Path, limit: int) -> None:
+def compare_labels(llm: LLM, path: Path, limit: int, names: str) -> None:
+    """`names`: labels joined by commas, and only texts of these; empty: all."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    labels = sorted({row["category"] for row in rows})
+    labels = names.split(",") if names else sorted({row["category"] for row in rows})
     per_label = -(-limit // len(labels))
     chosen = [row for label in labels for row in [r for r in rows if r["category"] == label][:per_label]]
     hits: dict[str, list[bool]] = {"conditional": [], "masked": []}
@@ -222,6 +223,9 @@ def compare_labels(llm: LLM, path: Path, limit: int) -> None:
         low, high = wilson(sum(found), len(found))
         share, spent = f"{sum(found) / len(found):.3f} ({low:.3f} to {high:.3f})", 1000 * seconds[name] / len(found)
         print(f"{len(labels)} labels, {name}: {sum(found)} of {len(found)} right, {share}; {spent:.0f} ms a text")
+    more = [float(a) - float(b) for a, b in zip(hits["conditional"], hits["masked"], strict=True)]
+    low, high = bootstrap([more])
+    print(f"conditional over masked, the same texts: {np.mean(more):+.3f} ({low:+.3f} to {high:+.3f})")
 
 
 def main() -> None:
@@ -232,6 +236,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("conditional_grammars.jsonl"), help="figures, continued")
     parser.add_argument("--power", action="store_true", help="what the test can show, without sampling")
     parser.add_argument("--data", type=Path, help="texts with categories")
+    parser.add_argument("--labels", default="", help="of --data, joined by commas; default: all")
     parser.add_argument("--texts", type=int, default=120)
     given = parser.parse_args()
     with LLM(given.model, quiet=True) as llm:
@@ -241,7 +246,7 @@ def main() -> None:
             compare_samplers(llm, given.samples, given.schemas, given.out)
             summarise(given.out)
         if given.data is not None:
-            compare_labels(llm, given.data, given.texts)
+            compare_labels(llm, given.data, given.texts, given.labels)
 
 
 if __name__ == "__main__":

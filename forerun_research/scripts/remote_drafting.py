@@ -1,8 +1,9 @@
 """A drafter in another process behind a delaying network: speed against plain and local drafting, bytes, and faults.
 
 Target and draft server run in two processes with the given threads each; a proxy between them adds the round trip. For
-every prompt the settings take turns. `--faults` kills and restarts the server and damages its bytes under load instead,
-and compares every answer with the plain one.
+every prompt the settings take turns, `--repeats` times; the median counts. `plain again` is plain decoding once more:
+how far its prompts are from 1 is what the machine adds by itself. `--faults` kills and restarts the server and damages
+its bytes under load instead, and compares every answer with the plain one.
 """
 
 from __future__ import annotations
@@ -81,7 +82,12 @@ def chat(llm: LLM, messages: Any, params: SamplingParams, drafter: str, named: b
 def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
-        settings = {"plain": "off", "auto alone": "auto", **({"local": "model"} if options.local else {})}
+        settings = {
+            "plain": "off",
+            "plain again": "off",
+            "auto alone": "auto",
+            **({"local": "model"} if options.local else {}),
+        }
         for ms in options.rtt:
             proxy = stack.enter_context(DelayProxy(server.port, ms / 1000.0))
             settings[f"remote {ms} ms"] = f"remote:127.0.0.1:{proxy.port}"
@@ -93,15 +99,19 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
             chat(llm, asked[0], replace(params, max_tokens=8), drafter, options.named)
         for number, messages in enumerate(asked):
             answers = {}
-            order = list(settings)
-            turn = number % len(order)
-            for name in order[turn:] + order[:turn]:
-                llm.engine.clear_cache()
-                answers[name] = chat(llm, messages, params, settings[name], options.named)
-                usage = answers[name].usage
-                seconds[name].append((usage.total_s - usage.ttft_s) / max(1, usage.completion_tokens - 1))
-                for i, value in enumerate((usage.steps, usage.drafted, usage.accepted)):
-                    counts[name][i] += value
+            taken: dict[str, list[float]] = defaultdict(list)
+            for turn in range(number, number + options.repeats):
+                order = list(settings)
+                at = turn % len(order)
+                for name in order[at:] + order[:at]:
+                    llm.engine.clear_cache()
+                    answers[name] = chat(llm, messages, params, settings[name], options.named)
+                    usage = answers[name].usage
+                    taken[name].append((usage.total_s - usage.ttft_s) / max(1, usage.completion_tokens - 1))
+                    for i, value in enumerate((usage.steps, usage.drafted, usage.accepted)):
+                        counts[name][i] += value
+            for name, found in taken.items():
+                seconds[name].append(median(found))
             equal += all(answer.token_ids == answers["plain"].token_ids for answer in answers.values())
         figures = llm.engine.speculator.drafter_pool.figures()
         rows = {}
@@ -163,6 +173,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--skip", type=int, default=0, help="so many prompts of the kind come first")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=1, help="of every setting on every prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rtt", type=int, nargs="*", default=ROUND_TRIPS_MS, help="milliseconds")
     parser.add_argument("--local", action="store_true", help="also the draft model in the target's process")
