@@ -151,6 +151,9 @@ def main(argv: list[str] | None = None) -> None:
         _report(f"this command needs {error.name}, which is not installed", hint, debug)
     except Exception as error:
         _report(f"unexpected {type(error).__name__}: {error}", "run again with --debug to see where it happened", debug)
+    finally:
+        if argv is None:
+            gc.freeze()  # the process ends: to search all that was imported for cycles takes a quarter of a second
 
 
 def _leave(line: str) -> NoReturn:

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,17 @@ class Tokenizer:
         self.eos_ids, self.bos_id = tuple(eos_ids), bos_id
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self._added = {i: token.content for i, token in added.items()}
         self._byte_level, self._strip = _decoding(backend, source)
         self._bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()  # the backend's special-token switch is state shared by all callers
         specials = [self._added[i] for i in self.special_ids]
         self._chat = ChatTemplate(chat_template, template_tokens or {}, specials, source) if chat_template else None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id, and one: ids may have gaps."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
     def from_folder(cls, folder: Path, *, eos_ids: Iterable[int] = (), bos_id: int | None = None) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 `fingerprint` hashes every stored tensor and the configuration, as far as they decide a model's numbers; names, the
 order of a file and its container do not count. Two files are the same model when their matrices are stored alike.
-Reading gigabytes takes seconds, so the hash of the tensors is cached by the files' paths, sizes and times of change.
+Reading gigabytes takes seconds, so hashes of tensors are cached by the files' paths, sizes and times of change.
 `sampled_fingerprint` reads some rows of each matrix only: good for a file's name, not for trusting what lies under it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -31,18 +31,18 @@ _IGNORED = ("family", "max_context", "eos_ids", "bos_id")  # names, and where te
 
 def fingerprint(checkpoint: Checkpoint, quiet: bool = False) -> str:
     """64 hex digits that depend on every weight."""
-    before = _file_state(checkpoint.files)
-    weights = _read_cached(before)
-    if weights is None:
-        weights = _hash_tensors(checkpoint, quiet)
-        if before and _file_state(checkpoint.files) == before:  # not rewritten meanwhile
-            write_whole(_cache_file(before), json.dumps({"files": before, "weights": weights}))
+    weights = _cached(checkpoint, "weights", lambda: _hash_tensors(checkpoint, quiet))
     return hashlib.sha256(f"{_canonical(checkpoint.config)} {weights}".encode()).hexdigest()
 
 
 def sampled_fingerprint(checkpoint: Checkpoint) -> str:
-    """32 hex digits that depend on all norms and biases and on some rows of every matrix, read in milliseconds."""
+    """32 hex digits that depend on all norms and biases and on some rows of every matrix."""
     digest = hashlib.sha256(_canonical(checkpoint.config).encode())
+    whole = _cached(checkpoint, f"samples {digest.hexdigest()}", lambda: _hash_samples(checkpoint, digest))
+    return whole[:SAMPLED_DIGITS]
+
+
+def _hash_samples(checkpoint: Checkpoint, digest: hashlib._Hash) -> str:
     for name, shape in sorted(expected_shapes(checkpoint.config).items()):
         if len(shape) == 1:
             values = checkpoint.tensor(name)
@@ -50,7 +50,7 @@ def sampled_fingerprint(checkpoint: Checkpoint) -> str:
             count = SAMPLED_ROWS if name.startswith("layers.") else SAMPLED_EMBED_ROWS
             values = checkpoint.rows(name, _sample(shape[0], count))
         digest.update(f"{name} {shape}".encode() + _float_bytes(values))
-    return digest.hexdigest()[:SAMPLED_DIGITS]
+    return digest.hexdigest()
 
 
 def _hash_tensors(checkpoint: Checkpoint, quiet: bool) -> str:
@@ -97,6 +97,17 @@ def _rounded(value: Any) -> Any:
 # -- the cache: one small file for each set of weight files, named by their paths --------------------------------------
 
 
+def _cached(checkpoint: Checkpoint, name: str, compute: Callable[[], str]) -> str:
+    """A hash of the files as they are now: from the cache, or computed and kept there."""
+    state = _file_state(checkpoint.files)
+    known = _read_cached(state)
+    if name not in known:
+        known[name] = compute()
+        if state and _file_state(checkpoint.files) == state:  # not rewritten meanwhile
+            write_whole(_cache_file(state), json.dumps({"files": state, **known}))
+    return known[name]
+
+
 def _file_state(files: Sequence[Path]) -> list[list[Any]]:
     """Path, size and times of change of each file; the inode's time also moves where the other is set back."""
     try:
@@ -111,11 +122,10 @@ def _cache_file(state: list[list[Any]]) -> Path:
     return home() / "fingerprints" / f"{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
 
 
-def _read_cached(state: list[list[Any]]) -> str | None:
-    """None where nothing is cached for these files as they are now, or what is cached cannot be read."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
+def _read_cached(state: list[list[Any]]) -> dict[str, str]:
+    """By name; none where nothing is cached for these files as they are now, or what is cached cannot be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         found = json.loads(_cache_file(state).read_text(encoding="utf-8"))
-        weights = found["weights"]
-        if state and found["files"] == state and isinstance(weights, str) and len(weights) == 64:
-            return weights
-    return None
+        if state and found["files"] == state:
+            return {name: value for name, value in found.items() if isinstance(value, str) and len(value) == 64}
+    return {}

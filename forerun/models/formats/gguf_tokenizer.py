@@ -90,7 +90,7 @@ def _byte_level(
 ) -> tokenizers.Tokenizer:
     split = _split(metadata, config.family, source)
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in metadata.get(_KEY + "merges", []))]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(_KEY + "merges", [])]
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=split in _WHOLE_WORDS))
     if split == _QWEN2:
         backend.normalizer = normalizers.NFC()

@@ -86,6 +86,27 @@ def test_samples_name_a_model_but_do_not_tell_edited_ones_apart(
     assert old == new and len(old) == 32
 
 
+def test_samples_are_read_once_until_weights_or_configuration_change(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: list[str]
+) -> None:
+    read, original = [], module._hash_samples
+    monkeypatch.setattr(module, "_hash_samples", lambda *given: read.append(1) or original(*given))
+    folder = copy(tiny_folder("qwen2"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+
+    def name() -> str:
+        return sampled_fingerprint(open_checkpoint(folder))
+
+    first, whole = name(), mark(folder)
+    assert (name(), mark(folder)) == (first, whole) and (len(read), len(hashed)) == (1, 1)  # neither drops the other
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    assert name() != first and len(read) == 2
+    (folder / "config.json").write_text(json.dumps(config))
+    assert name() == first and len(read) == 2
+    change(folder, "model.norm.weight", (5,))
+    assert name() != first and mark(folder) != whole and (len(read), len(hashed)) == (3, 2)
+
+
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models whose tensors were read and not found in the cache."""
