@@ -34,6 +34,7 @@ class TokenTrie:
         self.tokens, self.starts, self.items = arrays["tokens"], arrays["starts"], arrays["items"]
         self._offsets, self._names, self.source = arrays["offsets"], arrays["names"], source
         self._inner: np.ndarray | None = None
+        self._item_counts: np.ndarray | None = None
 
     @classmethod
     def build(cls, sequences: Sequence[Sequence[int]], names: Sequence[str] | None = None) -> TokenTrie:
@@ -127,6 +128,12 @@ class TokenTrie:
         if self._inner is None:
             self._inner = self._sums((np.diff(self.starts) > 0).astype(np.int32))
         return self._inner
+
+    def item_counts(self) -> np.ndarray:
+        """[N] items that end at each node and below it; kept, as it reads the whole trie."""
+        if self._item_counts is None:
+            self._item_counts = self._sums((self.items >= 0).astype(np.int32))
+        return self._item_counts
 
     def node_counts(self) -> np.ndarray:
         """[N] each node and all below it."""

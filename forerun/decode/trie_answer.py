@@ -20,6 +20,7 @@ from forerun.decode.sampling import Futures
 from forerun.decode.trie import TokenTrie
 from forerun.errors import BadRequest, ForerunError
 
+MIN_DRAFTED_SHARE = 0.02  # of a node's items: children with fewer are not drafted, so a level has 50 at most
 _ENDED, _OUTSIDE = -1, -2  # nodes of paths that have ended, and of paths that the trie does not have
 
 
@@ -82,14 +83,18 @@ class TrieAnswer:
         fits = (n for n in range(len(tokens), 0, -1) if self.node([*path, *tokens[:n]]) != _OUTSIDE)
         return next(fits, 0)
 
-    def forced(self, path: Sequence[int], limit: int) -> list[int]:
-        """Tokens that follow `path` with certainty; of several ends the first counts as one."""
-        found: list[int] = []
-        while len(found) < limit:
-            tokens, may_end = self.following(self.node([*path, *found]))
-            if len(tokens) + may_end != 1 or (may_end and (not self.end_ids or found[-1:] == self.end_ids[:1])):
-                break
-            found.append(self.end_ids[0] if may_end else int(tokens[0]))
+    def likely_children(self, node: int) -> list[tuple[int, float, int]]:
+        """What may follow a node, as (token, share of the items below, node): those with a share worth drafting."""
+        if node < 0:
+            return []
+        counts, children = self.trie.item_counts(), self.trie.children(node)
+        shares = counts[children] / counts[node]
+        found = [
+            (int(self.trie.tokens[children.start + i]), float(shares[i]), children.start + i)
+            for i in np.flatnonzero(shares >= MIN_DRAFTED_SHARE).tolist()
+        ]
+        if self.end_ids and self.trie.items[node] >= 0:
+            found.append((self.end_ids[0], 1.0 / int(counts[node]), _ENDED))
         return found
 
     def ends_at(self, answer: Sequence[int]) -> bool:

@@ -117,7 +117,8 @@ def accuracy(classifier: nn.Module, images: Sequence[Sequence[int]], labels: lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--models", type=Path, help="folder that keeps the trained models; those there are not trained")
     parser.add_argument("--scale", type=float, default=1.5)
     given = parser.parse_args()
     start, classifier = time.perf_counter(), train_classifier()
@@ -125,9 +126,10 @@ def main() -> None:
     real = draw_digits(np.array(labels), 9_000_000).tolist()
     print(f"accuracy on digits as drawn: {accuracy(classifier, real, labels)}")
     with tempfile.TemporaryDirectory() as parent:
-        folders = [Path(parent) / name for name in ("target", "draft")]
-        train_model(64, 3, given.steps, folders[0], 1)
-        train_model(32, 1, given.steps, folders[1], 2)
+        folders = [(given.models or Path(parent)) / name for name in ("target", "draft")]
+        for seed, (folder, (hidden, layers)) in enumerate(zip(folders, ((64, 3), (32, 1)), strict=True), 1):
+            if not folder.exists():
+                train_model(hidden, layers, given.steps, folder, seed)
         print(f"trained in {time.perf_counter() - start:.0f} s")
         with LLM(folders[0], draft_model=folders[1], dtype="float32", skip_tokenizer_init=True, quiet=True) as llm:
             prompts = [[CLASS + label] for label in labels]

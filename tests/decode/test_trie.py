@@ -80,7 +80,11 @@ def test_answer_follows_the_trie() -> None:
     assert answer.allowed([]).nonzero()[:, 0].tolist() == [3, 5, 7]
     assert answer.allowed([5, 1]).nonzero()[:, 0].tolist() == [0, 2]
     assert answer.allowed([3, 0]).nonzero()[:, 0].tolist() == [0]
-    assert answer.forced([5, 4], 9) == [4, 4, 0]
+    assert [(token, share) for token, share, _ in answer.likely_children(0)] == [(3, 0.2), (5, 0.6), (7, 0.2)]
+    both = answer.likely_children(answer.node([5, 1]))  # the item 5 1 ends, or 5 1 2 goes on
+    assert [(token, share) for token, share, _ in both] == [(2, 0.5), (0, 0.5)]
+    assert [child[:2] for child in answer.likely_children(answer.node([5, 4, 4]))] == [(4, 1.0)]
+    assert answer.likely_children(answer.node([3, 0])) == []
     assert answer.accepts([5], [4, 4, 1]) == 2
     answer.advance([5, 1])
     assert answer.allowed([]).nonzero()[:, 0].tolist() == [0, 2]
@@ -91,7 +95,8 @@ def test_answer_follows_the_trie() -> None:
 def test_without_end_tokens_an_answer_ends_at_a_leaf() -> None:
     answer = TrieAnswer(TokenTrie.build([[1, 2], [1, 3]]), 8, [])
     assert not answer.ends_at([1]) and answer.ends_at([1, 3])
-    assert answer.forced([], 5) == [1]
+    assert [child[:2] for child in answer.likely_children(0)] == [(1, 1.0)]
+    assert answer.likely_children(answer.node([1, 3])) == []
 
 
 @pytest.mark.parametrize("best", [False, True])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from forerun import LLM, BadRequest, Grammar, SamplingParams
+from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.decode.rejection_draws import Prefix, RejectionDraws
 from forerun.decode.sampling import SeededRng
 from forerun.decode.trie import TokenTrie
@@ -114,5 +115,10 @@ def test_trie_file_as_grammar(llm: LLM, tmp_path: Path) -> None:
     TokenTrie.build([llm.tokenizer.encode(text) for text in TEXTS], TEXTS).save(path)
     masked = llm.generate(PROMPT, grammar=Grammar.trie(path))[0]
     assert masked.text in TEXTS and masked.finish_reason == "stop"
+    plain = llm.generate(PROMPT, grammar=Grammar.trie(path), speculation="off")[0]
+    with all_drafts_verified(llm.engine):  # every child of a level is drafted, so no level takes a pass of its own
+        drafted = llm.generate(PROMPT, grammar=Grammar.trie(path), speculation="grammar")[0]
+    assert drafted.token_ids == plain.token_ids == masked.token_ids
+    assert drafted.usage.steps < plain.usage.steps == len(plain.token_ids)
     conditional = llm.generate(PROMPT, grammar=Grammar.trie(path, "conditional"))[0]
     assert conditional.text == TEXTS[int(law(llm, TEXTS).argmax())]

@@ -3,7 +3,8 @@ the grammar forbids.
 
 A token is certain only where the grammar allows no other. Text that is certain is drafted in its usual tokens, which
 the model may or may not use. Where only white space keeps text from being certain (between the words of JSON), the
-spacing of the answer so far is continued. All of these are drafts like any other: the masked target verifies them.
+spacing of the answer so far is continued. In a trie all children of a level are drafted, each as probable as its share
+of the items. All of these are drafts like any other: the masked target verifies them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from forerun.core import ROOT, Draft
 from forerun.decode.drafters.base import Drafter, DraftRequest, register
+from forerun.decode.drafters.lookup import grow_best_first
 from forerun.decode.grammar import AnswerGrammar, DeadEnd, Vocabulary
 from forerun.decode.sampling import Constraint
 from forerun.decode.trie_answer import TrieAnswer
@@ -74,8 +76,8 @@ class GrammarDrafter(Drafter):
             drafts.append(Draft())
             constraint = request.context.constraint
             if isinstance(constraint, TrieAnswer):
-                forced = constraint.forced((), min(request.max_depth, request.max_nodes))
-                drafts[-1] = Draft.chain(forced, [1.0] * len(forced), self.name)
+                node = constraint.node(())
+                drafts[-1] = grow_best_first(node, constraint.likely_children, request, self.name)
             elif isinstance(constraint, AnswerGrammar):
                 if self._token_bytes is None or self._token_bytes.vocabulary is not constraint.vocabulary:
                     self._token_bytes = TokenBytes(constraint.vocabulary)
