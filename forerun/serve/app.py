@@ -26,7 +26,7 @@ from forerun.serve.dialects.routes import add_chat, add_responses
 from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
 from forerun.serve.fill import FillPrompt
-from forerun.serve.logs import RequestIdMiddleware
+from forerun.serve.logs import RequestIdMiddleware, log_refusal
 from forerun.serve.metrics import Metrics
 from forerun.serve.observer import RequestObserver
 from forerun.serve.page_api import add_page_api, add_page_files
@@ -86,6 +86,7 @@ def add_middleware(app: FastAPI, config: ServeConfig, admission: AdmissionContro
             expose_headers=["Retry-After", "x-request-id", IGNORED_HEADER],
         )
     app.add_middleware(RequestObserver, report=report)  # refused requests, too
+    app.add_middleware(RequestObserver, report=log_refusal)
     app.add_middleware(RequestIdMiddleware)
 
 

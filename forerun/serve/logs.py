@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import uuid
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.errors import BadRequest
 
+log = logging.getLogger("forerun.serve")
+
+MAX_PATH_CHARS = 120  # of a path that may be anything
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -38,6 +43,14 @@ class RequestIdMiddleware:
             await send(message)
 
         await self.app(scope, receive, send_named)
+
+
+def log_refusal(scope: Scope, status: int, arrived: float, response: object | None) -> None:
+    """A line for a request that ended with an error before an answer was begun; answers log themselves."""
+    if response is None and status >= 400:
+        seconds, path = round(time.perf_counter() - arrived, 3), quote(scope["path"][:MAX_PATH_CHARS])  # on one line
+        fields = {"request_id": scope["state"]["request_id"], "path": path, "status": status, "seconds": seconds}
+        log.info("%s %s %d seconds=%s", *fields.values(), extra={"fields": fields})
 
 
 class JsonFormatter(logging.Formatter):

@@ -251,7 +251,6 @@ def langchain(url: str, model: str) -> Checks:
 
 
 def litellm(url: str, model: str) -> Checks:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm as lite
 
     lite.suppress_debug_info = True
@@ -341,6 +340,7 @@ def main() -> int:
     url = parser.parse_args().server.rstrip("/")
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LANGSMITH_TRACING": "false"}
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     failed = worked = 0
     packages = {"openai": openai, "anthropic": anthropic, "langchain_openai": langchain, "litellm": litellm}
     packages |= {"instructor": instructor, "pydantic_ai": pydantic_ai, "llama_index.llms.openai_like": llama_index}

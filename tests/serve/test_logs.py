@@ -48,3 +48,17 @@ def test_records_as_json(llm: LLM, caplog: pytest.LogCaptureFixture):
     assert ASKED["messages"][0]["content"] not in json.dumps(found) and NAME not in found["message"]
     with pytest.raises(BadRequest, match="log-format"):
         configure_logs("xml")
+
+
+def test_a_refused_request_has_one_line_with_its_id(llm: LLM, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "forerun.serve")
+    with running(llm) as made:
+        for number, (path, body) in enumerate([(CHAT, {}), (CHAT, ASKED | {"n": 0}), ("/a%0Ab?key=secret", {})]):
+            made.post(path, body, headers={"x-request-id": f"ann-1{number}"})
+        made.get("/health", headers={"x-request-id": "ann-13"})
+    for number, (path, status) in enumerate([(CHAT, 400), (CHAT, 400), ("/a%0Ab", 404)]):
+        lines = [record for record in caplog.records if f"ann-1{number}" in record.getMessage()]
+        assert len(lines) == 1 and "\n" not in lines[0].getMessage() and "secret" not in lines[0].getMessage()
+        found = json.loads(JsonFormatter().format(lines[0]))
+        assert (found["request_id"], found["path"], found["status"]) == (f"ann-1{number}", path, status)
+    assert not any("ann-13" in record.getMessage() for record in caplog.records)
