@@ -148,9 +148,12 @@ def test_a_conversation_is_continued_by_id(served: Running):
     asked += [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "Why?"}]
     assert third.output_text == content(served, asked)
     assert client.responses.retrieve(third.id).output_text == third.output_text
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(third.id)
     client.responses.delete(third.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(third.id)
+    for call in (client.responses.retrieve, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(third.id)
     gone = client.responses.create(**ASK, input="Who?", store=False)
     with pytest.raises(openai.NotFoundError, match="store=false"):
         client.responses.create(**ASK, input="And?", previous_response_id=gone.id)

@@ -17,6 +17,7 @@ from forerun.serve.dialects.response_events import ResponsesFormat
 from forerun.serve.dialects.response_store import ResponseStore
 from forerun.serve.dialects.responses import ResponsesRequest
 from forerun.serve.encoders import ChatEncoder
+from forerun.serve.errors import ApiError
 from forerun.serve.response import CompletionResponse
 from forerun.serve.schema import ChatRequest
 from forerun.serve.sessions import SessionTurn
@@ -96,6 +97,12 @@ def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict
     async def retrieve(response_id: str, request: Request) -> dict[str, Any]:
         """A response that was stored."""
         return store.get(request.state.key, response_id).response
+
+    @app.post("/v1/responses/{response_id}/cancel", responses=errors)
+    async def cancel(response_id: str, request: Request) -> dict[str, Any]:
+        """Not possible, as at OpenAI's without `background`: a response is stored once it is whole."""
+        store.get(request.state.key, response_id)
+        raise ApiError(400, "Cannot cancel a synchronous response.", "close the connection while it is written")
 
     @app.delete("/v1/responses/{response_id}", responses=errors)
     async def delete(response_id: str, request: Request) -> dict[str, Any]:
