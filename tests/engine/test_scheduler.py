@@ -58,6 +58,23 @@ def test_the_youngest_is_preempted_first(make: Callable[[], Engine]):
     assert leaked(engine) == 0
 
 
+def test_a_preempted_sequence_is_admitted_before_those_that_wait(make: Callable[[], Engine]):
+    engine = make()
+    answers = [Answer(engine, prompt(i, 20), LONG) for i in range(3)]
+    decode_all(engine, 3)
+    engine.scheduler.make_room(engine.pool.num_pages)
+    held = engine.pool.allocate(engine.pool.free)
+    late = Answer(engine, prompt(3, 40), LONG)
+    for _ in range(40):
+        engine.step()
+        if len(engine.scheduler.waiting) == 2:
+            break
+    assert [seq.request for seq in engine.scheduler.waiting] == [answers[2].request, late.request]
+    engine.pool.release(held)
+    finish(engine)
+    assert leaked(engine) == 0
+
+
 def test_a_sessions_turn_is_spared_as_long_as_others_run(make: Callable[[], Engine]):
     engine = make()
     engine.scheduler.pins.open("talk", 600.0)
