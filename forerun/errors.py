@@ -41,5 +41,5 @@ class BadProfile(ForerunError, ValueError):
     """A profile of speculative prefill is missing, damaged, or was made for other models."""
 
 
-class BadDrafter(ForerunError):
+class BadDrafter(ForerunError, ValueError):
     """A trained drafter is missing, damaged, or was made for other models."""

@@ -24,7 +24,8 @@ def test_every_error_is_exported() -> None:
         return {kind.__name__}.union(*(errors(child) for child in kind.__subclasses__()))
 
     own = {name for name in errors(ForerunError) if hasattr(forerun.errors, name)}  # type: ignore[attr-defined]
-    assert own <= set(forerun.__all__) and issubclass(BadRequest, ValueError)
+    assert own <= set(forerun.__all__)
+    assert all(issubclass(kind, ValueError) for kind in (BadRequest, forerun.BadProfile, forerun.BadDrafter))
 
 
 def test_importing_forerun_imports_nothing_heavy() -> None:

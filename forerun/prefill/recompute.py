@@ -91,7 +91,7 @@ class RaggedDepthPass:
         """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
         self._check(rows, keep)
         decoder, kv, count = self._decoder, self._runner.kv, self._layers
-        plan = _Plan(self._runner, rows)
+        plan = _RowBatch(self._runner, rows)
         alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
         x = self._inputs(rows, alive)  # [len(alive), hidden]
         result = RecomputeOutput(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
@@ -125,7 +125,7 @@ class RaggedDepthPass:
             return None
         if not (rows.depths == self._layers).all():
             return None
-        return self._runner.recompute(_Plan(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
+        return self._runner.recompute(_RowBatch(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
 
     def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
         """The layer before which none of these rows leaves and whose inputs are not kept: up to it they run in
@@ -152,7 +152,7 @@ class RaggedDepthPass:
         return _pick(rows.x, rows.depths >= rows.first)
 
 
-class _Plan:
+class _RowBatch:
     """Which of the rows the attention backend is set up for; it is set up anew only where they change."""
 
     def __init__(self, runner: Runner, rows: Rows) -> None:

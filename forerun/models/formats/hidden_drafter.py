@@ -208,6 +208,8 @@ class HiddenDrafterWeights:
             whole = {name: restored(tensors, name) for name in tensors if not name.endswith("_scale")}
             made = cls(about["config"], whole, path.name, about["target"], about["facts"], path)
             return _opened(made)
+        except BadDrafter:
+            raise
         except (KeyError, TypeError, ValueError, CorruptModel) as error:
             raise not_whole(path, error) from None
 

@@ -30,22 +30,22 @@ _MIN_LEAD_TOKENS = 16  # of the repetition that stand in the prompt: enough to i
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """How windows are cut, and which shares of them are made to copy (`echo`) and to recall."""
+    """How windows are cut, and which shares of them are made to copy (`copy`) and to recall."""
 
     prompt: int = 2048
     continuation: int = 64
     tokens: int = 2_000_000  # at most
     held: float = 0.1  # share of them that is held out
-    echo: float = 0.2
+    copy: float = 0.2
     recall: float = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (("prompt", 32), ("continuation", 8), ("tokens", 1)):
             check_number(f"calibration: {name}", getattr(self, name), low, whole=True)
-        if not 0.0 < self.held <= 0.5 or min(self.echo, self.recall) < 0.0 or self.echo + self.recall > 1.0:
-            shares = f"held {self.held}, echo {self.echo}, recall {self.recall}"
-            raise BadRequest(f"calibration: impossible shares: {shares}", "held up to 0.5, echo and recall up to 1")
+        if not 0.0 < self.held <= 0.5 or min(self.copy, self.recall) < 0.0 or self.copy + self.recall > 1.0:
+            shares = f"held {self.held}, copy {self.copy}, recall {self.recall}"
+            raise BadRequest(f"calibration: impossible shares: {shares}", "held up to 0.5, copy and recall up to 1")
 
     @property
     def length(self) -> int:
@@ -56,7 +56,7 @@ class WindowSettings:
 class Windows:
     train: Tensor  # [windows, prompt + continuation] int32
     held: Tensor  # the same, of other text
-    kinds: list[tuple[str, ...]]  # of the held ones: plain, echo or recall, and the kind of their text
+    kinds: list[tuple[str, ...]]  # of the held ones: plain, copy or recall, and the kind of their text
     files: int
 
 
@@ -73,8 +73,8 @@ def read_windows(paths: Sequence[Path], tokenizer: Tokenizer, settings: WindowSe
     if len(train) < MIN_TRAIN_WINDOWS or len(held) < MIN_HELD_WINDOWS:
         raise _too_short(len(files), len(train), len(held), settings)
     augmenter = Augmenter(tokenizer, settings.prompt, settings.continuation)
-    augmenter.augment(train, settings.echo, settings.recall, rng)
-    made = augmenter.augment(held, settings.echo, settings.recall, rng)
+    augmenter.augment(train, settings.copy, settings.recall, rng)
+    made = augmenter.augment(held, settings.copy, settings.recall, rng)
     return Windows(_tensor(train), _tensor(held), [*zip(made, texts, strict=True)], len(files))
 
 
@@ -120,7 +120,7 @@ def _cut(
 class Augmenter:
     """Windows made to copy and to recall: common uses of long prompts, and what drafted K/V loses first.
 
-    `echo`: the end of the prompt begins to repeat an earlier span, and the continuation goes on with it. `recall`:
+    `copy`: the end of the prompt begins to repeat an earlier span, and the continuation goes on with it. `recall`:
     made-up facts stand at random places of the prompt, a question about them at its end, and the continuation is the
     answer, all in the model's own chat format. Lengths stay as they are to the token.
     """
@@ -129,14 +129,14 @@ class Augmenter:
         self._tokenizer, self._prompt, self._continuation = tokenizer, prompt, continuation
         self._first = 1 if tokenizer.bos_id is not None and tokenizer.add_bos else 0
 
-    def augment(self, rows: list[list[int]], echo: float, recall: float, rng: random.Random) -> list[str]:
+    def augment(self, rows: list[list[int]], copy: float, recall: float, rng: random.Random) -> list[str]:
         """Change shares of the rows in place, spread evenly over them; returns the kind of each."""
         kinds = []
         for i, row in enumerate(rows):
             # A low-discrepancy sequence: the shares hold for any number of rows, however few
             place = (i * 0.6180339887 + 0.5) % 1.0
-            kind = "echo" if place < echo else "recall" if place >= 1.0 - recall else "plain"
-            made = {"echo": self.with_copy, "recall": self.with_recall}[kind](row, rng) if kind != "plain" else None
+            kind = "copy" if place < copy else "recall" if place >= 1.0 - recall else "plain"
+            made = {"copy": self.with_copy, "recall": self.with_recall}[kind](row, rng) if kind != "plain" else None
             if made is None:  # plain, or too short to hold it
                 kind = "plain"
             else:

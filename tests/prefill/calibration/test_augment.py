@@ -27,7 +27,7 @@ def augmenter(tokenizer: Tokenizer) -> Augmenter:
     return Augmenter(tokenizer, PROMPT, AHEAD)
 
 
-def test_an_echo_repeats_what_stood_before(augmenter: Augmenter, tokenizer: Tokenizer) -> None:
+def test_a_copy_repeats_what_stood_before(augmenter: Augmenter, tokenizer: Tokenizer) -> None:
     for seed, row in enumerate(rows(tokenizer, 20)):
         made = augmenter.with_copy(row, random.Random(seed))
         assert made is not None and len(made) == len(row)
@@ -69,7 +69,7 @@ def test_shares_hold_for_few_rows_and_many(augmenter: Augmenter, tokenizer: Toke
         plain = rows(tokenizer, count)
         changed = list(plain)
         kinds = augmenter.augment(changed, 0.2, 0.3, random.Random(0))
-        assert abs(kinds.count("echo") - 0.2 * count) <= 1 and abs(kinds.count("recall") - 0.3 * count) <= 1
+        assert abs(kinds.count("copy") - 0.2 * count) <= 1 and abs(kinds.count("recall") - 0.3 * count) <= 1
         assert [new is old for new, old in zip(changed, plain, strict=True)] == [kind == "plain" for kind in kinds]
 
 

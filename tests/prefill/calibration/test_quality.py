@@ -61,15 +61,15 @@ def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: ModelPair) ->
     ridge.add(*_examples(pair, tokens))
     maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
     calls: list[int] = []
-    kinds = [("plain", "code"), ("echo",), ("plain",), ("recall",), ("plain", "code")]
+    kinds = [("plain", "code"), ("copy",), ("plain",), ("recall",), ("plain", "code")]
     curve, found = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: calls.append(1), True)
     assert [p.share for p in curve] == list(CURVE_SHARES) and len(calls) == 3
     assert sorted(p.cost for p in curve) == [p.cost for p in curve]
     assert curve[-1].kl < curve[0].kl and curve[-1].top1 > curve[0].top1
-    assert set(found) == {"plain", "echo", "recall", "code"} and found["code"][0]["windows"] == 2
+    assert set(found) == {"plain", "copy", "recall", "code"} and found["code"][0]["windows"] == 2
     plain = evaluate(pair, maps, tokens[::2], 64, 0.0)
     assert curve[0].top1 == pytest.approx(plain.agreement) and curve[0].kl == pytest.approx(plain.divergence, rel=1e-3)
-    echo = evaluate(pair, maps, tokens[1:2], 64, CURVE_SHARES[1])
-    assert found["echo"][1]["kl"] == pytest.approx(echo.divergence, rel=1e-3)
+    copy = evaluate(pair, maps, tokens[1:2], 64, CURVE_SHARES[1])
+    assert found["copy"][1]["kl"] == pytest.approx(copy.divergence, rel=1e-3)
     _, some = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: True, True)  # the time is up
-    assert set(some) == {"plain", "echo", "code"} and some["plain"][0]["windows"] == 1
+    assert set(some) == {"plain", "copy", "code"} and some["plain"][0]["windows"] == 1

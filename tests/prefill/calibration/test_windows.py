@@ -12,7 +12,7 @@ from forerun.prefill.calibration.windows import MIN_HELD_WINDOWS, MIN_TRAIN_WIND
 from forerun.text.tokenizer import Tokenizer
 from tests.prefill.calibration.common import write_text
 
-PLAIN = WindowSettings(prompt=96, continuation=32, echo=0.0, recall=0.0, tokens=10_000)
+PLAIN = WindowSettings(prompt=96, continuation=32, copy=0.0, recall=0.0, tokens=10_000)
 
 
 def test_windows_are_text_from_a_documents_start(text: Path, tokenizer: Tokenizer) -> None:
@@ -66,7 +66,7 @@ def test_too_little_says_how_much_is_needed(tmp_path: Path, tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prompt": 3}, {"continuation": 0}, {"held": 0.0}, {"held": 0.9}, {"echo": 0.8, "recall": 0.3}]
+    "wrong", [{"prompt": 3}, {"continuation": 0}, {"held": 0.0}, {"held": 0.9}, {"copy": 0.8, "recall": 0.3}]
 )
 def test_impossible_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(BadRequest, match="calibration"):
