@@ -2,8 +2,9 @@
 
 `list:N` is for items of N tokens: semantic ids of a recommender, rows of an image. What followed is counted, over all
 answers of an engine, by features that know the position (as those of PAD-Rec do): the place in the item alone, with the
-token before, with the token at the same place of the item before, with the whole item so far, and with the item's
-number. A probability starts at the first of these and is corrected by each that was seen. Knows no text and no model.
+token before, with the token at the same place of the item before, with the whole item so far; then the place in the
+list with the prompt's last token and the tokens before. A probability starts at the first of these and is corrected by
+each that was seen. Knows no text and no model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_FEATURE_TOKENS = 64  # that followed a feature: more predict nothing, and ta
 MAX_CHILDREN = 3  # of a node
 DOUBT = 2.0  # observations that the estimate of a coarser feature counts for
 
-ListState = tuple[int, tuple[int, ...]]  # tokens of the list so far, and the last ones of these, two items at most
+ListState = tuple[int, int, tuple[int, ...]]  # the prompt's last token, tokens of the list so far, the last of these
 
 
 class ListDrafter(Drafter):
@@ -36,55 +37,61 @@ class ListDrafter(Drafter):
 
     def __init__(self, ctx: DraftContext) -> None:
         self._counts: dict[Hashable, Counter[int]] = {}
-        self._read: dict[int, int] = {}  # sequence -> tokens of its answer that are counted
+        self._read: dict[int, int] = {}  # sequence -> its tokens that are counted
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         return [self._draft(request) for request in requests]
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
-        self._count(seq_id, tokens[num_prompt:])
+        self._count(seq_id, tokens, num_prompt)
         self._read.pop(seq_id, None)
 
     def forget(self) -> None:
         self._counts.clear()
 
     def _draft(self, request: DraftRequest) -> Draft:
-        answer = request.tokens[request.context.num_prompt :]
-        self._count(request.seq_id, answer)
-        state = len(answer), tuple(answer[-2 * self.item_tokens :])
-        return grow_best_first(state, self._children, request, self.name)
+        tokens, num_prompt = request.tokens, request.context.num_prompt
+        self._count(request.seq_id, tokens, num_prompt)
+        return grow_best_first(self._state(tokens, num_prompt, len(tokens)), self._children, request, self.name)
 
-    def _count(self, seq_id: int, answer: list[int]) -> None:
-        for at in range(self._read.get(seq_id, 0), len(answer)):
-            for feature in self._features(at, answer[max(0, at - 2 * self.item_tokens) : at]):
-                self._counts.setdefault(feature, Counter())[answer[at]] += 1
-        self._read[seq_id] = len(answer)
+    def _state(self, tokens: list[int], num_prompt: int, end: int) -> ListState:
+        """What comes before a place of a sequence; an item's worth of tokens at most."""
+        first = max(num_prompt, end - self.item_tokens)
+        return tokens[num_prompt - 1] if num_prompt else -1, end - num_prompt, tuple(tokens[first:end])
+
+    def _count(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        for end in range(max(num_prompt, self._read.get(seq_id, 0)), len(tokens)):
+            for feature in self._features(self._state(tokens, num_prompt, end)):
+                self._counts.setdefault(feature, Counter())[tokens[end]] += 1
+        self._read[seq_id] = len(tokens)
         if len(self._counts) > MAX_FEATURES:
             self._counts = dict(islice(self._counts.items(), MAX_FEATURES // 2, None))
 
-    def _features(self, at: int, before: list[int] | tuple[int, ...]) -> Iterator[Hashable]:
-        """Of the token at a place of the list, coarsest first."""
-        number, place = divmod(at, self.item_tokens)
+    def _features(self, state: ListState) -> Iterator[Hashable]:
+        """Of the token that follows, coarsest first."""
+        prompt_end, at, before = state
+        place = at % self.item_tokens
         last = before[-1] if before else -1
-        above = before[-self.item_tokens] if len(before) >= self.item_tokens else -1
+        above = before[0] if len(before) == self.item_tokens else -1
         yield place
         yield place, last
         yield place, last, above
-        yield place, tuple(before[len(before) - place :])
-        yield number, place, last, above
+        yield place, before[len(before) - place :]
+        yield prompt_end, at, last, above
+        yield prompt_end, at, before
 
     def _children(self, state: ListState) -> list[Child[ListState]]:
-        at, before = state
+        prompt_end, at, before = state
         probs: dict[int, float] = {}
-        for feature in self._features(at, before):
+        for feature in self._features(state):
             found = self._counts.get(feature)
             if found is None or len(found) > MAX_FEATURE_TOKENS:
                 continue
-            total = found.total() + DOUBT
-            tokens = dict.fromkeys((*found, *probs))
+            total, tokens = found.total() + DOUBT, dict.fromkeys((*found, *probs))
             probs = {token: (found[token] + DOUBT * probs.get(token, 0.0)) / total for token in tokens}
         best = sorted(probs, key=lambda token: -probs[token])[:MAX_CHILDREN]
-        return [(token, probs[token], (at + 1, (*before, token)[-2 * self.item_tokens :])) for token in best]
+        after = {token: (prompt_end, at + 1, (*before, token)[-self.item_tokens :]) for token in best}
+        return [(token, probs[token], after[token]) for token in best]
 
 
 def list_drafter(item_tokens: str) -> type[Drafter]:
