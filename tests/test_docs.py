@@ -17,6 +17,9 @@ def test_structure_has_a_line_for_every_module() -> None:
     page = structure.PAGE.read_text()
     listed = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
     assert len(listed) > 300 and all(line for _, line in listed)
+    for section in page.split("\n## ")[1:]:
+        folder, _, text = section.partition("\n")
+        assert not text.strip().startswith("|"), f"{folder} is not introduced by a sentence"
     assert page == structure.render(page).rstrip() + "\n", "run `python -m forerun_research.scripts.structure`"
 
 

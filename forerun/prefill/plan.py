@@ -45,7 +45,6 @@ class Policy:
 @dataclass
 class PrefillPlan:
     todo: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # entries to recompute, in order
-    chosen: int = 0  # entries taken by their scores, whether or not they are recomputed already
     spans: list[CheckSpan] = field(default_factory=list)
     cost: float = 1.0  # expected, as a share of exact prefill's
     exact: str = ""  # why exact prefill is taken instead; empty: it is not
@@ -127,7 +126,7 @@ def plan(
     cost = work / costs.exact
     if why := _too_dear(cost):
         return PrefillPlan(cost=cost, exact=why)
-    return PrefillPlan(todo, len(chosen), spans, cost)
+    return PrefillPlan(todo, spans, cost)
 
 
 def expected_plan(

@@ -69,8 +69,7 @@ def test_a_plan_holds_what_it_must(tokens: int, first: int, share: float, spans:
     assert not made.exact and (np.diff(made.todo) > 0).all()
     assert made.todo.min(initial=first) >= first and made.todo.max(initial=0) < state.end
     assert set(range(first, 16)) <= set(made.todo.tolist())
-    assert made.chosen == round(share * (state.end - max(first, 16)))
-    extra = len(made.todo) - max(0, 16 - first) - made.chosen
+    extra = len(made.todo) - max(0, 16 - first) - round(share * (state.end - max(first, 16)))
     assert 0 <= extra <= spans * policy.span
     assert {entry for span in made.spans for entry in span.entries} <= set(made.todo.tolist())
 
@@ -161,7 +160,8 @@ def test_what_cannot_be_had_is_exact_prefill():
     curve = [CurvePoint(0.0, 0.3, 0.9, 0.1), CurvePoint(0.2, 0.5, 0.95, 0.05)]
     best = planned(make_state(settings=Prefill("speculative", quality=0.99)), curve=curve)
     assert "0.99" in best.exact and "0.950" in best.exact
-    assert planned(make_state(settings=Prefill("speculative", quality=0.95)), curve=curve).chosen == 184
+    asked = make_state(settings=Prefill("speculative", quality=0.95))
+    assert len(planned(asked, policy=Policy(spans=0), curve=curve).todo) == 16 + 184
     poor = planned(make_state(settings=Prefill("speculative", budget=0.25)), curve=curve)
     assert "0.25" in poor.exact and "0.30" in poor.exact
     assert "cost" in planned(make_state(), share=0.9).exact
@@ -180,7 +180,8 @@ def test_each_token_is_chosen_by_its_own_score():
 def test_what_the_source_left_out_is_recomputed_and_not_chosen():
     made = planned(make_state(), source=Holes())
     assert set(range(300, 340)) <= set(made.todo.tolist())
-    assert made.chosen == round(0.1 * (1000 - 64 - 16 - 40))
+    unchecked = planned(make_state(), source=Holes(), policy=Policy(spans=0))
+    assert len(unchecked.todo) == 16 + 40 + round(0.1 * (1000 - 64 - 16 - 40))
     assert len(made.spans) == 4 and not set(range(300, 340)) & {e for c in made.spans for e in c.entries}
 
 
