@@ -1,4 +1,4 @@
-"""The rules of the house, counted: imports point one way, one name for one class, no person stands in for a program.
+"""The rules of the house, counted: imports point one way, one name for one class, sizes, no person for a program.
 
 Every import statement counts, inside functions too. What may break a rule is listed here with its reason.
 """
@@ -189,6 +189,32 @@ def test_no_class_name_is_defined_twice() -> None:
                 places[node.name].append(name)
     twice = {name: modules for name, modules in places.items() if len(modules) > 1}
     assert set(twice) == set(ALLOWED_TWICE), twice
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
+# Functions that may be longer, with the reason.
+ALLOWED_LONG: dict[tuple[str, str], str] = {
+    ("forerun.models.cuda.paged", "_attend"): "a kernel: one launch, and Triton has no helpers that share its tiles",
+    ("forerun.models.cuda.paged", "paged_attention"): "the arguments of that kernel",
+    ("forerun.models.cuda.skinny", "_skinny"): "a kernel",
+}
+
+
+@pytest.mark.parametrize("package", ["forerun", "forerun_research", "tests"])
+def test_files_hold_one_idea(package: str) -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in python_files(package).items()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
+
+
+def test_functions_fit_a_screen() -> None:
+    found = {}
+    for name, path in python_files("forerun").items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                found[name, node.name] = node.end_lineno - node.lineno + 1
+    assert {place for place, lines in found.items() if lines > MAX_FUNCTION_LINES} == set(ALLOWED_LONG)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
