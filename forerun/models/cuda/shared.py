@@ -41,6 +41,7 @@ class Groups:
     tiles: np.ndarray  # [N, TILE_FIELDS] int32
     members: np.ndarray  # [M, 2] int32: token of the batch, and its place among tokens whose keys are cut
     blocks: np.ndarray  # [S] int32: blocks of a sequence that its group's tiles run; 0: it is in no group
+    spared: int  # bytes of a layer's K and V that are not read again
 
     def lay(self, out: np.ndarray, seqs: int, rows: int) -> None:
         """Blocks, members and tiles one after the other, in zeroed int32 memory for so many sequences and rows."""
@@ -107,7 +108,7 @@ def _lay_out(
         spared += (alone - len(cuts)) * shared * BLOCK_KEYS * key_bytes
     if not tiles or spared < least:
         return None
-    return Groups(np.array(tiles, dtype=np.int32), np.array(members, dtype=np.int32), blocks)
+    return Groups(np.array(tiles, dtype=np.int32), np.array(members, dtype=np.int32), blocks, spared)
 
 
 @dataclass(frozen=True)
