@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,18 +85,23 @@ class TrieAnswer:
         return next(fits, 0)
 
     def likely_children(self, node: int) -> list[tuple[int, float, int]]:
-        """What may follow a node, as (token, share of the items below, node): those with a share worth drafting."""
+        """What may follow a node, as (token, probability, node): those that are worth drafting."""
         if node < 0:
             return []
-        counts, children = self.trie.item_counts(), self.trie.children(node)
-        shares = counts[children] / counts[node]
+        children, shares = self.trie.children(node), self._shares(node)
         found = [
             (int(self.trie.tokens[children.start + i]), float(shares[i]), children.start + i)
             for i in np.flatnonzero(shares >= MIN_DRAFTED_SHARE).tolist()
         ]
-        if self.end_ids and self.trie.items[node] >= 0:
-            found.append((self.end_ids[0], 1.0 / int(counts[node]), _ENDED))
+        rest = 1.0 - float(shares.sum())
+        if self.end_ids and self.trie.items[node] >= 0 and rest >= MIN_DRAFTED_SHARE:
+            found.append((self.end_ids[0], rest, _ENDED))
         return found
+
+    def _shares(self, node: int) -> np.ndarray:
+        """How probable the children of a node are, as far as that is known without the model: by their items."""
+        counts = self.trie.item_counts()
+        return np.asarray(counts[self.trie.children(node)] / counts[node])
 
     def ends_at(self, answer: Sequence[int]) -> bool:
         """Whether a whole answer is over without a token that ends it: at a leaf, where the model has no such token."""
@@ -105,19 +111,34 @@ class TrieAnswer:
         return node >= 0 and not len(self.following(node)[0])
 
 
-class ConditionalAnswer(TrieAnswer, Futures):
-    """`node_futures`: log Z of every node of the trie."""
+class NodeScores(NamedTuple):
+    """Of every node of a trie: log Z, and the probability of its token after its parent, given that an item follows."""
 
-    def __init__(self, trie: TokenTrie, vocab_size: int, end_ids: Sequence[int], node_futures: np.ndarray) -> None:
+    futures: np.ndarray  # [N] float64
+    probs: np.ndarray  # [N] float64
+
+    @classmethod
+    def certain(cls, trie: TokenTrie) -> NodeScores:
+        """Of a trie with one item."""
+        return cls(np.zeros(len(trie)), np.ones(len(trie)))
+
+
+class ConditionalAnswer(TrieAnswer, Futures):
+    """`scores`: of every node of the trie, as `score_nodes` returns them."""
+
+    def __init__(self, trie: TokenTrie, vocab_size: int, end_ids: Sequence[int], scores: NodeScores) -> None:
         super().__init__(trie, vocab_size, end_ids)
-        self.node_futures = node_futures  # [N] float64
+        self._scores = scores
+
+    def _shares(self, node: int) -> np.ndarray:
+        return self._scores.probs[self.trie.children(node)]
 
     def futures(self, path: Sequence[int]) -> Tensor:
         node = self.node(path)
         tokens, may_end = self.following(node)
         found = torch.full((self.vocab_size,), -math.inf, dtype=torch.float64)
         if node >= 0:
-            values = self.node_futures[self.trie.children(node)]
+            values = self._scores.futures[self.trie.children(node)]
             found[torch.from_numpy(tokens.astype(np.int64))] = torch.from_numpy(values)
         if may_end:
             found[self.end_ids] = 0.0
@@ -138,9 +159,9 @@ def rows_to_score(trie: TokenTrie, end_ids: Sequence[int]) -> list[int]:
 
 def score_nodes(
     trie: TokenTrie, end_ids: Sequence[int], rows: Iterable[tuple[int, Tensor]], best: bool = False
-) -> np.ndarray:
-    """Log Z of every node, [N] float64. `rows`: the log-probabilities [V] after each node of `rows_to_score`. `best`:
-    the likeliest item's instead of the sum over items, for greedy answers: those are the likeliest item."""
+) -> NodeScores:
+    """`rows`: the log-probabilities [V] after each node of `rows_to_score`. `best`: Z of the likeliest item instead of
+    the sum over items, for greedy answers: those are the likeliest item."""
     own = np.zeros(len(trie))  # log-probability of each node's token after its parent
     ends = np.where(trie.items >= 0, 0.0 if not end_ids else -math.inf, -math.inf)
     joined = np.max if best else np.logaddexp.reduce
@@ -155,4 +176,6 @@ def score_nodes(
         children = trie.children(node)
         if children.start < children.stop:
             found[node] = joined([*(own[children] + found[children]), ends[node]])
-    return found
+    with np.errstate(invalid="ignore"):  # below what has no probability nothing has
+        probs = np.nan_to_num(np.exp(own + found - found[np.maximum(trie.parents(), 0)]))
+    return NodeScores(found, (probs >= 1.0).astype(np.float64) if best else probs)

@@ -119,9 +119,9 @@ class Intake:
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end an answer."""
+        """Tokens that end an answer, the usual one first."""
         known = self.model.eos_ids if self.tokenizer is None else self.tokenizer.eos_ids
-        return sorted({token for token in known if 0 <= token < self.model.vocab_size})
+        return list(dict.fromkeys(token for token in known if 0 <= token < self.model.vocab_size))
 
     @property
     def grammars(self) -> GrammarCompiler:

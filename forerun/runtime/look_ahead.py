@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from forerun.core import ROOT, ConditionalReport, SamplingParams
 from forerun.decode.rejection_draws import Prefix, RejectionDraws
 from forerun.decode.sampling import Context, Row, SeededRng, shape
 from forerun.decode.trie import TokenTrie
-from forerun.decode.trie_answer import ConditionalAnswer, TrieAnswer, rows_to_score, score_nodes
+from forerun.decode.trie_answer import ConditionalAnswer, NodeScores, TrieAnswer, rows_to_score, score_nodes
 from forerun.engine.sequence import ConditionalStart
 from forerun.runtime.answer_tree import MAX_FORWARD_NODES, AnswerTree
 
@@ -61,8 +60,7 @@ class LookAhead:
         shaped = shape(logits, [Row(self._context, path) for path in paths])
         return torch.log_softmax(shaped.float() / (self._params.temperature or 1.0), -1)
 
-    def score(self, tree: AnswerTree, trie: TokenTrie) -> np.ndarray:
-        """Log Z of every node of a trie."""
+    def score(self, tree: AnswerTree, trie: TokenTrie) -> NodeScores:
         return score_nodes(trie, self.end_ids, self._rows(tree, trie), best=self._params.greedy)
 
     def _rows(self, tree: AnswerTree, trie: TokenTrie) -> Iterator[tuple[int, Tensor]]:
@@ -79,9 +77,9 @@ class LookAhead:
             yield from zip(part, self.logprobs(logits, [paths[node] for node in part]), strict=True)
 
     def _score(self, tree: AnswerTree, trie: TokenTrie) -> list[ConditionalStart]:
-        futures = self.score(tree, trie)
+        scores = self.score(tree, trie)
         report = ConditionalReport(exact=True, error=0.0, scored_tokens=len(tree) + 1, answers=trie.num_items)
-        answers = (ConditionalAnswer(trie, self._vocab, self.end_ids, futures) for _ in range(self._params.n))
+        answers = (ConditionalAnswer(trie, self._vocab, self.end_ids, scores) for _ in range(self._params.n))
         return [(answer, report) for answer in answers]
 
     def _draw(self, tree: AnswerTree, trie: TokenTrie | None) -> list[ConditionalStart]:
@@ -112,5 +110,5 @@ class LookAhead:
             error = 0.0 if draws.exact else 1.0 if self._params.greedy else draws.error
             report = ConditionalReport(draws.exact, error, draws.rows - rows, tries=draws.tries - tries)
             one = TokenTrie.build([tokens[:-1]])
-            made.append((ConditionalAnswer(one, self._vocab, self.end_ids, np.zeros(len(one))), report))
+            made.append((ConditionalAnswer(one, self._vocab, self.end_ids, NodeScores.certain(one)), report))
         return made

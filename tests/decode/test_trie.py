@@ -110,6 +110,18 @@ def test_futures_are_those_of_all_items(best: bool) -> None:
     found = score_nodes(trie, [0], enumerate(rows), best)
     table = dict(zip(paths, rows, strict=True))
     whole = [sum(float(table[tuple(ids[:n])][t]) for n, t in enumerate([*ids, 0])) for ids in ITEMS]
-    assert found[0] == pytest.approx(max(whole) if best else float(np.logaddexp.reduce(whole)), abs=1e-12)
-    futures = ConditionalAnswer(trie, 8, [0], found).futures([5])
-    assert futures.isfinite().nonzero()[:, 0].tolist() == [1, 4]
+    assert found.futures[0] == pytest.approx(max(whole) if best else float(np.logaddexp.reduce(whole)), abs=1e-12)
+    answer = ConditionalAnswer(trie, 8, [0], found)
+    assert answer.futures([5]).isfinite().nonzero()[:, 0].tolist() == [1, 4]
+    weights = np.array([w == max(whole) for w in whole]) if best else np.exp(whole) / np.exp(whole).sum()
+    drafted: dict[tuple[int, ...], float] = {}  # the probabilities that drafts are made with are those of the items
+    pending = [((), 0, 1.0)]
+    while pending:
+        path, node, prob = pending.pop()
+        for token, share, child in answer.likely_children(node):
+            if token == 0:
+                drafted[path] = prob * share
+            else:
+                pending.append(((*path, token), child, prob * share))  # type: ignore[arg-type]
+    for ids, weight in zip(ITEMS, weights, strict=True):
+        assert drafted.get(tuple(ids), 0.0) == pytest.approx(float(weight), abs=0.06)  # improbable ones are not drafted

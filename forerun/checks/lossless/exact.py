@@ -206,10 +206,10 @@ def _conditional(params: SamplingParams, logits: Callable[[Tokens], torch.Tensor
         paths.append((*paths[parents[node]], int(trie.tokens[node])))
     scale = params.temperature or 1.0
     rows = ((n, torch.log_softmax(logits((*TINY_PROMPT, *path)) / scale, -1)) for n, path in enumerate(paths))
-    futures = score_nodes(trie, END_IDS, rows, best=params.greedy)
+    scores = score_nodes(trie, END_IDS, rows, best=params.greedy)
 
     def constraint(answer: Tokens) -> ConditionalAnswer:
-        made = ConditionalAnswer(trie, VOCAB, END_IDS, futures)
+        made = ConditionalAnswer(trie, VOCAB, END_IDS, scores)
         made.advance(answer)
         return made
 
