@@ -204,7 +204,7 @@ class TailAttention:
         return self.weights().mean(0).cpu().numpy()
 
 
-NGRAM = 3  # tokens that must be the same
+NGRAM_TOKENS = 3  # tokens that must be the same
 MAX_MATCHES = 8  # of one n-gram: one that is found more often points nowhere
 SPAN_TOKENS = 24  # marked from the last token of a match on
 CONTINUATION_TOKENS = 160  # marked after the place that matches the end of the prompt: an answer may continue there
@@ -218,13 +218,13 @@ def copy_scores(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
     """[len(tokens)] how many matches of the entries from `end` on mark each entry before it; most are 0."""
     ids = np.asarray(tokens, dtype=np.int64)
     marks = np.zeros(len(ids))
-    if end < NGRAM or len(ids) - end < NGRAM:
+    if end < NGRAM_TOKENS or len(ids) - end < NGRAM_TOKENS:
         return marks
     found, which = _ngram_matches(ids, end)  # starts of what the tail repeats
     found = found[np.bincount(which)[which] <= MAX_MATCHES] if len(found) else found
     steps = np.zeros(len(ids) + 1)
     steps[found] += 1.0
-    np.subtract.at(steps, np.minimum(found + NGRAM - 1 + SPAN_TOKENS, end), 1.0)
+    np.subtract.at(steps, np.minimum(found + NGRAM_TOKENS - 1 + SPAN_TOKENS, end), 1.0)
     marks += np.cumsum(steps)[:-1]
     last = _suffix_match(ids, end)
     if last is not None:
@@ -234,15 +234,15 @@ def copy_scores(tokens: Sequence[int] | np.ndarray, end: int) -> np.ndarray:
 
 def _ngram_matches(ids: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Starts of the n-grams before `end` that come again after it, and which n-gram each is."""
-    asked = np.lib.stride_tricks.sliding_window_view(ids[end - NGRAM + 1 :], NGRAM)
-    found, words = np.arange(end - NGRAM + 1), ids[: end - NGRAM + 1]
+    asked = np.lib.stride_tricks.sliding_window_view(ids[end - NGRAM_TOKENS + 1 :], NGRAM_TOKENS)
+    found, words = np.arange(end - NGRAM_TOKENS + 1), ids[: end - NGRAM_TOKENS + 1]
     vocab = int(ids.max()) + 1
-    for i in range(NGRAM):  # token by token: a table lookup costs much less than comparing all of them
+    for i in range(NGRAM_TOKENS):  # token by token: a table lookup costs much less than comparing all of them
         wanted = np.zeros(vocab, dtype=bool)
         wanted[asked[:, i]] = True
         found = found[wanted[words if i == 0 else ids[found + i]]]
     grams = np.unique(_packed(asked.T))
-    text = _packed([ids[found + i] for i in range(NGRAM)])
+    text = _packed([ids[found + i] for i in range(NGRAM_TOKENS)])
     which = np.searchsorted(grams, text).clip(max=len(grams) - 1)
     same = grams[which] == text
     return found[same], which[same]

@@ -15,7 +15,7 @@ from forerun.prefill.choosers import (
     MAX_MATCHES,
     MAX_SUFFIX_TOKENS,
     MIN_SUFFIX_TOKENS,
-    NGRAM,
+    NGRAM_TOKENS,
     SPAN_TOKENS,
     copy_scores,
 )
@@ -36,7 +36,7 @@ def test_a_quote_marks_itself_and_what_follows() -> None:
 
 
 def test_fewer_words_are_no_quote() -> None:
-    assert not copy_scores([*TEXT, *TEXT[700 : 700 + NGRAM - 1], 9, 9, 9], len(TEXT)).any()
+    assert not copy_scores([*TEXT, *TEXT[700 : 700 + NGRAM_TOKENS - 1], 9, 9, 9], len(TEXT)).any()
 
 
 @pytest.mark.parametrize("times", [MAX_MATCHES, MAX_MATCHES + 1])
@@ -55,13 +55,13 @@ def test_of_two_places_the_longer_one_counts_and_of_equals_the_latest() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=10, max_size=300), st.integers(3, 40))
 def test_places_are_those_of_comparing_everything(tokens: list[int], tail: int) -> None:
-    end = max(NGRAM, len(tokens) - tail)
-    grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
-    text, asked = grams[: end - NGRAM + 1], set(grams[end - NGRAM + 1 :])
+    end = max(NGRAM_TOKENS, len(tokens) - tail)
+    grams = [tuple(tokens[i : i + NGRAM_TOKENS]) for i in range(len(tokens) - NGRAM_TOKENS + 1)]
+    text, asked = grams[: end - NGRAM_TOKENS + 1], set(grams[end - NGRAM_TOKENS + 1 :])
     found = [i for i, gram in enumerate(text) if gram in asked and text.count(gram) <= MAX_MATCHES]
     expected = np.zeros(len(tokens))
     for i in found:
-        expected[i : min(i + NGRAM - 1 + SPAN_TOKENS, end)] += 1
+        expected[i : min(i + NGRAM_TOKENS - 1 + SPAN_TOKENS, end)] += 1
     best = max(((_shared(tokens, at), at) for at in range(end)), default=(0, 0))
     if best[0] >= MIN_SUFFIX_TOKENS:
         expected[best[1] + 1 : min(best[1] + 1 + CONTINUATION_TOKENS, end)] += len(tokens)

@@ -17,7 +17,7 @@ from typing import Any
 from forerun.core import ROOT, Draft
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
-DECAY = 0.998  # per observation, of the statistics of all requests
+DECAY_PER_OBSERVATION = 0.998  # of the statistics of all requests
 REQUEST_DECAY = 0.95  # per observation, of one request's own statistics
 STATED_DECAY = 0.5  # per draft, of the drafter's own probabilities: those of about two drafts count
 REQUEST_PRIOR_OBSERVATIONS = 4.0  # hits and misses as of other requests that a request starts with
@@ -164,12 +164,12 @@ class DrafterRecord:
         cell = (self.later if above else self.first)[_BIN[int(raw * 100.0)]]
         own.count((cell[0] + PRIOR_OBSERVATIONS * raw) / (cell[1] + PRIOR_OBSERVATIONS), hit)
         self.observations += 1
-        _add(cell, hit, DECAY)
+        _add(cell, hit, DECAY_PER_OBSERVATION)
 
     def count_level(self, kind: KindRecord, own: RequestRecord, above: int, hit: bool) -> None:
         """Add whether one of the siblings below so many nodes was right: how far a path goes."""
         for count in (kind.depths[above if above < TRACKED_DEPTHS else -1], kind.total):
-            _add(count, hit, DECAY)
+            _add(count, hit, DECAY_PER_OBSERVATION)
         _add(own.levels, hit, REQUEST_DECAY)
 
     def count_run(self, stats: RequestStats, own: RequestRecord, tokens: float, seconds: float) -> None:
@@ -179,7 +179,7 @@ class DrafterRecord:
         else:
             self.read_s = _smoothed(self.read_s, seconds / (1 + stats.prompt_tokens))
         runs = self.kinds[stats.kind].runs
-        runs[0], runs[1] = max(0.0, runs[0] * DECAY + tokens), runs[1] * DECAY + 1.0
+        runs[0], runs[1] = max(0.0, runs[0] * DECAY_PER_OBSERVATION + tokens), runs[1] * DECAY_PER_OBSERVATION + 1.0
         own.run_tokens, own.runs = own.run_tokens * REQUEST_DECAY + tokens, own.runs * REQUEST_DECAY + 1.0
 
     def stats(self) -> dict[str, Any]:

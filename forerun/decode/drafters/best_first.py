@@ -19,7 +19,7 @@ from forerun.decode.sampling import distribution, shape
 
 MAX_TREE_NODES = 48  # of a tree before those that pay are selected: a few times as many as a forward verifies at best
 MIN_NODE_PATH_PROB = 0.004  # of a node beside the first one: less cannot pay on any machine
-CHILDREN = 4  # most probable tokens that may become children of a node
+MAX_CHILDREN = 4  # most probable tokens that may become children of a node
 
 Ranked = Sequence[tuple[int, float]]  # tokens with their probabilities, the most probable first
 
@@ -61,7 +61,7 @@ def temperatures(trees: Sequence[TreeBuilder], device: torch.device) -> Tensor |
 
 def most_probable(logits: Tensor) -> list[Ranked]:
     """Tokens and probabilities of every row [N, V], read in one copy."""
-    top = logits.softmax(-1).topk(min(CHILDREN, logits.shape[-1]), -1)
+    top = logits.softmax(-1).topk(min(MAX_CHILDREN, logits.shape[-1]), -1)
     found = torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1).tolist()
     count = top.indices.shape[-1]
     return [[(int(row[i]), row[count + i]) for i in range(count) if row[count + i] > 0.0] for row in found]
@@ -112,7 +112,7 @@ def _shaped_top(tree: TreeBuilder, node: int, logits: Tensor) -> Ranked:
     params = tree.request.context.params
     shaped = shape(logits[None], [tree.row(node)])[0]
     probs = torch.softmax(shaped if params.greedy else shaped / params.temperature, -1)
-    top = probs.topk(min(CHILDREN, len(probs)))
+    top = probs.topk(min(MAX_CHILDREN, len(probs)))
     found = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [(token, min(1.0, prob)) for token, prob in found if prob > 0.0]  # none: a grammar's dead end
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from forerun.cache.pool import slots_of
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import DraftRequest, register
-from forerun.decode.drafters.best_first import CHILDREN, Marginals, Ranked, temperatures
+from forerun.decode.drafters.best_first import MAX_CHILDREN, Marginals, Ranked, temperatures
 from forerun.decode.drafters.hidden import HiddenDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.models.execution.runner import Span
 from forerun.models.hidden_draft import BlockModel, BlockRows
 
-CANDIDATES = 32  # most probable tokens of a position that the Markov head corrects: others keep their order
+MAX_CANDIDATES = 32  # most probable tokens of a position that the Markov head corrects: others keep their order
 CONTEXT_CHUNK = 2048  # tokens whose K/V is made at a time
 
 
@@ -43,7 +43,7 @@ class _Tables:
     """Of all sequences of a pass: children of every token that may stand before a position."""
 
     tokens: np.ndarray  # [N, depths, candidates] the most probable tokens of each position
-    children: np.ndarray  # [N, depths, places, CHILDREN] by the place of the token before among its candidates
+    children: np.ndarray  # [N, depths, places, MAX_CHILDREN] by the place of the token before among its candidates
     probs: np.ndarray  # the same
 
 
@@ -129,7 +129,7 @@ class BlockDrafter(HiddenDrafter):
         model, logits = self._model, rows.logits
         heat = temperatures(trees, logits.device)
         logits = logits if heat is None else logits / heat[:, None, None]
-        top = logits.topk(min(CANDIDATES, logits.shape[-1]), -1)  # [N, D, C]
+        top = logits.topk(min(MAX_CANDIDATES, logits.shape[-1]), -1)  # [N, D, C]
         tokens = model.ids[top.indices]
         first = torch.tensor(lasts, device=logits.device)[:, None, None].expand(-1, 1, tokens.shape[-1])
         before = torch.cat((first, tokens[:, :-1]), 1)  # [N, D, C]
@@ -143,7 +143,7 @@ class BlockDrafter(HiddenDrafter):
             bias = model.bias(before, top.indices)  # [N, D, C before, C]
             corrected = corrected * (bias if heat is None else bias / heat[:, None, None, None]).exp()
         probs = corrected / (corrected.sum(-1, keepdim=True) + rest.clamp(min=0.0)[..., None, None])
-        best = probs.topk(min(CHILDREN, probs.shape[-1]), -1)
+        best = probs.topk(min(MAX_CHILDREN, probs.shape[-1]), -1)
         values = _with_confidence(best.values, model.confidence(rows.hidden, before)).clamp(max=1.0)
         chosen = tokens[..., None, :].expand(*before.shape, -1).gather(-1, best.indices)
         return _Tables(*(value.cpu().numpy() for value in (tokens, chosen, values)))
@@ -155,7 +155,7 @@ class BlockDrafter(HiddenDrafter):
 
 
 def _with_confidence(values: Tensor, confidence: Tensor | None) -> Tensor:
-    """Probabilities [..., CHILDREN], best first, where the first one is right with this confidence [...]: the others
+    """Probabilities [..., MAX_CHILDREN], best first, where the first is right with this confidence [...]: the others
     share what is left as before, and none overtakes it."""
     if confidence is None:
         return values

@@ -19,10 +19,10 @@ from forerun.models.cpu.library import build_key, library
 from forerun.models.fetch.store import home, write_whole
 from forerun.models.linear import PackedInt8
 
-SIZE = 1536  # rows and columns of the matrix that is timed: of a small model, and too large for a core's own cache
-ROWS = (1, 8)
+TIMED_SIZE = 1536  # rows and columns of the matrix: of a small model, and too large for a core's own cache
+TIMED_ROWS = (1, 8)
 MAX_RATIO = 1.25  # of int8's time, above which int8 is taken; below it blocks' smaller memory decides
-REPEATS = 7
+TIMED_REPEATS = 7
 
 
 def blocks_are_worth_it() -> bool:
@@ -32,11 +32,11 @@ def blocks_are_worth_it() -> bool:
 
 @cache
 def _ratios(threads: int) -> tuple[float, ...]:
-    """Time of blocks against int8 for each of ROWS, from the cache folder or measured now."""
+    """Time of blocks against int8 for each of TIMED_ROWS, from the cache folder or measured now."""
     path = home() / "kernels" / f"{build_key()}-{threads}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = tuple(float(ratio) for ratio in json.loads(path.read_text(encoding="utf-8"))["blocks_to_int8"])
-        if len(known) == len(ROWS) and all(0 < ratio < 1e6 for ratio in known):
+        if len(known) == len(TIMED_ROWS) and all(0 < ratio < 1e6 for ratio in known):
             return known
     found = _measure(threads)
     write_whole(path, json.dumps({"blocks_to_int8": found}))
@@ -44,13 +44,13 @@ def _ratios(threads: int) -> tuple[float, ...]:
 
 
 def _measure(threads: int) -> tuple[float, ...]:
-    weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(TIMED_SIZE, TIMED_SIZE, generator=torch.Generator().manual_seed(0))
     set_threads(threads)
     blocks, int8 = Q8Linear(weight), PackedInt8(weight)
     ratios = []
-    for rows in ROWS:
-        x = torch.randn(rows, SIZE)
-        times = [(_seconds(lambda x=x: blocks(x)), _seconds(lambda x=x: int8(x))) for _ in range(REPEATS)]  # type: ignore[misc]
+    for rows in TIMED_ROWS:
+        x = torch.randn(rows, TIMED_SIZE)
+        times = [(_seconds(lambda x=x: blocks(x)), _seconds(lambda x=x: int8(x))) for _ in range(TIMED_REPEATS)]  # type: ignore[misc]
         ratios.append(min(a for a, _ in times) / min(b for _, b in times))
     return tuple(ratios)
 
