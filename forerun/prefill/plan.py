@@ -133,8 +133,7 @@ def expected_plan(
     state: PrefillState, profile: Profile, source: KVSource, costs: Costs, policy: Policy, spent: float = 0.0
 ) -> PrefillPlan:
     """What drafting is going to cost, or why exact prefill is taken instead, before anything is read. The same as
-    `plan`
-    without scores; for a prompt whose entries are all alike it needs no arrays of them."""
+    `plan` without scores; for a prompt whose entries are all alike it needs no arrays of them."""
     begun = state.x is not None and state.x.shape[0] > 0
     if begun or source.leaves_gaps or state.depths[state.first :].any():
         return plan(state, None, profile, source, costs, policy, spent)
