@@ -29,13 +29,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forerun_research.bench.common import long_text
 from forerun_research.scripts.fuzz_requests import CHAT, any_bytes, any_request, any_session, mutated
 from forerun_research.scripts.serve_clients import dechunked
 from forerun_research.scripts.serve_requests import LoadRequest, mixed
 from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
 
 MAX_STALL_S = 2.0  # of a stream, beyond its share
-MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last tenth beside the first
+MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last quarter of that beside its first
 PROGRESS_S = 30.0  # between two lines
 SHOWN_GAPS = 5  # in the summary, with what ran beside them, stalls or not
 CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time, without fuzzers
@@ -43,6 +44,8 @@ TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
 STREAM_TIMEOUT_S = 300.0  # for one answer: 96 tokens at most, and then it is lost
 WARM_UP_SHARE = 1 / 3
+FILLER_WORDS = 600  # of a long prompt: more tokens than words
+MIN_POOL_TOKENS, POOL_TOKENS_PER_CLIENT = 8192, 384  # small, so that memory is full early, but no stream is preempted
 SETTLE_S = 120.0  # for what fuzzers left to end
 MUST_BE_ZERO = ("answers_open", "sequences_running", "sequences_waiting", "page_references_lost")
 EXPECTED = (200, 400, 401, 404, 405, 408, 409, 411, 413, 415, 421, 429, 431, 501)
@@ -249,7 +252,8 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
     fuzzing, seconds = Fuzzing(server.host, server.port, args.seed), args.minutes * 60
     fuzzing.ticked = time.perf_counter()
     watch = [asyncio.create_task(fuzzing.watch_clock()), asyncio.create_task(show_progress(fuzzing, server))]
-    warm_up = mixed(args.streams, args.seed + 1)  # other prompts: those of the calm phase are new to the cache
+    # Other prompts, as those of the calm phase are to be new to the cache, and all pages of the pool once
+    warm_up = [*mixed(args.streams, args.seed + 1), *fillers(args.kv_cache_tokens)]
     await asyncio.gather(*(fuzzing.receive(ask) for ask in warm_up))
     fuzzing.report = FuzzReport()
     await fuzzing.streams(asks, texts, min(MAX_CALM_S, seconds * CALM_SHARE))
@@ -267,6 +271,12 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
     report.late_s = fuzzing.late_s
     report.find_stalls(gap * factor, first * factor)
     return report
+
+
+def fillers(tokens: int) -> list[LoadRequest]:
+    """Long prompts that need so many tokens of K/V together, or some more."""
+    text = " ".join(long_text().split()[:FILLER_WORDS])
+    return [LoadRequest(f"{number}: {text}", 1, 0.0, 0) for number in range(1 + tokens // FILLER_WORDS)]
 
 
 async def show_progress(fuzzing: Fuzzing, server: ServerSide) -> None:
@@ -292,11 +302,11 @@ def left_behind(server: ServerSide) -> dict[str, int]:
 
 
 def memory_growth(samples: list[float]) -> float:
-    """MB from the first tenth after the warm-up to the last one, each by its least: what requests need while they run
+    """MB from the first quarter after the warm-up to the last one, each by its least: what requests need while they run
     comes and goes, and freed memory goes back to the system every half minute."""
     kept = samples[int(len(samples) * WARM_UP_SHARE) :]
-    tenth = max(1, len(kept) // 10)
-    return min(kept[-tenth:]) - min(kept[:tenth]) if kept else 0.0
+    quarter = max(1, len(kept) // 4)
+    return min(kept[-quarter:]) - min(kept[:quarter]) if kept else 0.0
 
 
 def problems(report: FuzzReport, left: dict[str, int], errors: list[str], growth: float, exit_status: int) -> list[str]:
@@ -369,11 +379,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a name, folder or .gguf file")
     parser.add_argument("--greedy", action="store_true", help="no sampled streams: where rounding may decide a draw")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv-cache-tokens", type=int, default=8192, help="small: all of it is written early")
+    parser.add_argument("--kv-cache-tokens", type=int, help="default: 384 for each client, 8,192 at least")
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--summary", type=Path, help="a file for all figures, as JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.kv_cache_tokens = args.kv_cache_tokens or max(
+        MIN_POOL_TOKENS, POOL_TOKENS_PER_CLIENT * (args.streams + args.fuzzers)
+    )
+    return args
 
 
 if __name__ == "__main__":
