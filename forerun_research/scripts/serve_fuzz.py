@@ -39,7 +39,7 @@ MAX_STALL_S = 2.0  # of a stream, beyond its share
 MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last quarter of that beside its first
 PROGRESS_S = 30.0  # between two lines
 SHOWN_GAPS = 5  # in the summary, with what ran beside them, stalls or not
-CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time, without fuzzers
+CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time: with fuzzers alone, then with streams alone
 TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
 STREAM_TIMEOUT_S = 300.0  # for one answer: 96 tokens at most, and then it is lost
@@ -255,12 +255,15 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
     # Other prompts, as those of the calm phase are to be new to the cache, and all pages of the pool once
     warm_up = [*mixed(args.streams, args.seed + 1), *fillers(args.kv_cache_tokens)]
     await asyncio.gather(*(fuzzing.receive(ask) for ask in warm_up))
-    fuzzing.report = FuzzReport()
-    await fuzzing.streams(asks, texts, min(MAX_CALM_S, seconds * CALM_SHARE))
+    calm_s = min(MAX_CALM_S, seconds * CALM_SHARE)
+    until = time.perf_counter() + calm_s  # fuzzers alone, until the caches of grammars and responses are full
+    await asyncio.gather(*(fuzzing.fuzz(-1 - number, until) for number in range(args.fuzzers)))
+    fuzzing.report = FuzzReport(failures=fuzzing.report.failures)
+    await fuzzing.streams(asks, texts, calm_s)
     calm, factor = fuzzing.report, (args.streams + args.fuzzers) / args.streams
     gap, first = calm.longest()
     print(f"calm: {calm.streams} streams, longest gap {gap:.2f} s, longest first {first:.2f} s", flush=True)
-    fuzzing.report = FuzzReport(changed=calm.changed, lost=calm.lost)
+    fuzzing.report = FuzzReport(changed=calm.changed, lost=calm.lost, failures=calm.failures)
     until = time.perf_counter() + seconds
     await asyncio.gather(
         fuzzing.streams(asks, texts, seconds), *(fuzzing.fuzz(number, until) for number in range(args.fuzzers))
