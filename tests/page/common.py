@@ -121,6 +121,7 @@ def drafted(tokens: int) -> Usage:
         prompt_tokens=tokens, completion_tokens=7, steps=3, drafted=6, accepted=4, ttft_s=0.2, total_s=0.5,
         timeline=[(0.2, 1, 0, 0.0, 0.0), (0.3, 4, 4, 0.02, 0.05), (0.5, 2, 2, 0.03, 0.06)],
         drafters={"lookup": Tally(6, 4)}, prefill=report, provisional=4, confirmed=2, provisional_s=0.1,
+        decisions={"": 1, "nothing was drafted": 1, "by lower bound": 2},
     )  # fmt: skip
 
 

@@ -123,5 +123,7 @@ def test_decisions_are_told(visit: Visit, monkeypatch: pytest.MonkeyPatch):
     told = visit.text("#decisions")
     assert "The prompt was drafted by self, at 0.41 of exact's cost." in told
     assert "Drafted by lookup (4 of 6 accepted): 7 tokens in 3 passes." in told and "2 of 4 provisional tokens" in told
+    why = "these drafts pay, by what is accepted at the least and what passes cost (2); nothing was drafted (1)."
+    assert f"Why, pass by pass: {why}" in told and told.count("Why") == 1
     visit.page.click("#new")
     assert visit.text("#decisions") == "After an answer."

@@ -1,5 +1,5 @@
-// Why an answer was computed as it was: from its statistics, in sentences. The server's own reasons, where it gives some,
-// are `decisions`: texts, or objects with `what` and `why`.
+// Why an answer was computed as it was: from its statistics, in sentences. `decisions` has the engine's own reasons for
+// drafting or not, with the number of passes of each.
 
 import { count, element, plural, seconds } from "./dom.js";
 
@@ -14,7 +14,7 @@ export class Decisions {
   }
 
   final(figures) {
-    this._node.replaceChildren(...[...prompt(figures), ...answer(figures), ...own(figures)].map((text) => element("li", "", text)));
+    this._node.replaceChildren(...[...prompt(figures), ...answer(figures), ...reasons(figures)].map((text) => element("li", "", text)));
   }
 }
 
@@ -38,7 +38,10 @@ function answer({ drafted, drafters, steps, completion_tokens, lossless, verifie
   return found;
 }
 
-function own({ decisions }) {
-  if (!Array.isArray(decisions)) return [];
-  return decisions.map((one) => (typeof one === "string" ? one : `${one.what}: ${one.why}`));
+const WORDS = { "by lower bound": "these drafts pay, by what is accepted at the least and what passes cost" };
+
+function reasons({ decisions }) {
+  const found = Object.entries(decisions || {}).filter(([why]) => why).sort((a, b) => b[1] - a[1]);
+  if (!found.length) return [];
+  return [`Why, pass by pass: ${found.map(([why, passes]) => `${WORDS[why] || why} (${count(passes)})`).join("; ")}.`];
 }
