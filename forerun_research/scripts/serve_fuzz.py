@@ -4,9 +4,10 @@
 
 Streams ask the same questions again and again; each answer has to be the library's. A calm phase without fuzzers
 measures the longest gap between two events and the longest wait for the first; a stream's share is that, times the
-number of all clients over that of streams. A line every half minute, one verdict at the end (`problems`), exit status 1
-where it is not clean: no stream changed, lost (429 too), or stalled for more than 2 s beyond its share; no 5xx and no
-error in the server's log; memory flat after the first third; every answer ended and every page back in the pool.
+number of all clients over that of streams (of the first: four times, as the server's fairness has it). A line every
+half minute, one verdict at the end (`problems`), exit status 1 where it is not clean: no stream changed, lost (429
+too), or stalled for more than 2 s beyond its share; no 5xx and no error in the server's log; memory flat after the
+first third; every answer ended and every page back in the pool.
 `--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--summary FILE` writes
 all figures as JSON, with the requests that were in flight during each stall.
 """
@@ -36,9 +37,11 @@ from forerun_research.scripts.serve_requests import LoadRequest, mixed
 from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
 
 MAX_STALL_S = 2.0  # of a stream, beyond its share
+# A prompt that is the oldest of its key has a quarter of the prompt tokens, however many others come (docs/server.md)
+OLDEST_PROMPT_FACTOR = 4.0
 MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last quarter of that beside its first
 PROGRESS_S = 30.0  # between two lines
-SHOWN_GAPS = 5  # in the summary, with what ran beside them, stalls or not
+SHOWN_GAPS, SHOWN_REQUESTS = 5, 8  # in the summary: stalls or not, and the longest requests beside each
 CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time: with fuzzers alone, then with streams alone
 TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
@@ -84,8 +87,10 @@ class FuzzReport:
         self.stalled += [f"{kind} {self.shown(stall)}" for stall, kind in found]
 
     def shown(self, stall: Stall) -> str:
-        beside = [text for begin, end, text in self.sent if end > stall.end - stall.seconds and begin < stall.end]
-        return f"of {stall.seconds:.2f} s at {stall.end:.0f} s beside {beside}"
+        start = stall.end - stall.seconds
+        beside = [(end - begin, text) for begin, end, text in self.sent if end > start and begin < stall.end]
+        longest = [f"{seconds:.1f} s {text}" for seconds, text in sorted(beside, reverse=True)[:SHOWN_REQUESTS]]
+        return f"of {stall.seconds:.2f} s at {stall.end:.0f} s beside {len(beside)}: {longest}"
 
 
 class Fuzzing:
@@ -272,7 +277,7 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
         task.cancel()
     report = fuzzing.report
     report.late_s = fuzzing.late_s
-    report.find_stalls(gap * factor, first * factor)
+    report.find_stalls(gap * factor, first * max(factor, OLDEST_PROMPT_FACTOR))
     return report
 
 
