@@ -14,6 +14,7 @@ from torch import Tensor
 MASKED_SCORE = -30_000.0  # added to the score of an entry that a row may not attend to
 ALIGNED_ROWS = 8  # the number of masks is a multiple of it: kernels read unaligned scores slowly
 MAX_ANCHORS = 512  # positions of a window with masks: longer windows train context, not more masks
+PIECE_ROWS = 256  # masks that attend together: to the text before the last of them, and to each other
 
 BLOCK_ANCHORS = 96  # of a window, each with a whole block of rows
 CUT_SHARE = 0.1  # of steps whose windows have no hidden states up to some position
@@ -28,6 +29,9 @@ class RowLayout:
     depths: Tensor  # [M] 1 for the first mask after an anchor; 0 where the anchor itself is a row
     hidden: Tensor  # [M, length + M] added to the masks' attention scores
     first_known: int = 0  # of blocks: positions before it have no hidden states, as behind a drafted prompt
+    # Of masks in the order of their anchors, some at a time: the masks, those among which their chains lie, and the end
+    # of the text before them. All entries outside are hidden from them.
+    pieces: tuple[tuple[slice, slice, int], ...] = ()
 
     @property
     def positions(self) -> Tensor:
@@ -62,7 +66,22 @@ def draw_layout(
         text &= entry > (anchors + depths)[:, None] - window
     chain = (anchors[:, None] == anchors) & (depths <= depths[:, None])
     seen = torch.cat((text, chain), 1)
-    return RowLayout(length, anchors, depths, torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE))
+    hidden = torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE)
+    return RowLayout(length, anchors, depths, hidden, pieces=cut_pieces(anchors, length, tokens))
+
+
+def cut_pieces(anchors: Tensor, length: int, tokens: int) -> tuple[tuple[slice, slice, int], ...]:
+    """See `RowLayout.pieces`; all ends are aligned, so that a piece may have some entries more than it needs."""
+
+    def up(n: int) -> int:
+        return -(-n // ALIGNED_ROWS) * ALIGNED_ROWS
+
+    pieces = []
+    for start in range(0, len(anchors), PIECE_ROWS):
+        end = min(start + PIECE_ROWS, len(anchors))
+        text_end = min(length, up(int(anchors[end - 1]) + 1))
+        pieces.append((slice(start, end), slice(max(0, start - up(tokens)), end), text_end))
+    return tuple(pieces)
 
 
 def draw_blocks(length: int, tokens: int, window: int, generator: torch.Generator) -> RowLayout:

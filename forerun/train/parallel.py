@@ -80,7 +80,9 @@ class DraftNetwork(DenseModel):
         if name in self.whole:
             return F.linear(x, self.whole[name].to(x.dtype), self.weights.get(f"{name}_bias"))
         a, b = self.low_rank[name]
-        return super().linear(x, i, part) + F.linear(F.linear(x, a.to(x.dtype)), (SCALE * b).to(x.dtype))
+        # One product with the changed matrix: two thin products more would read and write every row twice.
+        changed = self.weights[name] + (SCALE * b).to(x.dtype) @ a.to(x.dtype)
+        return F.linear(x, changed, self.weights.get(f"{name}_bias"))
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         window = next((w for w in self.config.windows if w is not None), None)
@@ -102,17 +104,23 @@ class DraftNetwork(DenseModel):
         for i in range(self.config.num_layers):
             q, k, v = self.project(x, i)
             q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
-            x = self.finish_layer(x, self._attend(q, k, v, hidden, layout.length), i)
+            x = self.finish_layer(x, self._attend(q, k, v, hidden, layout), i)
         return self._norm(x, "final_norm")
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, length: int) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, layout: RowLayout) -> Tensor:
         """The text's rows causally, masks by what the layout hides from them; -> [B, rows, Hq * D]."""
-        group, scale = self.config.num_heads // self.config.num_kv_heads, self.config.scale
+        group, scale, length = self.config.num_heads // self.config.num_kv_heads, self.config.scale, layout.length
         v = v.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         text = F.scaled_dot_product_attention(
             q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True, scale=scale
         )
+        attended = [text]
         with sdpa_kernel(MASKED_BACKENDS) if q.is_cuda else nullcontext():
-            masks = F.scaled_dot_product_attention(q[:, :, length:], k, v, attn_mask=hidden, scale=scale)
-        return torch.cat((text, masks), 2).transpose(1, 2).flatten(2)
+            for rows, keys, text_end in layout.pieces:
+                masks = slice(length + keys.start, length + keys.stop)
+                own_k, own_v = (torch.cat((x[:, :, :text_end], x[:, :, masks]), 2) for x in (k, v))
+                scores = torch.cat((hidden[rows, :text_end], hidden[rows, masks]), 1)
+                asked = q[:, :, length + rows.start : length + rows.stop]
+                attended.append(F.scaled_dot_product_attention(asked, own_k, own_v, attn_mask=scores, scale=scale))
+        return torch.cat(attended, 2).transpose(1, 2).flatten(2)

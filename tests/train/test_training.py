@@ -93,8 +93,20 @@ def test_a_long_window_has_no_more_masks_than_a_short_one():
     assert len(long.anchors) == pytest.approx(len(short.anchors), rel=0.05)
 
 
-def test_rows_of_training_are_what_the_engine_computes(pair: tuple[Path, Path]):
+@pytest.mark.parametrize("rows", [8, 24, 4096])
+def test_masks_in_pieces_attend_to_all_that_they_see(rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forerun.train.layout.PIECE_ROWS", rows)
+    layout = draw_layout(64, 12, 0.9, 0.5, torch.Generator().manual_seed(3))
+    seen, reached = layout.hidden == 0, torch.zeros_like(layout.hidden, dtype=torch.bool)
+    for masks, keys, text_end in layout.pieces:
+        reached[masks, :text_end] = True
+        reached[masks, layout.length + keys.start : layout.length + keys.stop] = True
+    assert not (seen & ~reached).any() and reached.float().mean() <= (1.0 if rows == 4096 else 0.75)
+
+
+def test_rows_of_training_are_what_the_engine_computes(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     """Every mask's row equals that of the engine's decoder with the same changes, run on text and masks."""
+    monkeypatch.setattr("forerun.train.layout.PIECE_ROWS", 8)
     made = network(pair[1])
     adapted = AdaptedCheckpoint(open_checkpoint(pair[1]), drafter_file(pair, made))
     tokens = torch.randint(0, 500, (1, 24), generator=torch.Generator().manual_seed(1))
