@@ -100,7 +100,7 @@ def answers(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPromp
     for run, a, name in track(jobs, "answers"):
         sample = side.call("answer", a.ids, plan.params(name, seed=a.number))
         asked = {"run": run, "task": a.task.id, "category": a.task.category, "setting": name}
-        records.append({**asked, "copied": copied(a.ids, sample["token_ids"]), **sample})
+        records.append({**asked, **sample, "copied": copied(a.ids, sample["token_ids"])})
         write(records[-1])
     return records
 

@@ -62,6 +62,7 @@ class ScriptedSide:
         return {
             "token_ids": [7] * (8 if self.parts and name == "lookup" else 9),
             "completion_tokens": 9,
+            "copied": 5,  # by edit programs: not what the bench calls so
             "decode_s": decode,
             "total_s": decode + 1,
             "steps": 3 if guessed else 9,
@@ -122,6 +123,7 @@ def test_figures_goals_and_the_file(setup: Setup, data: Path, sides: list[Script
     plan = SpeculateBench(data=(data,), tokens=9, drafters=("auto", "lookup"), batches=(1, 4), out=out)
     result = speculate.run(setup, plan)
     a = result["categories"]["a"]
+    assert a["copied"] == 0.0
     assert a["tasks"] == 2 and a["auto"]["decode"]["median"] == pytest.approx(3.0, abs=1e-3)
     assert a["auto"]["of_bound"] == pytest.approx(3 / 3.2, abs=1e-3)
     assert {name: goal["pass"] for name, goal in result["goals"].items()} == dict.fromkeys(
