@@ -103,9 +103,10 @@ class Speculator:
         return pays or any(state.fixed_depth for state in batch)
 
     def should_leave(self, tasks: list[DraftTask]) -> bool:
-        """Whether the step after the one in flight drafts, so that it must not be launched yet. Free drafters run and
-        paid ones are planned for beside the step in flight, as far as the host would else wait for it; in large batches
-        sequences take turns."""
+        """Whether the step after the one in flight drafts, so that it must not be launched yet. Free drafters run
+        beside the step in flight, as far as the host would else wait for it; in large batches sequences take turns.
+        For one sequence paid ones are planned for whether it waits or not, which is rare where they do not pay; for
+        a batch that takes as many times as long."""
         start, context = time.perf_counter(), _mean_context(tasks)
         end = start + self.controller.idle_s([task.spec_state.stats for task in tasks], context)
         self._turn += 1
@@ -121,7 +122,8 @@ class Speculator:
         spent_s = time.perf_counter() - start  # the drafters of a step that does draft will take as long
         pays = any(task.spec_state.fixed_depth for task in tasks)
         for drafter, own in self._by_drafter(with_room, free=False):
-            pays = pays or (time.perf_counter() < end and self._plan(drafter, own, context, spent_s) is not None)
+            in_time = len(tasks) == 1 or time.perf_counter() < end
+            pays = pays or (in_time and self._plan(drafter, own, context, spent_s) is not None)
         self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, spent_s))
         self._beside_s = time.perf_counter() - start
         return pays or self._left

@@ -44,7 +44,9 @@ FIRST_TOKENS_KNOWN = 4
 # have (the mean less 1.5 standard deviations), and of those it has so far. It bounds what is lost where the answer ends
 # just then, which is rare in the first case.
 MAX_START_SHARE_OF_KIND, MAX_START_SHARE_SO_FAR, START_DEVIATIONS = 0.15, 0.1, 1.5
-PAID_PAUSE_TOKENS = 8  # before a paid drafter that does not pay is planned for again: planning takes host time too
+# Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
+# takes host time too
+PAID_PAUSE_TOKENS, PAID_PAUSE_SHARE = 8, 0.25
 MAX_SLOWDOWN_SHARE = 0.025  # of its plain time that a sequence may lose to its batch: 5% with what is not foreseen
 ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
 RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
@@ -347,7 +349,7 @@ class Controller:
             if not depths.rounds:
                 # not where it is too early to read, or where only a free draft leaves little to gain
                 for s in stats if free.size == sequences and not waiting else ():
-                    s.own[drafter].skip_until = s.tokens + PAID_PAUSE_TOKENS
+                    s.own[drafter].skip_until = s.tokens + max(PAID_PAUSE_TOKENS, int(PAID_PAUSE_SHARE * s.tokens))
                 return None
         rounds = [depths.rounds.get(i, 0) for i in range(sequences)]
         alone = MAX_ROUNDS if sequences == 1 and block == 1 and sure.rounds else 0

@@ -217,3 +217,11 @@ def test_an_answers_usage_explains_its_steps():
     assert usage.decisions["parallel pays by lower bound"] > 5
     assert usage.plain_s == pytest.approx(sum(plain_s(H200, [text])), rel=0.15)
     assert usage.plain_s > 1.5 * taken_s
+
+
+def test_a_drafter_that_pays_is_planned_for_where_the_host_never_waits() -> None:
+    """It was asked only in time that the host would have waited: on a host as slow as the device, never."""
+    machine = replace(H200, host_s=(1.3e-3, 30e-6))
+    texts = [Text(CATEGORIES["code"], seed) for seed in range(6)]
+    world = World(machine, AUTO)
+    assert sum(plain_s(machine, texts)) > 1.05 * sum(world.answer([text])[0] for text in texts)
