@@ -111,7 +111,9 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
     """
     check_installed("fastapi", "prometheus_client", "uvicorn")
     from forerun.serve.logs import configure_logs
+    from forerun.serve.server import limit_arenas
 
+    limit_arenas()
     config = server.config(opened.model)
     configure_logs(server.log_format)
     if server.replicas is None and (server.max_replicas, server.ray) != (None, None):

@@ -6,6 +6,8 @@ import json
 import logging
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from forerun import LLM
 from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
-from forerun.serve.server import listen
+from forerun.serve.server import MAX_ARENAS, listen
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Holding, Running, error, running, slowed, wait_for
 
 
@@ -308,3 +310,25 @@ def test_freed_memory_goes_back_to_the_system(served: Running):
     served.server._trimmed_bytes = 0
     served.server.trim_memory()
     assert psutil.Process().memory_info().rss < before - 100e6 and len(last) == 100_000
+
+
+def test_threads_share_few_arenas():
+    """In a process of its own: arenas that are there stay."""
+    code = """
+import ctypes, threading
+from forerun.serve.server import MAX_ARENAS, limit_arenas
+limit_arenas()
+kept, barrier = [], threading.Barrier(8)
+def work():
+    barrier.wait()
+    kept.append([bytearray(50_000) for _ in range(20)])
+    barrier.wait()
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc = ctypes.CDLL(None)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 1 <= found.count("<heap nr=") <= MAX_ARENAS
