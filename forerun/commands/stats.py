@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,13 +35,21 @@ def usage_lines(usage: Usage, finish_reason: str | None) -> str:
     return "\n".join([*lines, speculation_line(usage)])
 
 
+def process_age_s() -> float:
+    """Since this process started. Where the kernel tells it by its own clock, not by the time of day at boot: that is
+    in whole seconds, and off by more on machines whose clock was set since."""
+    if sys.platform == "linux":
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
+
+
 def load_line(report: LoadReport, process_started: float | None = None) -> str:
     """What opening the model took, by stage, and what of it came from the cache folder. Before it a process imports."""
-    if process_started is None:
-        import psutil
-
-        process_started = psutil.Process().create_time()
-    imports_s = max(0.0, report.started - process_started)
+    started = time.time() - process_age_s() if process_started is None else process_started
+    imports_s = max(0.0, report.started - started)
     weights = report.stages.get("weights", 0.0)
     packed = f"{report.packed_bytes / 1e6:,.0f} MB {'from' if report.packed_read else 'written to'} the cache"
     costs = "from the cache" if report.costs_read else "timed"

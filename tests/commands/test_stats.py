@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 
 from forerun.commands.stats import load_line, threads_line, usage_lines
 from forerun.core import PrefillReport, Tally, Usage
@@ -131,3 +134,10 @@ def test_threads_and_what_other_programs_cost() -> None:
     stats = {"threads": 2, "chosen": "one for each core", "jobs": 1200, "retaken": 0, "waited_s": 0.01}
     assert threads_line(stats) == "2 threads (one for each core)"
     assert "7 pieces of 1,200 jobs computed again" in threads_line({**stats, "retaken": 7})
+
+
+def test_a_process_is_no_older_than_its_parent_waited_for_it() -> None:
+    start = time.perf_counter()
+    command = "from forerun.commands.stats import process_age_s; print(process_age_s())"
+    age_s = float(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout)
+    assert 0.0 < age_s < time.perf_counter() - start + 0.02  # the kernel counts hundredths
