@@ -27,7 +27,10 @@ TIMED_REPEATS = 7
 
 def blocks_are_worth_it() -> bool:
     """Timed for 8-bit weights, held in both ways: 4-bit blocks are half as long, so it holds for them all the more."""
-    return library() is not None and min(_ratios(torch.get_num_threads())) <= MAX_RATIO
+    if library() is None:
+        return False
+    no_int8 = "fbgemm" not in torch.backends.quantized.supported_engines  # as on ARM
+    return no_int8 or min(_ratios(torch.get_num_threads())) <= MAX_RATIO
 
 
 @cache

@@ -30,12 +30,13 @@ from forerun.models.fetch.store import home
 log = logging.getLogger("forerun")
 
 SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
-HEADERS = ("vec.h", "blocks.h", "attention.h", "pool.h")
+HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "pool.h")
 ABI = 4  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+THIS_CPU = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"  # which clang does not know there
+FLAGS = ("-O3", THIS_CPU, "-shared", "-fPIC", "-std=gnu11")
 
 
 class Unavailable(Exception):
@@ -54,9 +55,10 @@ def library() -> ctypes.CDLL | None:
 
 def _built() -> Path:
     """The compiled library for these sources on this CPU, from the cache or made now."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
-        raise Unavailable(f"they are written for Linux on x86-64, this is {sys.platform} on {platform.machine()}")
-    if "avx2" not in _cpu():
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64", "aarch64") or sys.platform != "linux":
+        raise Unavailable(f"they are written for Linux on x86-64 and 64-bit ARM, this is {sys.platform} on {machine}")
+    if machine != "aarch64" and "avx2" not in _cpu():
         raise Unavailable("this CPU has no AVX2")
     folder = home() / "kernels"
     path = folder / f"{build_key()}.so"
@@ -132,8 +134,8 @@ def _compilers() -> list[list[str]]:
 
 
 @functools.cache
-def _cpu(field: str = "flags") -> str:
-    """What this CPU can do, as the kernel lists it, or another field."""
+def _cpu(field: str | tuple[str, ...] = ("flags", "Features")) -> str:
+    """What this CPU can do, as the kernel lists it (Features: on ARM), or another field, the first of these."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -144,7 +146,7 @@ def _cpu(field: str = "flags") -> str:
 
 def cpu_kind() -> str:
     """What tells this CPU from those that need other code or another layout of weights."""
-    about = f"{platform.machine()} {_cpu('model name')} {_cpu()}"
+    about = f"{platform.machine()} {_cpu(('model name', 'CPU part'))} {_cpu()}"
     return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
 

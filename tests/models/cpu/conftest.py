@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Iterator
 
@@ -14,18 +15,22 @@ collect_ignore = []
 if library() is None:
     print("no C compiler: products on a file's own blocks are not tested here", file=sys.stderr)
     collect_ignore += ["test_attention.py", "test_block_linear.py", "test_library.py", "test_planning.py"]
+    collect_ignore += ["test_aarch64.py"]
+
+ON_ARM = platform.machine() == "aarch64"
 
 
-@pytest.fixture(scope="module", params=["native", "x86-64-v3"])
+@pytest.fixture(scope="module", params=["native", "armv8-a" if ON_ARM else "x86-64-v3"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels as compiled for this CPU, and for one that has AVX2 and nothing newer."""
+    """The kernels as compiled for this CPU, and for one that has AVX2 (on ARM: NEON) and nothing newer."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "native":
-            flags = tuple(f"-march={request.param}" if flag.startswith("-march") else flag for flag in module.FLAGS)
+            oldest = f"-march={request.param}"
+            flags = tuple(oldest if flag == module.THIS_CPU else flag for flag in module.FLAGS)
             patch.setattr(module, "FLAGS", flags)
-            patch.setenv("FORERUN_HOME", str(tmp_path_factory.mktemp("avx2")))
+            patch.setenv("FORERUN_HOME", str(tmp_path_factory.mktemp("oldest")))
             library.cache_clear()
             loaded = library()
-            assert loaded is not None and loaded.fr_isa() == b"avx2"
+            assert loaded is not None and loaded.fr_isa() == (b"neon" if ON_ARM else b"avx2")
         yield
     library.cache_clear()

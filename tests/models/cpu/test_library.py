@@ -174,14 +174,27 @@ def test_another_version_or_cpu_has_a_library_of_its_own(quick: Path, monkeypatc
     assert library() is not None and runs(quick) == 3 == len(list(quick.iterdir()))
 
 
-@pytest.mark.parametrize(("cpu", "machine"), [("sse4_2", "x86_64"), ("avx2", "aarch64")])
+@pytest.mark.parametrize(("cpu", "machine"), [("sse4_2", "x86_64"), ("avx2", "riscv64")])
 def test_a_cpu_that_the_kernels_are_not_for(
     cpu: str, machine: str, quick: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_cpu", lambda: cpu)
     monkeypatch.setattr(module.platform, "machine", lambda: machine)
     assert library() is None
-    one_warning(caplog, "AVX2" if machine == "x86_64" else "aarch64")
+    one_warning(caplog, "AVX2" if machine == "x86_64" else "riscv64")
+
+
+def test_every_64_bit_arm_cpu_has_what_the_kernels_need(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_cpu", lambda: "fp asimd")
+    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+    assert library() is not None and runs(quick) == 1
+
+
+def test_macos_is_done_without(quick: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module.sys, "platform", "darwin")
+    monkeypatch.setattr(module.platform, "machine", lambda: "arm64")
+    assert library() is None
+    one_warning(caplog, "darwin on arm64")
 
 
 def test_a_library_without_the_functions_is_not_used(

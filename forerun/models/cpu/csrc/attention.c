@@ -196,7 +196,7 @@ static void weights_of(float *scores, int64_t lo, int64_t hi, State *state, floa
 }
 
 INLINE void fetch(const float *row, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += 16) _mm_prefetch((const char *)(row + d), _MM_HINT_T1);
+    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d, 0, 2);
 }
 
 /* Tokens s..t, which share their keys, over one segment: state and acc [tokens, group(, dim)]. */

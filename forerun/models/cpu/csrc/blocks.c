@@ -176,7 +176,7 @@ enum {
 /* A superblock has q [8][n][32] and then: */
 enum {
     POWERS = 256,  /* [8][n] log2 of the group's scale to the superblock's, as an addition to a float's exponent */
-    OFFSETS = 288, /* [8][2][n] -32 times the sum of 16, for Q6_K (with 8 lanes: a pair of int16 that adds up to it) */
+    OFFSETS = 288, /* [8][2][n] -32 times the sum of 16, for Q6_K (with AVX2: a pair of int16 that adds up to it) */
     SUMS = 352,    /* [4][n] of two groups, an int16 each, times their powers of two, in units of 2**shift */
     SHIFT = 368,   /* [n] likewise an addition to an exponent */
     SUPER_SCALE = 372, /* [n] float */
@@ -189,14 +189,11 @@ INLINE float *real(const uint8_t *x, int n, int offset, int t) { return (float *
 static int64_t row_bytes(int64_t cols, int per) { return cols / per * (per == 1 ? 4 : per == SUPER ? SUPER_BYTES : BLOCK_BYTES); }
 int64_t fr_prepared_bytes(int64_t count, int64_t cols, int per) { return (count * row_bytes(cols, per) + 63) & ~(int64_t)63; }
 
-INLINE int32_t sum16(const int8_t *q) {
-    __m128i sum = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)q));
-    sum = _mm_madd_epi16(sum, _mm_set1_epi16(1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
-}
-
-INLINE int32_t offset_of(int32_t sum) { return LANES == 16 ? -32 * sum : (int32_t)((-16 * sum & 0xffff) * 0x10001u); }
+#if LANES == 16 || defined(__aarch64__)
+INLINE int32_t offset_of(int32_t sum) { return -32 * sum; }
+#else
+INLINE int32_t offset_of(int32_t sum) { return (int32_t)((-16 * sum & 0xffff) * 0x10001u); }
+#endif
 
 /* 32 values with a scale of their own, as row t of a tile. */
 INLINE void quantise_group(const Vec *v, uint8_t *out, int n, int t) {
@@ -221,10 +218,14 @@ INLINE void quantise_super(const Vec *v, uint8_t *out, int n, int t) {
         peaks[g] = v_peak(peak), top = peaks[g] > top ? peaks[g] : top;
     }
     if (top < 1e-30f) top = 0; /* what its inverse could not hold */
-    __m256i exponent = _mm256_castps_si256(_mm256_div_ps(_mm256_set1_ps(top), _mm256_loadu_ps(peaks))); /* not a number: large */
-    exponent = _mm256_sub_epi32(_mm256_srli_epi32(exponent, 23), _mm256_set1_epi32(127));
-    exponent = _mm256_sub_epi32(_mm256_set1_epi32(MAX_SHIFT), _mm256_min_epi32(exponent, _mm256_set1_epi32(MAX_SHIFT)));
-    _mm256_storeu_si256((__m256i *)power, exponent);
+    for (int g = 0; g < 8; g++) {
+        float ratio = top / peaks[g]; /* not a number: its exponent is large */
+        uint32_t bits;
+        memcpy(&bits, &ratio, 4);
+        int32_t exponent = (int32_t)(bits >> 23) - 127;
+        exponent = exponent < MAX_SHIFT ? exponent : MAX_SHIFT;
+        power[g] = MAX_SHIFT - (exponent > 0 ? exponent : 0);
+    }
     *real(out, n, SUPER_SCALE, t) = top / (127.0f * (1 << MAX_SHIFT));
     float inverse = top > 0 ? 127.0f / top : 0.0f;
     for (int g = 0; g < 8; g++) {
@@ -278,7 +279,7 @@ void fr_prepare(const float *x, const float *norm, float eps, int64_t cols, int 
 
 /* The weights from `w` on, into a core's second cache. */
 INLINE void fetch(const uint8_t *w, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)w + i, _MM_HINT_T1);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + i, 0, 2);
 }
 /* Those PREFETCH_BYTES on, while these are multiplied. */
 INLINE void fetch_ahead(const uint8_t *w, int64_t bytes, int ahead) {
@@ -288,293 +289,9 @@ INLINE void fetch_ahead(const uint8_t *w, int64_t bytes, int ahead) {
 INLINE int32_t word(const void *p) { int32_t v; memcpy(&v, p, 4); return v; }
 
 #if LANES == 16
-#define ISA "avx512_vnni"
-INLINE __m512 half16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-
-/* Vector s of a group's 8: 4 consecutive quants of each of 16 rows. */
-INLINE __m512i quants(const uint8_t *w, int bits, int s) {
-    if (bits == 8) return _mm512_loadu_si512(w + 64 * s);
-    __m512i n = _mm512_loadu_si512(w + 64 * (s & 3));
-    n = _mm512_and_si512(s < 4 ? n : _mm512_srli_epi16(n, 4), _mm512_set1_epi8(15));
-    if (bits == 4) return n;
-    __m512i high = _mm512_loadu_si512(w + 256 + (bits == 6 ? 64 * (s >> 2) : 0));
-    int shift = bits == 5 ? 4 - s : 4 - 2 * (s & 3);
-    high = shift >= 0 ? _mm512_slli_epi16(high, shift) : _mm512_srli_epi16(high, -shift);
-    return _mm512_or_si512(n, _mm512_and_si512(high, _mm512_set1_epi8(bits == 5 ? 16 : 48)));
-}
-/* acc[t] += vectors from..to of a group times row t's values. All rows for one vector, then the next: no product waits
- * for the one before it, and a vector is unpacked when it is needed. Compilers would put it in another order. */
-INLINE void dot_rows(__m512i *acc, const uint8_t *w, int bits, int from, int to, const int8_t (*q)[GROUP], int T) {
-    UNROLL for (int s = from; s < to; s++) {
-        __m512i v = quants(w, bits, s);
-        __asm__("" : "+v"(v));
-        for (int t = 0; t < T; t++) {
-            acc[t] = _mm512_dpbusd_epi32(acc[t], v, _mm512_set1_epi32(word(q[t] + 4 * s)));
-            __asm__("" : "+v"(acc[t]));
-        }
-    }
-}
-/* A float times the power of two that `power` adds to its exponent; zero becomes about 1e-34. */
-INLINE __m512 times_power(__m512 a, int32_t power) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(power)));
-}
-
-/* Columns in pairs, each with a sum of its own. */
-INLINE void float_tile(const uint8_t *w, int64_t cols, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
-    __m512 even[TILE], odd[TILE];
-    for (int t = 0; t < T; t++) even[t] = odd[t] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS, x += 8 * T) {
-        fetch_ahead(w, 4 * ROWS, ahead);
-        __m512 w0 = half16(w), w1 = half16(w + 2 * ROWS);
-        for (int t = 0; t < T; t++) {
-            even[t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(*real(x, T, 0, t)), even[t]);
-            odd[t] = _mm512_fmadd_ps(w1, _mm512_set1_ps(*real(x, T, 4, t)), odd[t]);
-        }
-    }
-    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, _mm512_add_ps(even[t], odd[t]));
-}
-INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w, int64_t blocks, const uint8_t *x, int T,
-                       float *y, int64_t ldy, int ahead) {
-    __m512 acc[TILE];
-    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (; blocks; blocks--, w += k->packed_bytes, x += BLOCK_BYTES * T) {
-        __m512i i[TILE];
-        fetch_ahead(w, k->packed_bytes, ahead);
-        for (int t = 0; t < T; t++) {
-            i[t] = _mm512_setzero_si512();
-            if (offset) i[t] = _mm512_set1_epi32(*field(x, T, OFFSET, 0, t));
-            if (offset == 8) i[t] = _mm512_srai_epi32(i[t], 1);
-            if (offset == 128) i[t] = _mm512_slli_epi32(i[t], 3);
-        }
-        dot_rows(i, w + (mins ? 4 : 2) * ROWS, bits, 0, 8, (const int8_t (*)[GROUP])x, T);
-        __m512 d = half16(w), m = mins ? half16(w + 2 * ROWS) : _mm512_setzero_ps();
-        for (int t = 0; t < T; t++) {
-            if (mins) acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(*real(x, T, TOTAL, t)), acc[t]);
-            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(i[t]), d), _mm512_set1_ps(*real(x, T, SCALE, t)), acc[t]);
-        }
-    }
-    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
-}
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w, int64_t blocks, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
-    __m512 acc[TILE];
-    const int group = 256 + (bits == 5 ? 64 : 0);
-    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (; blocks; blocks--, w += k->packed_bytes, x += SUPER_BYTES * T) {
-        fetch_ahead(w, k->packed_bytes, ahead);
-        __m512 part[TILE];
-        __m512i min[TILE];
-        for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps(), min[t] = _mm512_setzero_si512();
-        for (int j = 0; j < 8; j++) {
-            __m512i i[TILE];
-            for (int t = 0; t < T; t++) i[t] = _mm512_setzero_si512();
-            dot_rows(i, w + 20 * ROWS + group * j, bits, 0, 8, (const int8_t (*)[GROUP])x + j * T, T);
-            __m512 sc = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + 4 * ROWS + ROWS * j))));
-            for (int t = 0; t < T; t++)
-                part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[t]), times_power(sc, *field(x, T, POWERS, j, t)), part[t]);
-        }
-        for (int p = 0; p < 4; p++) {
-            __m512i m = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(w + 12 * ROWS + 2 * ROWS * p)));
-            for (int t = 0; t < T; t++) min[t] = _mm512_dpwssd_epi32(min[t], m, _mm512_set1_epi32(word(field(x, T, SUMS, p, t))));
-        }
-        __m512 d = half16(w), dm = half16(w + 2 * ROWS);
-        for (int t = 0; t < T; t++) {
-            __m512 f = _mm512_mul_ps(part[t], d);
-            f = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(min[t]), times_power(dm, *field(x, T, SHIFT, 0, t)), f);
-            acc[t] = _mm512_fmadd_ps(f, _mm512_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
-        }
-    }
-    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
-}
-INLINE void q6_tile(const Kind *k, const uint8_t *w, int64_t blocks, const uint8_t *x, int T, float *y, int64_t ldy, int ahead) {
-    __m512 acc[TILE];
-    for (int t = 0; t < T; t++) acc[t] = _mm512_setzero_ps();
-    for (; blocks; blocks--, w += k->packed_bytes, x += SUPER_BYTES * T) {
-        fetch_ahead(w, k->packed_bytes, ahead);
-        __m512 part[TILE], d = half16(w);
-        for (int t = 0; t < T; t++) part[t] = _mm512_setzero_ps();
-        for (int j = 0; j < 8; j++)
-            UNROLL for (int h = 0; h < 2; h++) {
-                __m512i i[TILE];
-                for (int t = 0; t < T; t++) i[t] = _mm512_set1_epi32(*field(x, T, OFFSETS, 2 * j + h, t));
-                dot_rows(i, w + 18 * ROWS + 384 * j, 6, 4 * h, 4 * h + 4, (const int8_t (*)[GROUP])x + j * T, T);
-                const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j + ROWS * h;
-                __m512 sc = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)s)));
-                for (int t = 0; t < T; t++)
-                    part[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(i[t]), times_power(sc, *field(x, T, POWERS, j, t)), part[t]);
-            }
-        for (int t = 0; t < T; t++)
-            acc[t] = _mm512_fmadd_ps(_mm512_mul_ps(part[t], d), _mm512_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
-    }
-    for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
-}
+#include "tiles16.h"
 #else
-#define ISA "avx2"
-INLINE __m256 half8(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-
-/* As above for rows 8h to 8h + 7. */
-INLINE __m256i quants(const uint8_t *w, int bits, int h, int s) {
-    w += 32 * h;
-    if (bits == 8) return _mm256_loadu_si256((const __m256i *)(w + 64 * s));
-    __m256i n = _mm256_loadu_si256((const __m256i *)(w + 64 * (s & 3)));
-    n = _mm256_and_si256(s < 4 ? n : _mm256_srli_epi16(n, 4), _mm256_set1_epi8(15));
-    if (bits == 4) return n;
-    __m256i high = _mm256_loadu_si256((const __m256i *)(w + 256 + (bits == 6 ? 64 * (s >> 2) : 0)));
-    int shift = bits == 5 ? 4 - s : 4 - 2 * (s & 3);
-    high = shift >= 0 ? _mm256_slli_epi16(high, shift) : _mm256_srli_epi16(high, -shift);
-    return _mm256_or_si256(n, _mm256_and_si256(high, _mm256_set1_epi8(bits == 5 ? 16 : 48)));
-}
-INLINE __m256 times_power(__m256 a, int32_t power) {
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(power)));
-}
-/* acc[t] = sums of pairs in 16 bits: 8 vectors of quants up to 15 cannot overflow them (8 * 2 * 15 * 127 < 2**15), nor 4 of
- * quants up to 31, nor 2 of quants up to 63. */
-INLINE void dot_rows(__m256i *acc, const uint8_t *w, int bits, int h, int from, int to, const int8_t (*q)[GROUP], int T) {
-    UNROLL for (int s = from; s < to; s++) {
-        __m256i v = quants(w, bits, h, s);
-        __asm__("" : "+x"(v));
-        for (int t = 0; t < T; t++) {
-            __m256i p = _mm256_maddubs_epi16(v, _mm256_set1_epi32(word(q[t] + 4 * s)));
-            acc[t] = s == from ? p : _mm256_add_epi16(acc[t], p);
-            __asm__("" : "+x"(acc[t]));
-        }
-    }
-}
-INLINE void dot_signed(__m256i *acc, const uint8_t *w, int h, const int8_t (*q)[GROUP], int T) { /* quants with 128 added */
-    const __m256i flip = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
-    UNROLL for (int s = 0; s < 8; s++) {
-        __m256i v = _mm256_xor_si256(quants(w, 8, h, s), flip), size = _mm256_abs_epi8(v);
-        for (int t = 0; t < T; t++) {
-            __m256i p = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(word(q[t] + 4 * s)), v));
-            acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
-        }
-    }
-}
-
-INLINE void float_tile(const uint8_t *w0, int64_t cols, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
-    for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0 + 16 * h, *x = x0;
-        __m256 even[TILE], odd[TILE];
-        for (int t = 0; t < T; t++) even[t] = odd[t] = _mm256_setzero_ps();
-        for (int64_t c = 0; c < cols; c += 2, w += 4 * ROWS, x += 8 * T) {
-            if (!h) fetch_ahead(w, 4 * ROWS, ahead);
-            __m256 v0 = half8(w), v1 = half8(w + 2 * ROWS);
-            for (int t = 0; t < T; t++) {
-                even[t] = _mm256_fmadd_ps(v0, _mm256_set1_ps(*real(x, T, 0, t)), even[t]);
-                odd[t] = _mm256_fmadd_ps(v1, _mm256_set1_ps(*real(x, T, 4, t)), odd[t]);
-            }
-        }
-        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, _mm256_add_ps(even[t], odd[t]));
-    }
-}
-INLINE void plain_tile(const Kind *k, int bits, int mins, int offset, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T,
-                       float *y, int64_t ldy, int ahead) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0, *x = x0;
-        __m256 acc[TILE];
-        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += BLOCK_BYTES * T) {
-            const uint8_t *body = w + (mins ? 4 : 2) * ROWS;
-            __m256i i[TILE], low[TILE];
-            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
-            if (bits == 8) {
-                for (int t = 0; t < T; t++) i[t] = _mm256_setzero_si256();
-                dot_signed(i, body, h, (const int8_t (*)[GROUP])x, T);
-            } else if (bits == 4) {
-                dot_rows(i, body, bits, h, 0, 8, (const int8_t (*)[GROUP])x, T);
-                for (int t = 0; t < T; t++) i[t] = _mm256_madd_epi16(i[t], ones);
-            } else {
-                dot_rows(low, body, bits, h, 0, 4, (const int8_t (*)[GROUP])x, T);
-                for (int t = 0; t < T; t++) low[t] = _mm256_madd_epi16(low[t], ones);
-                dot_rows(i, body, bits, h, 4, 8, (const int8_t (*)[GROUP])x, T);
-                for (int t = 0; t < T; t++) i[t] = _mm256_add_epi32(low[t], _mm256_madd_epi16(i[t], ones));
-            }
-            __m256 d = half8(w + 16 * h), m = mins ? half8(w + 2 * ROWS + 16 * h) : _mm256_setzero_ps();
-            for (int t = 0; t < T; t++) {
-                __m256i o = _mm256_set1_epi32(*field(x, T, OFFSET, 0, t));
-                if (offset == 8 || offset == 16) i[t] = _mm256_add_epi32(i[t], offset == 8 ? _mm256_srai_epi32(o, 1) : o);
-                if (mins) acc[t] = _mm256_fmadd_ps(m, _mm256_set1_ps(*real(x, T, TOTAL, t)), acc[t]);
-                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(i[t]), d), _mm256_set1_ps(*real(x, T, SCALE, t)), acc[t]);
-            }
-        }
-        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
-    }
-}
-INLINE __m256i twice(__m128i bytes8) { /* 8 bytes as pairs of equal int16 */
-    return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(bytes8, bytes8));
-}
-INLINE __m256i twice_signed(__m128i bytes8) { return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes8, bytes8)); }
-
-INLINE void super_tile(const Kind *k, int bits, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
-    const int group = 256 + (bits == 5 ? 64 : 0);
-    for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0, *x = x0;
-        __m256 acc[TILE];
-        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += SUPER_BYTES * T) {
-            __m256 part[TILE];
-            __m256i min[TILE];
-            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
-            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps(), min[t] = _mm256_setzero_si256();
-            for (int j = 0; j < 8; j++) {
-                const uint8_t *body = w + 20 * ROWS + group * j;
-                __m256i i[TILE], high[TILE], sc = twice(_mm_loadl_epi64((const __m128i *)(w + 4 * ROWS + ROWS * j + 8 * h)));
-                dot_rows(i, body, bits, h, 0, bits == 4 ? 8 : 4, (const int8_t (*)[GROUP])x + j * T, T);
-                for (int t = 0; t < T; t++) i[t] = _mm256_madd_epi16(i[t], sc);
-                if (bits == 5) {
-                    dot_rows(high, body, bits, h, 4, 8, (const int8_t (*)[GROUP])x + j * T, T);
-                    for (int t = 0; t < T; t++) i[t] = _mm256_add_epi32(i[t], _mm256_madd_epi16(high[t], sc));
-                }
-                for (int t = 0; t < T; t++)
-                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i[t]), *field(x, T, POWERS, j, t)));
-            }
-            for (int p = 0; p < 4; p++) {
-                __m256i m = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 12 * ROWS + 2 * ROWS * p + 16 * h)));
-                for (int t = 0; t < T; t++)
-                    min[t] = _mm256_add_epi32(min[t], _mm256_madd_epi16(m, _mm256_set1_epi32(word(field(x, T, SUMS, p, t)))));
-            }
-            __m256 d = half8(w + 16 * h), dm = half8(w + 2 * ROWS + 16 * h);
-            for (int t = 0; t < T; t++) {
-                __m256 f = _mm256_mul_ps(part[t], d);
-                f = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(min[t]), times_power(dm, *field(x, T, SHIFT, 0, t)), f);
-                acc[t] = _mm256_fmadd_ps(f, _mm256_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
-            }
-        }
-        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
-    }
-}
-INLINE void q6_tile(const Kind *k, const uint8_t *w0, int64_t blocks, const uint8_t *x0, int T, float *y, int64_t ldy, int ahead) {
-    for (int h = 0; h < 2; h++) {
-        const uint8_t *w = w0, *x = x0;
-        __m256 acc[TILE];
-        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t b = 0; b < blocks; b++, w += k->packed_bytes, x += SUPER_BYTES * T) {
-            __m256 part[TILE];
-            if (!h) fetch_ahead(w, k->packed_bytes, ahead);
-            for (int t = 0; t < T; t++) part[t] = _mm256_setzero_ps();
-            for (int j = 0; j < 8; j++) {
-                const uint8_t *s = w + 2 * ROWS + 2 * ROWS * j + 8 * h;
-                __m256i i[TILE], pair[TILE];
-                UNROLL for (int g = 0; g < 4; g++) {
-                    __m256i sc = twice_signed(_mm_loadl_epi64((const __m128i *)(s + (g < 2 ? 0 : ROWS))));
-                    dot_rows(pair, w + 18 * ROWS + 384 * j, 6, h, 2 * g, 2 * g + 2, (const int8_t (*)[GROUP])x + j * T, T);
-                    for (int t = 0; t < T; t++) {
-                        pair[t] = _mm256_madd_epi16(pair[t], sc);
-                        if (g % 2 == 0)
-                            pair[t] = _mm256_add_epi32(pair[t], _mm256_madd_epi16(sc, _mm256_set1_epi32(*field(x, T, OFFSETS, 2 * j + g / 2, t))));
-                        i[t] = g ? _mm256_add_epi32(i[t], pair[t]) : pair[t];
-                    }
-                }
-                for (int t = 0; t < T; t++)
-                    part[t] = _mm256_add_ps(part[t], times_power(_mm256_cvtepi32_ps(i[t]), *field(x, T, POWERS, j, t)));
-            }
-            __m256 d = half8(w + 16 * h);
-            for (int t = 0; t < T; t++)
-                acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(part[t], d), _mm256_set1_ps(*real(x, T, SUPER_SCALE, t)), acc[t]);
-        }
-        for (int t = 0; t < T; t++) _mm256_storeu_ps(y + t * ldy + 8 * h, acc[t]);
-    }
-}
+#include "tiles8.h"
 #endif
 
 const char *fr_isa(void) { return ISA; }

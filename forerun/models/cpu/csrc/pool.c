@@ -45,7 +45,13 @@ static int64_t now_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
-static inline void relax(void) { __builtin_ia32_pause(); }
+static inline void relax(void) {
+#ifdef __aarch64__
+    __asm__ volatile("isb"); /* most cores do not pause at "yield" */
+#else
+    __builtin_ia32_pause();
+#endif
+}
 
 /* Memory of the calling thread for the results of a chunk. */
 static void *own_buffer(size_t bytes) {

@@ -1,6 +1,10 @@
 /* Vectors of floats, 16 or 8 lanes: what the kernels need of an instruction set, under one name. */
 #pragma once
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -89,15 +93,59 @@ INLINE Vec v_sums(const Vec *a) {
     }
     return _mm256_add_ps(_mm256_permute2f128_ps(w[0], w[1], 0x20), _mm256_permute2f128_ps(w[0], w[1], 0x31));
 }
+#elif defined(__aarch64__)
+#define LANES 8
+typedef struct { float32x4_t lo, hi; } Vec;
+#define EACH(name, of) INLINE Vec name(Vec a) { return (Vec){of(a.lo), of(a.hi)}; }
+#define PAIR(name, of) INLINE Vec name(Vec a, Vec b) { return (Vec){of(a.lo, b.lo), of(a.hi, b.hi)}; }
+PAIR(v_add, vaddq_f32) PAIR(v_sub, vsubq_f32) PAIR(v_mul, vmulq_f32) PAIR(v_div, vdivq_f32)
+PAIR(v_max, vmaxnmq_f32) PAIR(v_min, vminnmq_f32) EACH(v_abs, vabsq_f32) EACH(v_round, vrndnq_f32)
+INLINE Vec v_load(const float *p) { return (Vec){vld1q_f32(p), vld1q_f32(p + 4)}; }
+INLINE void v_store(float *p, Vec a) { vst1q_f32(p, a.lo), vst1q_f32(p + 4, a.hi); }
+INLINE Vec v_set(float a) { return (Vec){vdupq_n_f32(a), vdupq_n_f32(a)}; }
+INLINE Vec v_fma(Vec a, Vec b, Vec c) { return (Vec){vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)}; }
+INLINE float32x4_t power2(float32x4_t n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+EACH(v_power2, power2)
+INLINE float v_sum(Vec a) {
+    float32x4_t b = vaddq_f32(a.lo, a.hi);
+    return vpadds_f32(vadd_f32(vget_low_f32(b), vget_high_f32(b)));
+}
+INLINE float v_peak(Vec a) { return vmaxnmvq_f32(vmaxnmq_f32(a.lo, a.hi)); }
+INLINE void v_store_int8(int8_t *p, Vec a) {
+    vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a.lo)), vqmovn_s32(vcvtnq_s32_f32(a.hi)))));
+}
+/* The sums of 8 vectors, each summed in the same order. */
+INLINE Vec v_sums(const Vec *a) {
+    float32x4_t w[8];
+    for (int i = 0; i < 8; i++) w[i] = vaddq_f32(a[i].lo, a[i].hi);
+    return (Vec){vpaddq_f32(vpaddq_f32(w[0], w[1]), vpaddq_f32(w[2], w[3])), vpaddq_f32(vpaddq_f32(w[4], w[5]), vpaddq_f32(w[6], w[7]))};
+}
 #else
-#error "the kernels need AVX2 and FMA"
+#error "the kernels need AVX2 and FMA, or NEON of 64-bit ARM"
 #endif
 
-/* A vector that stays in a register: compilers would load it again for every use, as an operand in memory. */
+/* The sum of 16 integers, and a vector that stays in a register: compilers would load it again for every use, as an
+ * operand in memory. */
+#ifdef __aarch64__
+INLINE int32_t sum16(const int8_t *q) { return vaddlvq_s8(vld1q_s8(q)); }
+INLINE Vec v_held(Vec a) {
+    __asm__("" : "+w"(a.lo), "+w"(a.hi));
+    return a;
+}
+#else
+INLINE int32_t sum16(const int8_t *q) {
+    __m128i sum = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)q));
+    sum = _mm_madd_epi16(sum, _mm_set1_epi16(1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
+}
 INLINE Vec v_held(Vec a) {
     __asm__("" : "+v"(a));
     return a;
 }
+#endif
 
 /* e**x to 2 units in the last place, 0 far below zero; e**0 is 1 exactly. */
 INLINE Vec v_exp(Vec x) {
