@@ -78,7 +78,7 @@ def test_attention_and_whole_layers_are_those_of_avx2_within_rounding(neon: Resu
     names = [name for name in avx2 if name.split("-")[0] in ("stored", "attended", "layers")]
     assert len(names) == 5 * 2 + 1
     for name in names:
-        limit = 5e-3 if name == "layers" else 1e-6  # of layers: where an activation rounds to the next of its 255 values
+        limit = 5e-3 if name == "layers" else 1e-6  # an activation of layers may round to the next int8
         assert np.abs(neon[name] - avx2[name]).max() < limit * np.abs(avx2[name]).max(), name
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from gguf import quants
 
 from forerun import LLM, SamplingParams
+from forerun.models.cpu import choice
 from forerun.models.cpu.block_linear import FORMATS, BlockLinear, PackedBlocks, Q8Linear, problem, set_threads
 from forerun.models.cpu.quantise import q8_0, quantise
 from forerun.models.linear import rms_norm
@@ -112,6 +115,15 @@ def test_threads_change_no_bit() -> None:
 def test_formats_without_a_kernel_are_named() -> None:
     assert problem({"Q4_K", "Q6_K"}) == ""
     assert "BF16, Q3_K" in problem({"Q3_K", "Q4_K", "BF16"})
+
+
+def test_int8_is_taken_where_it_is_clearly_faster_and_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ratios, worth in (((2.0, 2.0), False), ((2.0, 1.1), True)):
+        monkeypatch.setattr(choice, "_ratios", lambda threads, ratios=ratios: ratios)
+        assert choice.blocks_are_worth_it() is worth
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))  # as on ARM
+    monkeypatch.setattr(choice, "_ratios", lambda threads: pytest.fail("int8 cannot be timed here"))
+    assert choice.blocks_are_worth_it()
 
 
 def test_the_default_model_answers_from_its_own_blocks() -> None:
