@@ -16,7 +16,7 @@ class ForerunError(Exception):
             self.add_note(f"hint: {hint}")
 
 
-class ModelNotFound(ForerunError):
+class ModelNotFound(ForerunError, ValueError):
     """No folder, file, cached model or reachable hub id goes by that name."""
 
 

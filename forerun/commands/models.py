@@ -90,6 +90,15 @@ def cache(
 
     forerun models cache --verify
     """
+    from forerun.models.fetch.store import home
+
+    try:
+        _cache(clear, verify)
+    except OSError as error:
+        raise BadRequest(f"cannot change {home()}: {error.strerror or error}", "make it writable") from None
+
+
+def _cache(clear: bool, verify: bool) -> None:
     from forerun.models import packed_cache
     from forerun.models.fetch.store import home
 

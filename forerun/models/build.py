@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.core.progress import track
+from forerun.core.progress import counter, track
 from forerun.core.usage import LoadReport
 from forerun.errors import BadRequest
 from forerun.models.attention import AttentionBackend, SdpaAttention
@@ -119,7 +119,7 @@ def build_decoder(
     """`is_draft`: a draft model: faster, where results may depend on the batch and rare tokens may be left out.
     `batch_invariant`: False allows only the former, in attention; None allows it on CUDA where batches or prompts are
     large. `plan`: bits of each layer, in place of `weights`."""
-    precision = planned_precision(plan) if plan else _precision(checkpoint, weights, device)
+    precision = planned_precision(plan) if plan else _precision(checkpoint, weights, device, quiet)
     key = packed_key(checkpoint, precision, is_draft, quiet, always=plan is not None and plan.streamed > 0)
     if plan is not None and plan.streamed and key is not None:
         write_streamed(checkpoint, precision, plan, key, quiet)
@@ -162,10 +162,14 @@ def build_decoder(
     return decoder, precision
 
 
-def _precision(checkpoint: Checkpoint, weights: str, device: torch.device) -> Precision:
+def _precision(checkpoint: Checkpoint, weights: str, device: torch.device, quiet: bool) -> Precision:
     """As asked for; int8 for a file whose own blocks cannot be computed here."""
     precision = choose_precision(weights, device, checkpoint.quantised)
-    if precision.linear is not BlockLinear or not (why := _no_blocks(checkpoint, asked=weights == "file")):
+    if precision.linear is not BlockLinear:
+        return precision
+    with counter(1, "compiling CPU kernels", quiet):  # at the first start of a version on a CPU
+        why = _no_blocks(checkpoint, asked=weights == "file")
+    if not why:
         return precision
     level = logging.WARNING if weights == "file" else logging.INFO
     log.log(level, "%s is computed in int8, not in its own blocks: %s", checkpoint.source, why)

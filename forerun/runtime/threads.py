@@ -20,18 +20,27 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 
+from forerun.errors import BadRequest
+
 T = TypeVar("T")
+
+# More would only wait for each other: 64 on two cores decode at a third of the speed of 2, and with tens of thousands
+# the system gives up in ways that no program can catch
+MAX_THREADS, MAX_THREADS_PER_CORE = 64, 8  # the larger of both
 
 
 def choose_threads(asked: int | str | None) -> tuple[int, str]:
     """CPU threads and why so many: `auto` or None takes what OMP_NUM_THREADS asks for, else one for each core that
     this process may use."""
+    allowed, cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
+    limit = max(MAX_THREADS, MAX_THREADS_PER_CORE * cores)
     if isinstance(asked, int):
+        if asked > limit:
+            raise BadRequest(f"threads is {asked:,}, at most {limit:,} make sense on {cores} cores", "leave it out")
         return asked, "as asked"
     variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if variable.isdecimal() and int(variable):
-        return int(variable), "OMP_NUM_THREADS"
-    allowed, cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
+        return min(int(variable), limit), "OMP_NUM_THREADS" + (f", at most {limit}" if int(variable) > limit else "")
     physical = psutil.cpu_count(logical=False) or cores
     if 0 < allowed < physical:
         return allowed, f"one for each of the {allowed} cores that this process may use, of {physical}"

@@ -124,6 +124,18 @@ def test_cache_lists_verifies_and_clears(home: Path, capsys: pytest.CaptureFixtu
     assert not keys[1].path.exists() and not any((home / "costs").iterdir()) and not any((home / "kernels").iterdir())
 
 
+@pytest.mark.parametrize("option", ["--clear", "--verify"])
+def test_a_cache_that_cannot_be_changed(
+    option: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def remove(entries: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("forerun.models.packed_cache.remove", remove)
+    assert run("cache", option) == 1
+    assert f"cannot change {home}: Read-only file system" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_export_writes_the_same_model_and_its_profile(
     family: str, tiny_gguf: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

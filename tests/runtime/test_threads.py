@@ -8,6 +8,7 @@ import threading
 import psutil
 import pytest
 
+from forerun.errors import BadRequest
 from forerun.runtime.threads import choose_threads, run_in_thread
 
 
@@ -21,6 +22,18 @@ def test_the_environment_decides_how_many_there_are(
     for auto in (None, "auto"):
         assert choose_threads(auto) == ((threads, "OMP_NUM_THREADS") if threads else (5, "one for each core"))
     assert choose_threads(7) == (7, "as asked")
+
+
+def test_more_threads_than_make_sense_are_refused_and_those_of_the_environment_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(BadRequest, match="threads is 65, at most 64"):
+        choose_threads(65)
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert choose_threads("auto") == (64, "OMP_NUM_THREADS, at most 64")
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    assert choose_threads(768) == (768, "as asked")
 
 
 def test_cores_that_a_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,10 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 
 def _compilers() -> list[list[str]]:
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise Unavailable(f"CC is {os.environ['CC']!r}: {error}") from None
     found = [named] if named else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if importlib.util.find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "cc"])

@@ -119,6 +119,14 @@ def test_without_a_compiler(
     one_warning(caplog, "no-such-compiler: " if named else "pip install ziglang")
 
 
+def test_a_compiler_whose_name_cannot_be_read(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", '"gcc')
+    assert library() is None
+    one_warning(caplog, "No closing quotation")
+
+
 def test_a_compiler_with_arguments(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", f"sh {os.environ['CC']}")
     assert library() is not None
