@@ -20,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Train drafters for a model, on thi
 
 KINDS = ("parallel", "block", "heads")
 RATES = {"parallel": 4e-4, "block": 8e-4, "heads": 1e-3}  # of Adam, at its highest
+JOB_OPTIONS = ("answers", "text_tokens", "mask_token", "answer_minutes", "writer", "start")
 FULL_RATE = 3e-5  # of `parallel` where the weights themselves are trained
 
 
@@ -37,6 +38,12 @@ class TrainOptions:
     )
     answers: int = opt.shown(2000, min=0, help="Answers of the target itself to train on, made first.")
     answer_minutes: float | None = opt.shown(None, help="Stop making answers after this time.")
+    writer: str = opt.shown(
+        "auto",
+        help="What makes the answers: engine, or batch (prompts of many kinds, all at once: fast on a GPU, slow on a "
+        "CPU). auto: batch on a GPU.",
+    )
+    start: Path | None = opt.shown(None, help="parallel: a trained drafter of the same models whose training goes on.")
     text_tokens: int = opt.shown(2_000_000, min=0, help="Most tokens of --text used.")
     minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
     tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")
@@ -50,6 +57,9 @@ class TrainOptions:
     )
     state_norms: bool = opt.shown(
         False, "--state-norms", help="block: a norm for each hidden state. Not for other engines."
+    )
+    state_input: bool = opt.shown(
+        False, "--state-input", help="block: rows start from the hidden state before them. Not for other engines."
     )
     head_rank: int = opt.shown(0, min=0, help="block: rank of a head of its own. 0: the target's head.")
     vocab: int = opt.shown(16384, min=64, help="Tokens that a block or heads can draft: the most frequent ones.")
@@ -103,7 +113,7 @@ def drafter(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    common = {name: getattr(how, name) for name in ("answers", "text_tokens", "mask_token", "answer_minutes")}
+    common = {name: getattr(how, name) for name in JOB_OPTIONS}
     job = TrainJob(target, draft, out, tuple(how.text or ()), **common)
     known = {field.name for field in fields(TrainSettings)} - {"kind"}
     same = {field.name: getattr(how, field.name) for field in fields(how) if field.name in known}

@@ -215,6 +215,10 @@ class BlockModel(HiddenDraftModel):
         own, token = self._tensors.get("embed_tokens.weight"), int(weights.config["mask_token_id"])
         mask = checkpoint.rows("embed", torch.tensor([token]))[0] if own is None else own[token]
         self._mask = mask.to(self.device, self.dtype)
+        self.state_input = bool(weights.config.get("state_input", False))
+        if self.state_input:
+            self._state_in = self._linear(self._tensors["state_in.weight"])
+            self._depth_embed = self._tensors["depth_embed.weight"].to(self.device, self.dtype)
         w1, w2 = (self._tensors.get(f"markov_head.markov_w{n}.weight") for n in (1, 2))
         self._previous = None if w1 is None else w1.to(self.device, torch.float32)  # [V, r]
         self._next = None if w2 is None else w2.to(self.device, torch.float32)  # [draft vocabulary, r]
@@ -245,11 +249,20 @@ class BlockModel(HiddenDraftModel):
                     cache.index_add_(0, slots, source.index_select(0, slots).to(cache.dtype))
 
     @torch.inference_mode()
-    def run(self, batch: HostBatch, kv: KV, rows: int) -> BlockRows:
-        """A pass of blocks of `rows` rows each: the first row of a block is a token, the others are masks."""
+    def run(self, batch: HostBatch, kv: KV, rows: int, states: Tensor | None = None) -> BlockRows:
+        """A pass of blocks of `rows` rows each: the first row of a block is a token, the others are masks. `states`:
+        [blocks, width] vectors of the tokens before, where rows start from them."""
         decoder, count = self.decoder, len(batch.tokens) // rows
-        x = self._mask.expand(len(batch.tokens), -1).clone()
-        x[::rows] = decoder.lookup(torch.from_numpy(batch.tokens[::rows].copy()).to(self.device)).to(self.dtype)
+        tokens = decoder.lookup(torch.from_numpy(batch.tokens[::rows].copy()).to(self.device)).to(self.dtype)
+        if self.state_input:
+            assert states is not None
+            depth = self._depth_embed[:rows]
+            if rows > len(depth):  # a pass of more rows than a block has, to be timed
+                depth = torch.cat((depth, depth[-1:].expand(rows - len(depth), -1)))
+            x = ((tokens + self._state_in(states))[:, None] + depth).flatten(0, 1)
+        else:
+            x = self._mask.expand(len(batch.tokens), -1).clone()
+            x[::rows] = tokens
         plans = {False: batch, True: _whole_blocks(batch, rows)}
         planned = {way: plans[way].to(self.device) for way in set(self._sees_block)}
         for i, way in enumerate(self._sees_block):

@@ -14,12 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import SamplingParams
+from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files, split_held_out
 from forerun.text.tokenizer import Tokenizer
+from forerun.train.prompts import MAX_PROMPT_TOKENS, Prompt, PromptMix
+from forerun.train.writer import BatchWriter
 
 SYSTEMS = (
     "",  # the template's own
@@ -32,6 +36,12 @@ QUESTION_TOKENS = 160  # at most, of a question that the target asks itself
 GROUP = 1024  # requests between two writes
 CONTEXT_TOKENS = (48, 256)  # of a text that is continued
 PIECE_TOKENS = 8192  # of one document that stay together: longer than the long windows of training
+ANSWER_TOKENS, CONTINUED_TOKENS = 320, 160  # at most, of an answer and of a text that is continued in a batch
+MIXED_SHARE = 0.7  # of a batch's prompts that are made; the others the target asks itself
+BATCHES_TOGETHER = 2  # whose prompts are sorted by length
+MAX_ROWS, CPU_ROWS = 2048, 16  # of a batch
+LOOP_TOKENS = 16  # that come three times where an answer repeats itself
+LOOP_WEIGHTS = np.array([pow(1_000_003, i, 1 << 61) for i in range(LOOP_TOKENS)], dtype=np.int64)
 QUESTION_SHARE = 0.6  # of the answers that are to questions; the others continue text
 
 
@@ -41,7 +51,7 @@ def collect_answers(
     """Until the file holds `count` answers: lines of token ids, prompt and answer together. `minutes`: after so many no
     further group starts."""
     deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
-    done = _count_lines(path)
+    done = count_answers(path)
     rng = random.Random(f"{seed} {done}")
     excerpts = _excerpts(llm.tokenizer, texts, rng) if texts else None
     chat = llm.tokenizer.has_chat_template
@@ -64,6 +74,94 @@ def collect_answers(
         spent = time.monotonic() - start
         left = spent / max(1, done - before) * (count - done)
         print(f"answers: {done} of {count} in {spent:.0f} s, about {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def write_answers(
+    model: DenseModel,
+    tokenizer: Tokenizer,
+    path: Path,
+    count: int,
+    texts: Sequence[Path],
+    seed: int,
+    minutes: float | None = None,
+) -> None:
+    """As `collect_answers`, by the dense network: all rows of a batch at once (`BatchWriter`), to prompts of many kinds
+    (`PromptMix`) and questions that the target asks itself. `texts`: folders whose source is continued and asked
+    about."""
+    start, done = time.monotonic(), count_answers(path)
+    rng, written = random.Random(f"{seed} {done}"), 0
+    room = model.config.max_context
+    mix = iter(PromptMix(tokenizer, texts, rng.randrange(1 << 30), min(MAX_PROMPT_TOKENS, room // 2)))
+    draw = torch.Generator(model.device).manual_seed(rng.randrange(1 << 30))
+    rows, stops = batch_rows(model), set(tokenizer.eos_ids)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while done < count and (minutes is None or time.monotonic() - start < 60.0 * minutes):
+        made = min(BATCHES_TOGETHER * rows, max(1, round((count - done) * MIXED_SHARE)))
+        prompts = [next(mix) for _ in range(made)]
+        asked = round(made * (1.0 / MIXED_SHARE - 1.0)) if tokenizer.has_chat_template else 0
+        prompts += _ask(model, tokenizer, asked, rows, rng, draw) if asked else []
+        for batch in _batches(prompts, rows, rng):
+            limit = ANSWER_TOKENS if batch[0].message else CONTINUED_TOKENS
+            limit = min(limit, room - len(batch[-1].ids))
+            answers = BatchWriter(model, [prompt.ids for prompt in batch], limit).run(stops)
+            kept = [without_loop(answer) for answer in answers]
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(answer, separators=(",", ":")) + "\n" for answer in kept)
+            done, written = done + len(batch), written + sum(map(len, kept))
+            spent = time.monotonic() - start
+            line = f"answers: {done} in {spent:.0f} s, {written / 1e6:.2f} M tokens, {written / spent:.0f} a second"
+            print(line, file=sys.stderr, flush=True)
+            if minutes is not None and spent > 60.0 * minutes:
+                break
+
+
+def batch_rows(model: DenseModel) -> int:
+    """Of a batch of answers: what half of the free memory holds the K/V of."""
+    if model.device.type != "cuda":
+        return CPU_ROWS
+    c = model.config
+    row = 4 * c.num_layers * c.num_kv_heads * c.head_dim * (MAX_PROMPT_TOKENS + ANSWER_TOKENS)
+    return max(8, min(MAX_ROWS, torch.cuda.mem_get_info(model.device)[0] // (2 * row)))
+
+
+def _batches(prompts: list[Prompt], rows: int, rng: random.Random) -> list[list[Prompt]]:
+    """Prompts of one kind and of about the same length together, in any order: time may end before the last."""
+    found: list[list[Prompt]] = []
+    for message in (True, False):
+        own = sorted((p for p in prompts if p.message == message), key=lambda prompt: len(prompt.ids))
+        size = -(-len(own) // max(1, -(-len(own) // rows)))
+        found += [own[at : at + size] for at in range(0, len(own), max(1, size))]
+    rng.shuffle(found)
+    return found
+
+
+def _ask(
+    model: DenseModel, tokenizer: Tokenizer, count: int, rows: int, rng: random.Random, draw: torch.Generator
+) -> list[Prompt]:
+    """Questions that the target writes itself, as the prompts of answers."""
+    found = []
+    for system in SYSTEMS:
+        head, tail = _opening(tokenizer, system)
+        for _ in range(0, max(1, count // len(SYSTEMS)), rows):
+            size = min(rows, max(1, count // len(SYSTEMS)))
+            for turn in BatchWriter(model, [head] * size, QUESTION_TOKENS).run(set(tokenizer.eos_ids), draw):
+                asked = [token for token in turn[len(head) :] if token not in tokenizer.special_ids]
+                if asked:
+                    found.append(Prompt((*head, *asked, *tail), True))
+    rng.shuffle(found)
+    return found
+
+
+def without_loop(ids: list[int]) -> list[int]:
+    """Up to where the same few tokens come for the third time: a small model's greedy answer may repeat itself until it
+    is cut off, and a drafter learns nothing from that."""
+    if len(ids) < 3 * LOOP_TOKENS:
+        return ids
+    windows = np.lib.stride_tricks.sliding_window_view(np.array(ids, dtype=np.int64), LOOP_TOKENS)
+    keys = (windows * LOOP_WEIGHTS).sum(1)
+    order = np.argsort(keys, kind="stable")
+    third = order[2:][keys[order[2:]] == keys[order[:-2]]]
+    return ids if not len(third) else ids[: int(third.min()) + LOOP_TOKENS]
 
 
 def _questions(llm: LLM, count: int, rng: random.Random) -> list[list[int]]:
@@ -102,7 +200,8 @@ def _excerpts(tokenizer: Tokenizer, paths: Sequence[Path], rng: random.Random) -
                     yield ids[start : start + rng.randint(*CONTEXT_TOKENS)]
 
 
-def _count_lines(path: Path) -> int:
+def count_answers(path: Path) -> int:
+    """In a file, which loses a line that an interruption cut off."""
     if not path.exists():
         return 0
     data = path.read_bytes()

@@ -2,9 +2,11 @@
 
 Layers start as copies of the target's last ones. Context K/V is made of hidden states at a few depths, or is the
 target's own of those layers, or the sum of both; with a sliding window it is the last few hundred tokens, whatever the
-length of the text. A Markov head of low rank adds what the token before makes likely, a confidence head learns how
-often a row's draft is accepted. Saved in the names and with the configuration of the `speculators` package, and with
-keys of our own where that has none. Knows no text and no files.
+length of the text. With `state_input` every row starts from the vector of the token before its block, the block's
+first token and what is learnt of its depth; else from that token or a mask, and all else comes through attention, which
+is a third as wide in a small model. A Markov head of low rank adds what the token before makes likely, a confidence
+head learns how often a row's draft is accepted. Saved in the names and with the configuration of the `speculators`
+package, and with keys of our own where that has none. Knows no text and no files.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from forerun.train.loss import Outcome, Teaching
 from forerun.train.trainer import TrainSettings
 
 SPECULATORS_VERSION = "0.9.0"  # whose folders these are
+STATE_INPUT_SCALE = 0.3  # of the vector that rows start from, before training: an embedding is about as large
 OTHER_DEPTHS_SPREAD = 0.02  # of the first matrix where it reads depths other than the deepest
 
 
@@ -97,6 +100,9 @@ class BlockNetwork(DenseModel):
             found |= {"fc.weight": fc, "hidden_norm.weight": found["layers.0.attn_norm"].clone()}
         if taps and self.settings.state_norms:
             found |= {f"fc_norm.{i}.weight": torch.ones(hidden) for i in range(taps)}
+        if taps and self.settings.state_input:
+            found["state_in.weight"] = torch.eye(hidden) * STATE_INPUT_SCALE
+            found["depth_embed.weight"] = torch.zeros(self.settings.tokens, hidden)
         up = torch.zeros(len(self.ids), 0)
         if low:
             left, scale, right = torch.linalg.svd(self._target_head().float().cpu(), full_matrices=False)
@@ -113,7 +119,7 @@ class BlockNetwork(DenseModel):
         return list(self.trained.values())
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
-        return draw_blocks(length, tokens, self.settings.attention_window, generator)
+        return draw_blocks(length, tokens, self.settings.attention_window, generator, self.device)
 
     def linear(self, x: Tensor, i: int, part: str) -> Tensor:
         return F.linear(x, self.weights[f"layers.{i}.{part}"].to(x.dtype))
@@ -136,8 +142,7 @@ class BlockNetwork(DenseModel):
 
     def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
         context = self._context(teaching, layout)
-        anchored = F.embedding(tokens[:, layout.anchors], self.embed)
-        x = torch.where(layout.depths[:, None] == 0, anchored, self.embed[self.mask_token])
+        x = self._first(tokens, context, layout)
         for i in range(self.config.num_layers):
             before = self._before(context, teaching.kv[i] if teaching.kv else None, i)
             x = self.finish_layer(x, self._attend(x, before, layout, i), i)
@@ -146,6 +151,15 @@ class BlockNetwork(DenseModel):
         if self.settings.head_rank:
             read = F.linear(read, self.trained["head_down.weight"].to(x.dtype))
         return torch.cat((read, previous.to(x.dtype)), -1)
+
+    def _first(self, tokens: Tensor, context: Tensor | None, layout: RowLayout) -> Tensor:
+        """What the first layer reads of each row."""
+        anchored = F.embedding(tokens[:, layout.anchors], self.embed)
+        if not self.settings.state_input:
+            return torch.where(layout.depths[:, None] == 0, anchored, self.embed[self.mask_token])
+        assert context is not None
+        added = F.linear(context, self.trained["state_in.weight"].to(context.dtype))[:, layout.anchors - 1]
+        return anchored + added + self.trained["depth_embed.weight"].to(context.dtype)[layout.depths]
 
     def _before(self, context: Tensor | None, kv: tuple[Tensor, Tensor] | None, i: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values of the text, [B, Hkv, T, D] each: made of hidden states, the target's, or both."""
@@ -208,6 +222,7 @@ class BlockNetwork(DenseModel):
             "fc_norm": bool(self.depths) and self.settings.state_norms,
             "reuse": self.settings.reuse,
             "head_rank": self.settings.head_rank,
+            "state_input": self.settings.state_input,
         }
         tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
         own, markov = tensors.pop("head").split((self.settings.head_rank, self.settings.rank), 1)

@@ -32,7 +32,7 @@ class HeadsNetwork:
         return [self.blocks]
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
-        return draw_blocks(length, tokens, length, generator)
+        return draw_blocks(length, tokens, length, generator, self.device)
 
     def rows(self, tokens: Tensor, teaching: Teaching, layout: RowLayout) -> Tensor:
         last = self._target._norm(teaching.hidden[0], "final_norm")  # [B, T, hidden]

@@ -14,9 +14,10 @@ from torch import Tensor
 MASKED_SCORE = -30_000.0  # added to the score of an entry that a row may not attend to
 ALIGNED_ROWS = 8  # the number of masks is a multiple of it: kernels read unaligned scores slowly
 MAX_ANCHORS = 512  # positions of a window with masks: longer windows train context, not more masks
-PIECE_ROWS = 256  # masks that attend together: to the text before the last of them, and to each other
+PIECE_ROWS = 2048  # masks that attend together: to the text before the last of them, and to each other
 
-BLOCK_ANCHORS = 96  # of a window, each with a whole block of rows
+BLOCK_SHARE = 0.5  # of a window's positions, each with a whole block of rows
+MAX_BLOCK_ANCHORS = 1024  # of a window: entries that rows see grow with the square
 CUT_SHARE = 0.1  # of steps whose windows have no hidden states up to some position
 
 
@@ -47,7 +48,13 @@ class RowLayout:
 
 
 def draw_layout(
-    length: int, tokens: int, keep: float, floor: float, generator: torch.Generator, window: int | None = None
+    length: int,
+    tokens: int,
+    keep: float,
+    floor: float,
+    generator: torch.Generator,
+    window: int | None = None,
+    device: torch.device | None = None,
 ) -> RowLayout:
     """Masks for drafts of `tokens` tokens: depth j at a share max(keep ** j, floor) of the positions, the deeper ones
     always among the shallower. `window`: of sliding attention."""
@@ -60,14 +67,15 @@ def draw_layout(
     depths = torch.arange(len(anchors)) - first + 1
     whole = len(anchors) // ALIGNED_ROWS * ALIGNED_ROWS
     anchors, depths = anchors[:whole], depths[:whole]
-    entry = torch.arange(length)
+    pieces, entry = cut_pieces(anchors, length, tokens), torch.arange(length, device=device)
+    anchors, depths = anchors.to(device), depths.to(device)
     text = entry <= anchors[:, None]
     if window is not None:
         text &= entry > (anchors + depths)[:, None] - window
     chain = (anchors[:, None] == anchors) & (depths <= depths[:, None])
     seen = torch.cat((text, chain), 1)
-    hidden = torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE)
-    return RowLayout(length, anchors, depths, hidden, pieces=cut_pieces(anchors, length, tokens))
+    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, MASKED_SCORE)
+    return RowLayout(length, anchors, depths, hidden, pieces=pieces)
 
 
 def cut_pieces(anchors: Tensor, length: int, tokens: int) -> tuple[tuple[slice, slice, int], ...]:
@@ -84,17 +92,21 @@ def cut_pieces(anchors: Tensor, length: int, tokens: int) -> tuple[tuple[slice, 
     return tuple(pieces)
 
 
-def draw_blocks(length: int, tokens: int, window: int, generator: torch.Generator) -> RowLayout:
+def draw_blocks(
+    length: int, tokens: int, window: int, generator: torch.Generator, device: torch.device | None = None
+) -> RowLayout:
     """Blocks of `tokens` rows, the first of each at its anchor: a row sees the positions before the anchor, within the
     window, and its own block up to itself."""
     possible = length - tokens  # anchors 1 .. length - tokens: a position before, and the last row's target inside
-    count = min(BLOCK_ANCHORS, possible) // ALIGNED_ROWS * ALIGNED_ROWS or possible
+    count = min(round(BLOCK_SHARE * length), MAX_BLOCK_ANCHORS, possible) // ALIGNED_ROWS * ALIGNED_ROWS or possible
     chosen = torch.randperm(possible, generator=generator)[:count].sort().values + 1
-    anchors, depths = chosen.repeat_interleave(tokens), torch.arange(tokens).repeat(len(chosen))
-    entry = torch.arange(length)
+    chosen, row = chosen.to(device), torch.arange(tokens, device=device)
+    anchors, depths = chosen.repeat_interleave(tokens), row.repeat(len(chosen))
+    entry = torch.arange(length, device=device)
     text = (entry < anchors[:, None]) & (entry > (anchors + depths)[:, None] - window)
     own = (anchors[:, None] == anchors) & (depths <= depths[:, None])
     seen = torch.cat((text, own), 1)
     cut = torch.rand(2, generator=generator).tolist()
     first = int(cut[1] * length) if cut[0] < CUT_SHARE else 0
-    return RowLayout(0, anchors, depths, torch.zeros(seen.shape).masked_fill_(~seen, MASKED_SCORE), first)
+    hidden = torch.zeros(seen.shape, device=device).masked_fill_(~seen, MASKED_SCORE)
+    return RowLayout(0, anchors, depths, hidden, first)

@@ -49,7 +49,7 @@ def teach(
     log_next = torch.full((len(flat),), -12.0, device=flat.device)  # of tokens beyond the ids
     for lo in range(0, len(flat), CHUNK_ROWS):
         part = slice(lo, lo + CHUNK_ROWS)
-        logs = (flat[part] @ head.T).float().log_softmax(-1)
+        logs = (flat[part] @ head.T).log_softmax(-1, dtype=torch.float32)
         probs[part, : len(ids)] = (logs if len(ids) == len(head) else logs[:, ids]).exp().to(probs.dtype)
         inside = wanted[part] < len(head)
         found = logs.gather(1, wanted[part].clamp(max=len(head) - 1)[:, None])[:, 0]
@@ -71,7 +71,7 @@ def row_weights(log_next: Tensor, layout: RowLayout) -> Tensor:
 
 @dataclass
 class Outcome:
-    loss: float
+    loss: Tensor  # [] left on the device: reading it waits
     accepted: Tensor  # [B, rows] how probable it is that what a row drafts is accepted: the overlap with the target
     weights: Tensor  # [B, rows] of the loss, 1 together
 
@@ -103,17 +103,17 @@ def backward(
     for lo in range(0, batch * rows, CHUNK_ROWS):
         part = slice(lo, lo + CHUNK_ROWS)
         target = wanted[source[part]]  # [rows, columns]
-        logits = (flat[part] @ head.T).float()
-        mass = target.sum(-1, keepdim=True)  # below 1 where the target's token is none of the columns
-        total += (weights[part] * (logits.logsumexp(-1) * mass[:, 0] - (logits * target).sum(-1))).sum()
+        logs = (flat[part] @ head.T).log_softmax(-1, dtype=torch.float32)
+        mass = target.sum(-1, keepdim=True, dtype=torch.float32)  # below 1 where the target's token is no column
+        total -= (weights[part] * (logs * target).sum(-1)).sum()
         if by_depth is not None and depths is not None:
-            hits = (logits.argmax(-1) == target.argmax(-1)).float()
+            hits = (logs.argmax(-1) == target.argmax(-1)).float()
             by_depth.index_add_(0, depths[part], torch.stack((hits, torch.ones_like(hits)), 1))
-        probs = logits.softmax(-1)
+        probs = logs.exp_()
         accepted[part] = torch.minimum(probs, target).sum(-1)
         change = probs.mul_(mass).sub_(target).mul_(weights[part, None]).to(head.dtype)
         gradient[part] = change @ head
         if learned is not None and learned.grad is not None:
             learned.grad += (change.T @ flat[part, -learned.shape[1] :]).float()
     hidden.backward(gradient.view_as(hidden))
-    return Outcome(float(total), accepted.view(batch, rows), weights.view(batch, rows))
+    return Outcome(total, accepted.view(batch, rows), weights.view(batch, rows))

@@ -21,6 +21,7 @@ from forerun.train.loss import LOSS_IDS, Outcome, Teaching
 
 INITIAL_SPREAD = 0.6  # of the first factors, in standard deviations of a matrix that keeps the size of its input
 SCALE = 2.0  # of the changes: the second factors start at zero and learn so much faster
+Q5_COLUMNS = 32  # of a block
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 KEPT_SHARE, MIN_KEPT_SHARE = (
     0.7,
@@ -37,10 +38,18 @@ class DraftNetwork(DenseModel):
     learned: Tensor | None = None
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], mask_token: int, rank: int | None, seed: int
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        mask_token: int,
+        rank: int | None,
+        seed: int,
+        rounds: bool = False,
     ) -> None:
-        """`rank`: of the changes; None: all matrices of the layers are trained as they are."""
+        """`rank`: of the changes; None: all matrices of the layers are trained as they are. `rounds`: changed matrices
+        are rounded as the engine rounds those of a quantised draft, so that training makes up for it."""
         super().__init__(config, weights)
+        self.rounds = rounds
         generator = torch.Generator().manual_seed(seed)
         self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
         self.whole: dict[str, Tensor] = {}
@@ -66,10 +75,20 @@ class DraftNetwork(DenseModel):
         seed: int,
     ) -> DraftNetwork:
         plain = DenseModel.from_checkpoint(checkpoint, device, dtype)
-        return cls(checkpoint.config, plain.weights, mask_token, rank, seed)
+        return cls(checkpoint.config, plain.weights, mask_token, rank, seed, checkpoint.quantised)
 
     def parameters(self) -> list[Tensor]:
         return [self.mask, *(t for pair in self.low_rank.values() for t in pair), *self.whole.values()]
+
+    def go_on_from(self, changes: dict[str, tuple[Tensor, Tensor]], mask: Tensor) -> None:
+        """Start from changes of at most this rank; what is left of the rank changes nothing yet."""
+        self.mask.data.copy_(mask)
+        for name, (a, b) in changes.items():
+            own_a, own_b = self.low_rank[name]
+            # factors of about the same size: Adam's steps are of one size for all
+            sizes = a.norm(dim=1) / own_a[: len(a)].detach().norm(dim=1).cpu()
+            own_a.data[: len(a)] = (a / sizes[:, None]).to(own_a.device)
+            own_b.data[:, : len(a)] = (b * sizes / SCALE).to(own_b.device)
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By matrix: a and b, where b @ a is added to it."""
@@ -82,11 +101,13 @@ class DraftNetwork(DenseModel):
         a, b = self.low_rank[name]
         # One product with the changed matrix: two thin products more would read and write every row twice.
         changed = self.weights[name] + (SCALE * b).to(x.dtype) @ a.to(x.dtype)
+        if self.rounds:  # the gradient goes through as if it were not rounded
+            changed = changed + (in_five_bits(changed.detach()) - changed.detach())
         return F.linear(x, changed, self.weights.get(f"{name}_bias"))
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         window = next((w for w in self.config.windows if w is not None), None)
-        return draw_layout(length, tokens, KEPT_SHARE, MIN_KEPT_SHARE, generator, window)
+        return draw_layout(length, tokens, KEPT_SHARE, MIN_KEPT_SHARE, generator, window, self.device)
 
     def head(self) -> Tensor:
         head = self.embed if self.config.tie_embeddings else self.weights["head"]
@@ -124,3 +145,13 @@ class DraftNetwork(DenseModel):
                 asked = q[:, :, length + rows.start : length + rows.stop]
                 attended.append(F.scaled_dot_product_attention(asked, own_k, own_v, attn_mask=scores, scale=scale))
         return torch.cat(attended, 2).transpose(1, 2).flatten(2)
+
+
+def in_five_bits(weight: Tensor) -> Tensor:
+    """A matrix as CHANGED_BITS leave it (Q5_0, `models/cpu/quantise.py`), in its own dtype; others stay as they are."""
+    if weight.shape[1] % Q5_COLUMNS:
+        return weight
+    blocks = weight.float().view(-1, Q5_COLUMNS)
+    scales = (blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -16).half().float()
+    levels = torch.where(scales != 0, blocks / scales, 0).round_().clamp_(-16, 15)
+    return (levels * scales).view_as(weight).to(weight.dtype)

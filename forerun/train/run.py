@@ -6,6 +6,7 @@ Refuses what cannot work (other tokens, a mask that is taken, no text) before an
 from __future__ import annotations
 
 import gc
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.files import find_files
 from forerun.prefill.calibration.resume import CalibrationState
-from forerun.train.answers import collect_answers, token_stream
+from forerun.train.answers import collect_answers, count_answers, token_stream, write_answers
 from forerun.train.block import BlockNetwork
 from forerun.train.heads import HeadsNetwork
 from forerun.train.loss import LOSS_IDS
@@ -43,6 +44,7 @@ from forerun.train.parallel import DraftNetwork
 from forerun.train.trainer import Trainer, TrainSettings
 
 ANSWER_TOKENS = 256  # of each of the target's answers, at most
+WRITERS = ("auto", "engine", "batch")
 MEASURED_ROOM = 256  # tokens of context behind a measured prompt: its answer and drafts
 
 
@@ -56,6 +58,12 @@ class TrainJob:
     text_tokens: int = 2_000_000
     mask_token: int | None = None
     answer_minutes: float | None = None  # after which no further answers are begun
+    writer: str = "auto"  # of the answers: the engine, or a batch of the dense network; auto: the latter on CUDA
+    start: Path | None = None  # a drafter of kind parallel whose training goes on
+    deadline: float | None = None  # by the monotonic clock: training ends there, whatever its minutes are
+
+    def batched(self, device: torch.device) -> bool:
+        return self.writer == "batch" or (self.writer == "auto" and device.type == "cuda")
 
 
 def choose_mask(target: Checkpoint, draft: Checkpoint, given: int | None) -> int:
@@ -85,8 +93,13 @@ def open_pair(job: TrainJob) -> tuple[Checkpoint, Checkpoint]:
 def check_texts(job: TrainJob) -> None:
     if not job.texts and not job.answers:
         raise BadRequest("there is nothing to train on", "give --answers N, --text FILES, or both")
-    if job.texts:
+    missing = [path for path in job.texts if not path.exists()]
+    if missing:
+        raise BadRequest(f"cannot read {missing[0]}: there is no such file", "give files or folders of text")
+    if job.texts and job.text_tokens:
         find_files(job.texts)  # raises where there is no text
+    if job.writer not in WRITERS:
+        raise BadRequest(f"the writer of answers is {job.writer!r}", f"use one of {', '.join(WRITERS)}")
 
 
 @dataclass
@@ -122,10 +135,27 @@ class ParallelRun:
         self.mask = choose_mask(self.target, self.draft, job.mask_token)
         self.prints = fingerprint(self.target), fingerprint(self.draft)
         self.inputs = {"target": self.prints[0], "draft": self.prints[1], "mask": self.mask}
+        self.start = self._opened_start()
+
+    def _opened_start(self) -> DrafterFile | None:
+        """The drafter whose training goes on: of the same two models, and small enough to go into the changes."""
+        if self.job.start is None:
+            return None
+        found = DrafterFile.load(self.job.start)
+        found.check(self.target, self.draft)
+        rank = max(len(a) for a, _ in found.low_rank.values())
+        if self.settings.full or rank > self.settings.rank:
+            problem = f"{self.job.start} has changes of rank {rank}, which cannot go on at rank {self.settings.rank}"
+            raise BadRequest(problem, f"give --rank {rank} or more, and no --full")
+        self.inputs["start"] = hashlib.sha256(self.job.start.read_bytes()).hexdigest()
+        return found
 
     def network(self, teacher: DenseModel, stream: np.ndarray) -> DraftNetwork:
         s, rank = self.settings, None if self.settings.full else self.settings.rank
-        return DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, rank, s.seed)
+        made = DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, rank, s.seed)
+        if self.start is not None:
+            made.go_on_from(self.start.low_rank, self.start.mask)
+        return made
 
     def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile | WholeDraft:
         names = {"target": _name(self.job.target, self.target), "draft": _name(str(self.job.draft), self.draft)}
@@ -150,6 +180,10 @@ class HiddenRun:
         check_texts(job)
         self.print = fingerprint(self.target)
         self.inputs = {"target": self.print}
+        if job.start is not None:
+            raise BadRequest(
+                f"training goes on from a drafter of kind parallel, this is {settings.kind}", "leave it out"
+            )
 
     def network(self, teacher: DenseModel, stream: np.ndarray) -> HeadsNetwork | BlockNetwork:
         counts = np.bincount(stream, minlength=self.target.config.vocab_size)
@@ -192,45 +226,51 @@ class HiddenRun:
 
 def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, measure: bool = True) -> Drafter:
     run: Any = ParallelRun(job, settings) if settings.kind == "parallel" else HiddenRun(job, settings)
-    target = run.target
     inputs = run.inputs | {name: value for name, value in asdict(settings).items() if name != "minutes"}
     state = CalibrationState(job.out, inputs)
-    answers = job.out.with_name(job.out.name + ".answers.jsonl")
-    if job.answers:
-        options: dict[str, Any] = {"max_model_len": min(2048, target.config.max_context), "max_num_seqs": 256}
-        with LLM(target, device=device.type, **options) as llm:
-            collect_answers(llm, answers, job.answers, job.texts, ANSWER_TOKENS, settings.seed, job.answer_minutes)
-        _free(llm)
-    stream = token_stream(target.tokenizer(), answers, job.texts, job.text_tokens, settings.seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    teacher = DenseModel.from_checkpoint(target, device, dtype)
-    network = run.network(teacher, stream)
-    trainer = Trainer(network, teacher, stream, settings)
-    if "trainer" in state.values:
-        trainer.load(state.values["trainer"])
-    with state.defer_interrupt():
-        trainer.run(state, float(state.values.get("spent_s", 0.0)))
-    facts = {
-        "settings": asdict(settings),
-        "steps": trainer.steps,
-        "trained_tokens": trainer.trained_tokens,
-        "stream_tokens": len(stream),
-        "answers": job.answers,
-        "text": [path.name for path in job.texts],
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-    }
-    drafter = run.made(network, facts)
-    drafter.save(job.out)
-    del trainer, network, teacher
+    drafter = _train(run, job, settings, device, state)
     _free()
     if measure:
-        figures, outcomes = measure_drafter(target, run.ways(job.out), settings.tokens, device)
+        figures, outcomes = measure_drafter(run.target, run.ways(job.out), settings.tokens, device)
         if not isinstance(drafter, HiddenDrafterWeights):
             drafter.parallel = replace(drafter.parallel, outcomes=outcomes)
         drafter.facts |= {"figures": [asdict(figure) for figure in figures], "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
     state.remove()
     return drafter
+
+
+def _train(run: Any, job: TrainJob, settings: TrainSettings, device: torch.device, state: CalibrationState) -> Drafter:
+    """Answers, then training; leaves the drafter's file."""
+    target, dtype = run.target, torch.bfloat16 if device.type == "cuda" else torch.float32
+    answers = job.out.with_name(job.out.name + ".answers.jsonl")
+    teacher = DenseModel.from_checkpoint(target, device, dtype) if job.batched(device) else None
+    if job.answers and teacher is not None:
+        told = (answers, job.answers, job.texts, settings.seed, job.answer_minutes)
+        write_answers(teacher, target.tokenizer(), *told)
+        _free()
+    elif job.answers:
+        options: dict[str, Any] = {"max_model_len": min(2048, target.config.max_context), "max_num_seqs": 256}
+        with LLM(target, device=device.type, **options) as llm:
+            collect_answers(llm, answers, job.answers, job.texts, ANSWER_TOKENS, settings.seed, job.answer_minutes)
+        _free(llm)
+    stream = token_stream(target.tokenizer(), answers, job.texts, job.text_tokens, settings.seed)
+    teacher = teacher or DenseModel.from_checkpoint(target, device, dtype)
+    network = run.network(teacher, stream)
+    trainer = Trainer(network, teacher, stream, settings)
+    if "trainer" in state.values:
+        trainer.load(state.values["trainer"])
+    about = {"stream_tokens": len(stream), "answers": count_answers(answers), "text": [p.name for p in job.texts]}
+
+    def save() -> Drafter:
+        facts = about | {"steps": trainer.steps, "trained_tokens": trainer.trained_tokens, "device": _device(device)}
+        made: Drafter = run.made(network, facts | {"settings": asdict(settings)})
+        made.save(job.out)
+        return made
+
+    with state.defer_interrupt():
+        trainer.run(state, float(state.values.get("spent_s", 0.0)), job.deadline, save)
+    return save()
 
 
 def measure_drafter(
@@ -251,6 +291,10 @@ def measure_drafter(
             outcomes = {kind: known.depths for kind, known in kinds.items() if known.total[1]}
         _free(llm)
     return figures, outcomes
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def _show_progress(text: str) -> None:

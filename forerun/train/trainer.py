@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from forerun.train.layout import RowLayout
 from forerun.train.loss import Outcome, Teaching, backward, teach
 
 LINE_INTERVAL_S = 5.0  # between two lines of progress
+KEEP_INTERVAL_S = 100.0  # between two files of an unfinished run
 LONG_EVERY = 4  # steps: one of so many has long windows
 REUSES = ("hidden", "kv", "both")
 
@@ -66,6 +68,7 @@ class TrainSettings:
     layers: int = 1  # of a block
     reuse: str = "hidden"  # what a block reads of the tokens before it: hidden states, the target's K/V, or both
     state_norms: bool = False  # of a block: a norm for each hidden state before they are joined
+    state_input: bool = False  # of a block: rows start from the vector of the token before them
     head_rank: int = 0  # of a block's own head; 0: the target's head
     vocab: int = 16384  # tokens that heads and blocks can draft: the text's most frequent ones
     attention_window: int = 512  # of a block: tokens before it that it reads
@@ -86,6 +89,8 @@ class TrainSettings:
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
         if self.reuse not in REUSES:
             raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
+        if self.state_input and self.reuse == "kv":
+            raise BadRequest("training: state_input needs hidden states, reuse is 'kv'", "use reuse hidden or both")
 
     def factor(self, done: float) -> float:
         """Of the rate, after this share of the time."""
@@ -100,8 +105,8 @@ class Trainer:
         self.network, self.target, self.settings, self._stream = network, target, settings, stream
         self.steps, self.trained_tokens = 0, 0
         self.agreement = torch.zeros(settings.tokens, 2, device=network.device)  # recent, by depth: hits and rows
-        groups = [{"params": network.parameters()}]
-        self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        groups, fused = [{"params": network.parameters()}], network.device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
         shortest = settings.window + 1
         if len(stream) < 4 * shortest:
             problem = f"the text makes {len(stream):,} tokens, training needs {4 * shortest:,} at the least"
@@ -122,30 +127,45 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
         self.steps, self.trained_tokens = int(state["steps"]), int(state["trained_tokens"])  # type: ignore[call-overload]
 
-    def run(self, state: CalibrationState | None = None, spent_s: float = 0.0) -> None:
-        """Until the settings' minutes are over; `spent_s` of them are."""
+    def run(
+        self,
+        state: CalibrationState | None = None,
+        spent_s: float = 0.0,
+        deadline: float | None = None,
+        keep: Callable[[], object] | None = None,
+    ) -> None:
+        """Until the settings' minutes are over; `spent_s` of them are. `deadline`: by the monotonic clock, the end in
+        any case. `keep` is called now and then, so that a run that is killed leaves something."""
         limit, start = 60.0 * self.settings.minutes, time.monotonic() - spent_s
-        due, loss = time.monotonic(), 0.0
+        limit = limit if deadline is None else min(limit, deadline - start)
+        kept = time.monotonic()
+        due, loss = time.monotonic(), None
         while (spent := time.monotonic() - start) < limit:
-            latest = self.step(spent / limit)
-            loss = latest if self.steps == 1 or loss == 0.0 else 0.95 * loss + 0.05 * latest
+            latest = self.advance(spent / limit)
+            loss = latest if loss is None else 0.95 * loss + 0.05 * latest
             if time.monotonic() > due:
                 due = time.monotonic() + LINE_INTERVAL_S
-                self._show(loss, spent, limit)
+                self._show(float(loss), spent, limit)
+            if keep is not None and time.monotonic() > kept + KEEP_INTERVAL_S:
+                keep()
+                kept = time.monotonic()
             if state is not None:
                 state.save_point(lambda: {"trainer": self.state(), "spent_s": time.monotonic() - start})
 
     def step(self, done: float) -> float:
-        """One optimizer step; `done`: the share of the time that is over. Returns the loss."""
+        """`advance`, and wait for the loss."""
+        return float(self.advance(done))
+
+    def advance(self, done: float) -> Tensor:
+        """One optimizer step; `done`: the share of the time that is over. Returns the loss, which may not be there
+        yet: the host must not wait for the device between steps."""
         s = self.settings
         long = self.steps % LONG_EVERY == LONG_EVERY - 1 and len(self._stream) > 4 * s.long_window
         length = min(s.long_window if long else s.window, self.network.config.max_context)
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + self.steps)
-        windows = self._windows(length + 1, max(1, s.batch_tokens // length), generator).to(self.network.device)
+        windows = self._windows(length + 1, max(1, s.batch_tokens // length), generator)
         tokens, following = windows[:, :-1], windows[:, 1:]
-        layout, device = self.network.layout(length, s.tokens, generator), self.network.device
-        layout = replace(layout, **{n: getattr(layout, n).to(device) for n in ("anchors", "depths", "hidden")})
-        network = self.network
+        network, layout = self.network, self.network.layout(length, s.tokens, generator)
         wanted = (network.ids, network.extra_columns, network.depths, network.kv_layers)
         teaching = teach(self.target, tokens, following, *wanted)
         self.agreement *= 0.98
@@ -163,7 +183,9 @@ class Trainer:
 
     def _windows(self, length: int, count: int, generator: torch.Generator) -> Tensor:
         first = torch.randint(0, len(self._stream) - length + 1, (count,), generator=generator).tolist()
-        return torch.from_numpy(np.stack([self._stream[at : at + length] for at in first]).astype(np.int64))
+        found = torch.from_numpy(np.stack([self._stream[at : at + length] for at in first]).astype(np.int64))
+        device = self.network.device
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
     def _show(self, loss: float, spent: float, limit: float) -> None:
         hits, rows = self.agreement.T.tolist()

@@ -5,11 +5,11 @@
     python -m forerun_research.scripts.train_default_drafter --target qwen2.5-coder-1.5b-instruct \\
         --draft qwen2.5-coder-0.5b-instruct --out pair.safetensors --ship
 
-The target answers questions that it asks itself and continues source code; then a block (or heads) is trained on its
-hidden states, or with --draft that model's parallel drafting. Text is what is installed anyway: Python's standard
-library and packages under free licences, and this package. No benchmark's prompts or answers. --measure takes figures
-in the engine at the end. --ship puts the file where it is found without being named, if it is small enough, and its
-card into the README beside it.
+The target answers prompts of many kinds and questions that it asks itself, and continues source code; then a block (or
+heads) is trained on its hidden states, or with --draft that model's parallel drafting. Text is what is installed
+anyway: Python's standard library and packages under free licences, and this package. No benchmark's prompts or answers.
+--measure takes figures in the engine at the end. --ship puts the file where it is found without being named, if it is
+small enough, and its card into the README beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import json
 import shutil
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import drafter_name
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.drafter_file import drafter_folders
-from forerun.train.run import Drafter, TrainJob, train_drafter
+from forerun.train.run import WRITERS, Drafter, TrainJob, train_drafter
 from forerun.train.trainer import REUSES, TrainSettings
 
 PACKAGES = ("numpy", "networkx", "sympy", "jax", "torch", "transformers")  # BSD, MIT and Apache licences
 RATES = {"block": 8e-4, "heads": 1e-3, "parallel": 4e-4}
+SAVING_S = 12.0  # of the whole time, for the file
 MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
 SIZES = (
     *("tokens", "rank", "layers", "vocab", "batch_tokens", "window", "long_window"),
-    *("reuse", "state_norms", "head_rank", "attention_window"),
+    *("reuse", "state_norms", "state_input", "head_rank", "attention_window"),
 )
 
 
@@ -48,17 +50,22 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=tuple(RATES), help="default: parallel with --draft, else block")
     parser.add_argument("--minutes", type=float, default=2.5, help="of training")
     parser.add_argument("--answer-minutes", type=float, default=1.0, help="of the target's answers before that")
-    parser.add_argument("--answers", type=int, default=30_000, help="at most")
-    parser.add_argument("--tokens", type=int, help="drafted in one pass; default 8, with --draft 12")
-    parser.add_argument("--rank", type=int, help="of a block's Markov head, default 64; of a draft's changes, 64")
-    parser.add_argument("--layers", type=int, default=known.layers)
-    parser.add_argument("--vocab", type=int, default=known.vocab)
+    parser.add_argument("--answers", type=int, default=200_000, help="at most")
+    parser.add_argument("--tokens", type=int, help="drafted in one pass; default 5, with --draft 12")
+    parser.add_argument("--rank", type=int, help="of a block's Markov head, default 32; of a draft's changes, 64")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=12_288)
+    parser.add_argument("--rate", type=float, help="of Adam, at its highest")
+    parser.add_argument("--start", type=Path, help="a drafter of kind parallel whose training goes on")
+    parser.add_argument("--writer", choices=WRITERS, default="auto", help="what makes the answers")
+    parser.add_argument("--total-minutes", type=float, help="training ends so early that all of it takes so long")
     parser.add_argument("--reuse", choices=REUSES, default=known.reuse)
     parser.add_argument("--state-norms", action="store_true")
+    parser.add_argument("--no-state-input", dest="state_input", action="store_false", help="rows start from masks")
     parser.add_argument("--head-rank", type=int, default=known.head_rank)
     parser.add_argument("--attention-window", type=int, default=known.attention_window)
-    parser.add_argument("--text-tokens", type=int, default=4_000_000)
-    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--text-tokens", type=int, default=0, help="of the text itself, beside the target's answers")
+    parser.add_argument("--batch-tokens", type=int, help="of one step; default 16,384, with --draft 12,288")
     parser.add_argument("--window", type=int, default=known.window)
     parser.add_argument("--long-window", type=int, default=known.long_window)
     parser.add_argument("--text", type=Path, action="append", help="in place of what is installed; may be repeated")
@@ -67,8 +74,11 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ship", action="store_true", help="put the file and its card where they are shipped")
     found = parser.parse_args(args)
     found.kind = found.kind or ("parallel" if found.draft else "block")
-    found.tokens = found.tokens or (12 if found.draft else 8)
-    found.rank = found.rank or 64
+    found.tokens = found.tokens or (12 if found.draft else 5)
+    found.rank = found.rank or (64 if found.draft else 32)
+    found.batch_tokens = found.batch_tokens or (12_288 if found.draft else 16_384)
+    found.rate = found.rate or RATES[found.kind]
+    found.state_input = found.state_input and found.kind == "block" and found.reuse != "kv"
     return found
 
 
@@ -76,7 +86,12 @@ def installed_text() -> tuple[Path, ...]:
     """Source and documents that are on this machine anyway."""
     paths = sysconfig.get_paths()
     packages = [Path(paths["purelib"]) / name for name in PACKAGES]
-    folders = [Path(__file__).parents[2] / "forerun", Path(paths["stdlib"]), *packages]
+    folders = [
+        Path(__file__).parents[2] / "forerun",
+        Path(__file__).parents[2] / "docs",
+        Path(paths["stdlib"]),
+        *packages,
+    ]
     return tuple(folder for folder in folders if folder.is_dir())
 
 
@@ -84,7 +99,7 @@ def card(name: str, made: Drafter, size: int, minutes: float) -> str:
     """What stands in the README beside a shipped file."""
     facts: dict[str, Any] = made.facts
     settings = facts["settings"]
-    data = f"{facts['answers']:,} greedy answers of the target at most, to questions it asked itself and to excerpts"
+    data = f"{facts['answers']:,} greedy answers of the target, to made prompts, its own questions and excerpts"
     lines = [
         f"## {name}",
         "| | |",
@@ -125,12 +140,15 @@ def ship(out: Path, made: Drafter, name: str, minutes: float) -> Path:
 
 
 def main(given: list[str] | None = None) -> int:
-    args = parse_args(given)
+    args, begun = parse_args(given), time.monotonic()
     texts = tuple(args.text) if args.text else installed_text()
     sizes = {name: getattr(args, name) for name in SIZES}
-    settings = TrainSettings(kind=args.kind, minutes=args.minutes, rate=RATES[args.kind], **sizes)
+    settings = TrainSettings(kind=args.kind, minutes=args.minutes, rate=args.rate, **sizes)
     data = (args.answers, args.text_tokens)
-    job = TrainJob(args.target, args.draft, args.out, texts, *data, answer_minutes=args.answer_minutes)
+    how: dict[str, Any] = {"writer": args.writer, "start": args.start}
+    if args.total_minutes is not None:
+        how["deadline"] = begun + 60.0 * args.total_minutes - SAVING_S
+    job = TrainJob(args.target, args.draft, args.out, texts, *data, answer_minutes=args.answer_minutes, **how)
     made = train_drafter(job, settings, choose_device(args.device), measure=args.measure)
     models = [args.target] if args.draft is None else [args.target, args.draft]
     name = drafter_name(*(open_checkpoint(resolve(model)) for model in models))

@@ -84,27 +84,28 @@ def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str,
     assert bool(left.value.code) == (kind == "heads")
     if kind == "block":
         again = HiddenDrafterWeights.load(tmp_path / "folder")
-        own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0}  # what the package does not know
+        # what the package does not know
+        own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0, "state_input": False}
         assert again.config | own == HiddenDrafterWeights.load(out).config and again.tokens == 3
 
 
 def test_an_interrupted_run_resumes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out, state = tmp_path / "drafter.safetensors", tmp_path / "drafter.safetensors.state"
-    step = Trainer.step
+    advance = Trainer.advance
 
-    def interrupted(trainer: Trainer, done: float) -> float:
-        loss = step(trainer, done)
+    def interrupted(trainer: Trainer, done: float) -> torch.Tensor:
+        loss = advance(trainer, done)
         if trainer.steps == 3:
             import signal
 
             signal.raise_signal(signal.SIGINT)  # Ctrl-C
         return loss
 
-    monkeypatch.setattr(Trainer, "step", interrupted)
+    monkeypatch.setattr(Trainer, "advance", interrupted)
     assert run(world, out, "--minutes", "5", "--no-measure") == 130
     assert state.exists() and not out.exists()
     first: list[int] = []
-    monkeypatch.setattr(Trainer, "step", lambda t, done: (first.append(t.steps), step(t, done))[1])
+    monkeypatch.setattr(Trainer, "advance", lambda t, done: (first.append(t.steps), advance(t, done))[1])
     assert run(world, out, "--minutes", "0.001", "--no-measure") == 0  # its time is soon over: the drafter is written
     assert first == list(range(3, 3 + len(first))) and not state.exists()
     assert DrafterFile.load(out).facts["steps"] == 3 + len(first)

@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kv": {"reuse": "kv"},
     "both": {"reuse": "both", "state_norms": True},
     "low-rank": {"head_rank": 32},
+    "state-input": {"state_input": True},
 }
 SETTINGS = {
     name: TrainSettings(

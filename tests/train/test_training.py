@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM, BadDrafter, BadRequest
 from forerun.cache.pool import PagePool
 from forerun.models.build import build_decoder
+from forerun.models.cpu.quantise import quantise
 from forerun.models.execution.runner import Runner, Span
 from forerun.models.formats import adapter
-from forerun.models.formats.adapter import AdaptedCheckpoint, DrafterFile, drafter_name
+from forerun.models.formats.adapter import CHANGED_BITS, AdaptedCheckpoint, DrafterFile, drafter_name
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
+from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
@@ -27,8 +29,8 @@ from forerun.train import run
 from forerun.train.answers import collect_answers
 from forerun.train.layout import draw_layout
 from forerun.train.loss import TEXT_WEIGHT, Teaching, backward, row_weights, teach
-from forerun.train.parallel import DraftNetwork
-from forerun.train.run import TrainJob, choose_mask, train_drafter
+from forerun.train.parallel import DraftNetwork, in_five_bits
+from forerun.train.run import ParallelRun, TrainJob, choose_mask, train_drafter
 from forerun.train.trainer import Trainer, TrainSettings
 from tests import tiny
 
@@ -318,3 +320,30 @@ def test_what_cannot_work_is_refused_before_anything_long_starts(
     assert choose_mask(full, full, 7) == 7
     with pytest.raises(BadRequest, match="has 512 tokens"):
         choose_mask(full, full, 512)
+
+
+def test_training_goes_on_from_a_drafter_of_lower_rank(pair: tuple[Path, Path], saved: Path, tmp_path: Path):
+    """The network that goes on computes what the saved drafter computes, before a step."""
+    target, draft = (open_checkpoint(path) for path in pair)
+    found = DrafterFile.load(saved)
+    rank = len(next(iter(found.low_rank.values()))[0])
+    changed = DenseModel.from_checkpoint(AdaptedCheckpoint(draft, found), CPU, torch.float32, quiet=True)
+    made = DraftNetwork.open(draft, CPU, torch.float32, found.parallel.mask_token, rank + 3, seed=1)
+    made.go_on_from(found.low_rank, found.mask)
+    x = torch.randn(2, 5, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for part in ("q", "down"):
+        given = x if part == "q" else torch.randn(2, 5, draft.config.intermediate_size)
+        torch.testing.assert_close(made.linear(given, 1, part), changed.linear(given, 1, part), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.mask.detach(), found.mask)
+    job = TrainJob(str(pair[0]), str(pair[1]), tmp_path / "x.safetensors", answers=1, start=saved)
+    with pytest.raises(BadRequest, match="cannot go on at rank"):
+        ParallelRun(job, TrainSettings(rank=rank - 1))
+
+
+def test_training_rounds_as_the_engine_does():
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0
+    kind, raw = quantise(weight, CHANGED_BITS)
+    torch.testing.assert_close(in_five_bits(weight), dequantise(raw, kind))
+    narrow = torch.randn(4, 40)
+    assert in_five_bits(narrow) is narrow

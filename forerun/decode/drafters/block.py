@@ -92,7 +92,7 @@ class BlockDrafter(HiddenDrafter):
             self._write_context(request)
         count = min(self._model.first_row + self.tokens_per_round, min(r.max_nodes for r in requests) + 1)
         spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
-        rows = self._model.run(self._target.batch(spans), self._kv, count)
+        rows = self._model.run(self._target.batch(spans), self._kv, count, self._states(requests))
         self._observe(requests, rows.hidden)
         tables = self._rank(rows, [request.tokens[-1] for request in requests], trees)
         drafted = count - self._model.first_row
@@ -101,6 +101,13 @@ class BlockDrafter(HiddenDrafter):
             for i, request in enumerate(requests)
         ]
         return found, len(spans) * count
+
+    def _states(self, requests: list[DraftRequest]) -> Tensor | None:
+        """[N, width] of the tokens before the last ones, where blocks start from them."""
+        features = self._features
+        if not self._model.state_input or features is None:
+            return None
+        return torch.cat([features.rows(r.pages, len(r.tokens) - 2, len(r.tokens) - 1) for r in requests])
 
     def _write_context(self, request: DraftRequest) -> None:
         """K/V of what the target has run since the last pass, as far back as the window sees."""
@@ -151,7 +158,10 @@ class BlockDrafter(HiddenDrafter):
     @torch.inference_mode()
     def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
         span = Span([0] * tokens, context, pages, range(tokens))
-        self._model.run(self._target.batch([span]), self._kv, tokens).logits.topk(1)
+        states = None
+        if self._model.state_input and self._features is not None:
+            states = self._features.rows(pages, 0, 1)
+        self._model.run(self._target.batch([span]), self._kv, tokens, states).logits.topk(1)
 
 
 def _with_confidence(values: Tensor, confidence: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 
 CHUNK_WEIGHTS = 127 * 256  # weights per operation: below torch's 32,768, 127 KB of float32
 SPAN_CHUNKS = 16  # chunks whose scales are computed at once: up to 16 scales a block, so 127 * 16 * 16 is below it too
+DEVICE_CHUNK_WEIGHTS = 1 << 25  # on a GPU: a launch takes longer than what it computes of a few
 MIN_THREADED_WEIGHTS = 1 << 21  # weights from which a second thread pays
 
 Scales = tuple[torch.Tensor, torch.Tensor | None]  # factor and shift, [n, groups] each
@@ -46,8 +47,9 @@ def dequantise(raw: torch.Tensor, kind: str) -> torch.Tensor:
         return raw.contiguous().view(_FLOATS[kind]).to(torch.float32, copy=True)
     form = FORMATS[kind]
     blocks = raw.reshape(-1, form.size)  # [rows * blocks, size]
-    out = torch.empty(blocks.shape[0], form.weights)
-    workers = torch.get_num_threads() if out.numel() >= MIN_THREADED_WEIGHTS else 1
+    out = torch.empty(blocks.shape[0], form.weights, device=raw.device)
+    threaded = out.numel() >= MIN_THREADED_WEIGHTS and not raw.is_cuda
+    workers = torch.get_num_threads() if threaded else 1
     if workers == 1:
         _fill(form, (blocks, out))
     else:
@@ -83,7 +85,7 @@ def _fill_as(inference: bool, form: BlockFormat, job: tuple[torch.Tensor, torch.
 
 def _fill(form: BlockFormat, job: tuple[torch.Tensor, torch.Tensor]) -> None:
     blocks, out = job
-    step = CHUNK_WEIGHTS // form.weights
+    step = (DEVICE_CHUNK_WEIGHTS if blocks.is_cuda else CHUNK_WEIGHTS) // form.weights
     for start in range(0, blocks.shape[0], SPAN_CHUNKS * step):
         span = blocks[start : start + SPAN_CHUNKS * step]
         factor, shift = form.scales(span)
@@ -112,7 +114,7 @@ def _factor_and_shift(blocks: torch.Tensor) -> Scales:
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Low halves, then high halves: packed [n, r, w] -> [n, r, 2, w]."""
     n, rows, width = packed.shape
-    out = torch.empty(n, rows, 2, width, dtype=torch.uint8)
+    out = torch.empty(n, rows, 2, width, dtype=torch.uint8, device=packed.device)
     torch.bitwise_and(packed, 15, out=out[:, :, 0])
     torch.bitwise_right_shift(packed, 4, out=out[:, :, 1])
     return out
@@ -125,7 +127,7 @@ def _centred(quants: torch.Tensor, zero: int) -> torch.Tensor:
 
 def _bits(packed: torch.Tensor, width: int, to: int) -> torch.Tensor:
     """Every `width`-bit field of packed [n, r, w], lowest field first, moved to bit `to`: [n, r, 8 / width, w]."""
-    fields = packed.unsqueeze(-2) >> _SHIFTS[width]
+    fields = packed.unsqueeze(-2) >> _SHIFTS[width].to(packed.device)
     return fields.bitwise_and_((1 << width) - 1).bitwise_left_shift_(to)
 
 

@@ -174,6 +174,8 @@ class HiddenDrafterWeights:
             return shapes | {"layers.0.hidden_norm.weight": (hidden,)}
         if taps:
             shapes |= {"hidden_norm.weight": (hidden,)}
+        if self.config.get("state_input"):
+            shapes |= {"state_in.weight": (hidden, hidden), "depth_embed.weight": (self.tokens, hidden)}
         low = self.head_rank
         if low:
             shapes |= {"head_down.weight": (low, hidden), "lm_head.weight": (vocab, low)}
@@ -274,12 +276,13 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
         raise UnsupportedModel(f"a drafter of kind {made.kind!r} has no form in the `speculators` format", hint)
     foreign = [f"--reuse {made.reuse}"] if made.reuse != "hidden" else []
     foreign += ["norms of its hidden states"] if made.config.get("fc_norm") else []
+    foreign += ["rows that start from a hidden state"] if made.config.get("state_input") else []
     if foreign:
         problem = f"the `speculators` format has no place for {' and '.join(foreign)} of a block"
-        raise UnsupportedModel(problem, "train one with --reuse hidden and without --state-norms")
+        raise UnsupportedModel(problem, "train one with --reuse hidden, without --state-norms and --state-input")
     made.check(target)
     config, tensors = dict(made.config), dict(made.tensors)
-    for own in ("reuse", "head_rank", "fc_norm"):
+    for own in ("reuse", "head_rank", "fc_norm", "state_input"):
         config.pop(own, None)
     if "head_down.weight" in tensors:
         down, sure = tensors.pop("head_down.weight").float(), tensors["confidence_head.proj.weight"].float()

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
+from forerun.models.formats.dequant import dequantise
 from forerun.models.rope import RopeTable
 
 MAX_WINDOW_TOKENS = 32_768
@@ -50,8 +51,13 @@ class DenseModel:
     def from_checkpoint(
         cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quiet: bool = False
     ) -> DenseModel:
-        names = list(expected_shapes(checkpoint.config))
-        weights = {n: checkpoint.tensor(n).to(device, dtype) for n in track(names, "reading weights", quiet)}
+        shapes, weights = expected_shapes(checkpoint.config), {}
+        for name in track(list(shapes), "reading weights", quiet):
+            if device.type == "cuda" and len(shapes[name]) == 2:  # bytes go over, numbers are made there
+                kind, raw = checkpoint.stored(name)
+                weights[name] = dequantise(raw.to(device), kind).view(shapes[name]).to(dtype)
+            else:
+                weights[name] = checkpoint.tensor(name).to(device, dtype)
         return cls(checkpoint.config, weights)
 
     # -- whole passes --------------------------------------------------------------------------------------------------

@@ -20,15 +20,16 @@ SMALL += ["--answers", "4", "--minutes", "0.01", "--vocab", "200", "--device", "
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
     found = tuple(tmp_path / name for name in ("packaged", "artifacts", "cache"))
     monkeypatch.setattr("forerun.train.run.ANSWER_TOKENS", 6)
-    monkeypatch.setattr("forerun.train.answers.QUESTION_TOKENS", 6)
+    for name in ("QUESTION_TOKENS", "ANSWER_TOKENS", "CONTINUED_TOKENS"):
+        monkeypatch.setattr(f"forerun.train.answers.{name}", 6)
     for module in (script, adapter):
         monkeypatch.setattr(module, "drafter_folders", lambda: found)
     return found
 
 
-@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize(("pair", "writer"), [(False, "engine"), (False, "batch"), (True, "batch")])
 def test_what_is_shipped_is_found(
-    pair: bool, folders: tuple[Path, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: bool, writer: str, folders: tuple[Path, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     target = tiny.write_folder(tmp_path / "target", "llama", vocab_size=520)
     draft = tiny.write_folder(tmp_path / "draft", "llama", seed=1, vocab_size=520, num_hidden_layers=2)
@@ -36,6 +37,7 @@ def test_what_is_shipped_is_found(
     models = ["--target", str(target), *(["--draft", str(draft)] if pair else [])]
     for _ in range(2):  # the second run takes the place of the first
         args = [*models, "--out", str(tmp_path / "x.safetensors"), "--text", str(tmp_path / "text.txt"), *SMALL]
+        args += ["--writer", writer]
         assert script.main(args) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["facts"]["steps"] > 0 and told["facts"].get("vocabulary") == (None if pair else 200)
