@@ -43,7 +43,8 @@ class SpeculationState:
     sampled: bool  # whether drafters that can sample from their own distribution should
     drafts: list[Draft] = field(default_factory=list)  # of this step, as proposed
     free_run_s: dict[str, float] = field(default_factory=dict)  # by free drafter, in this step
-    beside: list[Draft] = field(default_factory=list)  # of free drafters, made beside the step in flight
+    beside: list[Draft] = field(default_factory=list)  # of free drafters, made beside the step in flight,
+    beside_at: int = -1  # and of how many tokens; -1: none ran
     followed: list[Draft] = field(default_factory=list)  # such drafts that no token has refuted yet,
     followed_from: int = 0  # and the place of their first token
     kind_final: bool = False  # whether its kind is that of the answer's own first tokens

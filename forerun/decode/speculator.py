@@ -115,31 +115,34 @@ class Speculator:
             self._open_step(task.spec_state)
             if task.max_nodes > 0 and not task.spec_state.sampled and time.perf_counter() < end:
                 self._run_free([task], beside=True)
+                task.spec_state.beside_at = len(task.spec_state.context.tokens)
         with_room = [task for task in tasks if task.max_nodes > 0]
         self._merge(with_room)
         for task in with_room:
             task.draft = tree.below_likeliest(task.draft)
-        spent_s = time.perf_counter() - start  # the drafters of a step that does draft will take as long
         pays = any(task.spec_state.fixed_depth for task in tasks)
         for drafter, own in self._by_drafter(with_room, free=False):
             in_time = len(tasks) == 1 or time.perf_counter() < end
-            pays = pays or (in_time and self._plan(drafter, own, context, spent_s) is not None)
-        self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, spent_s))
+            pays = pays or (in_time and self._plan(drafter, own, context, 0.0) is not None)
+        self._left = not pays and self.controller.should_leave(_drafted_batch(tasks, context, 0.0))
         self._beside_s = time.perf_counter() - start
         return pays or self._left
 
     def _open_step(self, state: SpeculationState) -> None:
-        state.drafts, state.free_run_s, state.beside = [], {}, []
+        state.drafts, state.free_run_s, state.beside, state.beside_at = [], {}, [], -1
         self._refine_kind(state)
 
     def draft(self, tasks: list[DraftTask]) -> None:
         """Give each task a draft, which may be empty."""
         start = time.perf_counter()
         context = _mean_context(tasks)
+        with_room = [task for task in tasks if task.max_nodes > 0]
+        fresh = [task for task in with_room if not self._take_beside(task)]
         for task in tasks:
             self._open_step(task.spec_state)
-        with_room = [task for task in tasks if task.max_nodes > 0]
-        self._run_free(with_room)
+        for task in tasks if self._left else ():
+            task.spec_state.stats.gain.begin_left()
+        self._run_free(fresh)
         self._left = False
         self._merge(with_room)
         self._run_paid(with_room, context, start)
@@ -149,6 +152,18 @@ class Speculator:
         self.totals.draft_s += seconds
         for task in tasks:
             task.spec_state.usage.draft_s += seconds
+
+    def _take_beside(self, task: DraftTask) -> bool:
+        """What free drafters drafted beside the step whose token has just come, as far as that token agrees: they need
+        not run again. False where they did not run."""
+        state = task.spec_state
+        if state.beside_at + 1 != len(state.context.tokens):
+            return False
+        for draft in state.beside:
+            left = tree.below(draft, state.context.tokens[-1])
+            if len(left):
+                task.candidates.append(replace(left, probs=self.controller.calibrate(state.stats, left)))
+        return True
 
     def _refine_kind(self, state: SpeculationState) -> None:
         """A question in prose may be answered in code: an answer's first tokens show it."""
@@ -325,7 +340,7 @@ class Speculator:
         spec_state.usage.plain_s, why = stats.plain_s, self.controller.last_why
         spec_state.usage.decisions[why] = spec_state.usage.decisions.get(why, 0) + 1
         self._resolve_beside(spec_state, len(emitted))
-        if not spec_state.free_run_s and not spec_state.drafts:
+        if not spec_state.free_run_s and not spec_state.drafts and not len(draft):
             return
         for usage in (spec_state.usage, self.totals):
             usage.drafted += len(draft)

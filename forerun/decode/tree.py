@@ -71,6 +71,16 @@ def below_likeliest(draft: Draft) -> Draft:
     return kept
 
 
+def below(draft: Draft, token: int) -> Draft:
+    """What follows this first token; nothing where it is none of the draft's."""
+    first = next((n for n, p in enumerate(draft.parents) if p == ROOT and draft.tokens[n] == token), None)
+    kept, places = Draft(), {first: ROOT}
+    for node, parent in enumerate(draft.parents):
+        if parent in places and parent != ROOT:
+            places[node] = kept.add(draft.tokens[node], places[parent], draft.probs[node], draft.sources[node])
+    return kept
+
+
 def path_probs(draft: Draft, probs: Sequence[float] | None = None) -> list[float]:
     """The probability that each node and all above it are accepted, by the draft's own probabilities or by `probs`."""
     paths: list[float] = []

@@ -246,7 +246,7 @@ class Engine:
     def _append_plain(self, seq: Sequence, token: int) -> None:
         """`_advance` for a sequence that ran its last token and drafted nothing, in a fraction of its time."""
         seq.computed += 1
-        event, reason = self.output.append(seq, StepOutput(_NOTHING_ACCEPTED, [token]))
+        event, reason = self.output.append_one(seq, token)
         if seq.params.timeline:
             seq.record_step(1, 0)
         if seq.spec_state is not None:

@@ -53,6 +53,24 @@ class OutputWriter:
             reason = self._append_copied(seq, program.copied)
         return event, reason
 
+    def append_one(self, seq: Sequence, token: int) -> tuple[Event, FinishReason | None]:
+        """`append` of one token without log-probabilities, to an answer without a grammar: a large batch does little
+        else."""
+        tokens, params, text = seq.tokens, seq.params, ""
+        tokens.append(token)
+        generated = len(tokens) - len(seq.request.prompt_ids)
+        if generated == 1:
+            seq.usage.ttft_s, seq.usage.with_first = time.perf_counter() - seq.request.arrived, 0
+        seq.usage.steps += 1
+        stopped = token in params.stop_token_ids
+        if self._tokenizer is not None and not stopped:
+            text = self._push(seq, token)
+            stopped = self._streams[seq].stopped
+        event = Event(seq.request.id, seq.index, text, [token])
+        if stopped or (token in self._eos_ids and not params.ignore_eos):
+            return event, "stop"
+        return event, "length" if generated >= params.max_tokens or len(tokens) >= self._max_length else None
+
     def _append_copied(self, seq: Sequence, copied: list[int]) -> FinishReason | None:
         """Lines that an edit program has copied follow in the sequence; they are no part of the answer, which is the
         program."""

@@ -100,15 +100,15 @@ class RunAhead:
         if not sequences or running != len(scheduler.running) or not self._stays_plain(sequences):
             return None
         entries, pages = step.entries[rows] + 1, [step.pages[row] for row in rows]
-        size = scheduler.pool.page_size
-        crossing = [i for i, own in enumerate(pages) if entries[i] >= len(own) * size]  # into a page that is new to it
-        missing = [sequences[i] for i in crossing if entries[i] >= len(sequences[i].pages) * size]
+        size, at = scheduler.pool.page_size, entries.tolist()
+        crossing = [i for i, own in enumerate(pages) if at[i] >= len(own) * size]  # into a page that is new to it
+        missing = [sequences[i] for i in crossing if at[i] >= len(sequences[i].pages) * size]
         if missing and not scheduler.make_room(len(missing)):
             return None
         for seq in missing:
             seq.pages.extend(scheduler.pool.allocate(1, after=seq.pages[-1]))
         for i in crossing:
-            pages[i] = self._pages(sequences[i], int(entries[i]))
+            pages[i] = self._pages(sequences[i], at[i])
         return self._launch(sequences, -1 - np.array(rows, dtype=np.int64), entries, pages)
 
     def _pages(self, seq: Sequence, entry: int) -> np.ndarray:
@@ -117,8 +117,10 @@ class RunAhead:
 
     def _goes_on(self, seq: Sequence) -> bool:
         """Whether this sequence has another token after the one that is on its way, unless that one ends it."""
-        room = min(seq.params.max_tokens - seq.num_generated, self._max_length - len(seq.tokens))
-        return seq.phase is Phase.DECODING and room > 1
+        if seq.phase is not Phase.DECODING:
+            return False
+        size = len(seq.tokens)
+        return size + 1 < min(seq.params.max_tokens + len(seq.request.prompt_ids), self._max_length)
 
     def _launch(
         self, sequences: list[Sequence], tokens: np.ndarray, entries: np.ndarray, pages: list[np.ndarray]

@@ -162,13 +162,16 @@ class Scheduler:
             if seq in self._preempted:
                 prompts.remove(seq)
                 continue
-            if seq.phase is Phase.WAITING and not self._admit(seq):
+            waited = seq.phase is Phase.WAITING
+            if waited and not self._admit(seq):
                 prompts.remove(seq)
                 failures += self._can_try(seq)
                 full, client = len(self.running) >= self.max_num_seqs, seq.request.client
                 if failures == MAX_FAILED_ADMISSIONS or full:  # of other clients, one may still be preempted for
                     prompts = [p for p in prompts if p.running or (full and p.request.client != client)]
                 continue
+            if waited and self._shared:
+                self.shares.admitted(seq)
             if seq.phase in (Phase.DRAFTING, Phase.HELD):
                 prompts.remove(seq)
                 continue

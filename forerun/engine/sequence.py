@@ -37,7 +37,7 @@ MAX_TIMELINE_STEPS = 4096
 _ids = itertools.count()
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """What one step did to one sequence; the last one of a sequence carries its finish reason and usage."""
 

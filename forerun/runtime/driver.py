@@ -49,23 +49,21 @@ class Driver:
         """Run requests to their ends; the events of each, in order. An error or Ctrl-C cancels all of them. `on_finish`
         is called at the end of each answer."""
         inboxes: list[list[Event]] = [[] for _ in requests]
+        last: list[Event] = []  # of answers that ended in this step
         for request, inbox in zip(requests, inboxes, strict=True):
-            request.sink = inbox.append
+            request.sink = _sink(inbox, last)
         open_answers = sum(request.params.n for request in requests)
         done = 0
-        seen = [0] * len(requests)
         with self._stepping():
             try:
                 for request in requests:
                     self._submit(request)
                 while done < open_answers:
                     self._step(requests)
-                    for i, inbox in enumerate(inboxes):
-                        ended = sum(_ends(e) for e in inbox[seen[i] :])
-                        seen[i] = len(inbox)
-                        done += ended
-                        for _ in range(ended):
-                            on_finish()
+                    for event in last:
+                        done += _ends(event)
+                        on_finish()
+                    last.clear()
             except BaseException:
                 self._abandon(requests)
                 raise
@@ -291,6 +289,17 @@ class Driver:
                 self.engine.upgrades.clear()
                 self.engine.end_all(error)
             return True
+
+
+def _sink(inbox: list[Event], last: list[Event]) -> Callable[[Event], None]:
+    """Puts events into an inbox, and those that end an answer into `last` as well."""
+
+    def receive(event: Event) -> None:
+        inbox.append(event)
+        if event.finish_reason is not None or event.error is not None:
+            last.append(event)
+
+    return receive
 
 
 def _ends(event: Event) -> bool:

@@ -86,11 +86,8 @@ def _same_bits(about: dict[str, Any]) -> bool:
 def answers(side: SideProcess, runs: int, plan: SpeculateBench, work: BenchPrompts, write: Write) -> list[Record]:
     """Every task in every setting, in an order that rotates, `runs` times over."""
     settings = [PLAIN, *plan.settings]
-    for name in settings:  # for warmth: cost curves, the draft model's first forward; a GPU compiles for new shapes
-        warm = work.asked if side.about["device"] == "cuda" else work.asked[:1]
-        tokens = plan.tokens if side.about["device"] == "cuda" else min(plan.tokens, 16)
-        for a in warm:
-            side.call("answer", a.ids, replace(plan.params(name), max_tokens=tokens))
+    for name in settings:  # for warmth: cost curves, the draft model's first forward; all else is the first run
+        side.call("answer", work.asked[0].ids, replace(plan.params(name), max_tokens=min(plan.tokens, 16)))
     jobs = []
     for run in range(runs):
         for a in work.asked:

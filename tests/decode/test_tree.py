@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import ROOT, Draft
-from forerun.decode.tree import accepted_length, below_likeliest, merge, subtree
+from forerun.decode.tree import accepted_length, below, below_likeliest, merge, subtree
 
 
 def paths(draft: Draft) -> set[tuple[int, ...]]:
@@ -65,3 +65,11 @@ def test_what_follows_the_likeliest_first_token():
     assert (below.tokens, below.parents) == ([3, 4], [ROOT, 0])
     assert below.probs == pytest.approx([0.63, 0.8])
     assert len(below_likeliest(Draft())) == 0
+
+
+def test_below_a_first_token_is_what_follows_it():
+    draft = Draft([5, 6, 7, 8, 9], [ROOT, 0, ROOT, 2, 3], [0.5, 0.4, 0.3, 0.2, 0.1], ["a", "a", "b", "b", "b"])
+    left = below(draft, 7)
+    assert (left.tokens, left.parents, left.probs, left.sources) == ([8, 9], [ROOT, 0], [0.2, 0.1], ["b", "b"])
+    assert below(draft, 5).tokens == [6]
+    assert not len(below(draft, 6)) and not len(below(Draft(), 5))

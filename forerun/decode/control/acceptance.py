@@ -15,6 +15,7 @@ from math import sqrt
 from typing import Any
 
 from forerun.core import ROOT, Draft
+from forerun.decode.control.gain import Gain, Gains
 
 PRIOR_OBSERVATIONS = 4.0  # observations that a drafter's own probability counts for
 DECAY_PER_OBSERVATION = 0.998  # of the statistics of all requests
@@ -284,6 +285,7 @@ class RequestStats:
     explored_paid_s: float = 0.0  # and those that do
     recent_tokens: float = 0.0  # of the last few steps without a paid drafter,
     recent_s: float = 0.0  # and what these took
+    gain: Gain = field(default_factory=Gain)  # of its steps with free drafts
     plain_s: float = 0.0  # what its tokens would have taken without drafting
     taken_s: float = 0.0  # what they took
 
@@ -293,6 +295,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
+        self.gains = Gains()  # of steps with free drafts
         self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, their tokens, and those squared
 
     def expected_remaining(self, stats: RequestStats) -> int:

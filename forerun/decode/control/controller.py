@@ -114,8 +114,10 @@ class Controller:
         """Whether the step after the one in flight is worth a draft, though it cannot be launched before that one's
         tokens are read, nor can the first plain one after it: `batch` has what may follow the token in flight."""
         n, host = len(batch.stats), self.host
-        costs = StepCosts(0.0, host.seconds(n, drafted=True) + host.hidden(n), batch.spent_s)
-        found = self._selected(batch, costs)
+        costs = StepCosts(0.0, host.seconds(n, drafted=True) + host.hidden(n))
+        found = self._selected(batch, costs, doubt=True)
+        for s, tokens in zip(batch.stats, found.gains, strict=True):
+            s.gain.left = tokens - 1.0
         return found.size > n or self.record_plain(batch.context, "no draft is worth the overlap with the host")
 
     def _begin(self, stats: list[RequestStats], context: int) -> OpenStep:
@@ -249,6 +251,7 @@ class Controller:
     def record_tokens(self, stats: RequestStats, tokens: int) -> None:
         """New tokens of one sequence in this step."""
         stats.tokens += tokens
+        self.acceptance.gains.record(stats.kind, stats.gain, tokens - 1)
         self._gained |= tokens > 1
         if self._ended is None:
             return
@@ -298,13 +301,16 @@ class Controller:
         names = sorted({d.sources[k] for d, nodes in zip(drafts, found.nodes, strict=True) for k in nodes})
         depth = max((max(d.depths()) for d in drafts if len(d)), default=0)
         why = self._why or ("by lower bound" if names else "no drafted node pays")
+        for s, tokens in zip(batch.stats, found.gains, strict=True):
+            s.gain.open = 0.0 if self._why else s.gain.open or tokens - 1.0
         expected = sum(found.gains), found.seconds, plain_s
         self.decisions.append(Decision(n, batch.context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
 
-    def _selected(self, batch: DraftedBatch, costs: StepCosts) -> selection.Selection:
+    def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> selection.Selection:
         lagging = self._lagging(batch.stats, self._plain_s(len(batch.stats), batch.context))
-        probs = [draft.probs for draft in batch.drafts]
+        gains, pairs = self.acceptance.gains, zip(batch.stats, batch.drafts, strict=True)
+        probs = [gains.expected(s.kind, s.gain, draft, self.drafters, doubt) for s, draft in pairs]
         return selection.select(self.target, batch.drafts, probs, batch.limits, batch.context, costs, lagging)
 
     # -- whether to run a paid drafter ---------------------------------------------------------------------------------

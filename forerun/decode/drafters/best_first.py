@@ -61,9 +61,14 @@ def temperatures(trees: Sequence[TreeBuilder], device: torch.device) -> Tensor |
 
 def most_probable(logits: Tensor) -> list[Ranked]:
     """Tokens and probabilities of every row [N, V], read in one copy."""
-    top = logits.softmax(-1).topk(min(MAX_CHILDREN, logits.shape[-1]), -1)
-    found = torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1).tolist()
-    count = top.indices.shape[-1]
+    count = min(MAX_CHILDREN, logits.shape[-1])
+    if logits.is_cuda:
+        from forerun.models.cuda import most_probable as kernels
+
+        found = kernels.most_probable(logits, count).tolist()
+    else:
+        top = logits.softmax(-1).topk(count, -1)
+        found = torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1).tolist()
     return [[(int(row[i]), row[count + i]) for i in range(count) if row[count + i] > 0.0] for row in found]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.cuda.attention import PagedAttention
+from forerun.models.cuda.lanes import DECODE_SHAPE, batch_shape
 from forerun.models.cuda.launch import Recorder, record
 from forerun.models.cuda.move import Mover
 from forerun.models.cuda.nvrtc import CompileError
@@ -65,6 +66,7 @@ class _Buffers:
         self, decoder: Decoder, max_pages: int, page_size: int, chosen: Tensor, taps: Taps | None = None
     ) -> None:
         self.taps, states = taps, (MAX_DECODE_ROWS, decoder.config.hidden_size)
+        self.invariant = isinstance(decoder.attention, PagedAttention) and decoder.attention.batch_invariant is True
         self.states = {
             depth: torch.zeros(states, dtype=decoder.dtype, device=decoder.device)
             for depth in sorted(taps.hidden if taps else ())
@@ -124,7 +126,10 @@ class _Graph:
             logits_indices=torch.arange(rows, device=decoder.device),
         )
         longest = min(bucket.context, pages * buffers.page_size)
-        self.plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, bucket.few, 0, longest)
+        # Batches too large for one launch have other bits anyway, so that their attention need not have the same.
+        large = rows > KERNEL_ROWS[-1] and bucket.few == 1 and not bucket.shared and not buffers.invariant
+        shape = batch_shape(seqs, decoder.config, longest) if large else DECODE_SHAPE
+        self.plan = QueryPlan(cu_seqlens, cu_seqlens[:-1], rows, bucket.few, 0, longest, shape)
         self._fill_idle()
         buffers.send(len(inputs))
         self.graph, _ = record(lambda: self._forward(decoder, kv), buffers.pool)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from forerun.models.config import ModelConfig
 from forerun.models.cuda.launch import cdiv, launch, next_power_of_2, options, wait_for_previous
 from forerun.models.cuda.shared import BLOCK_KEYS, TILE_PAIRS
 
@@ -32,11 +33,14 @@ class Shape:
     keys: int
     warps: int
     stages: int
-    lanes: int = 1  # a power of two; of sequences with few new tokens `lanes_for` says it
+    lanes: int = 1  # a power of two; 0: as many as `lanes_for` says
 
 
-# of sequences with few new tokens, whose keys are always cut into lanes
-DECODE_SHAPE = Shape(TILE_PAIRS, BLOCK_KEYS, 4, 2)
+# of sequences with few new tokens, whose bits are promised
+DECODE_SHAPE = Shape(TILE_PAIRS, BLOCK_KEYS, 4, 2, lanes=0)
+# of many sequences with one new token each, which fill the chip by themselves (docs/log.md): short contexts, long ones
+BATCH_SHAPE, LONG_BATCH_SHAPE = Shape(TILE_PAIRS, BLOCK_KEYS, 2, 3), Shape(TILE_PAIRS, 128, 4, 3)
+BATCH_PROGRAMS, SHORT_CONTEXT = 256, 1024  # programs from which keys need no cut; entries of a short context
 # The fastest of sweeps on one H200 (docs/log.md): of rows that fill the chip, of those of one sequence that do not, and
 # of heads wider than 128, whose tiles would not fit into shared memory otherwise.
 PREFILL_SHAPE = Shape(128, 128, 8, 2)
@@ -54,6 +58,14 @@ MIN_PAIRS = 2
 def lanes_for(kv_heads: int) -> int:
     """Lanes that fill the chip with one sequence of few new tokens: about 128 programs over all KV heads."""
     return max(8, min(64, next_power_of_2(128 // kv_heads)))
+
+
+def batch_shape(seqs: int, c: ModelConfig, context: int) -> Shape:
+    """Of so many sequences with one new token each, whose bits may depend on their number: few lanes, so that partial
+    softmaxes are not written and joined where nothing waits for them."""
+    lanes = 1 << max(1, BATCH_PROGRAMS // (seqs * c.num_kv_heads)).bit_length() - 1
+    shape = BATCH_SHAPE if context <= SHORT_CONTEXT or c.head_dim > 128 else LONG_BATCH_SHAPE
+    return replace(shape, lanes=lanes)
 
 
 def prompt_shape(dim: int) -> Shape:

@@ -42,6 +42,7 @@ class QueryPlan:
     few: int  # most new tokens among sequences with at most MAX_DECODE_TOKENS; 0: there are none
     many: int  # most new tokens among sequences with more than MAX_DECODE_TOKENS; 0: there are none
     max_context: int  # no token sees an entry at or past this
+    few_shape: Shape = DECODE_SHAPE  # tiles and lanes of sequences with few new tokens
 
 
 def plan_queries(
@@ -185,7 +186,7 @@ def paged_attention(
     tree_start: torch.Tensor | None = None,  # [S] int32 on the device
     shared: SharedPlan | None = None,
     out: torch.Tensor | None = None,
-    few_shape: Shape = DECODE_SHAPE,
+    few_shape: Shape | None = None,  # None: the plan's
     many_shape: Shape | None = None,  # None: what the plan's numbers suggest
 ) -> torch.Tensor:  # [T, Hq, D]
     """Token t sees entry e of its sequence when e < kv_lens[t], or when its tree row has it.
@@ -200,6 +201,7 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     many_shape = many_shape or choose_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
+    few_shape = few_shape or plan.few_shape
     assert shared is None or few_shape == DECODE_SHAPE, "shared blocks are those of the default tile"
     assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
     width = 0 if tree is None else tree.shape[1]
@@ -207,7 +209,7 @@ def paged_attention(
     for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
-        lanes = lanes_for(kv_heads) if few else shape.lanes
+        lanes = shape.lanes or lanes_for(kv_heads)
         launched = min(lanes, cdiv(plan.max_context, shape.keys)) if few else lanes
         parts = _parts((plan.num_cells if few else count) * heads * launched, q) if lanes > 1 else None
         groups = shared if few and not window else None

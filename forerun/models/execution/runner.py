@@ -209,14 +209,14 @@ class Runner:
         pages: list[np.ndarray],
         choose: Callable[[Tensor, int], Tensor] | None = None,
     ) -> PendingTokens | None:
-        """Enqueue one token of each sequence, at its entry [S], on its pages, without waiting for the tokens that
-        follow: the likeliest ones, or those that `choose` finds on the device from the logits [rows, V] of sequences
+        """Enqueue one token of each sequence, at its entry [S] in the last of its pages, without waiting for what
+        follows: the likeliest ones, or those that `choose` finds on the device from the logits [rows, V] of sequences
         from a given one on. A negative token is what the launch before has chosen for row -1 - token. None where the
         device or the batch does not allow it."""
         if self.graphs is None:
             return None
         size, count = self.pool.page_size, len(tokens)
-        slots = np.array([own[e // size] for own, e in zip(pages, entries, strict=True)], dtype=np.int64) * size
+        slots = np.array([own[-1] for own in pages], dtype=np.int64) * size  # an entry is in the last of its pages
         batch = HostBatch(
             tokens=tokens,
             positions=entries,

@@ -10,7 +10,9 @@ import pytest
 
 from forerun.decode.control.controller import EXPLORE_FREE_SHARE, EXPLORE_PAID_SHARE, FIRST_TOKENS, Controller
 from forerun.decode.control.cost import CostCurve
+from forerun.decode.drafter_pool import DraftTask
 from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS
+from forerun.decode.speculator import Speculator
 from tests.decode.simulator import (
     AUTO,
     CATEGORIES,
@@ -29,12 +31,13 @@ MACHINES = {"h200": H200, "cores": CORES, "fast cores": FAST_CORES}
 SEEDS = range(5)
 
 # Of the best single drafter, where the goal of 0.95 is missed in the first request of a process. Edits on the H200: the
-# host is one token behind where it runs ahead, and stretches that are copied begin and end a dozen times. Chat: one
-# unlucky draft ends it, and reading the prompt waits until an answer of a kind that is often short has lasted. Maths:
-# the same where reading takes a tenth of the answer's time; without a trained drafter its acceptance is a guess.
+# host is one token behind where it runs ahead (a draft made beside a step has one token less), and stretches that are
+# copied begin and end a dozen times. Chat: one unlucky draft ends it, and reading the prompt waits until an answer of a
+# kind that is often short has lasted. Maths: the same where reading takes a tenth of the answer's time; without a
+# trained drafter its acceptance is a guess.
 MISSED = {
     ("h200", "code"): 0.93,
-    ("h200", "edits"): 0.9,
+    ("h200", "edits"): 0.88,
     ("h200", "maths"): 0.88,
     ("h200", "chat"): 0.94,
     ("cores", "code"): 0.93,
@@ -225,3 +228,21 @@ def test_a_drafter_that_pays_is_planned_for_where_the_host_never_waits() -> None
     texts = [Text(CATEGORIES["code"], seed) for seed in range(6)]
     world = World(machine, AUTO)
     assert sum(plain_s(machine, texts)) > 1.05 * sum(world.answer([text])[0] for text in texts)
+
+
+def test_what_was_drafted_beside_a_step_is_not_drafted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that comes decides: what follows it is verified, and where another came the next step is plain."""
+    run, left, used = Speculator._run_free, list[int](), list[int]()
+
+    def counted(spec: Speculator, tasks: list[DraftTask], beside: bool = False) -> None:
+        if spec._left and not beside:  # the step that was not launched for the sake of a draft
+            left.append(len(tasks))
+        run(spec, tasks, beside)
+
+    monkeypatch.setattr(Speculator, "_run_free", counted)
+    world = World(H200, ("lookup",))
+    select = world.controller.select
+    world.controller.select = lambda batch: used.append(1) or select(batch)  # type: ignore[func-returns-value,method-assign]
+    world.answer([Text(CATEGORIES["summary"], 3)])
+    assert left and not any(left)
+    assert used

@@ -95,7 +95,7 @@ def test_forwards_of_a_device_leave_the_same_vectors(tiny_folder: Callable[[str]
     runner.forward([Span(TOKENS[:9], 0, pages, (), prompt=True)])
     runner.forward([Span(TOKENS[9:18], 9, pages, (8,), prompt=True)])
     runner.forward([Span(TOKENS[18:19], 18, pages, (0,))])
-    own = np.array(pages, dtype=np.int32)
+    own = np.array(pages[:2], dtype=np.int32)  # up to the entry's own page
     assert runner.launch(np.array(TOKENS[19:]), np.array([19]), [own]) is not None
     assert features.known_from(pages, 0, len(TOKENS)) == 0
     torch.testing.assert_close(features.rows(pages, 0, len(TOKENS)), hidden_states(path), rtol=1e-3, atol=1e-4)
