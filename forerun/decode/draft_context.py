@@ -66,7 +66,7 @@ class DraftContext:
             return cls(pool, runner, tokenizer, max_context, hidden=draft, hidden_kv=own)
         draft_kv = pool.add_draft_kv(draft.decoder.config, draft.decoder.dtype, draft.decoder.device)
         context = min(max_context, draft.decoder.config.max_context)
-        own_runner = Runner(draft.decoder, pool, context, draft_kv.kv)
+        own_runner = Runner(draft.decoder, pool, context, draft_kv.kv, is_draft=True)
         return cls(pool, runner, tokenizer, max_context, draft, own_runner, draft_kv)
 
     def warm_up(self) -> None:

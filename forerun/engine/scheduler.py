@@ -35,6 +35,8 @@ from forerun.prefill.sources.chunk_index import ChunkIndex
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
 PROVISIONAL_CHUNK_DIVISOR = 4
 MAX_OVERTAKING = 3  # prompt tokens that pass a waiting sequence, for each of its own: as in `FairShares`
+# Of the even share of a client's pages: an answer with more is preempted before the others, which would wait for it
+LARGE_SHARE = 1.5
 MAX_FAILED_ADMISSIONS = 4  # in one step: trying is slow where hundreds wait
 
 
@@ -377,15 +379,18 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """A provisional sequence, else the youngest of the client that holds most pages for its weight; a session's
-        turn only where no other sequence is left."""
+        """A provisional sequence, else of the client that holds most pages for its weight the youngest, or the largest
+        where one holds far more than the others; a session's turn only where no other sequence is left."""
         provisional = next((seq for seq in self.running if seq.final is not None), None)
         others = [seq for seq in self.running if seq.request.session not in self.pins] or self.running
         held: dict[Client, float] = {}
         for seq in others:
             held[seq.request.client] = held.get(seq.request.client, 0.0) + len(seq.pages) / seq.request.client.weight
         heaviest = max(held, key=lambda client: held[client])
-        return provisional or [seq for seq in others if seq.request.client == heaviest][-1]
+        own = [seq for seq in others if seq.request.client == heaviest]
+        largest = max(own, key=lambda seq: len(seq.pages))
+        even = sum(len(seq.pages) for seq in own) / len(own)
+        return provisional or (largest if len(largest.pages) > LARGE_SHARE * even else own[-1])
 
     def make_room(self, count: int) -> bool:
         """Whether `count` pages are free, after evicting cached ones if need be: approximate K/V goes first."""

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import forerun
+from forerun.engine.intake import check_token_ids
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.serve.access import AccessMiddleware
@@ -37,7 +38,6 @@ from forerun.serve.schema import ChatRequest, CompletionRequest
 from forerun.serve.sessions import ServerSessions, SessionTurn
 from forerun.serve.text_api import add_text_api
 from forerun.serve.tools import ToolDialect
-from forerun.text.tokenizer import Tokenizer
 
 _ERRORS = described_errors(400, 401, 404, 408, 409, 413, 429, 500, 503)
 
@@ -102,7 +102,7 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         encoder = CompletionEncoder(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, logprobs)
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()
         if body.echo:
-            encoder.echoed, encoder.per_prompt = tuple(_text(tokenizer, prompt) for prompt in prompts), body.choices
+            encoder.echoed, encoder.per_prompt = tuple(_text(ctx.llm, prompt) for prompt in prompts), body.choices
         if session is not None:
             if len(prompts) > 1:
                 raise ApiError(400, f"a session continues one text, got {len(prompts)} prompts", "send one")
@@ -116,10 +116,13 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         raise ApiError(501, "this server has no embedding model", hint, code="not_implemented")
 
 
-def _text(tokenizer: Tokenizer, prompt: Any) -> str:
+def _text(llm: LLM, prompt: Any) -> str:
     if isinstance(prompt, FillPrompt):
         return prompt.prefix
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special=False)
+    if isinstance(prompt, str):
+        return prompt
+    check_token_ids(prompt, llm.config.vocab_size)  # the request is checked later
+    return llm.tokenizer.decode(prompt, skip_special=False)
 
 
 def _add_sessions(app: FastAPI, sessions: ServerSessions) -> None:

@@ -58,6 +58,22 @@ def test_the_youngest_is_preempted_first(make: Callable[[], Engine]):
     assert leaked(engine) == 0
 
 
+def test_one_that_has_grown_far_beyond_the_others_is_preempted_before_them(make: Callable[[], Engine]):
+    """An answer without a limit takes the pool in the end: those that come and go must not wait until it is over."""
+    engine = make()
+    large = Answer(engine, prompt(0, 400), LONG)
+    decode_all(engine, 1)
+    small = [Answer(engine, prompt(i, 20), LONG) for i in range(1, 4)]
+    decode_all(engine, 4)
+    held = starve(engine)
+    assert [seq.request for seq in engine.scheduler.waiting] == [large.request]
+    engine.pool.release(held)
+    finish(engine)
+    asked = [prompt(0, 400), *(prompt(i, 20) for i in range(1, 4))]
+    assert [answer.tokens() for answer in (large, *small)] == run(make(), asked, LONG)
+    assert leaked(engine) == 0
+
+
 def test_a_preempted_sequence_is_admitted_before_those_that_wait(make: Callable[[], Engine]):
     engine = make()
     answers = [Answer(engine, prompt(i, 20), LONG) for i in range(3)]

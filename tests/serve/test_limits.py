@@ -76,6 +76,14 @@ def test_values_out_of_bounds(served: Running, change: dict[str, Any], words: st
     assert words in found["message"] and found["hint"] in found["message"]
 
 
+@pytest.mark.parametrize("ids", [[10**40, -1], [5, 10**6], [-3]])
+def test_token_ids_that_no_vocabulary_has(served: Running, ids: list[int]):
+    """Also where the prompt's text comes back, which is made before the request is checked."""
+    for echo in (False, True):
+        body = {"model": NAME, "prompt": ids, "max_tokens": 4, "echo": echo, "logprobs": 2}
+        assert "vocabulary" in error(served.post("/v1/completions", body), 400)["message"]
+
+
 @pytest.mark.parametrize(
     "body",
     [

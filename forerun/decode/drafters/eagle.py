@@ -70,7 +70,8 @@ class EagleRunner:
     def chains(self, spans: list[Span], depth: int, least: Sequence[float]) -> None:
         """A launch of several rounds runs whole models only."""
 
-    def time_forward(self, tokens: int, context: int, repeats: int) -> float:
+    def time_forward(self, tokens: int, context: int, repeats: int, prompt: bool = False) -> float:
+        """Tokens of a prompt run as others do."""
         try:
             with self._target.pool.borrow(context + tokens + 1) as pages:
                 span = Span([0] * tokens, context, pages, range(tokens))

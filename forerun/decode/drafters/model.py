@@ -20,6 +20,7 @@ from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS, Drafter, DraftRequ
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import distribution, shape
 from forerun.errors import BadRequest
+from forerun.models.execution.batch_split import MAX_DECODE_TOKENS
 from forerun.models.execution.runner import Span
 from forerun.models.execution.short_head import ShortHead
 
@@ -86,7 +87,7 @@ class ModelDrafter(Drafter):
         self._draft_kv.drop_partial(seq_id)
 
     def time_round(self, tokens: int, context: int) -> float:
-        return self._runner.time_forward(tokens, context, repeats=2)
+        return self._runner.time_forward(tokens, context, repeats=2, prompt=tokens > MAX_DECODE_TOKENS)
 
     def same_forwards(self, other: Drafter) -> bool:
         return isinstance(other, ModelDrafter) and other._runner is self._runner
@@ -124,7 +125,10 @@ class ModelDrafter(Drafter):
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
             half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
-            span = Span(tokens[state.valid : state.valid + count], state.valid, state.pages, ())
+            # Recorded passes are for many rows: one by one their kernels take the host 9 ms, and each new number of
+            # rows up to 50 ms more (docs/log.md).
+            ids, many = tokens[state.valid : state.valid + count], count > MAX_DECODE_TOKENS
+            span = Span(ids, state.valid, state.pages, (), prompt=many)
             if half is None:
                 self._runner.forward([span])
             else:  # the prompt was read up to some layer when its own K/V was drafted

@@ -31,8 +31,8 @@ class PartialRunner:
     def chains(self, spans: list[Span], depth: int, least: Sequence[float]) -> None:
         """Drafting in one launch runs whole models only."""
 
-    def time_forward(self, tokens: int, context: int, repeats: int) -> float:
-        return self.runner.time_forward(tokens, context, repeats, blocks=self.blocks)
+    def time_forward(self, tokens: int, context: int, repeats: int, prompt: bool = False) -> float:
+        return self.runner.time_forward(tokens, context, repeats, blocks=self.blocks, prompt=prompt)
 
 
 @register

@@ -100,10 +100,16 @@ class Runner:
     """Runs batches on one decoder and its K/V; on CUDA as captured graphs where one fits."""
 
     def __init__(
-        self, decoder: Decoder, pool: PagePool, max_context: int, kv: KV | None = None, plain: bool = False
+        self,
+        decoder: Decoder,
+        pool: PagePool,
+        max_context: int,
+        kv: KV | None = None,
+        plain: bool = False,
+        is_draft: bool = False,
     ) -> None:
         """`kv`: the decoder's plane of the pool, where it is not the pool's own model. `plain`: nothing is captured,
-        for layers that are not ours."""
+        for layers that are not ours. `is_draft`: prompts are recorded though no bits are promised."""
         self.decoder, self.pool, self.kv = decoder, pool, pool.kv if kv is None else kv
         self.features: HiddenFeatures | None = None  # what a drafter reads of every token that runs
         self.graphs: GraphRunner | None = None
@@ -113,8 +119,9 @@ class Runner:
             self.graphs = GraphRunner(decoder, self.kv, max_context, pool.page_size)
         self.splits_batches = self.graphs is not None  # whether prompts and decoding rows run apart
         self._split: Callable[[Seq[Span]], list[list[int]]] = split_spans
-        self.prompts_apart = self.graphs is not None and self.graphs.batch_invariant is not False
-        if self.graphs is not None and self.prompts_apart:
+        promised = self.graphs is not None and self.graphs.batch_invariant is not False
+        self.prompts_apart = promised or (is_draft and self.graphs is not None)
+        if self.graphs is not None and promised:
             self._split = InvariantSplit(self.graphs.decoding_rows, self.graphs.batch_invariant is True)
 
     @contextmanager
@@ -384,10 +391,17 @@ class Runner:
         return torch.cat(parts)
 
     def time_forward(
-        self, tokens: int, context: int, repeats: int = 5, branches: int = 0, blocks: Seq[int] | None = None
+        self,
+        tokens: int,
+        context: int,
+        repeats: int = 5,
+        branches: int = 0,
+        blocks: Seq[int] | None = None,
+        prompt: bool = False,
     ) -> float:
         """Median seconds of one forward of `tokens` new tokens of one sequence after `context` others; the last
-        `branches` of them are branches of a tree. `blocks`: of a forward that runs these only."""
+        `branches` of them are branches of a tree. `blocks`: of a forward that runs these only. `prompt`: as tokens of a
+        prompt, of which the last one's logits are wanted."""
         if self.pool.pages_for(context + tokens) > self.pool.free:
             raise OutOfPages(
                 f"timing {tokens} tokens after {context} needs {self.pool.pages_for(context + tokens)} pages, "
@@ -396,6 +410,8 @@ class Runner:
             )
         with self.pool.borrow(context + tokens) as pages:
             span = Span([0] * tokens, context, pages, range(tokens), context + tokens - branches, [ROOT] * branches)
+            if prompt:
+                span = Span([0] * tokens, context, pages, (tokens - 1,), prompt=True)
             # reading one value waits for the device
             return median_seconds(lambda: self.forward([span], blocks=blocks).logits[-1, 0].item(), repeats)
 
