@@ -41,9 +41,9 @@ FIRST_TOKENS = 8
 # The same for a draft model that has paid for this kind of prompt: edits copy from their third or fourth token on
 FIRST_TOKENS_KNOWN = 4
 # Of the plain time of an answer that a draft model may read for: of as many tokens as nearly all answers of its kind
-# have (the mean less 1.5 standard deviations), and of those it has so far. It bounds what is lost where the answer ends
-# just then, which is rare in the first case.
-MAX_START_SHARE_OF_KIND, MAX_START_SHARE_SO_FAR, START_DEVIATIONS = 0.15, 0.1, 1.5
+# have (the mean less 1.5 standard deviations), and of those that are expected to come. It bounds what is lost where the
+# answer ends just then, which is rare in the first case.
+MAX_START_SHARE_OF_KIND, MAX_START_SHARE_EXPECTED, START_DEVIATIONS = 0.15, 0.2, 1.5
 # Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
 # takes host time too
 PAID_PAUSE_TOKENS, PAID_PAUSE_SHARE = 8, 0.25
@@ -331,7 +331,7 @@ class Controller:
         for i, s in enumerate(stats):
             early = s.tokens < (FIRST_TOKENS_KNOWN if record.has_paid(s.kind) else FIRST_TOKENS)
             of_kind = min(s.max_tokens, self.acceptance.min_length(s.kind, START_DEVIATIONS))
-            most = max(MAX_START_SHARE_OF_KIND * of_kind, MAX_START_SHARE_SO_FAR * s.tokens)
+            most = max(MAX_START_SHARE_OF_KIND * of_kind, MAX_START_SHARE_EXPECTED * remaining[i])
             if not s.named and start_s[i] > (EXPLORE_PAID_SHARE * remaining[i] if early else most) * plain_s:
                 remaining[i], waiting = 0, True
         recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]

@@ -42,7 +42,7 @@ MISSED = {
     ("h200", "chat"): 0.94,
     ("cores", "code"): 0.93,
     ("fast cores", "code"): 0.92,
-    ("fast cores", "maths"): 0.74,
+    ("fast cores", "maths"): 0.92,
     ("fast cores", "chat"): 0.9,
 }
 
