@@ -62,6 +62,20 @@ def request(llm: LLM, tokens: list[int], depth: int = 8, nodes: int = 12, **valu
     return DraftRequest(id(pages), context, depth, nodes, pages)
 
 
+def test_long_prompts_are_read_as_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """A device has recorded passes for those, and kernels for few rows for all else."""
+    runner, made = llm.engine.speculator.ctx.draft_runner, drafter(llm)
+    assert runner is not None
+    forward, ran = runner.forward, list[Span]()
+    monkeypatch.setattr(runner, "forward", lambda spans: (ran.extend(spans), forward(spans))[1])
+    for length, read in ((150, True), (40, False)):
+        ran.clear()
+        made.propose([request(llm, list(range(1, 1 + length)))])
+        first, rest = ran
+        assert (len(first.ids), first.prompt, len(first.logits_indices)) == (length - 1, read, 0)
+        assert not rest.prompt and len(rest.ids) <= TOKENS + 1
+
+
 def test_rows_are_those_of_the_sequence_followed_by_masks(llm: LLM):
     ask, runner = request(llm, PROMPTS[1], temperature=0.1), llm.engine.speculator.ctx.draft_runner
     assert runner is not None
