@@ -25,6 +25,7 @@ from forerun.serve.tools import ChatPrompt, ToolUse
 
 IGNORED_HEADER = "x-forerun-ignored"  # of responses: fields of the request that had no effect
 MAX_NAMED_FIELDS = 20
+UNLIMITED_POOL_DIVISOR = 4  # an answer whose request has no limit takes at most such a part of the pool's tokens
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ class ServerContext:
         self, ids: list[int], body: ChatRequest | CompletionRequest, tools: ToolUse | None, prompt: Any
     ) -> Request:
         params = body.params(self.max_context - len(ids), tools, self.llm.tokenizer.encode)
+        if not body.has_limit:
+            most = self.llm.engine.config.capacity // UNLIMITED_POOL_DIVISOR
+            params = replace(params, max_tokens=min(params.max_tokens, max(1, most)))
         if isinstance(prompt, FillPrompt):
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *fill_tokens(self.llm.tokenizer)))
         self._check_drafters(params)

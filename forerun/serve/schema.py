@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -265,6 +265,11 @@ class ChatRequest(_CompletionBody):
         default=None, description="What the answer may well be: drafted from, never more."
     )
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether it says how long the answer may be."""
+        return self.max_tokens is not None or self.max_completion_tokens is not None
+
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         """`room`: tokens that the context has left for the answer."""
         # `SamplingParams` has other names for these: its errors would name fields that the request does not have
@@ -336,6 +341,8 @@ class CompletionRequest(_CompletionBody):
     echo: bool | None = Field(default=None, description="The answer's text begins with the prompt's.")
     best_of: Literal[1] | None = None
     suffix: str | None = Field(default=None, description="Text after the answer, for models that fill in the middle.")
+
+    has_limit: ClassVar[bool] = True  # 16 tokens where it says nothing
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         longest = 16 if self.max_tokens is None else self.max_tokens

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest
 from forerun.serve.config import ServeConfig
 from forerun.serve.server import MAX_ARENAS, listen
@@ -74,6 +75,24 @@ def test_values_out_of_bounds(served: Running, change: dict[str, Any], words: st
         return
     found = error(response, 400)
     assert words in found["message"] and found["hint"] in found["message"]
+
+
+def test_an_answer_without_a_limit_has_a_quarter_of_the_pool(
+    llm: LLM, served: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the context holds; one that is named is kept."""
+    asked: list[int] = []
+    request = llm.request
+
+    def seen(ids: list[int], params: SamplingParams, session: str | None = None) -> Any:
+        asked.append(params.max_tokens)
+        return request(ids, replace(params, max_tokens=2), session)
+
+    monkeypatch.setattr(llm, "request", seen)
+    monkeypatch.setattr(type(llm.engine.config), "capacity", 1000)
+    for limit in ({"max_tokens": None}, {"max_tokens": 700}, {"max_tokens": None, "max_completion_tokens": 600}):
+        assert served.post(CHAT, ASKED | limit).status_code == 200
+    assert asked == [250, 700, 600]
 
 
 @pytest.mark.parametrize("ids", [[10**40, -1], [5, 10**6], [-3]])
