@@ -37,7 +37,7 @@ def visiting(browser: Browser, made: Running, **context: object) -> Iterator[Vis
     """Whatever a test does: the console stays quiet, and nothing but this server is asked for anything."""
     opened = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | context))  # type: ignore[arg-type]
     opened.set_default_timeout(10_000)
-    expect.set_options(timeout=20_000)  # 5 s, its default, is little for the first page of a browser that has just been installed
+    expect.set_options(timeout=20_000)  # 5 s is little for a new browser's first page
     visit = Visit(opened.new_page(), made)
     yield visit.open()
     opened.close()
