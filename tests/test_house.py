@@ -197,7 +197,6 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
 # Functions that may be longer, with the reason.
 ALLOWED_LONG: dict[tuple[str, str], str] = {
     ("forerun.models.cuda.paged", "_attend"): "a kernel: one launch, and Triton has no helpers that share its tiles",
-    ("forerun.models.cuda.paged", "paged_attention"): "the arguments of that kernel",
     ("forerun.models.cuda.skinny", "_skinny"): "a kernel",
 }
 

@@ -42,7 +42,7 @@ FIRST_TOKENS = 8
 FIRST_TOKENS_KNOWN = 4
 # Of the plain time of an answer that a draft model may read for: of as many tokens as nearly all answers of its kind
 # have (the mean less 1.5 standard deviations), and of those that are expected to come. It bounds what is lost where the
-# answer ends just then, which is rare in the first case.
+# answer ends just then, which is rare in the first case (docs/log.md).
 MAX_START_SHARE_OF_KIND, MAX_START_SHARE_EXPECTED, START_DEVIATIONS = 0.15, 0.2, 1.5
 # Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
 # takes host time too

@@ -18,7 +18,7 @@ from forerun.core import ROOT, Draft
 # draft is expected to gain 1 to 8.
 PRIOR_TOKENS, REQUEST_PRIOR_TOKENS = 4.0, 3.0
 # The same where doubt counts: 0.55 to 0.6 of what was expected was gained in prose and questions, more in code and
-# edits (answers of a 1.5B model to tasks of 15 kinds, docs/log.md)
+# edits (answers of a 1.5B model to tasks of 15 kinds, one process)
 DOUBTED_RATIO = 0.6
 DECAY, REQUEST_DECAY = 0.98, 0.9  # per step with a free draft
 MAX_TOKENS = 8.0  # of one step that count: one long copy shows little about the next draft

@@ -186,7 +186,6 @@ def paged_attention(
     tree_start: torch.Tensor | None = None,  # [S] int32 on the device
     shared: SharedPlan | None = None,
     out: torch.Tensor | None = None,
-    few_shape: Shape | None = None,  # None: the plan's
     many_shape: Shape | None = None,  # None: what the plan's numbers suggest
 ) -> torch.Tensor:  # [T, Hq, D]
     """Token t sees entry e of its sequence when e < kv_lens[t], or when its tree row has it.
@@ -201,12 +200,11 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     tree = tree.view(torch.uint8) if tree is not None and tree.dtype == torch.bool else tree
     many_shape = many_shape or choose_shape(max(1, plan.many), heads, kv_heads, dim, seqs, plan.max_context)
-    few_shape = few_shape or plan.few_shape
-    assert shared is None or few_shape == DECODE_SHAPE, "shared blocks are those of the default tile"
+    assert shared is None or plan.few_shape == DECODE_SHAPE, "shared blocks are those of the default tile"
     assert seqs == 1 or many_shape.lanes == 1, "several sequences would need a table of cells"
     width = 0 if tree is None else tree.shape[1]
     least = MAX_DECODE_TOKENS + 1 if plan.few else 1  # of many new tokens
-    for count, shape, few in ((plan.few, few_shape, True), (plan.many, many_shape, False)):
+    for count, shape, few in ((plan.few, plan.few_shape, True), (plan.many, many_shape, False)):
         if not count:
             continue
         lanes = shape.lanes or lanes_for(kv_heads)
