@@ -38,7 +38,7 @@ class Shape:
 
 # of sequences with few new tokens, whose bits are promised
 DECODE_SHAPE = Shape(TILE_PAIRS, BLOCK_KEYS, 4, 2, lanes=0)
-# of many sequences with one new token each, which fill the chip by themselves: short contexts, long ones (docs/results.md)
+# of many sequences with one new token each, which fill the chip by themselves (docs/results.md): short contexts, long
 BATCH_SHAPE, LONG_BATCH_SHAPE = Shape(TILE_PAIRS, BLOCK_KEYS, 2, 3), Shape(TILE_PAIRS, 128, 4, 3)
 BATCH_PROGRAMS, SHORT_CONTEXT = 256, 1024  # programs from which keys need no cut; entries of a short context
 # The fastest of sweeps on one H200 (docs/log.md): of rows that fill the chip, of those of one sequence that do not, and
