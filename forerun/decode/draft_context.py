@@ -77,14 +77,15 @@ class DraftContext:
 
     @property
     def paid_drafters(self) -> list[str]:
-        """The drafters that run the model which drafts here; of several the controller chooses."""
+        """The drafters that run the model which drafts here. One that was trained to draft in one forward does not also
+        draft chains: these take a forward a token, and gained less wherever both were timed (docs/log.md)."""
         if self.hidden is not None:
             return [self.hidden.kind]
         if self.draft is None:
             return []
         if not self.draft.same_tokens:
             return ["cross"]
-        return ["model"] if self.draft.parallel is None else ["parallel", "model"]
+        return ["model"] if self.draft.parallel is None else ["parallel"]
 
     def hidden_problem(self, kind: str) -> BadRequest | None:
         """Why a drafter on hidden states of this kind cannot work."""

@@ -17,9 +17,10 @@ from typing import Any
 from forerun.core import Draft, SamplingParams, Tally, Usage, Verdict
 from forerun.core.progress import counter
 from forerun.decode import tree
-from forerun.decode.control.controller import Controller, DraftedBatch, PaidPlan
+from forerun.decode.control.controller import ASKED_SEQUENCES, Controller, DraftedBatch, PaidPlan
 from forerun.decode.control.cost import TIMED_TOKENS, CostCurve
 from forerun.decode.control.kinds import kind_of
+from forerun.decode.control.waiting import TURN_PATIENCE
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafter_pool import DrafterPool, DraftTask, SpeculationState
 from forerun.decode.drafters import Drafter, DraftRequest
@@ -102,6 +103,12 @@ class Speculator:
         pays = self.controller.should_draft(stats, names, context, launches)
         return pays or any(state.fixed_depth for state in batch)
 
+    def passes(self, sequences: int) -> bool:
+        """Whether a step of so many is launched ahead without asking: in large batches deciding takes the host longer
+        than a step, and drafts rarely pay there. Called once before every step that may be."""
+        self._turn += 1
+        return sequences > ASKED_SEQUENCES and self._turn % (sequences // ASKED_SEQUENCES) > 0
+
     def should_leave(self, tasks: list[DraftTask]) -> bool:
         """Whether the step after the one in flight drafts, so that it must not be launched yet. Free drafters run
         beside the step in flight, as far as the host would else wait for it; in large batches sequences take turns.
@@ -109,7 +116,6 @@ class Speculator:
         a batch that takes as many times as long."""
         start, context = time.perf_counter(), _mean_context(tasks)
         end = start + self.controller.idle_s([task.spec_state.stats for task in tasks], context)
-        self._turn += 1
         first = self._turn % len(tasks)
         for task in [*tasks[first:], *tasks[:first]]:
             self._open_step(task.spec_state)
@@ -145,10 +151,12 @@ class Speculator:
         self._run_free(fresh)
         self._left = False
         self._merge(with_room)
-        self._run_paid(with_room, context, start)
+        before = time.perf_counter()
+        forwards_s = self._run_paid(with_room, context, start)
         self._select(tasks, context, time.perf_counter() - start)
-        seconds = time.perf_counter() - start
-        self.controller.record_drafting(seconds)
+        now = time.perf_counter()
+        seconds = now - start
+        self.controller.record_drafting(seconds, None if forwards_s is None else now - before - forwards_s)
         self.totals.draft_s += seconds
         for task in tasks:
             task.spec_state.usage.draft_s += seconds
@@ -190,6 +198,8 @@ class Speculator:
             ]
             if not chosen:
                 continue
+            if drafter.elsewhere and (slowdown := self.controller.slowdowns.get(drafter.name)):
+                slowdown.round_s, slowdown.way_s = drafter.turn_costs()
             requests = [self._free_request(drafter, task, least, beside) for task in chosen]
             start = time.perf_counter()
             drafts = self.drafter_pool.propose(drafter, chosen, requests)
@@ -204,7 +214,15 @@ class Speculator:
         wait_s, first_prob = math.inf if task.spec_state.fixed_depth else 0.0, 1.0
         if drafter.elsewhere and not wait_s and not beside:
             wait_s, first_prob = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
-        return replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
+        request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
+        slowdown = self.controller.slowdowns.get(drafter.name)
+        if slowdown is not None and slowdown.takes_turns and 0.0 < wait_s < math.inf:
+            turn = self.controller.turn(task.spec_state.stats, drafter.name)
+            if turn.depth:
+                request.max_depth = min(request.max_depth, turn.depth)
+                request.max_wait_s, request.first_prob = TURN_PATIENCE * turn.draft_s, 1.0
+                request.in_turn = True
+        return request
 
     def _by_drafter(self, tasks: list[DraftTask], free: bool) -> list[tuple[Drafter, list[DraftTask]]]:
         """The free or the paid drafters of these tasks, each with the tasks that use it."""
@@ -216,9 +234,10 @@ class Speculator:
             if drafter.free == free
         ]
 
-    def _run_paid(self, tasks: list[DraftTask], context: int, start: float) -> None:
-        """Of the drafters that run a model the one that the controller expects most of, where it pays."""
-        options = []
+    def _run_paid(self, tasks: list[DraftTask], context: int, start: float) -> float | None:
+        """Of the drafters that run a model the one that the controller expects most of, where it pays. Returns what its
+        forwards took; None: none ran."""
+        options, forwards_s = [], None
         for drafter, own in self._by_drafter(tasks, free=False):
             plan = self._plan(drafter, own, context, time.perf_counter() - start)
             if plan is not None:
@@ -237,14 +256,21 @@ class Speculator:
                 if not task.spec_state.fixed_depth:
                     self._limit_rounds(drafter, task, request, plan, own.index(task))
             began = time.perf_counter()
-            for task, draft in zip(chosen, self.drafter_pool.propose(drafter, chosen, requests), strict=True):
+            drafts = self.drafter_pool.propose(drafter, chosen, requests)
+            for task, request, draft in zip(chosen, requests, drafts, strict=True):
+                if drafter.tokens_per_round > 1 and len(draft):
+                    task.spec_state.stats.own[drafter.name].asked = request.max_depth
                 self._add_candidate(task, draft)
-            seconds = time.perf_counter() - began - sum(ran.seconds for ran in drafter.rounds)
+            rounds_s = sum(ran.seconds for ran in drafter.rounds)
+            seconds = time.perf_counter() - began - rounds_s
+            reads = any(n and s for s, n in zip(plan.start_s, rounds, strict=False))
+            forwards_s = (forwards_s or 0.0) + rounds_s + (seconds if reads else 0.0)
             if foreseen_s := sum(s for s, n in zip(plan.start_s, rounds, strict=False) if n):
                 self.controller.observe_start(drafter.name, foreseen_s, seconds)
             for ran in drafter.rounds:
                 self.controller.observe_round(drafter.name, ran.tokens, ran.sequences, context, ran.seconds)
             self._merge(chosen)
+        return forwards_s
 
     def _limit_rounds(self, drafter: Drafter, task: DraftTask, request: DraftRequest, plan: PaidPlan, i: int) -> None:
         """Give a paid drafter its stopping rule."""
@@ -361,20 +387,20 @@ class Speculator:
             self.controller.record_run(stats, name, max(0, gained - covered), seconds, own_nodes)
             covered = max(covered, gained)
         for each in spec_state.drafts:
-            self.controller.record_draft(stats, each, emitted)
+            self.controller.record_draft(stats, each, emitted, len(path))
         spec_state.drafts, spec_state.free_run_s = [], {}
 
     def _resolve_beside(self, state: SpeculationState, new: int) -> None:
         """Learn from drafts that were made beside steps in flight, once a token refutes them or all of theirs came; the
         next ones are followed from then on, as tokens that several predicted are one outcome."""
-        if not state.followed and state.beside:
+        if not state.followed and state.beside and state.beside_at + new == len(state.context.tokens):
             state.followed, state.followed_from = state.beside, len(state.context.tokens) - new
         if not state.followed:
             return
         came = state.context.tokens[state.followed_from :]
         if all(tree.accepted_length(draft, came) < len(came) for draft in state.followed):
             for draft in state.followed:
-                self.controller.record_draft(state.stats, draft, came)
+                self.controller.record_draft(state.stats, draft, came, tree.accepted_length(draft, came))
             state.followed = []
 
     def finish(self, spec_state: SpeculationState) -> None:

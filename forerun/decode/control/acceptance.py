@@ -27,7 +27,7 @@ TRACKED_DEPTHS = 8  # acceptance is kept by depth up to here; deeper nodes count
 # Requests of one kind differ by about 0.1 in acceptance, so what others accepted counts for no more outcomes than have
 # that standard error: p (1 - p) / 0.1^2; nor for more than a request's own, 1 / (1 - REQUEST_DECAY)
 MAX_KIND_OBSERVATIONS = 20.0
-
+DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
 
 # Before anything is known. Of drafters that run a model: acceptance of a node once its parent is, by kind of prompt.
 # Models of one family were measured at 0.95 (code), 0.9 (maths) and 0.6 to 0.8 (chat) for 0.5B and 1.5B; drafters of
@@ -113,12 +113,21 @@ class DrafterRecord:
             found.append(raw**depth if raw <= 1.0 else raw)
         return found
 
-    def by_depth(self, kind: str, own: RequestRecord, deepest: int, doubt: float, block: bool = False) -> list[float]:
+    def by_depth(
+        self,
+        kind: str,
+        own: RequestRecord,
+        deepest: int,
+        doubt: float,
+        block: bool = False,
+        known_outcomes: float = MAX_KIND_OBSERVATIONS,
+    ) -> list[float]:
         """Acceptance at depths 1 to `deepest` in a request, each given the one before, less `doubt` standard errors.
 
         Three sources count by their outcomes: other requests, the drafter's own calibrated probabilities in this one
         (known before any outcome is), and the outcomes of this one. Other requests also give the shape by depth.
-        `block`: it drafts several tokens in one forward.
+        `block`: it drafts several tokens in one forward. `known_outcomes`: of other requests, that count against doubt
+        at most.
         """
         weight, known = PAID_PRIOR_OBSERVATIONS, self.kinds[kind]
         hits, tries = max(0.0, known.total[0] - own.levels[0]), max(0.0, known.total[1] - own.levels[1])
@@ -126,9 +135,9 @@ class DrafterRecord:
         usual = (hits + weight * prior) / (tries + weight)
         outcomes = min(weight + tries, MAX_KIND_OBSERVATIONS)
         mean = usual * outcomes + own.stated + own.levels[0]
-        outcomes += own.stated_levels + own.levels[1]
-        mean /= outcomes
-        least = doubt * sqrt(mean * (1.0 - mean) / outcomes)
+        here = own.stated_levels + own.levels[1]
+        mean /= outcomes + here
+        least = doubt * sqrt(mean * (1.0 - mean) / (here + min(weight + tries, known_outcomes)))
         found = []
         usual = (known.total[0] + weight * prior) / (known.total[1] + weight)
         for hits, tries in known.depths[:deepest]:
@@ -243,6 +252,13 @@ class RequestRecord:
     runs: float = 0.0  # of a free drafter
     run_tokens: float = 0.0  # that these had right
     skip_until: int = 0  # of a paid drafter that did not pay: tokens of the answer before it is planned for again
+    asked: int = 0  # of a drafter that drafts in one forward: depth that it was asked for in this step
+
+    def state_reach(self, reach: list[float]) -> None:
+        """Of a draft in one forward: the probability by depth that the nodes to verify hold the right token."""
+        own = [min(1.0, prob) for prob in reach[: self.asked]]  # free drafts beside it may go deeper
+        self.stated = self.stated * STATED_DECAY + sum(own)
+        self.stated_levels = self.stated_levels * STATED_DECAY + 1.0 + sum(own[: self.asked - 1])
 
     def state(self, draft: Draft, probs: list[float]) -> None:
         """Calibrated probabilities of a draft, before its outcome is known: that some child of a node is right, along
@@ -338,8 +354,8 @@ class Acceptance:
             probs.append(max(0.0, hits * factor / (tries - hits + hits * factor)))
         return probs
 
-    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> None:
-        """Compare one drafter's draft with the tokens that came."""
+    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int], levels_too: bool = True) -> None:
+        """Compare one drafter's draft with the tokens that came; `levels_too`: whether depths count by it as well."""
         reached = {ROOT: 0}  # node -> its depth, for those that were right
         levels: dict[int, bool] = {}  # nodes that were right and have children -> whether one of these was
         tokens, num, last = draft.tokens, len(emitted), None
@@ -355,12 +371,19 @@ class Acceptance:
             levels[parent] = levels.get(parent, False) or hit
             if hit:
                 reached[node] = above + 1
-        deepest = max(draft.depths(), default=0)
+        deepest = min(num, max(draft.depths(), default=0)) if levels_too else 0
         for node, depth in reached.items():
-            if depth < min(
-                num, deepest
-            ):  # where others of its nodes go on, a node without children is the end of a path
+            if depth < deepest:  # where others of its nodes go on, a node without children is the end of a path
                 record.count_level(record.kinds[stats.kind], own, depth, levels.get(node, False))
+
+    def record_path(self, stats: RequestStats, drafter: str, accepted: int, tokens: int) -> None:
+        """Of a draft in one forward: how many of the step's tokens it had right, in a row. Its tree is as deep as it is
+        sure, and only a part of it is verified, so a path that ends where the verified nodes do is a miss like any
+        other: by the nodes that were proposed, plans promised half as much again as came (docs/log.md)."""
+        record, own = self.records[drafter], stats.own[drafter]
+        for depth in range(min(accepted + 1, own.asked, tokens)):
+            record.count_level(record.kinds[stats.kind], own, depth, depth < accepted)
+        own.asked = 0
 
     def stats(self) -> dict[str, Any]:
         return {name: record.stats() for name, record in self.records.items()}

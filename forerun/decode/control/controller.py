@@ -22,17 +22,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forerun.core import Draft
-from forerun.decode.control import selection
-from forerun.decode.control.acceptance import Acceptance, DrafterRecord, RequestStats, StoppingRule
+from forerun.decode.control import selection, slack
+from forerun.decode.control.acceptance import (
+    DOUBT,
+    MAX_KIND_OBSERVATIONS,
+    Acceptance,
+    DrafterRecord,
+    RequestStats,
+    StoppingRule,
+)
 from forerun.decode.control.cost import MAX_ROUNDS, CostCurve, Slowdown
 from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, OpenStep, PaidPlan
 from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.selection import StepCosts
+from forerun.decode.control.waiting import Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
-DOUBT = 1.0  # standard errors that a lower bound is below the mean: right five times of six, and it narrows quickly
 # Of a request's time that exploring may lose, 1% in all; apart, or drafters that are cheap to run would use it up
 EXPLORE_PAID_SHARE, EXPLORE_FREE_SHARE = 0.0075, 0.0025
 # Of an answer, in which nothing is explored and no draft model starts to read for long: many answers have few more, and
@@ -47,7 +54,9 @@ MAX_START_SHARE_OF_KIND, MAX_START_SHARE_EXPECTED, START_DEVIATIONS = 0.15, 0.2,
 # Before a paid drafter that does not pay is planned for again, and the same as a share of the answer so far: planning
 # takes host time too
 PAID_PAUSE_TOKENS, PAID_PAUSE_SHARE = 8, 0.25
-MAX_SLOWDOWN_SHARE = 0.025  # of its plain time that a sequence may lose to its batch: 5% with what is not foreseen
+# Of other requests' outcomes that count against doubt, for one sequence: what a draft model reads is not won back where
+# the request is worse than others of its kind; where it has read, a worse one shows it within a few drafts
+START_OUTCOMES, ALONE_OUTCOMES = 2.0 * MAX_KIND_OBSERVATIONS, 1e9
 ASKED_SEQUENCES = 8  # decided for in a step where none was drafted for in the last: the others' turn comes later
 RUN_PRIOR_S = 30e-6  # of a free drafter for one sequence, before it ran
 READ_PRIOR_S = 0.5e-6  # and for a token of its prompt, which its first run reads
@@ -58,7 +67,7 @@ RECENT_DECISIONS = 256
 RECENT_DECAY = 0.9  # per step, of the rate that a drafter which has to read first must beat
 
 
-class Controller:
+class Controller(Waiting):
     """Shared by all sequences of an engine. `drafters`: seconds of one round of each paid drafter."""
 
     def __init__(self, target: CostCurve, drafters: dict[str, CostCurve]) -> None:
@@ -124,7 +133,7 @@ class Controller:
         if self._ended is None:
             self._read_at = None  # the step before held a prompt's tokens
         plain_s = self._plain_s(len(stats), context)
-        self._step = OpenStep(stats, plain_s, [stats[i] for i in self._lagging(stats, plain_s)])
+        self._step = OpenStep(stats, plain_s, [stats[i] for i in slack.lagging(self.acceptance, stats, plain_s)])
         self._ended, self._why = None, ""
         return self._step
 
@@ -151,32 +160,33 @@ class Controller:
         record, own = self.acceptance.records[drafter], s.own[drafter]
         cost_s, read_s = record.run_s or RUN_PRIOR_S, record.read_s or READ_PRIOR_S
         if slowdown := self.slowdowns.get(drafter):
+            if slowdown.takes_turns and not (turn := self.turn(s, drafter)).depth:
+                return False
             cost_s += slowdown.extra * token_s
             read_s = record.read_s or slowdown.extra * READ_ELSEWHERE_PRIOR_S
         start_s = 0.0 if own.runs else read_s * s.prompt_tokens  # which has to pay until the answer's end
         gained_s = record.run_tokens(s.kind, own, DOUBT, slowdown is not None) * (1.0 - covered) * token_s
+        if slowdown and slowdown.takes_turns:
+            cost_s, gained_s = 0.0, turn.gained_s * (1.0 - covered)
         lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
         if s.named or lost_s <= 0.0:
             return True
         if slowdown:
             lost_s += start_s  # all of it before the first draft
         lost_s *= len(self._step.stats)  # all of them wait for it
-        if covered > 0.5 or not self._may_explore(s, record, s.explored_free_s + lost_s, EXPLORE_FREE_SHARE):
+        if covered > 0.5 or not self._may_explore(s, record, s.explored_free_s + lost_s, EXPLORE_FREE_SHARE, 0.0):
             return False
         s.explored_free_s += lost_s if explore else 0.0
         return True
 
-    @staticmethod
-    def _may_explore(s: RequestStats, record: DrafterRecord, explored_s: float, share: float) -> bool:
-        return explored_s <= share * s.elapsed_s and (s.tokens >= FIRST_TOKENS or record.has_paid(s.kind))
-
-    def max_wait_s(self, s: RequestStats, drafter: str) -> tuple[float, float]:
-        """How long a batch may wait for a sequence's draft from another machine, and the probability of its first
-        token. A plain step meanwhile loses nothing of a draft whose first token is right, as the rest is verified in
-        the next one: waiting saves a step then, and is lost where that token is wrong."""
-        assert self._step is not None
-        (first,) = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], 1, 0.0 if s.named else DOUBT)[:1]
-        return first * self._step.plain_s / len(self._step.stats), first
+    def _may_explore(
+        self, s: RequestStats, record: DrafterRecord, explored_s: float, share: float, token_s: float
+    ) -> bool:
+        """`token_s`: of a plain token, where a drafter that has paid for this kind may use the budget of those tokens
+        that are expected to come: what it finds out is worth most at the beginning."""
+        paid = record.has_paid(s.kind)
+        ahead_s = token_s * self.acceptance.expected_remaining(s) if paid else 0.0
+        return explored_s <= share * (s.elapsed_s + ahead_s) and (s.tokens >= FIRST_TOKENS or paid)
 
     def min_grown_prob(self) -> float:
         """Path probability below which a drafted node cannot pay, so that free drafters need not grow it: half of what
@@ -195,9 +205,12 @@ class Controller:
 
     # -- what a step took ----------------------------------------------------------------------------------------------
 
-    def record_drafting(self, seconds: float) -> None:
-        """Of all drafters and of choosing among their nodes."""
+    def record_drafting(self, seconds: float, paid_host_s: float | None = None) -> None:
+        """Of all drafters and of choosing among their nodes; `paid_host_s`: with a paid drafter, what the host took
+        beside its forwards."""
         self._draft_s = seconds
+        if paid_host_s is not None and self._step is not None:
+            self.host.observe_paid(len(self._step.stats), paid_host_s)
 
     def observe_forward(
         self,
@@ -269,13 +282,18 @@ class Controller:
         """The probability of each node to be accepted once its parent is, by the outcome of similar nodes before; of a
         draft made beside a step in flight a lower bound, as what it is worth shows without verifying it."""
         probs = self.acceptance.calibrate(stats, draft, DOUBT if beside else 0.0)
-        if draft.sources and draft.sources[0] in self.drafters:
+        if draft.sources and draft.sources[0] in self.drafters and not stats.own[draft.sources[0]].asked:
             stats.own[draft.sources[0]].state(draft, probs)
         return probs
 
-    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int]) -> None:
-        """Compare a draft as it was proposed, with nodes that were never verified, with the tokens that came."""
-        self.acceptance.record_draft(stats, draft, emitted)
+    def record_draft(self, stats: RequestStats, draft: Draft, emitted: list[int], accepted: int = 0) -> None:
+        """Compare a draft as it was proposed, with nodes that were never verified, with the tokens that came; of one in
+        one forward depths count by how many tokens in a row were `accepted`."""
+        drafter = draft.sources[0]
+        in_one_forward = stats.own[drafter].asked > 0
+        self.acceptance.record_draft(stats, draft, emitted, levels_too=not in_one_forward)
+        if in_one_forward:
+            self.acceptance.record_path(stats, drafter, accepted, len(emitted))
 
     def record_run(self, stats: RequestStats, drafter: str, tokens: float, seconds: float, nodes: int = 0) -> None:
         """What a free drafter took for one sequence, and how many of its tokens were right. Of one elsewhere, whose
@@ -303,12 +321,15 @@ class Controller:
         why = self._why or ("by lower bound" if names else "no drafted node pays")
         for s, tokens in zip(batch.stats, found.gains, strict=True):
             s.gain.open = 0.0 if self._why else s.gain.open or tokens - 1.0
+        for i, s in enumerate(batch.stats):
+            for own in (own for own in s.own.values() if own.asked):
+                own.state_reach(found.reach(drafts[i], i))
         expected = sum(found.gains), found.seconds, plain_s
         self.decisions.append(Decision(n, batch.context, "+".join(names), depth, found.size, *expected, why))
         return found.nodes
 
     def _selected(self, batch: DraftedBatch, costs: StepCosts, doubt: bool = False) -> selection.Selection:
-        lagging = self._lagging(batch.stats, self._plain_s(len(batch.stats), batch.context))
+        lagging = slack.lagging(self.acceptance, batch.stats, self._plain_s(len(batch.stats), batch.context))
         gains, pairs = self.acceptance.gains, zip(batch.stats, batch.drafts, strict=True)
         probs = [gains.expected(s.kind, s.gain, draft, self.drafters, doubt) for s, draft in pairs]
         return selection.select(self.target, batch.drafts, probs, batch.limits, batch.context, costs, lagging)
@@ -322,7 +343,7 @@ class Controller:
         sequences, curve, record = len(stats), self.drafters[drafter], self.acceptance.records[drafter]
         costs = self._costs(sequences, batch.spent_s)
         free = self._selected(batch, costs)
-        plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s)
+        plan = DepthPlan(self.target, curve, context, free, costs.draft_s + costs.spent_s + self.host.paid(sequences))
         block = curve.tokens_per_round
         deepest = block if block > 1 else MAX_ROUNDS if sequences <= 8 else 8 if sequences <= 32 else 4
         reach = [free.reach(draft, i) for i, draft in enumerate(drafts)]
@@ -335,11 +356,12 @@ class Controller:
             if not s.named and start_s[i] > (EXPLORE_PAID_SHARE * remaining[i] if early else most) * plain_s:
                 remaining[i], waiting = 0, True
         recent = [s.recent_tokens / s.recent_s if s.recent_s else 0.0 for s in stats]
+        known = MAX_KIND_OBSERVATIONS if sequences > 1 else START_OUTCOMES if start_s[0] else ALONE_OUTCOMES
 
         def ahead(doubt: float) -> list[list[float]]:
             doubts = [0.0 if s.named and doubt > 0.0 else doubt for s in stats]
             pairs = zip(stats, doubts, strict=True)
-            return [record.by_depth(s.kind, s.own[drafter], deepest, d, block > 1) for s, d in pairs]
+            return [record.by_depth(s.kind, s.own[drafter], deepest, d, block > 1, known) for s, d in pairs]
 
         def best(probs: list[list[float]]) -> Depths:
             return plan.best(probs, reach, limits, start_s, remaining, recent)
@@ -347,7 +369,7 @@ class Controller:
         low = ahead(DOUBT)
         sure = best(low)
         lost_s = 0.0
-        if sure.rounds and not self._slows_down(stats, free.gains, sure, start_s, plain_s):
+        if sure.rounds and not slack.slows_down(self.acceptance, stats, free.gains, sure, start_s, plain_s):
             depths, why = best(ahead(0.0)), "pays by lower bound"
         else:
             depths, lost_s = self._explore(stats, record, plan, best(ahead(-DOUBT)), low, start_s)
@@ -383,7 +405,9 @@ class Controller:
             i = min(hoped.rounds, key=start_s.__getitem__)
             rounds = 1 if plan.rounds.tokens_per_round == 1 else hoped.rounds[i]
             lost_s = start_s[i] + plan.loss_s(ahead[i][:rounds])
-            if all(self._may_explore(s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE) for s in stats):
+            plain_s = plan.target.seconds(len(stats), len(stats), plan.context)
+            budgets = ((s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE, plain_s) for s in stats)
+            if all(self._may_explore(*budget) for budget in budgets):
                 return Depths({i: rounds}, hoped.rate, 1.0, {}), lost_s
         return Depths({}, plan.rate, 1.0, {}), 0.0
 
@@ -404,30 +428,6 @@ class Controller:
             for s in self._step.stats:
                 s.explored_paid_s += plan.lost_s
         self._why = f"{self._why}, {plan.why}" if self._why else plan.why
-
-    def _slows_down(
-        self, stats: list[RequestStats], gains: list[float], depths: Depths, start_s: list[float], plain_s: float
-    ) -> bool:
-        """Whether a step with a paid drafter would cost a sequence of a batch more than it may lose to the others; one
-        that gains by it wins back what reading for all takes."""
-        if len(stats) < 2:
-            return False
-        reading_s = sum(start_s[i] for i in depths.rounds)
-        for i, s in enumerate(stats):
-            tokens = gains[i] + depths.gains.get(i, 0.0)
-            steps = self.acceptance.expected_remaining(s) / tokens if tokens > depths.slowdown else 1.0
-            if reading_s + (depths.slowdown - tokens) * plain_s * steps > max(0.0, self._slack_s(s, plain_s)):
-                return True  # what is lost already can only be won back
-        return False
-
-    def _slack_s(self, s: RequestStats, plain_s: float) -> float:
-        """What a sequence may still lose to the others of its batch."""
-        whole_s = s.plain_s + self.acceptance.expected_remaining(s) * plain_s
-        return MAX_SLOWDOWN_SHARE * whole_s + s.plain_s - s.taken_s
-
-    def _lagging(self, stats: list[RequestStats], plain_s: float) -> list[int]:
-        """Sequences that this step must not slow down; one alone can only slow down itself."""
-        return [i for i, s in enumerate(stats) if self._slack_s(s, plain_s) < 0.0] if len(stats) > 1 else []
 
     @property
     def last_why(self) -> str:

@@ -20,6 +20,7 @@ MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
 MAX_LOG_SLOWDOWN = 0.7  # of one step
+TURNS_SLOWDOWN = 0.2  # of steps beside a server on the same memory bus, from which the two take turns
 
 MAX_ROUNDS = 16  # of a paid drafter in one step
 LOOKAHEAD_ROUNDS = 3  # within which a further round must pay: costs have steps
@@ -33,6 +34,8 @@ class Slowdown:
 
     def __init__(self, shares_memory: bool) -> None:
         self._log, self._steps = math.log(PRIOR_SLOWDOWN if shares_memory else 1.0), PRIOR_SLOWDOWN_STEPS
+        self._shares_memory = shares_memory
+        self.round_s = self.way_s = 0.0  # of the server for a token, and of the way to it and back; 0: not known
 
     def observe(self, expected_s: float, seconds: float) -> None:
         """Of a plain step, against what it takes while the server does nothing."""
@@ -44,6 +47,11 @@ class Slowdown:
     def extra(self) -> float:
         """Of a step, as a share of it."""
         return max(0.0, math.exp(self._log) - 1.0)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the server should compute while the target waits, and never beside its steps."""
+        return self._shares_memory and self.round_s > 0.0 and self.extra >= TURNS_SLOWDOWN
 
 
 class CostCurve:

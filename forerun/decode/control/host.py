@@ -12,6 +12,9 @@ from statistics import median
 
 RECENT_STEPS = 15  # of each kind: their median counts, which a pause of the operating system does not move
 DRAFTED_EXTRA_S = 80e-6  # of a sequence with a draft, before any was timed: merged, selected, verified, recorded
+# Of a sequence that a paid drafter drafts for, before any was timed: planned, grown, merged, selected. One step later
+# it is known (0.3 to 0.5 ms beside an H200), and a first step that is not taken never is
+PAID_EXTRA_S = 50e-6
 MAX_IDLE_SHARE = 0.5  # of the host's idle time beside a step in flight that drafters may use: steps vary
 MIN_IDLE_S = 50e-6  # about one run of a free drafter
 
@@ -26,6 +29,10 @@ class HostTime:
     def observe(self, sequences: int, drafted: bool, seconds: float) -> None:
         """Of a step that was not launched ahead: what it took beside drafting and its forward."""
         self._count(sequences, "drafted" if drafted else "plain", seconds)
+
+    def observe_paid(self, sequences: int, seconds: float) -> None:
+        """Of a step with a paid drafter: what drafting took beside its forwards and what came before it."""
+        self._count(sequences, "paid", seconds)
 
     def observe_ahead(self, sequences: int, busy_s: float, idle_s: float) -> None:
         """Of the host beside a step that was launched ahead."""
@@ -48,6 +55,10 @@ class HostTime:
         plain_s = 0.0 if (size, "hidden") in self._known else self._known.get((size, "plain"), 0.0)
         extra_s = self.hidden(sequences) + DRAFTED_EXTRA_S * sequences
         return self._known.get((size, "drafted"), plain_s + extra_s) if drafted else plain_s
+
+    def paid(self, sequences: int) -> float:
+        """Of drafting with a paid drafter, beside its forwards."""
+        return self._known.get((sequences.bit_length(), "paid"), PAID_EXTRA_S * sequences)
 
     def hidden(self, sequences: int) -> float:
         """Of a plain step that was launched ahead: what shows where one is not."""

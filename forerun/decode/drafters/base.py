@@ -41,6 +41,7 @@ class DraftRequest:
     min_prob: float = 0.02  # of a node's path: less probable ones are not worth verifying
     max_wait_s: float = math.inf  # for a draft that comes from another machine: more is not worth it
     first_prob: float = 1.0  # that such a draft's first token is accepted: waiting is worth less if it comes late
+    in_turn: bool = False  # such a draft is waited for whole, and nothing is computed there beside the target's steps
     min_path_probs: Sequence[float] = ()  # `keep_drafting` as numbers, by depth, for drafters that decide on a device
     keep_drafting: Callable[[float, int], bool] | None = None  # (path probability, depth) -> is a round worth it?
 
@@ -107,6 +108,10 @@ class Drafter(ABC):
     def counted_s(self, seq_id: int, seconds: float) -> float | None:
         """Of a free drafter's run that took so long, what counts as its cost; None: it does not count as a run."""
         return seconds
+
+    def turn_costs(self) -> tuple[float, float]:
+        """Of one elsewhere: seconds of a token of a draft, and of the way there and back; 0 where not known."""
+        return 0.0, 0.0
 
     def computed_elsewhere(self) -> bool:
         """Whether another process computed for this one since the last call."""

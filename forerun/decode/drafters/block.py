@@ -23,6 +23,7 @@ from forerun.decode.drafters.base import DraftRequest, register
 from forerun.decode.drafters.best_first import MAX_CHILDREN, Marginals, Ranked, temperatures
 from forerun.decode.drafters.hidden import HiddenDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
+from forerun.models.cpu.ranking import BlockRanking
 from forerun.models.execution.runner import Span
 from forerun.models.hidden_draft import BlockModel, BlockRows
 
@@ -36,6 +37,7 @@ class _Context:
 
     pages: array[int]
     end: int
+    last: Tensor | None = None  # [1, width] vector of entry `end - 1`, where it was written last
 
 
 @dataclass
@@ -90,7 +92,9 @@ class BlockDrafter(HiddenDrafter):
     def _pass(self, requests: list[DraftRequest], trees: list[TreeBuilder]) -> tuple[list[Marginals], int]:
         for request in requests:
             self._write_context(request)
-        count = min(self._model.first_row + self.tokens_per_round, min(r.max_nodes for r in requests) + 1)
+        first = self._model.first_row
+        depth = min(max(map(self._depth, requests)), *(r.max_nodes for r in requests))  # rows need room on every page
+        count = max(1, first + depth)
         spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
         rows = self._model.run(self._target.batch(spans), self._kv, count, self._states(requests))
         self._observe(requests, rows.hidden)
@@ -107,14 +111,18 @@ class BlockDrafter(HiddenDrafter):
         features = self._features
         if not self._model.state_input or features is None:
             return None
-        return torch.cat([features.rows(r.pages, len(r.tokens) - 2, len(r.tokens) - 1) for r in requests])
+        found = []
+        for r in requests:
+            known = self._contexts[r.seq_id].last
+            found.append(features.rows(r.pages, len(r.tokens) - 2, len(r.tokens) - 1) if known is None else known)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _write_context(self, request: DraftRequest) -> None:
         """K/V of what the target has run since the last pass, as far back as the window sees."""
         end, context = len(request.tokens) - 1, self._contexts.get(request.seq_id)
         if context is None or context.pages is not request.pages or context.end > end:
             context = self._contexts[request.seq_id] = _Context(request.pages, 0)
-        first = max(context.end, end - self._window)
+        first, context.last = max(context.end, end - self._window), None
         features = self._features
         known = end if features is None else features.known_from(request.pages, first, end)
         if known > first:
@@ -122,7 +130,9 @@ class BlockDrafter(HiddenDrafter):
         for lo in range(known, end, CONTEXT_CHUNK):
             hi = min(lo + CONTEXT_CHUNK, end)
             assert features is not None
-            self._write(request.pages, lo, hi, features.rows(request.pages, lo, hi))
+            vectors = features.rows(request.pages, lo, hi)
+            self._write(request.pages, lo, hi, vectors)
+            context.last = vectors[-1:]
         context.end = end
 
     def _write(self, pages: array[int], first: int, end: int, features: Tensor | None) -> None:
@@ -133,6 +143,14 @@ class BlockDrafter(HiddenDrafter):
         self._model.write_context(features, positions, slots, self._kv, self._pool.kv)
 
     def _rank(self, rows: BlockRows, lasts: list[int], trees: list[TreeBuilder]) -> _Tables:
+        if BlockRanking.possible(rows.logits, MAX_CANDIDATES):
+            heat = temperatures(trees, rows.logits.device)
+            heats = [1.0] * len(lasts) if heat is None else heat.tolist()
+            found = self._model.ranking(rows.logits, rows.hidden, lasts, heats, MAX_CANDIDATES, MAX_CHILDREN)
+            return _Tables(*found)
+        return self._rank_by_operators(rows, lasts, trees)
+
+    def _rank_by_operators(self, rows: BlockRows, lasts: list[int], trees: list[TreeBuilder]) -> _Tables:
         model, logits = self._model, rows.logits
         heat = temperatures(trees, logits.device)
         logits = logits if heat is None else logits / heat[:, None, None]
@@ -151,7 +169,8 @@ class BlockDrafter(HiddenDrafter):
             corrected = corrected * (bias if heat is None else bias / heat[:, None, None, None]).exp()
         probs = corrected / (corrected.sum(-1, keepdim=True) + rest.clamp(min=0.0)[..., None, None])
         best = probs.topk(min(MAX_CHILDREN, probs.shape[-1]), -1)
-        values = _with_confidence(best.values, model.confidence(rows.hidden, before)).clamp(max=1.0)
+        sure = model.confidence(rows.hidden, before, best.values[..., 0])
+        values = _with_confidence(best.values, sure).clamp(max=1.0)
         chosen = tokens[..., None, :].expand(*before.shape, -1).gather(-1, best.indices)
         return _Tables(*(value.cpu().numpy() for value in (tokens, chosen, values)))
 

@@ -33,7 +33,7 @@ class HiddenDrafter(Drafter):
         assert ctx.hidden is not None
         self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
         self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
-        self._adapter = ctx.hidden.adapter
+        self._adapter, self.outcomes = ctx.hidden.adapter, ctx.hidden.outcomes
         self.rounds: list[DraftRound] = []
 
     @classmethod
@@ -67,6 +67,8 @@ class HiddenDrafter(Drafter):
                 self._adapter.record(request.seq_id, request.tokens, own)
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
+        if self._features is not None:
+            self._features.write_waiting()  # while its pages are its own
         if self._adapter is not None:
             self._adapter.finish(seq_id, tokens)
 

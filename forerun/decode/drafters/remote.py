@@ -208,6 +208,10 @@ class RemoteDrafter(Drafter):
         first, sequence.counted = not sequence.counted, True
         return sequence.read_s if first else min(seconds, MAX_RUN_S)
 
+    def turn_costs(self) -> tuple[float, float]:
+        """Of trees that came: before, a server's own statement may be of another load."""
+        return (self.trips.round_s, self.trips.network_s) if self.counts["trees"] else (0.0, 0.0)
+
     def computed_elsewhere(self) -> bool:
         with self._changed:
             busy = any(sequence.flight is not None for sequence in self._sequences.values())
@@ -278,6 +282,7 @@ class RemoteDrafter(Drafter):
         while missing := [(s, r) for s, r in missing if s.served and s.best(r.tokens) is None]:
             spent_s = time.monotonic() - start
             patient = spent_s + self.trips.answer_s < min(MAX_WAIT_S, sum(request.max_wait_s for _, request in missing))
+            patient = patient or any(request.in_turn for _, request in missing)
             for sequence, request in missing:
                 if sequence.flight is None and sequence.wire_id not in ordered:  # once: a server may have nothing
                     ordered.add(sequence.wire_id)
@@ -300,7 +305,7 @@ class RemoteDrafter(Drafter):
         rest = sequence.best(request.tokens)
         if rest is None:
             return Draft()
-        if sequence.flight is None and self.trips.guess_pays():
+        if sequence.flight is None and not request.in_turn and self.trips.guess_pays():
             free_s = min(MAX_FREE_S, max(0.0, self.trips.step_s - self.trips.network_s))
             self._order(sequence, request, rest.likeliest_path(), free_s, guess=True)
         if request.sampled:
@@ -332,12 +337,13 @@ class RemoteDrafter(Drafter):
             free_ms=round(1000.0 * free_s),
         )
         sequence.known_first, sequence.known_assumed = len(tokens), list(assumed.tokens)
-        expected_s = trips.network_s + max(trips.server_s, free_s if guess else 0.0)
+        server_s = order.depth * trips.round_s if request.in_turn else trips.server_s
+        expected_s = trips.network_s + max(server_s, free_s if guess else 0.0)
         now, unread = time.monotonic(), len(order.tokens)
         sequence.flight = _Flight(sequence.version, len(tokens), assumed, now, expected_s, guess, unread)
         if not link.send(order):
             sequence.flight = None  # the next step finds another server, or none
-        self._ordered = True
+        self._ordered = self._ordered or not request.in_turn
         self.counts["orders"] += 1
         self.counts["guesses"] += guess
 

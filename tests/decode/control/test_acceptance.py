@@ -139,6 +139,28 @@ def test_candidates_that_a_drafter_only_scored_do_not_stand_for_what_it_is_sure_
     assert own.stated == pytest.approx(0.91 + 0.91 * 0.8) and own.stated_levels == pytest.approx(1.91)
 
 
+def test_of_a_draft_in_one_forward_a_path_counts_to_where_it_ends():
+    """Whether the tree ended there or the token was another: what a step gains is what is planned for."""
+    known, stats = Acceptance(), RequestStats("code")
+    own = stats.own["paid"]
+    for accepted in (0, 3, 3, 8):
+        own.asked = 8
+        known.record_path(stats, "paid", accepted, accepted + 1)
+    depths = known.records["paid"].kinds["code"].depths
+    assert [round(tries) for _, tries in depths] == [4, 3, 3, 3, 1, 1, 1, 1]
+    assert [round(hits) for hits, _ in depths] == [3, 3, 3, 1, 1, 1, 1, 1]
+    own.asked = 8
+    known.record_path(stats, "paid", 2, 2)  # the answer ended there: no miss
+    assert round(depths[2][1]) == 3 and own.asked == 0
+
+
+def test_what_is_stated_of_a_draft_in_one_forward_is_never_more_than_certain():
+    own = RequestRecord(asked=2)
+    own.state_reach([1.2, 0.9, 0.8, 0.8])  # siblings that claim more than there is, a free draft that goes deeper
+    assert own.stated == pytest.approx(1.9) and own.stated_levels == pytest.approx(2.0)
+    assert 0.0 < Acceptance().records["paid"].by_depth("text", own, 4, 1.0)[0] < 1.0
+
+
 def test_few_outcomes_at_one_depth_do_not_shape_it():
     known, stats = Acceptance(), RequestStats("code")
     for _ in range(3):

@@ -19,6 +19,7 @@ from tests.decode.simulator import (
     CORES,
     FAST_CORES,
     H200,
+    H200_HOST,
     Category,
     Machine,
     Text,
@@ -27,7 +28,7 @@ from tests.decode.simulator import (
     single_s,
 )
 
-MACHINES = {"h200": H200, "cores": CORES, "fast cores": FAST_CORES}
+MACHINES = {"h200": H200, "h200, its host": H200_HOST, "cores": CORES, "fast cores": FAST_CORES}
 SEEDS = range(5)
 
 # Of the best single drafter, where the goal of 0.95 is missed in the first request of a process. Edits on the H200: the
@@ -38,7 +39,10 @@ SEEDS = range(5)
 MISSED = {
     ("h200", "code"): 0.93,
     ("h200", "edits"): 0.88,
+    ("h200, its host", "code"): 0.94,
+    ("h200, its host", "edits"): 0.88,
     ("h200", "maths"): 0.88,
+    ("h200, its host", "maths"): 0.94,
     ("h200", "chat"): 0.94,
     ("cores", "code"): 0.93,
     ("fast cores", "code"): 0.92,
@@ -61,8 +65,9 @@ def test_a_first_request_is_never_below_plain_and_near_the_best_drafter(drafters
         assert auto <= oracle / MISSED.get((machine, name), 0.95), name
         gained.append(plain / auto)
         possible.append(plain / oracle)
-    assert fmean(possible) >= 1.25  # what there is to gain here
-    assert fmean(gained) >= 1.25
+    least = 1.2 if machine == "h200, its host" else 1.25  # an untrained draft model gains nothing there
+    assert fmean(possible) >= least  # what there is to gain here
+    assert fmean(gained) >= least
     assert fmean(gained) >= 0.94 * fmean(possible)
 
 

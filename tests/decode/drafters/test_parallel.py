@@ -67,7 +67,7 @@ def test_long_prompts_are_read_as_prompts(llm: LLM, monkeypatch: pytest.MonkeyPa
     runner, made = llm.engine.speculator.ctx.draft_runner, drafter(llm)
     assert runner is not None
     forward, ran = runner.forward, list[Span]()
-    monkeypatch.setattr(runner, "forward", lambda spans: (ran.extend(spans), forward(spans))[1])
+    monkeypatch.setattr(runner, "forward", lambda spans, **how: (ran.extend(spans), forward(spans, **how))[1])
     for length, read in ((150, True), (40, False)):
         ran.clear()
         made.propose([request(llm, list(range(1, 1 + length)))])
@@ -142,7 +142,7 @@ def test_a_step_is_one_round(llm: LLM):
 
 def test_auto_drafts_in_parallel_where_the_draft_was_trained_for_it(llm: LLM, tiny_folder: Callable[[str], Path]):
     pool = llm.engine.speculator.drafter_pool
-    assert pool.names(SamplingParams())[-2:] == ["parallel", "model"]  # of the same model: the faster one runs
+    assert pool.names(SamplingParams())[-2:] == ["suffix", "parallel"]  # chains of the same model only by name
     plain = LLM(tiny_folder("qwen2"), draft_model=tiny_folder("qwen2"), kv_cache_tokens=2048, max_model_len=256)
     assert plain.engine.speculator.drafter_pool.names(SamplingParams())[-1] == "model"
     with pytest.raises(BadRequest, match="was not trained"):

@@ -4,9 +4,11 @@ nothing is waited for that is not worth it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from forerun.decode.control.acceptance import RequestStats
 from forerun.decode.drafters.remote import RoundTrips
 from tests.decode.remote.simulated import NAME, ONE_CORE, Network, RemoteWorld
 from tests.decode.simulator import CATEGORIES, Text, World
@@ -15,11 +17,26 @@ TOKENS = 64
 ROUND_TRIPS_S = (0.0, 0.02, 0.05, 0.1)
 
 
-def against_plain(network: Network, category: str, seeds: range, before: int = 0) -> list[float]:
-    """Speed of single answers, each in a process of its own that has answered `before` others."""
+def name_drafters(world: RemoteWorld) -> None:
+    """Requests name their drafters."""
+    begin = world.controller.new_request
+
+    def named(*given: Any, **more: Any) -> RequestStats:
+        stats = begin(*given, **more)
+        stats.named = True
+        return stats
+
+    world.controller.new_request = named  # type: ignore[method-assign]
+
+
+def against_plain(network: Network, category: str, seeds: range, before: int = 0, named: bool = False) -> list[float]:
+    """Speed of single answers, each in a process of its own that has answered `before` others; `named`: requests name
+    their drafters."""
     found, kind = [], replace(CATEGORIES[category], tokens=TOKENS)
     for seed in seeds:
         world, text = RemoteWorld(network), Text(kind, seed)
+        if named:
+            name_drafters(world)
         for other in range(before):
             world.answer([Text(kind, 100 + 10 * seed + other)])
         found.append(World(ONE_CORE, ("lookup",)).answer([text], plain=True)[0] / world.answer([text])[0])
@@ -41,6 +58,27 @@ def test_a_server_that_slows_the_target_down_is_used_only_where_it_gains(categor
     shared_bus = Network(round_trip_s, slowdown=1.3)
     assert min(against_plain(shared_bus, category, range(3))) >= 0.95  # the first answer of all finds it out
     assert min(against_plain(shared_bus, category, range(50, 53), before=2)) >= 0.97
+
+
+@pytest.mark.parametrize("slowdown", [1.3, 1.6])
+def test_a_near_server_on_the_same_bus_takes_turns_with_the_target(slowdown: float) -> None:
+    """As a draft model in the target's own process would: nothing is computed beside steps, and drafts gain."""
+    for category, least in (("code", 1.1), ("maths", 1.0), ("chat", 0.97)):
+        found = against_plain(Network(0.0, slowdown), category, range(4), before=1, named=True)
+        assert sum(found) / len(found) >= least
+    assert min(against_plain(Network(0.1, slowdown), "code", range(4), before=1, named=True)) >= 0.97
+
+
+def test_no_order_is_in_flight_beside_steps_of_a_target_that_takes_turns() -> None:
+    world = RemoteWorld(Network(0.0, slowdown=1.6))
+    name_drafters(world)
+    kind = replace(CATEGORIES["code"], tokens=TOKENS)
+    world.answer([Text(kind, 1)])
+    drafter, trees = world.spec.drafter_pool[NAME], world.server.orders
+    assert world.controller.slowdowns[NAME].takes_turns
+    before = drafter.figures()["guesses"]
+    world.answer([Text(kind, 2)])
+    assert world.server.orders > trees + 5 and drafter.figures()["guesses"] == before
 
 
 def test_a_near_server_is_worth_it_for_code() -> None:

@@ -1,0 +1,36 @@
+"""How deep a draft is that the target waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.decode.control.cost import TURNS_SLOWDOWN, Slowdown
+from forerun.decode.control.waiting import Turn, best_turn
+
+
+def verify_s(rows: int) -> float:
+    return 1.0 + 0.1 * (rows - 1)
+
+
+def test_the_depth_with_the_best_rate() -> None:
+    """Depth 1: 1.5 tokens in 1.3 s; depth 2: 2 in 1.6 s (the second is certain); depth 3: 2 in 1.9 s."""
+    found = best_turn([0.5, 1.0, 0.0], 1.0, verify_s, round_s=0.2, way_s=0.0)
+    assert found.depth == 2 and found.gained_s == pytest.approx(2.0 - 1.6) and found.draft_s == pytest.approx(0.4)
+
+
+def test_none_pays_behind_a_long_way_or_where_drafts_are_wrong() -> None:
+    assert best_turn([0.9] * 8, 1.0, verify_s, round_s=0.2, way_s=9.0) == Turn()
+    assert best_turn([0.1] * 8, 1.0, verify_s, round_s=0.2, way_s=0.0) == Turn()
+    assert best_turn([], 1.0, verify_s, round_s=0.2, way_s=0.0) == Turn()
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_turns_are_for_one_memory_bus_and_a_slowdown_that_was_measured(shares_memory: bool) -> None:
+    slowdown = Slowdown(shares_memory)
+    slowdown.round_s = 0.02
+    assert not slowdown.takes_turns  # what is expected before any step was timed is less
+    for _ in range(20):
+        slowdown.observe(1.0, 1.0 + 2.0 * TURNS_SLOWDOWN)
+    assert slowdown.takes_turns == shares_memory
+    slowdown.round_s = 0.0
+    assert not slowdown.takes_turns  # what a draft takes is not known
