@@ -64,6 +64,19 @@ class AttentionBackend(ABC):
         kv[0].index_copy_(0, slots, rotate(k, *rope.at(positions)).to(kv[0].dtype))
         kv[1].index_copy_(0, slots, v.to(kv[1].dtype))
 
+    def write_rows(
+        self,
+        made: Tensor,
+        layer: int,
+        kv: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        k_norm: Norm | None = None,
+    ) -> None:
+        """The same of K and V side by side, [T, 2 Hkv D], K with a norm where one is given."""
+        k, v = made.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim)).chunk(2, 1)
+        self.write(k if k_norm is None else rms_norm(k, k_norm), v, layer, kv, positions, slots)
+
 
 MAX_TILE_TOKENS = 128  # new tokens that attend in one call, so that a long prefill does not compute all it may not see
 # new tokens and keys from which query heads stay separate: slower, with a smaller mask

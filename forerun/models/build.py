@@ -28,7 +28,7 @@ from forerun.models.cpu.huge_pages import move_in_background
 from forerun.models.cpu.importance import WeightPlan
 from forerun.models.cpu.library import build_key, cpu_kind
 from forerun.models.cpu.streaming import StreamedAttention, StreamedLinear
-from forerun.models.decoder import Decoder, Layer
+from forerun.models.decoder import Decoder, Layer, TokenEmbeddings
 from forerun.models.execution.short_head import FREQUENT_IDS, ShortHead
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 from forerun.models.formats.dequant import EmbeddingRows
@@ -157,6 +157,7 @@ def build_decoder(
         dtype=precision.dtype,
         device=device,
         basis=builder.basis,
+        final_scale=builder.norm("final_norm")[0] if builder.config.pooling else None,
     )
     builder.move_blocks()
     return decoder, precision
@@ -289,8 +290,8 @@ class LayerBuilder:
 
     def weights(self, *names: str) -> Tensor:
         """Matrices one above the other, on the device."""
-        parts = [self.checkpoint.tensor(name) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+        parts = [self.checkpoint.tensor(name, self.device) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def linear(
         self, name: str, weight: Callable[[], Tensor], bias: Tensor | None = None, kind: type[Linear] | None = None
@@ -406,8 +407,7 @@ class LayerBuilder:
             rows = EmbeddingRows(*self.checkpoint.stored("embed"))
             return getattr(self.checkpoint, "with_mask", lambda plain: plain)(rows)
         tied = self.config.tie_embeddings
-        table = head.weight if tied else self.weights("embed").to(self.precision.dtype)
-        return lambda ids: table.index_select(0, ids)
+        return TokenEmbeddings(head.weight if tied else self.weights("embed").to(self.precision.dtype))
 
     def head(self) -> tuple[Norm, Linear]:
         """The last norm and the head: like `reading`, but some rows at a time, since whole and rotated copies of the

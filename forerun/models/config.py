@@ -67,6 +67,7 @@ class ModelConfig:
     window_layers: tuple[bool, ...] = ()  # which layers slide; empty: all of them if sliding_window is set
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    pooling: Literal["", "mean", "last"] = ""  # of models trained to embed texts: how states become one vector
 
     def __post_init__(self) -> None:
         if self.max_context > MAX_CONTEXT:  # scaling may have stretched it

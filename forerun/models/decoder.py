@@ -61,6 +61,16 @@ class Output:
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> [T, Hkv, D] each
 
 
+@dataclass(frozen=True)
+class TokenEmbeddings:
+    """Embeddings of all tokens in memory, which a kernel can also read by itself: weight [V, hidden]."""
+
+    weight: Tensor
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, ids)
+
+
 @dataclass
 class Decoder:
     """A loaded model. `lookup` maps token ids to embeddings (a plain table, or rows of a mapped file)."""
@@ -74,6 +84,7 @@ class Decoder:
     dtype: torch.dtype  # of activations and of the KV cache
     device: torch.device
     basis: Rotation | None = None  # what hidden states are rotated by inside; callers always see them as they are
+    final_scale: Tensor | None = None  # of the last norm, where texts are embedded: `final_norm` may not have it
 
     @torch.inference_mode()
     def forward(
@@ -171,6 +182,11 @@ class Decoder:
             return w.float8_mlp(x)
         h = w.gate_up.gated(x, self.config.activation, norm=w.mlp_norm)  # [T, intermediate]
         return w.down(h, add=x) if w.post_mlp_norm is None else x + rms_norm(w.down(h), w.post_mlp_norm)
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """What texts are embedded by, [T, hidden] float32, of the last layer's output as the model has it."""
+        assert self.final_scale is not None, "the model was not trained to embed texts"
+        return rms_norm(hidden.float(), (self.final_scale.float(), self.final_norm[1]))
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits of hidden states: [N, hidden] -> [N, V] float32."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +23,7 @@ from forerun.models.build import attention_backend, cuda_precision
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
+from forerun.models.cpu.ranking import BlockRanking
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.hidden_features import FeatureShape
 from forerun.models.formats.checkpoint import Checkpoint
@@ -28,6 +32,8 @@ from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_n
 from forerun.models.online_adapter import OnlineAdapter
 
 Q8_COLUMNS = 32  # of a block: matrices whose rows are no multiple stay in float32
+ODDS_RANGE = (1e-4, 1.0 - 1e-4)  # of a probability whose odds a confidence head reads, as in training
+KEPT_EMBEDDINGS = 2048  # rows of the embedding: 5 MB of 576 values each
 COMPARED_ROWS = 64  # of an embedding, to see whether it is the target's
 
 
@@ -58,7 +64,7 @@ class HiddenDraftModel:
         self.target, self.device, self.dtype, self.max_context = target, target.device, target.dtype, context
         self.ids, self.vocab = weights.draft_ids.to(target.device), target.config.vocab_size
         self._precision, self._tensors = draft_precision(target), weights.tensors
-        self.identity = weights.identity
+        self.identity, self.outcomes = weights.identity, weights.outcomes
         self._own_head = weights.tensors.get("lm_head.weight")
         self._learnt = {name: value for name, value in weights.tensors.items() if name.startswith("adapter.")}
         self._load(weights, checkpoint)
@@ -196,6 +202,7 @@ class BlockModel(HiddenDraftModel):
     def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
         self.layers = config = weights.layers
         self.decoder = self._decoder(config, checkpoint)
+        self._embeddings: dict[int, Tensor] = {}
         self.kv_layers = weights.kv_layers(checkpoint.config)
         each = range(len(self.depths)) if weights.config.get("fc_norm") else ()
         self._each_norm = [self._norm(f"fc_norm.{i}.weight", config.norm_eps) for i in each]
@@ -226,6 +233,14 @@ class BlockModel(HiddenDraftModel):
         if "confidence_head.proj.weight" in self._tensors:
             names = ("confidence_head.proj.weight", "confidence_head.proj.bias")
             self._confidence = tuple(self._tensors[name].to(self.device, torch.float32) for name in names)
+        odds = self._tensors.get("confidence_head.odds")
+        self._confidence_odds = None if odds is None else odds.to(self.device, torch.float32)
+
+    @cached_property
+    def ranking(self) -> BlockRanking:
+        """What ranks its tokens on a CPU."""
+        sure = None if self._confidence is None else (self._confidence[0], self._confidence[1])
+        return BlockRanking(self.ids, self._previous, self._next, sure, self._confidence_odds)
 
     def project(self, hidden: list[Tensor]) -> Tensor:
         return rms_norm(self._fc(join_states(hidden, self._each_norm, self.dtype)), self._hidden_norm)
@@ -240,10 +255,9 @@ class BlockModel(HiddenDraftModel):
                 for cache in kv[i]:
                     cache.index_fill_(0, slots, 0.0)
             else:
-                made = self._context_kv[i](features).unflatten(-1, (2 * c.num_kv_heads, c.head_dim))
-                k, v = made.chunk(2, 1)  # [T, Hkv, D]
                 norms = self.decoder.layers[i].qk_norms
-                attention.write(k if norms is None else rms_norm(k, norms[1]), v, i, kv[i], positions, slots)
+                made = self._context_kv[i](features)
+                attention.write_rows(made, i, kv[i], positions, slots, None if norms is None else norms[1])
             if self.kv_layers:
                 for cache, source in zip(kv[i], target_kv[self.kv_layers[i]], strict=True):
                     cache.index_add_(0, slots, source.index_select(0, slots).to(cache.dtype))
@@ -253,7 +267,7 @@ class BlockModel(HiddenDraftModel):
         """A pass of blocks of `rows` rows each: the first row of a block is a token, the others are masks. `states`:
         [blocks, width] vectors of the tokens before, where rows start from them."""
         decoder, count = self.decoder, len(batch.tokens) // rows
-        tokens = decoder.lookup(torch.from_numpy(batch.tokens[::rows].copy()).to(self.device)).to(self.dtype)
+        tokens = self._embedded(batch.tokens[::rows])
         if self.state_input:
             assert states is not None
             depth = self._depth_embed[:rows]
@@ -263,16 +277,27 @@ class BlockModel(HiddenDraftModel):
         else:
             x = self._mask.expand(len(batch.tokens), -1).clone()
             x[::rows] = tokens
-        plans = {False: batch, True: _whole_blocks(batch, rows)}
-        planned = {way: plans[way].to(self.device) for way in set(self._sees_block)}
-        for i, way in enumerate(self._sees_block):
-            if i == 0 or way != self._sees_block[i - 1]:
-                decoder.attention.plan(planned[way])
-            x = decoder.run_layers(x, planned[way], kv, range(i, i + 1))
+        ways = set(self._sees_block)
+        planned = {way: (_whole_blocks(batch, rows) if way else batch).to(self.device) for way in ways}
+        for way, same in groupby(range(len(self._sees_block)), self._sees_block.__getitem__):
+            which = list(same)
+            decoder.attention.plan(planned[way])
+            x = decoder.run_layers(x, planned[way], kv, range(which[0], which[-1] + 1))
         hidden = rms_norm(x.unflatten(0, (count, rows))[:, self.first_row :], decoder.final_norm)
         if self._head_down is not None:
             hidden = self._head_down(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         return BlockRows(self.row_logits(hidden), hidden.float())
+
+    def _embedded(self, tokens: np.ndarray) -> Tensor:
+        """[N, hidden]; on a CPU rows are kept, as reading one out of packed blocks takes many small operators."""
+        if self.device.type != "cpu":
+            return self.decoder.lookup(torch.from_numpy(tokens.copy()).to(self.device)).to(self.dtype)
+        if len(self._embeddings) > KEPT_EMBEDDINGS:
+            self._embeddings.clear()
+        wanted = tokens.tolist()
+        for token in set(wanted) - self._embeddings.keys():
+            self._embeddings[token] = self.decoder.lookup(torch.tensor([token])).to(self.dtype)
+        return torch.cat([self._embeddings[token] for token in wanted])
 
     def _apply_head(self, rows: Tensor) -> Tensor:
         return self.decoder.head(rows)
@@ -290,14 +315,17 @@ class BlockModel(HiddenDraftModel):
         rows = self._next if columns is None else self._next[columns]  # [.., C, r]
         return self._previous[before] @ rows.transpose(-1, -2)
 
-    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """How probable it is that the draft is right after tokens [..., P], of rows hidden [..., h]: [..., P]."""
+    def confidence(self, hidden: Tensor, before: Tensor, top: Tensor | None = None) -> Tensor | None:
+        """How probable it is that the draft is right after tokens [..., P], of rows hidden [..., h]: [..., P]. `top`:
+        [..., P] the probability of the likeliest token there."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence
         score = (hidden @ weight[0, : hidden.shape[-1]])[..., None] + bias
         if weight.shape[1] > hidden.shape[-1] and self._previous is not None:
             score = score + self._previous[before] @ weight[0, hidden.shape[-1] :]
+        if self._confidence_odds is not None and top is not None:
+            score = score + self._confidence_odds * top.clamp(*ODDS_RANGE).logit()
         return score.expand(*before.shape).sigmoid()
 
 

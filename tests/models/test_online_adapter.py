@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadDrafter
-from forerun.models.online_adapter import MAX_NEWEST_PASSES, MAX_PASSES, MIN_NEW_PASSES, OnlineAdapter
+from forerun.models.online_adapter import MAX_NEWEST_PASSES, MAX_PASSES, MIN_NEW_PASSES, WHOLE_PASSES, OnlineAdapter
 
 WIDTH, VOCAB, DEPTH = 24, 60, 3
 HEAD = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ def learn(adapter: OnlineAdapter) -> None:
 
 
 def accepted(adapter: OnlineAdapter) -> int:
-    return adapter.accepted(adapter.state, list(adapter.passes)[-32:])
+    return sum(adapter.accepted(adapter.state, list(adapter.passes)[-32:]))
 
 
 def test_what_it_learns_is_kept_where_newer_passes_gain():
@@ -59,6 +59,21 @@ def test_what_does_not_help_newer_passes_is_thrown_away():
     assert adapter.stats == {"trials": 1, "kept": 0, "dropped": 0} and not adapter.active
     row = torch.randn(2, WIDTH)
     assert torch.equal(adapter.change_rows(row), row)
+
+
+def test_an_answer_is_not_measured_on_itself():
+    """What is learnt from the beginning of one drafts its end better, and others worse."""
+    adapter, tokens = made(), [10]
+    draw = torch.Generator().manual_seed(5)
+    for number in range(4 * WHOLE_PASSES):
+        adapter.record(0, tokens, torch.randn(1, WIDTH, generator=draw))
+        tokens = [*tokens, 10 + number % 40]
+    assert adapter._new > MIN_NEW_PASSES and not adapter.due
+    assert WHOLE_PASSES < len(adapter.passes) < 3 * WHOLE_PASSES  # a long one leaves room for others
+    feed(adapter, MIN_NEW_PASSES, 1, every=4)
+    assert adapter.step() and adapter._trial is not None
+    older, newest = ({each.sequence for each in part} for part in (adapter._trial.older, adapter._trial.newest))
+    assert older and newest and not older & newest
 
 
 def test_a_kept_change_is_dropped_when_the_text_turns():

@@ -88,6 +88,27 @@ class PagedCpuAttention(AttentionBackend):
         )
         return q
 
+    def write_rows(
+        self,
+        made: Tensor,
+        layer: int,
+        kv: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        k_norm: Norm | None = None,
+    ) -> None:
+        c = self.config
+        if kv[0].dtype != torch.float32:
+            super().write_rows(made, layer, kv, positions, slots, k_norm)
+            return
+        made, (norm, eps) = made.contiguous(), k_norm or (None, 0.0)
+        batch = Batch(len(made), 0, c.num_kv_heads, c.head_dim, 0, 0, 0, positions.data_ptr(), slots.data_ptr())
+        self._written = (batch, made, positions, slots)  # the kernels read their memory
+        self._kernels.fr_store(
+            *(ctypes.addressof(batch), made.data_ptr(), None, _cache(kv)),
+            *(self._rope(layer).data_ptr(), None, address(norm), eps),
+        )
+
     def attend(self, q: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> Tensor:
         q = q.contiguous()
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])

@@ -29,9 +29,9 @@ from forerun.models.fetch.store import home
 
 log = logging.getLogger("forerun")
 
-SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c")
+SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c", "ranking.c")
 HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "pool.h")
-ABI = 4  # of the functions below
+ABI = 5  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
@@ -200,6 +200,18 @@ class LayerShape(ctypes.Structure):
     _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole)]
 
 
+class RankCall(ctypes.Structure):
+    """Of ranking.c."""
+
+    _fields_ = [
+        *((name, number) for name in ("depths", "vocab", "candidates", "children", "rank", "width")),
+        *((name, real) for name in ("heat", "bias", "odds")),
+        ("last", number),
+        *((name, pointer) for name in ("logits", "ids", "previous", "next", "rows", "sure", "sure_previous")),
+        *((name, pointer) for name in ("tokens", "found", "probs")),
+    ]
+
+
 # Arguments of each function, and what it returns
 FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_packed_bytes": ([whole, number, number], number),
@@ -211,6 +223,7 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_layers_scratch": ([pointer, pointer, pointer], number),
     "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
+    "fr_rank": ([pointer], None),
     "fr_quiesce": ([], None),
     "fr_set_threads": ([whole], None),
     "fr_pool_stats": ([pointer], None),

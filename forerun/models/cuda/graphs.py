@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.core import KV, HostBatch, TokenBatch
 from forerun.models.config import ModelConfig
+from forerun.models.cuda import nvrtc
 from forerun.models.cuda.attention import PagedAttention
 from forerun.models.cuda.lanes import DECODE_SHAPE, batch_shape
 from forerun.models.cuda.launch import Recorder, record
@@ -225,7 +226,7 @@ class _QueryGraph(_Graph):
 class GraphRunner:
     """Chooses how a batch runs. `run` returns None for batches that neither a stack nor a graph fits.
 
-    What it returns is read before the next run: the memory is the same.
+    What it returns is read before the next run: the memory is the same. Not waited for, it is read on the device only.
     """
 
     def __init__(self, decoder: Decoder, kv: KV, max_context: int, page_size: int) -> None:
@@ -256,7 +257,7 @@ class GraphRunner:
         self.__dict__.pop("prompts", None)
         self.stack = self._stack(KERNEL_ROWS[0])
 
-    def run(self, batch: HostBatch) -> Output | None:
+    def run(self, batch: HostBatch, wait: bool = True) -> Output | None:
         if batch.prompt:
             return self.prompts.run(batch)
         enough, masks = masks_of(batch)
@@ -274,7 +275,8 @@ class GraphRunner:
                 return None
             graph.replay(batch, groups)
             logits, greedy, states = graph.buffers.logits, graph.buffers.greedy[0], graph.buffers.states
-        torch.cuda.current_stream().synchronize()
+        if wait:
+            nvrtc.wait()
         output = self._output(batch.logits_indices, logits, greedy)
         output.hidden = {depth: state[: len(batch.tokens)] for depth, state in states.items()}
         return output
@@ -376,8 +378,9 @@ class GraphRunner:
 
     @staticmethod
     def _output(want: list[int], logits: Tensor, greedy: Tensor) -> Output:
-        if want == list(range(len(want))):
-            return Output(logits=logits[: len(want)], greedy=greedy[: len(want)])
+        rows = slice(want[0], want[0] + len(want)) if want else slice(0)
+        if want == list(range(rows.start or 0, rows.stop)):
+            return Output(logits=logits[rows], greedy=greedy[rows])
         return Output(logits=logits[want], greedy=greedy[want])
 
     def prepare(self) -> None:

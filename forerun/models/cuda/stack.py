@@ -25,7 +25,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.cuda import nvrtc
 from forerun.models.cuda.packing import MAX_STEPS, Packed, layout
 from forerun.models.cuda.paged import LOG2_E, lanes_for
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, TokenEmbeddings
 
 KERNEL_ROWS = (16, 32)  # of the kernels there are
 SOURCES = ("stack_base.cu", "stack_attend.cu", "stack.cu", "stack_main.cu")
@@ -164,12 +164,12 @@ class Stack:
         self.greedy = torch.zeros(MAX_STEPS, rows, dtype=torch.int64).pin_memory()
         self.probs = torch.zeros(MAX_STEPS, rows).pin_memory()
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=self.device) if chosen is None else chosen
-        # where the table of embeddings is the head's, the launch reads it itself
-        self.looks_up = c.tie_embeddings and c.embed_scale == 1.0 and decoder.basis is None
+        table = embedding_table(decoder)
+        self.looks_up = table is not None
         final_norm, eps = decoder.final_norm
         given: dict[str, Tensor | None] = {
             "layers": torch.tensor(addresses, dtype=torch.int64, device=self.device), "final_norm": final_norm,
-            "head": decoder.head.weight, "embed": decoder.head.weight if self.looks_up else None,
+            "head": decoder.head.weight, "embed": table,
             "rotations": decoder.attention.ropes[c.rope].table, "batch": self.packed.device, "logits": self.logits,
             "greedy": self.greedy, "probs": self.probs, "chosen": self.chosen, "states": self.states,
             **self._scratch(c),
@@ -246,13 +246,20 @@ class Stack:
         nvrtc.copy_to_device(self.packed.device.data_ptr(), self.packed.host_address, used)
         if not self.looks_up:
             if steps > 1:
-                raise ValueError("several steps need a table of embeddings that is also the head")
+                raise ValueError("several steps need a table of embeddings that the launch can read")
             assert self._x is not None
             tokens = self.packed.tokens[: len(batch.tokens)]
             if batch.tokens.min() < 0:
                 tokens = torch.where(tokens < 0, self.chosen[(-1 - tokens).clamp_min_(0)], tokens)
             self._x[: len(batch.tokens)] = self.decoder.embed(tokens)
         self.launch()
+
+
+def embedding_table(decoder: Decoder) -> Tensor | None:
+    """What a launch can look tokens up in by itself, which saves the host two small launches; None where embeddings
+    are changed on their way into the first layer."""
+    plain = decoder.config.embed_scale == 1.0 and decoder.basis is None
+    return decoder.lookup.weight if plain and isinstance(decoder.lookup, TokenEmbeddings) else None
 
 
 def taps_mask(depths: Sequence[int]) -> int:
@@ -275,8 +282,7 @@ class Chains:
 
 def can_chain(decoder: Decoder, page_size: int) -> bool:
     """Whether this decoder can draft so on this device; others draft step by step."""
-    c = decoder.config
-    return fits(decoder, page_size) and c.tie_embeddings and c.embed_scale == 1.0 and decoder.basis is None
+    return fits(decoder, page_size) and embedding_table(decoder) is not None
 
 
 class ChainRunner:

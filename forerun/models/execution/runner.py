@@ -143,9 +143,15 @@ class Runner:
         return make_all_layers_kv(self.decoder, self.kv)
 
     def forward(
-        self, spans: list[Span], taps: Taps | None = None, blocks: Seq[int] | None = None, watch: Watch | None = None
+        self,
+        spans: list[Span],
+        taps: Taps | None = None,
+        blocks: Seq[int] | None = None,
+        watch: Watch | None = None,
+        wait: bool = True,
     ) -> Output:
-        """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only."""
+        """Logits [N, V] of the wanted tokens, in their order; `blocks`: of a forward that runs these only. `wait`:
+        False where only what follows on the device reads them, not the host."""
         whole = taps is None and blocks is None and watch is None
         if len(spans) == 1 and spans[0].known is not None:
             return Output(spans[0].known)
@@ -158,7 +164,7 @@ class Runner:
         batch = self.batch(spans)
         features = self.features if whole else None
         batch.prompt = whole and self.prompts_apart and all(span.prompt for span in spans)
-        output = self.graphs.run(batch) if self.graphs is not None and whole else None
+        output = self.graphs.run(batch, wait) if self.graphs is not None and whole else None
         if output is None and batch.prompt:
             output = self._run_prompts(batch, features)
         if output is None:

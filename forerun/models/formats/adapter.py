@@ -7,8 +7,10 @@ and drafters need not know. Trained drafters are found by the fingerprints of th
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,12 @@ from forerun.models.formats.drafter_file import (
     drafter_folders,
     not_whole,
     read_drafter,
-    restored,
-    rounded,
     write_drafter,
 )
 from forerun.models.formats.fingerprint import fingerprint, sampled_fingerprint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights, is_speculators
 from forerun.models.formats.pard import ParallelDrafting
+from forerun.models.formats.signed_file import restored, rounded
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun")
@@ -120,16 +121,23 @@ class AdaptedCheckpoint:
         self.source = f"{base.source} (trained to draft in parallel)"
         self.files = base.files if drafter.path is None else (*base.files, drafter.path)
 
-    def tensor(self, name: str) -> Tensor:
-        value = self.base.tensor(name)
+    def hash_parts(self) -> str:
+        """Of the draft model and of the changes; see `fingerprint`."""
+        digest = hashlib.sha256(fingerprint(self.base).encode())
+        for name, parts in sorted(self.drafter.low_rank.items()):
+            digest.update(name.encode() + b"".join(part.numpy().tobytes() for part in parts))
+        return digest.hexdigest()
+
+    def tensor(self, name: str, device: torch.device | None = None) -> Tensor:
+        value = self.base.tensor(name, device)
         if name == "embed":
             value = value.clone()
             value[self.parallel.mask_token] = self.drafter.mask.to(value.dtype)
         if name in self.drafter.whole:
-            return self.drafter.whole[name]
+            return self.drafter.whole[name].to(value.device)
         if name not in self.drafter.low_rank:
             return value
-        a, b = self.drafter.low_rank[name]
+        a, b = (part.to(value.device) for part in self.drafter.low_rank[name])
         return torch.addmm(value.float(), b, a)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
@@ -186,6 +194,19 @@ def find_drafter(target: Checkpoint, draft: Checkpoint | None = None) -> Drafter
                 return _load_checked(folder / name, target, draft)
             except BadDrafter as error:  # it was not asked for: the models work without it
                 log.warning("a trained drafter for %s is left out: %s", target.source, error)
+    return None
+
+
+def adapted_draft(draft: Checkpoint, wanted: str) -> AdaptedCheckpoint | None:
+    """The draft model with the changes of a trained drafter that give it this fingerprint, whatever its target is."""
+    name = f"*-{sampled_fingerprint(draft)[:NAME_DIGITS]}.safetensors"
+    for path in (path for folder in drafter_folders() if folder.is_dir() for path in sorted(folder.glob(name))):
+        with suppress(BadDrafter):  # it was not asked for
+            about, tensors = read_drafter(path)
+            if about.get("kind") == "parallel":
+                found = AdaptedCheckpoint(draft, DrafterFile.of(path, about, tensors))
+                if fingerprint(found) == wanted:
+                    return found
     return None
 
 

@@ -32,8 +32,9 @@ class Checkpoint(Protocol):
     source: str  # what to call it in messages
     files: tuple[Path, ...]  # that hold the weights
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, dequantised to float32, or in its own float dtype."""
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """The whole tensor, dequantised to float32, or in its own float dtype. `device`: where that is done; a GPU
+        dequantises in a second what takes a host most of a minute."""
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of a matrix as float32 [len(ids), in], without dequantising the rest."""

@@ -1,11 +1,8 @@
-"""Trained drafters on disk: signed files with matrices in int8 and a scale for each row. Knows no kind of drafter."""
+"""Trained drafters on disk: signed files, and where they are found. Knows no kind of drafter."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from forerun.errors import BadDrafter
 from forerun.models.fetch.store import home
@@ -17,19 +14,10 @@ write_drafter, read_drafter, not_whole = _FORMAT.save, _FORMAT.load, _FORMAT.not
 _PACKAGE = Path(__file__).parents[2]
 
 
+def shipped_folders(kind: str) -> tuple[Path, ...]:
+    """Where files lie that are found without being named: in the package, in its checkout, in the user's cache."""
+    return _PACKAGE / "data" / kind, _PACKAGE.parent / "artifacts" / kind, home() / kind
+
+
 def drafter_folders() -> tuple[Path, ...]:
-    """Where drafters lie that are found without being named: in the package, in its checkout, in the user's cache."""
-    return _PACKAGE / "data" / "drafters", _PACKAGE.parent / "artifacts" / "drafters", home() / "drafters"
-
-
-def rounded(name: str, value: Tensor) -> dict[str, Tensor]:
-    """A matrix as int8 with a scale for each row: what was trained is small, its rounding far smaller."""
-    value = value.detach().float().cpu()
-    scale = value.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127.0
-    return {name: (value / scale).round().to(torch.int8).contiguous(), f"{name}_scale": scale[:, 0].contiguous()}
-
-
-def restored(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """The tensor of that name in float32, rounded or not."""
-    value = tensors[name]
-    return value.float() * tensors[f"{name}_scale"][:, None] if value.dtype == torch.int8 else value
+    return shipped_folders("drafters")

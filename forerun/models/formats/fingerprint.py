@@ -26,12 +26,15 @@ from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
 SAMPLED_DIGITS = 32  # hex digits of a sampled fingerprint; a full one has 64
 SAMPLED_ROWS, SAMPLED_EMBED_ROWS = 2, 16  # of every matrix of a layer; of the embedding and the head
 HASH_BYTES = 1 << 26  # hashed at a time
-_IGNORED = ("family", "max_context", "eos_ids", "bos_id")  # names, and where texts end: they change no number
+# Names, where texts end and what becomes of them: they change no number
+_IGNORED = ("family", "max_context", "eos_ids", "bos_id", "pooling")
 
 
 def fingerprint(checkpoint: Checkpoint, quiet: bool = False) -> str:
     """64 hex digits that depend on every weight."""
-    weights = _cached(checkpoint, "weights", lambda: _hash_tensors(checkpoint, quiet))
+    # Changed matrices are sums of floats, whose last bits differ between machines: what they are made of does not
+    made_of = getattr(checkpoint, "hash_parts", None) or (lambda: _hash_tensors(checkpoint, quiet))
+    weights = _cached(checkpoint, "weights", made_of)
     return hashlib.sha256(f"{_canonical(checkpoint.config)} {weights}".encode()).hexdigest()
 
 

@@ -53,6 +53,7 @@ _LAYER = {
     "down": "ffn_down.weight",
     "post_mlp_norm": "post_ffw_norm.weight",
 }
+_POOLING: dict[Any, Any] = {1: "mean", 3: "last"}  # numbers of llama.cpp; others need other models
 # Tokens that end an answer, by name: files list one end token, chat models use two
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 
@@ -99,6 +100,7 @@ def read_config(
             sliding_window=window,
             eos_ids=_end_ids(metadata),
             bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            pooling=_POOLING.get(keys.get("pooling_type", 0), ""),
             **(_gemma3(keys, hidden, heads) if arch == "gemma3" else {}),
         )
     except ValueError as error:
@@ -204,9 +206,9 @@ class GGUFCheckpoint:
         matrices = [info.type for info in self.file.tensors.values() if len(info.shape) > 1]
         self.quantised = any(kind.startswith("Q") for kind in matrices)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         info = self.file.tensors[gguf_name(name)]
-        raw = self._half_split(name, self.file.raw(info.name))
+        raw = self._half_split(name, self.file.raw(info.name)).to(device or "cpu")
         if info.type in _OWN_FLOATS:
             value = raw.clone().view(_OWN_FLOATS[info.type]).view(info.shape)
         else:

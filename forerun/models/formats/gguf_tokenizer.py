@@ -66,7 +66,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any], config: ModelConfig, source: s
     except Exception as error:  # the tokenizers library raises plain Exception for a merge without its tokens
         raise CorruptModel(f"{source}: its tokenizer is inconsistent ({error})", "convert the model again") from error
     _add_tokens(backend, tokens, types)
-    _add_bos(backend, metadata, tokens, kind)
+    _add_ends(backend, metadata, tokens, kind, pooled=bool(config.pooling))
     return Tokenizer(
         backend,
         eos_ids=config.eos_ids,
@@ -142,12 +142,19 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[in
     )
 
 
-def _add_bos(backend: tokenizers.Tokenizer, metadata: dict[str, Any], tokens: list[str], kind: str) -> None:
+def _add_ends(
+    backend: tokenizers.Tokenizer, metadata: dict[str, Any], tokens: list[str], kind: str, pooled: bool
+) -> None:
     bos = metadata.get(_KEY + "bos_token_id")
     by_default = kind == "llama" or metadata.get(_KEY + "pre") in ("llama-bpe", "tekken")
-    if bos is not None and metadata.get(_KEY + "add_bos_token", by_default):
+    before = [bos] if bos is not None and metadata.get(_KEY + "add_bos_token", by_default) else []
+    eos = metadata.get(_KEY + "eos_token_id")
+    # Only where texts are embedded: a prompt that ends with it would be answered by nothing
+    after = [eos] if pooled and eos is not None and metadata.get(_KEY + "add_eos_token") else []
+    if before or after:
+        single = [*(tokens[i] for i in before), "$A", *(tokens[i] for i in after)]
         backend.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+            single=single, special_tokens=[(tokens[i], i) for i in {*before, *after}]
         )
 
 

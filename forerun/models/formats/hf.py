@@ -7,8 +7,9 @@ Tensors are views of the mapped files in their own dtype. Does not know what the
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +36,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _pooling(folder: Path, root: dict[str, Any]) -> Literal["", "mean", "last"]:
+    """How the model of a sentence-transformers folder embeds texts; none where it needs more than its causal layers."""
+    path = folder / "1_Pooling" / "config.json"
+    causal = not root.get("use_bidirectional_attention") and root.get("is_causal", True)
+    if not path.exists() or not causal or any(folder.glob("*_Dense")):
+        return ""
+    values = read_json(path)
+    return "last" if values.get("pooling_mode_lasttoken") else "mean" if values.get("pooling_mode_mean_tokens") else ""
+
+
 class FolderCheckpoint:
     """See `Checkpoint`; every tensor's presence and shape is checked when the folder is opened."""
 
@@ -49,7 +60,7 @@ class FolderCheckpoint:
         generation = folder / "generation_config.json"
         root = read_json(folder / "config.json")
         self.generation = read_json(generation) if generation.exists() else {}  # the settings its makers recommend
-        self.config = read_config(root, self.generation, self.source)
+        self.config = replace(read_config(root, self.generation, self.source), pooling=_pooling(folder, root))
         self.parallel = read_parallel(root, self.config.vocab_size, self.source)
         self._open: dict[Path, Any] = {}
         self.files = self._weight_files()
@@ -108,8 +119,8 @@ class FolderCheckpoint:
         except SafetensorError as error:
             raise CorruptModel(f"{self.source}: tensor {stored!r} cannot be read ({error})", _AGAIN) from error
 
-    def tensor(self, name: str) -> torch.Tensor:
-        value = checked(self._read(name), self._names[name], self.source)
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        value = checked(self._read(name).to(device or "cpu"), self._names[name], self.source)
         if self.config.family == "gemma3" and name.endswith("norm"):
             return value.float() + 1.0  # Gemma stores what is added to one
         return value

@@ -22,9 +22,10 @@ from torch import Tensor
 from forerun.errors import BadDrafter, CorruptModel, UnsupportedModel
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint, checked
-from forerun.models.formats.drafter_file import TRAIN_HINT, not_whole, read_drafter, restored, rounded, write_drafter
+from forerun.models.formats.drafter_file import TRAIN_HINT, not_whole, read_drafter, write_drafter
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.hf_config import read_config
+from forerun.models.formats.signed_file import restored, rounded
 
 KINDS = {"eagle3": "eagle3", "dflash": "block", "dspark": "block", "heads": "heads"}  # by speculators_model_type
 MAX_BLOCK_TOKENS = 32
@@ -61,9 +62,18 @@ class HiddenDrafterWeights:
     def identity(self) -> str:
         """Equal for equal weights: what was measured of one drafter must not be read for another."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        if self.path is not None and self.path.is_file():  # a fifth of the bytes
+            digest.update(self.path.read_bytes())
+            return digest.hexdigest()
         for name, value in sorted(self.tensors.items()):
             digest.update(name.encode() + value.detach().float().contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def outcomes(self) -> dict[str, list[list[float]]]:
+        """Kind of text -> accepted and tried by depth, as measured when it was trained; empty: not measured."""
+        found = self.facts.get("outcomes", {})
+        return found if isinstance(found, dict) else {}
 
     @property
     def names(self) -> dict[str, str]:
@@ -186,6 +196,8 @@ class HiddenDrafterWeights:
         if self.config.get("enable_confidence_head"):
             wide = (low or hidden) + (rank if self.config.get("confidence_head_with_markov", True) else 0)
             shapes |= {"confidence_head.proj.weight": (1, wide), "confidence_head.proj.bias": (1,)}
+        if self.config.get("confidence_odds"):
+            shapes |= {"confidence_head.odds": (1,)}
         return shapes
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -193,7 +205,7 @@ class HiddenDrafterWeights:
     def with_adapter(self, learnt: dict[str, Tensor], stats: dict[str, int]) -> HiddenDrafterWeights:
         """The same with what was learnt while serving, in place of what an earlier process had learnt."""
         kept = {name: value for name, value in self.tensors.items() if not name.startswith("adapter.")}
-        return replace(self, tensors=kept | learnt, facts=self.facts | {"adapted": stats})
+        return replace(self, tensors=kept | learnt, facts=self.facts | {"adapted": stats}, path=None)
 
     def save(self, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
@@ -282,7 +294,7 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
         raise UnsupportedModel(problem, "train one with --reuse hidden, without --state-norms and --state-input")
     made.check(target)
     config, tensors = dict(made.config), dict(made.tensors)
-    for own in ("reuse", "head_rank", "fc_norm", "state_input"):
+    for own in ("reuse", "head_rank", "fc_norm", "state_input", "confidence_odds"):
         config.pop(own, None)
     if "head_down.weight" in tensors:
         down, sure = tensors.pop("head_down.weight").float(), tensors["confidence_head.proj.weight"].float()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -82,3 +83,18 @@ class SignedFormat:
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+
+def rounded(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A matrix as int8 with a scale for each row. What was rounded once is rounded to the same bits again: a scale has
+    16 bits, so that its product with 127 is exact."""
+    value = value.detach().float().cpu()
+    mantissa, exponent = torch.frexp(value.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127.0)
+    scale = torch.ldexp((mantissa * 65536.0).ceil() / 65536.0, exponent)
+    return {name: (value / scale).round().to(torch.int8).contiguous(), f"{name}_scale": scale[:, 0].contiguous()}
+
+
+def restored(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """The tensor of that name in float32, rounded or not."""
+    value = tensors[name]
+    return value.float() * tensors[f"{name}_scale"][:, None] if value.dtype == torch.int8 else value

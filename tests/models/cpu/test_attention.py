@@ -11,6 +11,7 @@ import torch
 
 from forerun.cache.pool import PagePool
 from forerun.core import ROOT, Draft, TokenBatch
+from forerun.models.attention import AttentionBackend
 from forerun.models.build import build_decoder
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
@@ -93,6 +94,21 @@ def test_it_is_a_softmax_over_what_a_token_sees(heads: int, kv_heads: int, dim: 
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("normed", [False, True])
+def test_k_and_v_from_elsewhere_are_written_as_operators_write_them(tokens: int, normed: bool):
+    config, draw = make_config(9, 3, 64, None), torch.Generator().manual_seed(tokens)
+    backend = PagedCpuAttention(config, CPU, 4096)
+    made = torch.randn(tokens, 2 * 3 * 64, generator=draw)
+    positions, slots = torch.arange(700, 700 + tokens), torch.randperm(64, generator=draw)[:tokens]
+    norm = (torch.rand(64, generator=draw), 1e-5) if normed else None
+    ours, theirs = ([torch.zeros(64, 3, 64), torch.zeros(64, 3, 64)] for _ in range(2))
+    backend.write_rows(made, 1, (ours[0], ours[1]), positions, slots, norm)
+    AttentionBackend.write_rows(backend, made, 1, (theirs[0], theirs[1]), positions, slots, norm)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert float(ours[0].abs().sum()) > 0.0
+
+
 def test_large_scores_and_equal_scores():
     config, batch = make_config(4, 2, 64, None), make_batch([(list(range(40)), 600, 1)])
     kv = (torch.ones(PAGES * SIZE, 2, 64), torch.randn(PAGES * SIZE, 2, 64))

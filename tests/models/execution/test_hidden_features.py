@@ -120,3 +120,22 @@ def test_vectors_go_where_k_and_v_go(tiny_folder: Callable[[str], Path]):
     pool.release(copy)
     fresh = array("i", [*pool.allocate(1, after=copy[0] - 1), pages[1]])
     assert features.known_from(fresh, 0, 20) == 16  # its first page was given to other tokens
+
+
+def test_vectors_of_single_steps_are_made_together(tiny_folder: Callable[[str], Path]):
+    """Of a slot that was run twice, as after a rejected draft, the last token's vector stays."""
+    runner, features = opened(tiny_folder("llama"), "float32")
+    made, project = [], features._project
+    features._project = lambda hidden: made.append(len(hidden[0])) or project(hidden)  # type: ignore[func-returns-value]
+    pages = array("i", runner.pool.allocate(4))
+    runner.forward([Span(TOKENS[:9], 0, pages, (8,))])  # a prompt: at once
+    runner.forward([Span([TOKENS[9], 77, 78], 9, pages, (0,))])  # two drafted tokens that are rejected
+    for at in range(10, len(TOKENS)):
+        runner.forward([Span(TOKENS[at : at + 1], at, pages, (0,))])
+    assert made == [9]
+    got = features.rows(pages, 0, len(TOKENS))
+    assert made == [9, 11] and features.known_from(pages, 0, len(TOKENS)) == 0
+    torch.testing.assert_close(got, hidden_states(tiny_folder("llama")), rtol=1e-3, atol=1e-4)
+    for at in range(len(TOKENS), len(TOKENS) + 40):  # not for ever
+        runner.forward([Span([5], at, pages, (0,))])
+    assert made == [9, 11, 32]
