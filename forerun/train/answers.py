@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forerun import data
 from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.params import SamplingParams
@@ -33,11 +34,12 @@ SYSTEMS = (
     "You answer questions about science, history, geography and everyday life.",
 )
 QUESTION_TOKENS = 160  # at most, of a question that the target asks itself
+OPENED_SHARE = 0.6  # of such questions that begin with given words: a small model alone asks much the same things
 GROUP = 1024  # requests between two writes
 CONTEXT_TOKENS = (48, 256)  # of a text that is continued
 PIECE_TOKENS = 8192  # of one document that stay together: longer than the long windows of training
 ANSWER_TOKENS, CONTINUED_TOKENS = 320, 160  # at most, of an answer and of a text that is continued in a batch
-MIXED_SHARE = 0.7  # of a batch's prompts that are made; the others the target asks itself
+MIXED_SHARE = 0.55  # of a batch's prompts that are made; the others the target asks itself
 BATCHES_TOGETHER = 2  # whose prompts are sorted by length
 MAX_ROWS, CPU_ROWS = 2048, 16  # of a batch
 LOOP_TOKENS = 16  # that come three times where an answer repeats itself
@@ -88,13 +90,16 @@ def write_answers(
     """As `collect_answers`, by the dense network: all rows of a batch at once (`BatchWriter`), to prompts of many kinds
     (`PromptMix`) and questions that the target asks itself. `texts`: folders whose source is continued and asked
     about."""
-    start, done = time.monotonic(), count_answers(path)
+    done = count_answers(path)
+    if done >= count:
+        return
     rng, written = random.Random(f"{seed} {done}"), 0
     room = model.config.max_context
     mix = iter(PromptMix(tokenizer, texts, rng.randrange(1 << 30), min(MAX_PROMPT_TOKENS, room // 2)))
     draw = torch.Generator(model.device).manual_seed(rng.randrange(1 << 30))
     rows, stops = batch_rows(model), set(tokenizer.eos_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()  # reading sources does not count
     while done < count and (minutes is None or time.monotonic() - start < 60.0 * minutes):
         made = min(BATCHES_TOGETHER * rows, max(1, round((count - done) * MIXED_SHARE)))
         prompts = [next(mix) for _ in range(made)]
@@ -138,16 +143,22 @@ def _batches(prompts: list[Prompt], rows: int, rng: random.Random) -> list[list[
 def _ask(
     model: DenseModel, tokenizer: Tokenizer, count: int, rows: int, rng: random.Random, draw: torch.Generator
 ) -> list[Prompt]:
-    """Questions that the target writes itself, as the prompts of answers."""
+    """Questions that the target writes itself, as the prompts of answers: some from given first words on."""
+    openings = [_opening(tokenizer, system) for system in SYSTEMS]
+    words = [tokenizer.encode(text) for text in json.loads(data.text("training_prompts.json"))["openings"]]
+    begun = []
+    for _ in range(count):
+        head, tail = rng.choice(openings)
+        begun.append((head, rng.choice(words) if rng.random() < OPENED_SHARE else [], tail))
+    begun.sort(key=lambda parts: len(parts[0]) + len(parts[1]))
     found = []
-    for system in SYSTEMS:
-        head, tail = _opening(tokenizer, system)
-        for _ in range(0, max(1, count // len(SYSTEMS)), rows):
-            size = min(rows, max(1, count // len(SYSTEMS)))
-            for turn in BatchWriter(model, [head] * size, QUESTION_TOKENS).run(set(tokenizer.eos_ids), draw):
-                asked = [token for token in turn[len(head) :] if token not in tokenizer.special_ids]
-                if asked:
-                    found.append(Prompt((*head, *asked, *tail), True))
+    for lo in range(0, count, rows):
+        part = begun[lo : lo + rows]
+        turns = BatchWriter(model, [[*head, *first] for head, first, _ in part], QUESTION_TOKENS)
+        for turn, (head, _, tail) in zip(turns.run(set(tokenizer.eos_ids), draw), part, strict=True):
+            asked = [token for token in turn[len(head) :] if token not in tokenizer.special_ids]
+            if asked:
+                found.append(Prompt((*head, *asked, *tail), True))
     rng.shuffle(found)
     return found
 

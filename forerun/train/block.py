@@ -113,6 +113,8 @@ class BlockNetwork(DenseModel):
             "confidence_head.proj.weight": torch.zeros(1, (low or hidden) + rank),
             "confidence_head.proj.bias": torch.zeros(1),
         }
+        if self.settings.state_input:  # which other engines cannot read anyway
+            found["confidence_head.odds"] = torch.ones(1)
         return {name: value.to(self.device).requires_grad_() for name, value in found.items()}
 
     def parameters(self) -> list[Tensor]:
@@ -193,9 +195,11 @@ class BlockNetwork(DenseModel):
         return self._target_head()[:, :0] if self.settings.head_rank else self._target_head()
 
     def learn_confidence(self, rows: Tensor, outcome: Outcome) -> None:
-        """Cross entropy to the share that is accepted; the layers do not change for it."""
+        """Cross entropy to what is accepted; the layers do not change for it."""
         weight, bias = (self.trained[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
-        score = F.linear(rows.float(), weight, bias)[..., 0]
+        score, odds = F.linear(rows.float(), weight, bias)[..., 0], self.trained.get("confidence_head.odds")
+        if odds is not None and outcome.odds is not None:
+            score = score + odds * outcome.odds
         loss = F.binary_cross_entropy_with_logits(score, outcome.accepted, outcome.weights, reduction="sum")
         loss.backward()
 
@@ -223,6 +227,7 @@ class BlockNetwork(DenseModel):
             "reuse": self.settings.reuse,
             "head_rank": self.settings.head_rank,
             "state_input": self.settings.state_input,
+            "confidence_odds": "confidence_head.odds" in self.trained,
         }
         tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
         own, markov = tensors.pop("head").split((self.settings.head_rank, self.settings.rank), 1)

@@ -17,7 +17,7 @@ MAX_ANCHORS = 512  # positions of a window with masks: longer windows train cont
 PIECE_ROWS = 2048  # masks that attend together: to the text before the last of them, and to each other
 
 BLOCK_SHARE = 0.5  # of a window's positions, each with a whole block of rows
-MAX_BLOCK_ANCHORS = 1024  # of a window: entries that rows see grow with the square
+MAX_BLOCK_ANCHORS = 512  # of a window: entries that rows see grow with the square
 CUT_SHARE = 0.1  # of steps whose windows have no hidden states up to some position
 
 

@@ -232,7 +232,9 @@ def train_drafter(job: TrainJob, settings: TrainSettings, device: torch.device, 
     _free()
     if measure:
         figures, outcomes = measure_drafter(run.target, run.ways(job.out), settings.tokens, device)
-        if not isinstance(drafter, HiddenDrafterWeights):
+        if isinstance(drafter, HiddenDrafterWeights):
+            drafter.facts["outcomes"] = outcomes
+        else:
             drafter.parallel = replace(drafter.parallel, outcomes=outcomes)
         drafter.facts |= {"figures": [asdict(figure) for figure in figures], "worth": worth(figures, settings.kind)[1]}
         drafter.save(job.out)
@@ -264,6 +266,7 @@ def _train(run: Any, job: TrainJob, settings: TrainSettings, device: torch.devic
 
     def save() -> Drafter:
         facts = about | {"steps": trainer.steps, "trained_tokens": trainer.trained_tokens, "device": _device(device)}
+        facts["agreement"] = [round(hits / max(1.0, rows), 3) for hits, rows in trainer.agreement.tolist()]
         made: Drafter = run.made(network, facts | {"settings": asdict(settings)})
         made.save(job.out)
         return made

@@ -73,6 +73,7 @@ class TrainSettings:
     vocab: int = 16384  # tokens that heads and blocks can draft: the text's most frequent ones
     attention_window: int = 512  # of a block: tokens before it that it reads
     minutes: float = 30.0
+    max_steps: int = 0  # after which training ends, if its time is not over before; 0: any number
     rate: float = 4e-4  # of Adam, at its highest
     warmup: float = 0.03  # share of the time
     batch_tokens: int = 8192  # of one step
@@ -83,7 +84,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         limits = {"tokens": (2, 32), "rank": (1, 512), "window": (32, 32768), "batch_tokens": (32, 1 << 20)}
         limits |= {"layers": (1, 3), "vocab": (64, 1 << 20), "attention_window": (16, 32768)}
-        limits |= {"head_rank": (0, 4096), "long_window": (32, 32768)}
+        limits |= {"head_rank": (0, 4096), "long_window": (32, 32768), "max_steps": (0, 1 << 30)}
         for name, (low, high) in limits.items():
             check_number(f"training: {name}", getattr(self, name), low, high, whole=True)
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
@@ -141,7 +142,12 @@ class Trainer:
         kept = time.monotonic()
         due, loss = time.monotonic(), None
         while (spent := time.monotonic() - start) < limit:
-            latest = self.advance(spent / limit)
+            done = spent / limit
+            if self.settings.max_steps:
+                if self.steps >= self.settings.max_steps:
+                    break
+                done = max(done, self.steps / self.settings.max_steps)
+            latest = self.advance(done)
             loss = latest if loss is None else 0.95 * loss + 0.05 * latest
             if time.monotonic() > due:
                 due = time.monotonic() + LINE_INTERVAL_S

@@ -49,6 +49,7 @@ class BatchWriter:
             (torch.empty(shape, dtype=model.dtype, device=device), torch.empty(shape, dtype=model.dtype, device=device))
             for _ in range(c.num_layers)
         ]
+        self._joined = [_joined(model, i) for i in range(c.num_layers)]
 
     @torch.inference_mode()
     def run(self, stops: Collection[int], draw: torch.Generator | None = None) -> list[list[int]]:
@@ -95,18 +96,32 @@ class BatchWriter:
         return torch.cat(found)
 
     def _advance(self, x: Tensor, at: int) -> Tensor:
-        """One token of every row, [rows, 1, hidden], at this position: -> [rows, hidden]."""
+        """One token of every row, [rows, 1, hidden], at this position: -> [rows, hidden]. As `DenseModel`'s layers, in
+        as few launches as it takes: with one token a row the host's time counts."""
         model, c = self._model, self._model.config
-        position = torch.tensor([at], device=model.device)
+        position, group = torch.tensor([at], device=model.device), c.num_heads // c.num_kv_heads
+        layer_of = {rope: i for i, rope in enumerate(c.layer_ropes)}
+        angles = {rope: model._angles(i, position) for rope, i in layer_of.items()}
         for i, (keys, values) in enumerate(self._kv):
-            q, k, v = model.project(x, i)
-            keys[:, :, at : at + 1] = model.rotate(k, position, i)
-            values[:, :, at : at + 1] = _heads(v, c.head_dim)
+            q, k, v = self._queries(x, i)
+            rotated = _rotate(torch.cat((q, k), 1), *angles[c.layer_ropes[i]])  # [rows, Hq + Hkv, D]
+            keys[:, :, at] = rotated[:, c.num_heads :]
+            values[:, :, at] = v
             # query heads of one K/V head are rows of one attention: its entries are read once
-            q = model.rotate(q, position, i).view(len(x), c.num_kv_heads, -1, c.head_dim)
+            q = rotated[:, : c.num_heads].unflatten(1, (c.num_kv_heads, group))
             out = F.scaled_dot_product_attention(q, keys[:, :, : at + 1], values[:, :, : at + 1], scale=c.scale)
             x = model.finish_layer(x, out.reshape(len(x), 1, -1), i)
         return x[:, 0]
+
+    def _queries(self, x: Tensor, i: int) -> tuple[Tensor, ...]:
+        """Queries, keys and values of one token a row, [rows, heads, D] each, by one product."""
+        model, c = self._model, self._model.config
+        weight, bias = self._joined[i]
+        made = F.linear(model._norm(x[:, 0], f"layers.{i}.attn_norm"), weight, bias).unflatten(-1, (-1, c.head_dim))
+        q, k, v = made.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), 1)
+        if c.qk_norm:
+            q, k = (model._norm(y, f"layers.{i}.{part}_norm") for y, part in ((q, "q"), (k, "k")))
+        return q, k, v
 
     def _choose(self, hidden: Tensor, draw: torch.Generator | None) -> Tensor:
         model = self._model
@@ -137,6 +152,20 @@ class BatchWriter:
 def _heads(v: Tensor, head_dim: int) -> Tensor:
     """[B, T, heads * D] -> [B, heads, T, D]"""
     return v.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _joined(model: DenseModel, i: int) -> tuple[Tensor, Tensor | None]:
+    """Matrices and biases of a layer's queries, keys and values, below each other."""
+    weights = [model.weights[f"layers.{i}.{part}"] for part in "qkv"]
+    biases = [model.weights.get(f"layers.{i}.{part}_bias") for part in "qkv"]
+    given = [bias for bias in biases if bias is not None]
+    return torch.cat(weights), torch.cat(given) if given else None
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[rows, heads, D], all at the position of the angles [1, D]; in float32 on the way."""
+    left, right = heads.chunk(2, -1)
+    return (heads * cos + torch.cat((-right, left), -1) * sin).to(heads.dtype)
 
 
 def _ended(row: list[int], prompt: int, stops: Collection[int]) -> list[int]:

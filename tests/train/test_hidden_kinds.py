@@ -163,6 +163,13 @@ def test_training_learns_and_resumes_where_it_stopped(target: Path, kind: str):
     assert trainer.step(0.3) < 0.8 * losses[0]
 
 
+def test_training_ends_after_so_many_steps(target: Path):
+    dense, settings = sure_teacher(target), replace(SETTINGS["block"], minutes=5.0, max_steps=3)
+    trainer = Trainer(make("block", dense, torch.arange(300)), dense, STREAM, settings)
+    trainer.run()
+    assert trainer.steps == 3
+
+
 @pytest.mark.parametrize("kind", list(VARIANTS))
 def test_training_runs_in_the_dtype_of_a_gpu(target: Path, kind: str):
     dense = sure_teacher(target)
@@ -190,6 +197,27 @@ def test_the_confidence_head_learns_how_much_is_accepted(target: Path):
     assert float((sure - accepted).abs().mean()) < 0.02 < float((0.5 - accepted).abs().mean())
     others = [value for name, value in made.trained.items() if not name.startswith("confidence")]
     assert all(value.grad is None for value in others)  # the layers do not change for it
+
+
+def test_confidence_follows_the_odds_of_the_likeliest_token(target: Path):
+    """Where it is trained with them, and in the engine as in training."""
+    made = BlockNetwork(teacher(target), torch.arange(300), SETTINGS["state-input"], MASK)
+    generator = torch.Generator().manual_seed(0)
+    rows, odds = torch.randn(2, 60, 64 + 4, generator=generator), 3.0 * torch.randn(2, 60, generator=generator)
+    outcome = Outcome(torch.zeros(()), (2.0 * odds - 1.0).sigmoid(), torch.full((2, 60), 1 / 120), odds)
+    optimizer = torch.optim.Adam([v for n, v in made.trained.items() if n.startswith("confidence")], lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        made.learn_confidence(rows, outcome)
+        optimizer.step()
+    assert float(made.trained["confidence_head.odds"].detach()) == pytest.approx(2.0, abs=0.2)
+    llm = LLM(target, draft_model=trained(target, "state-input"), **OPTIONS)
+    model, before = llm.engine.speculator.ctx.hidden, torch.tensor([7])
+    assert isinstance(model, BlockModel) and model._confidence_odds is not None
+    low, high = (model.confidence(torch.zeros(64), before, torch.tensor([top])) for top in (0.2, 0.9))
+    assert low is not None and high is not None
+    added = float(model._confidence_odds) * (torch.tensor(0.9).logit() - torch.tensor(0.2).logit())
+    assert float(high.logit() - low.logit()) == pytest.approx(float(added), rel=1e-3)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -356,4 +384,12 @@ def test_a_run_makes_a_drafter_with_figures(
     assert {row["way"] for row in made.facts["figures"]} == {"plain", "untrained", kind}
     assert len({row["context"] for row in made.facts["figures"]}) == 2 and "worth using here" in made.facts["worth"]
     assert made.facts["steps"] > 0 and made.facts["covered"] > 0.9 and made.names == {"target": "target"}
+    assert all(0.0 <= share <= 1.0 for share in made.facts["agreement"]) and len(made.facts["agreement"]) == TOKENS
+    llm = LLM(target, draft_model=made, **OPTIONS)
+    known = llm.engine.speculator.controller.acceptance.records[kind].kinds  # before any request
+    assert (
+        {name: record.depths[:TOKENS] for name, record in known.items()}
+        == {name: depths[:TOKENS] for name, depths in made.facts["outcomes"].items()}
+        != {}
+    )
     assert "answers: 4 of 4" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.pard import ParallelDrafting, write_pard
 from forerun.prefill.calibration.dense import DenseModel
+from forerun.prefill.open_profile import draft_for_profile
 from forerun.train import run
 from forerun.train.answers import collect_answers
 from forerun.train.layout import draw_layout
@@ -47,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, tiny.write_folder(root / "draft", "qwen2", seed=1, vocab_size=520, num_hidden_layers=2)
 
 
-NOTHING = Teaching(torch.empty(0), torch.empty(0))  # of the target: a draft model reads text alone
+NOTHING = Teaching(torch.empty(0), torch.empty(0), torch.empty(0))  # of the target: a draft model reads text alone
 
 
 def network(path: Path, trained: bool = True) -> DraftNetwork:
@@ -134,7 +136,7 @@ def test_the_loss_and_its_gradient_are_those_of_weighted_cross_entropy():
     hidden = torch.randn(2, rows, 16, generator=generator, requires_grad=True)
     head = torch.randn(31, 16, generator=generator)
     probs = torch.randn(2, 40, 31, generator=generator).softmax(-1)
-    teaching = Teaching(probs, -torch.rand(2, 40, generator=generator))
+    teaching = Teaching(probs, -torch.rand(2, 40, generator=generator), probs.argmax(-1))
     loss = backward(hidden, head, teaching, layout).loss
     other = hidden.detach().clone().requires_grad_()
     weights = row_weights(teaching.log_next, layout)
@@ -164,6 +166,10 @@ def test_the_target_teaches_its_own_distributions(pair: tuple[Path, Path]):
     torch.testing.assert_close(teaching.probs[..., :520], probs, rtol=1e-4, atol=1e-5)
     assert not teaching.probs[..., 520].any()
     torch.testing.assert_close(teaching.log_next, probs.gather(2, tokens[:, 1:, None])[..., 0].log())
+    assert torch.equal(teaching.best, probs.argmax(-1))
+    some = teach(target, tokens[:, :-1], tokens[:, 1:], torch.arange(0, 520, 2))
+    even = probs.argmax(-1) % 2 == 0
+    assert torch.equal(some.best, torch.where(even, probs.argmax(-1) // 2, -1)) and bool((~even).any())
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -209,6 +215,22 @@ def test_a_saved_drafter_drafts_and_is_found_by_its_models(
     (file,) = (tmp_path / "found").iterdir()
     file.write_bytes(file.read_bytes()[:-9])  # damaged, and never asked for
     assert LLM(pair[0], draft_model=pair[1], **options).engine.speculator.ctx.draft.parallel is None
+
+
+def test_a_profile_has_the_draft_it_was_made_with(
+    pair: tuple[Path, Path], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    draft = open_checkpoint(pair[1])
+    adapted = AdaptedCheckpoint(draft, DrafterFile.load(saved))
+    with_changes, without = (SimpleNamespace(kind="draft", source=fingerprint(own)) for own in (adapted, draft))
+    monkeypatch.setattr(adapter, "drafter_folders", lambda: (tmp_path / "found",))
+    assert draft_for_profile(with_changes, draft) is draft and draft_for_profile(without, adapted) is draft
+    (tmp_path / "found").mkdir()
+    file = saved.rename(tmp_path / "found" / f"{'0' * 12}-{drafter_name(draft)}")  # for this draft and another target
+    found = draft_for_profile(with_changes, draft)
+    assert fingerprint(found) == with_changes.source and draft_for_profile(without, draft) is draft
+    file.write_bytes(file.read_bytes()[:-9])
+    assert draft_for_profile(with_changes, draft) is draft
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, BadRequest, SamplingParams
+from forerun import LLM, BadRequest, SamplingParams, data
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train import answers as answers_module
@@ -114,3 +114,18 @@ def test_answers_of_batches_go_on_after_the_last_one(target: Path, tmp_path: Pat
     after = path.read_text().splitlines()
     assert after[: len(before)] == before and len(after) >= len(before) + 4
     assert all(len(json.loads(line)) > 4 for line in after)
+
+
+def test_the_target_asks_questions_from_given_words_on(target: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where more are asked than fit in a batch; those words are part of the question."""
+    monkeypatch.setattr(answers_module, "QUESTION_TOKENS", 4)
+    monkeypatch.setattr(answers_module, "OPENED_SHARE", 1.0)
+    tokenizer, draw = open_checkpoint(target).tokenizer(), torch.Generator().manual_seed(0)
+    openings = json.loads(data.text("training_prompts.json"))["openings"]
+    firsts = [tokenizer.encode(text) for text in openings]
+    found = answers_module._ask(teacher(target), tokenizer, 10, 4, random.Random(0), draw)
+    heads = [answers_module._opening(tokenizer, system)[0] for system in answers_module.SYSTEMS]
+    assert len(found) == 10 and all(prompt.message for prompt in found)
+    for prompt in found:
+        ids = list(prompt.ids)
+        assert any(ids[: len(head) + len(first)] == [*head, *first] for head in heads for first in firsts)
