@@ -34,7 +34,7 @@ from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.hidden_draft import HiddenDraftModel, build_hidden_draft
 from forerun.models.linear import Precision
 from forerun.options import check_number
-from forerun.prefill.open_profile import open_profile, prefiller_factory
+from forerun.prefill.open_profile import draft_for_profile, open_profile, prefiller_factory, read_profile
 from forerun.prefill.profile import Profile
 from forerun.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -120,10 +120,12 @@ class ModelLoader:
         checkpoint = opened(model)
         by_name = draft_model is not None or isinstance(model, (str, Path))  # an opened checkpoint stays alone
         remote = draft_model if isinstance(draft_model, str) and draft_model.startswith("remote:") else None
-        search = by_name and remote is None and prefill_profile is None  # a profile knows its draft as it is
-        found = open_draft(None if remote else draft_model, checkpoint, search)
+        named = None if prefill_profile is None else read_profile(prefill_profile)
+        found = open_draft(None if remote else draft_model, checkpoint, search=by_name and remote is None)
         hidden = found if isinstance(found, HiddenDrafterWeights) else None
         drafting = None if found is None or isinstance(found, HiddenDrafterWeights) else opened(found)
+        if named is not None and drafting is not None and not str(draft_model).endswith(".safetensors"):
+            drafting = draft_for_profile(named, drafting)
         if adapt and hidden is None:
             hint = "give one as draft_model (forerun train drafter --kind block), or leave adapt out"
             raise BadRequest("adapt is for a drafter on the target's hidden states, and there is none", hint)
@@ -135,7 +137,7 @@ class ModelLoader:
         if hidden is not None:
             with self.stage("weights"):
                 reader = build_hidden_draft(hidden, checkpoint, decoder, context, adapt)
-        profile = open_profile(prefill_profile, checkpoint, drafting)
+        profile = open_profile(named, checkpoint, drafting)
         target = (checkpoint, context, tokenizer, decoder, precision)
         return OpenedModels(*target, drafting, draft, hidden, reader, profile, remote)
 

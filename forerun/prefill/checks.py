@@ -61,14 +61,16 @@ class Scores:
     kl: float | None = None
     finite: np.ndarray = field(default_factory=lambda: np.ones(0, dtype=bool))  # [spans] whether drafts were numbers
 
-    def passed(self, thresholds: dict[str, list[float]], failing: float) -> np.ndarray:
-        """[spans] whether at most a share `failing` of the drafted layers is worse than its threshold somewhere."""
+    def passed(self, thresholds: dict[str, list[float]], failing: float, times: float = 1.0) -> np.ndarray:
+        """[spans] whether at most a share `failing` of the drafted layers is worse than its threshold somewhere, by
+        more than so many `times` the error that it allows."""
         layers, spans = self.values["key"].shape
         bad = np.zeros((layers, spans), dtype=bool)
         for signal, values in self.values.items():
             if signal not in thresholds:
                 continue
             limit = np.array(thresholds[signal], dtype=np.float64)[:, None]
+            limit = 1.0 - times * (1.0 - limit) if signal in COSINES else times * limit
             bad |= ~(values >= limit if signal in COSINES else values <= limit)  # what is not a number fails
         return (bad[self.base :].sum(0) <= failing * (layers - self.base)) & self.finite
 

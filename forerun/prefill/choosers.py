@@ -41,7 +41,8 @@ def by_source(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarr
 def by_tail(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray:
     """What the tail repeats, then what the target's own tail attends to over the drafted K/V."""
     repeated = copy_scores(state.ids, state.end)  # first, while a device may still be reading the prompt
-    return tail_attention(runner, state, source.base) + repeated
+    state.attention = tail_attention(runner, state, source.base)
+    return state.attention + repeated
 
 
 def by_start(state: PrefillState, source: KVSource, runner: Runner) -> np.ndarray:

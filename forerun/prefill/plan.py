@@ -115,6 +115,8 @@ def plan(
     free[must] = False
     candidates = np.flatnonzero(free)
     count, why = _count(state, len(candidates), must, profile, costs, policy, spent)
+    if scores is not None and not why:
+        count, why = _gated(state, scores, candidates, count, profile)
     if why:
         return PrefillPlan(exact=why)
     chosen = candidates[:count] if scores is None else select(scores, candidates, count)
@@ -222,6 +224,35 @@ def _count(
             return 0, f"a budget of {budget} is less than drafting this prompt costs at the least"
         count = min(count, int(room / costs.row))
     return count, ""
+
+
+def _gated(
+    state: PrefillState, scores: np.ndarray, candidates: np.ndarray, count: int, profile: Profile
+) -> tuple[int, str]:
+    """`count`, or as many of the candidates more as it takes to leave no more of the tail's attention on drafted K/V
+    than this share leaves in nine of ten prompts; within a budget no more than `count`. Where a quality was asked for
+    and even the largest share leaves more, exact prefill."""
+    gate, settings, share = profile.gate, state.settings, count / max(1, len(candidates))
+    if gate is None or state.attention is None or settings.budget is not None:
+        return count, ""
+    order = candidates[np.argsort(-scores[candidates], kind="stable")]
+    covered = np.cumsum(np.where(state.depths[order] < state.layers, state.attention[order], 0.0))
+    missing = uncovered(state, candidates[:0]) - gate.level(share)
+    needed = int(np.searchsorted(covered, missing)) + 1 if missing > 0.0 else 0
+    most = max(count, round(gate.max_share * len(candidates)))
+    if needed > most and settings.quality is not None:
+        bound = gate.bound(gate.level(share))
+        return 0, f"a KL of at most {bound:.3f} would take more than {gate.max_share:.0%} of the tokens recomputed"
+    return min(max(count, needed), most), ""
+
+
+def uncovered(state: PrefillState, todo: np.ndarray) -> float:
+    """How much of the tail's attention falls on entries that stay drafted when these are recomputed, too."""
+    assert state.attention is not None
+    stays = state.depths < state.layers
+    stays[: Policy.first] = False
+    stays[todo] = False
+    return float(state.attention[: state.end][stays].sum())
 
 
 def _too_dear(cost: float) -> str:

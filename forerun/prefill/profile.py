@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadProfile
-from forerun.models.formats.signed_file import SignedFormat
+from forerun.models.formats.signed_file import SignedFormat, restored, rounded
 from forerun.prefill.damage import DamageModel
 from forerun.prefill.drift import TextReference
+from forerun.prefill.gate import DamageGate
 from forerun.prefill.maps import Maps
 
 _FACTS = ("kind", "target", "source", "names", "source_cost", "share")
@@ -57,6 +58,7 @@ class Profile:
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: tokens, steps, figures
     damage: DamageModel | None = None  # decides in place of the thresholds
     texts: TextReference | None = None  # what calibration's text was like
+    gate: DamageGate | None = None  # predicts the damage of a drafted prompt before anything is recomputed
 
     @cached_property
     def key(self) -> str:
@@ -68,10 +70,16 @@ class Profile:
         about |= {"thresholds": self.thresholds, "facts": self.facts}
         about |= {} if self.damage is None else {"damage": asdict(self.damage)}
         about |= {} if self.texts is None else {"texts": self.texts.record()}
+        about |= {} if self.gate is None else {"gate": asdict(self.gate)}
         _FORMAT.save(path, self._stored(), about)
 
     def _stored(self) -> dict[str, Tensor]:
-        return {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in self.maps.tensors().items()}
+        """Matrices in int8, which is half of a float16 file and what a CPU computes in anyway."""
+        stored: dict[str, Tensor] = {}
+        for name, value in self.maps.tensors().items():
+            matrix = value.dim() == 2
+            stored |= rounded(name, value) if matrix else {name: value.detach().to("cpu", torch.float32).contiguous()}
+        return stored
 
     def _about(self, names: tuple[str, ...]) -> dict[str, Any]:
         maps = {"taps": list(self.maps.taps), "base": self.maps.base, "own": self.maps.target_embedding}
@@ -81,12 +89,14 @@ class Profile:
     def load(cls, path: Path) -> Profile:
         about, tensors = _FORMAT.load(path)
         try:
-            maps = Maps(tuple(about["taps"]), about["base"], **tensors, target_embedding=about["own"])
+            weights = {name: restored(tensors, name) for name in tensors if not name.endswith("_scale")}
+            maps = Maps(tuple(about["taps"]), about["base"], **weights, target_embedding=about["own"])
             curve = [CurvePoint(**point) for point in about["curve"]]
             facts = {name: about[name] for name in (*_FACTS, "thresholds", "facts")}
             damage = DamageModel(**about["damage"]) if "damage" in about else None
             texts = TextReference.from_record(about["texts"]) if "texts" in about else None
-            return cls(maps=maps, curve=curve, damage=damage, texts=texts, **facts)
+            gate = DamageGate.from_record(about["gate"]) if "gate" in about else None
+            return cls(maps=maps, curve=curve, damage=damage, texts=texts, gate=gate, **facts)
         except (KeyError, TypeError, ValueError) as error:
             raise _FORMAT.not_whole(path, error) from None
 
@@ -102,6 +112,12 @@ class Profile:
             )
         if self.kind == "draft" and source != self.source:
             raise BadProfile(f"the profile was made for the draft {self.names.get('source')}, not for this one", hint)
+
+
+def as_stored(maps: Maps) -> Maps:
+    """The maps as a profile's file gives them back: what is measured should be what is used."""
+    parts = {name: t for name, t in maps.tensors().items() if t.dim() == 2}
+    return maps.with_tensors({name: restored(rounded(name, t), name).to(t) for name, t in parts.items()})
 
 
 def chunk_profile() -> Profile:

@@ -71,6 +71,7 @@ class PrefillState:
     tail_attention: TailAttention | None = None  # collected while the tail is read, where tokens are chosen by it
     costs: Costs = field(init=False)
     scores: np.ndarray = field(default_factory=_none)  # [len(tokens)] the chooser's
+    attention: np.ndarray | None = None  # [len(tokens)] of the tail over drafted K/V, where tokens are chosen by it
     spans: list[CheckSpan] = field(default_factory=list)  # that the plan placed
     checker: Checker | None = None  # of this round
     compares_tail: bool = False  # whether the first round is compared by the tail's distributions, too
@@ -145,7 +146,7 @@ class PrefillState:
         """Drop what only drafting needed; depths, logits and the report stay."""
         self.opened = False
         self.x = self.checker = self.tail_logits = self.source_state = self.tail_attention = self._sent = None
-        self.todo, self.scores, self.spans = _none(), _none(), []
+        self.todo, self.scores, self.spans, self.attention = _none(), _none(), [], None
 
 
 def depth_runs(depths: np.ndarray) -> list[tuple[int, int]]:

@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from forerun.core.progress import track
 from forerun.models.config import ModelConfig
 from forerun.models.formats.checkpoint import Checkpoint, expected_shapes
-from forerun.models.formats.dequant import dequantise
 from forerun.models.rope import RopeTable
 
 MAX_WINDOW_TOKENS = 32_768
@@ -53,11 +52,7 @@ class DenseModel:
     ) -> DenseModel:
         shapes, weights = expected_shapes(checkpoint.config), {}
         for name in track(list(shapes), "reading weights", quiet):
-            if device.type == "cuda" and len(shapes[name]) == 2:  # bytes go over, numbers are made there
-                kind, raw = checkpoint.stored(name)
-                weights[name] = dequantise(raw.to(device), kind).view(shapes[name]).to(dtype)
-            else:
-                weights[name] = checkpoint.tensor(name).to(device, dtype)
+            weights[name] = checkpoint.tensor(name, device).to(device, dtype)
         return cls(checkpoint.config, weights)
 
     # -- whole passes --------------------------------------------------------------------------------------------------

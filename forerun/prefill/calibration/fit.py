@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.calibration.setup import MAX_DEFAULT_RANK, FitSettings
 from forerun.prefill.calibration.windows import Windows, WindowSettings
 from forerun.prefill.maps import Maps
+from forerun.prefill.profile import Profile
 
 TIMED_STEPS = 3  # of distillation, to estimate how long one takes
 EVALUATIONS = 8  # of distilled maps on held-out text, spread over all steps: the best ones are kept
@@ -29,7 +31,8 @@ SELECTION_WINDOWS = 16  # held-out windows for that
 SELECTION_SHARE = 0.1  # of tokens recomputed in them
 DISTILL_MINUTES = 10.0  # where neither steps nor minutes are given
 # up to which share of the time that is given each stage may run; measuring has the rest
-RIDGE_END_SHARE, DISTILL_END_SHARE, CURVE_END_SHARE = 0.35, 0.75, 0.9
+RIDGE_END_SHARE, DISTILL_END_SHARE, CURVE_END_SHARE = 0.3, 0.75, 0.92
+MAPS_FACTS = ("steps", "files", "train_tokens", "device", "seconds", "settings", "recipe")  # how kept maps were made
 STAGES = ("reading text", "fitting maps", "distilling maps", "measuring quality")
 
 
@@ -52,6 +55,10 @@ class CalibrationJob:
 def fit(job: CalibrationJob) -> tuple[Maps, dict[str, Any]]:
     """The maps, and facts about how they were fitted."""
     saved = job.saved
+    if job.settings.maps is not None:
+        profile = Profile.load(Path(job.settings.maps))
+        kept = {name: profile.facts[name] for name in MAPS_FACTS if name in profile.facts}
+        return _restored(job.pair, profile.maps.tensors()), {"steps": 0, "maps": kept}
     if "maps" not in saved.values:
         announce(1, job.quiet, job.settings.minutes, RIDGE_END_SHARE)
         saved.values = {"maps": _ridge(job).tensors()}

@@ -124,6 +124,12 @@ class DraftedWindows:
     def choose(self, share: float) -> Tensor:
         return choose(self.tail_attention, self.end, share)
 
+    def uncovered(self, chosen: Tensor) -> Tensor:
+        """[B] how much of the tail's attention falls on entries that stay drafted when these [B, n] are recomputed."""
+        attention = self.tail_attention.mean(1)[:, : self.end].clone()
+        attention[:, :FIRST_TOKENS] = 0.0
+        return attention.scatter(1, chosen, 0.0).sum(1)
+
     def recompute(self, chosen: Tensor, row_hook: RowHook | None = None) -> Tensor:
         """Hidden states of these rows [B, n], the first tokens, the tail and the continuation, after the last layer."""
         rows = with_ends(chosen, self.end, self.tokens.shape[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,29 @@ FALLBACK_MAX_SHARE = 0.1  # of a default where the quality is out of reach: task
 PLAIN = "plain"  # kind of the windows that are text as it was found
 
 QualityByKind = dict[str, list[dict[str, float]]]  # kind of window -> per share its agreement and divergence
+
+
+@dataclass
+class WindowQuality:
+    """Of held-out windows at CURVE_SHARES: [windows, shares] each."""
+
+    top1: np.ndarray
+    kl: np.ndarray
+    uncovered: np.ndarray  # attention of the tail on what stays drafted
+
+    @classmethod
+    def empty(cls) -> WindowQuality:
+        return cls(*(np.zeros((0, len(CURVE_SHARES))) for _ in range(3)))
+
+    def add(self, columns: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Some windows: for each share agreement, KL and `uncovered`, [windows] each."""
+        for name, values in zip(("top1", "kl", "uncovered"), zip(*columns, strict=True), strict=True):
+            new = torch.stack([value.float().cpu() for value in values], 1).numpy().astype(np.float64)
+            setattr(self, name, np.concatenate((getattr(self, name), new)))
+
+    def record(self) -> dict[str, list[list[float]]]:
+        names = ("top1", "kl", "uncovered")
+        return {name: [[float(f"{v:.4g}") for v in row] for row in getattr(self, name)] for name in names}
 
 
 @dataclass
@@ -102,31 +126,31 @@ def measure_curve(
     batch: int,
     stop: Callable[[], bool | None],
     quiet: bool,
-) -> tuple[list[CurvePoint], QualityByKind]:
-    """The curve over windows of plain text, and the figures of every kind of window, of which each may have several.
-    `stop` is asked after each batch; what is measured by then counts."""
-    same: dict[float, list[Tensor]] = {share: [] for share in CURVE_SHARES}
-    kl: dict[float, list[Tensor]] = {share: [] for share in CURVE_SHARES}
+) -> tuple[list[CurvePoint], QualityByKind, WindowQuality]:
+    """The curve over windows of plain text, the figures of every kind of window, of which each may have several, and
+    those of every window. `stop` is asked after each batch; what is measured by then counts."""
+    each = WindowQuality.empty()
     for rows in track(windows.split(batch), "measuring quality", quiet):
         drafted = pair.draft(maps, rows, ahead)  # one exact pass for all shares
+        columns = []
         for share in CURVE_SHARES:
-            quality = quality_at(drafted, share)
-            same[share].append(quality.same.float().mean(1).cpu())
-            kl[share].append(quality.kl.mean(1).cpu())
+            chosen = drafted.choose(share)
+            quality = compare(drafted, drafted.recompute(chosen))
+            columns.append((quality.same.float().mean(1), quality.kl.mean(1), drafted.uncovered(chosen)))
+        each.add(columns)
         if stop():
             break
-    kinds = kinds[: sum(map(len, kl[CURVE_SHARES[0]]))]
-    marks = {kind: torch.tensor([kind in window for window in kinds]) for kind in sorted(set().union(*kinds))}
+    kinds = kinds[: len(each.kl)]
+    marks = {kind: np.array([kind in window for window in kinds]) for kind in sorted(set().union(*kinds))}
     found: QualityByKind = {kind: [] for kind in marks}
-    for share in CURVE_SHARES:
-        agreement, divergence = torch.cat(same[share]), torch.cat(kl[share])
+    for at, share in enumerate(CURVE_SHARES):
         for kind, mark in marks.items():
-            figures = {"top1": float(agreement[mark].mean()), "kl": float(divergence[mark].mean())}
+            figures = {"top1": float(each.top1[mark, at].mean()), "kl": float(each.kl[mark, at].mean())}
             found[kind].append({"share": share, **figures, "windows": int(mark.sum())})
     plain = found.get(PLAIN) or next(iter(found.values()))
     prompt = windows.shape[1] - ahead
     costs = [total_cost(pair.target.config, maps, reading, pair.alone, share, prompt) for share in CURVE_SHARES]
-    return [CurvePoint(p["share"], c, p["top1"], p["kl"]) for p, c in zip(plain, costs, strict=True)], found
+    return [CurvePoint(p["share"], c, p["top1"], p["kl"]) for p, c in zip(plain, costs, strict=True)], found, each
 
 
 def default_share(curve: Sequence[CurvePoint], quality: float) -> tuple[float, bool]:

@@ -17,16 +17,24 @@ import torch
 
 from forerun.errors import BadRequest
 from forerun.prefill.calibration.fit import CURVE_END_SHARE, SELECTION_WINDOWS, CalibrationJob, announce, fit
-from forerun.prefill.calibration.quality import QualityByKind, default_share, measure_curve, reading_cost
+from forerun.prefill.calibration.quality import (
+    CURVE_SHARES,
+    QualityByKind,
+    default_share,
+    measure_curve,
+    reading_cost,
+)
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.prefill.calibration.setup import CalibrationModels, FitSettings, check_window, check_writable, open_models
 from forerun.prefill.calibration.thresholds import choose_thresholds
 from forerun.prefill.calibration.windows import Windows, WindowSettings, read_windows
 from forerun.prefill.drift import TextReference
+from forerun.prefill.gate import fit_gate
 from forerun.prefill.maps import Maps
-from forerun.prefill.profile import Profile
+from forerun.prefill.profile import Profile, as_stored
 
-CURVE_WINDOWS = 64  # held-out windows that the curve and the thresholds are measured on
+CURVE_WINDOWS = 192  # held-out windows that the curve and the gate are measured on
+THRESHOLD_WINDOWS = 64  # of these, for the thresholds, one at a time
 MIN_AGREEMENT = 0.8  # with exact prefill, at the default share: a worse profile is saved only where that is asked for
 HOLDS_AGREEMENT = 0.9  # at the default share, from which on a profile is said to hold on a kind of text
 TEXT_KINDS = ("code", "data", "prose")
@@ -55,10 +63,12 @@ def calibrate(
         job = CalibrationJob(models.build(device, quiet), windows, settings, text, saved, quiet)
         with saved.defer_interrupt():
             maps, facts = fit(job)
-            profile = _measured(models, job, maps)
+            profile = _measured(models, job, as_stored(maps))
     profile.facts |= facts | {"device": device.type, "seconds": round(saved.seconds, 1), "files": windows.files}
     profile.facts |= {"train_tokens": windows.train.numel(), "held_tokens": windows.held.numel()}
-    if settings.distill:  # windows of the curve that the maps were also selected on: its figures are too good there
+    if (
+        settings.distill and settings.maps is None
+    ):  # windows of the curve that the maps were also selected on: its figures are too good there
         held = len(windows.held)
         profile.facts["selected_on"] = max(0, min(CURVE_WINDOWS, held) + min(SELECTION_WINDOWS, held) - held)
     profile.facts |= {"settings": asdict(settings), "recipe": asdict(text)}
@@ -100,9 +110,10 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
 
     announce(3, quiet, job.settings.minutes)
     stop, batch = stop_after(CURVE_END_SHARE), job.settings.batch
-    curve, by_kind = measure_curve(pair, maps, held, kinds, ahead, reading, batch, stop, quiet)
+    curve, by_kind, each = measure_curve(pair, maps, held, kinds, ahead, reading, batch, stop, quiet)
     share, reached = default_share(curve, quality)
-    limits = choose_thresholds(pair, maps, held, ahead, share, quality, stop_after(1.0), quiet)
+    some = held[:THRESHOLD_WINDOWS]
+    limits = choose_thresholds(pair, maps, some, ahead, share, quality, stop_after(1.0), quiet)
     source = models.source or models.target
     return Profile(
         kind=models.kind,
@@ -114,7 +125,13 @@ def _measured(models: CalibrationModels, job: CalibrationJob, maps: Maps) -> Pro
         share=share,
         curve=curve,
         thresholds=limits,
-        facts={"quality_reached": reached, "kinds": by_kind, "texts": _texts(by_kind, share)},
+        facts={
+            "quality_reached": reached,
+            "kinds": by_kind,
+            "texts": _texts(by_kind, share),
+            "windows": each.record() | {"kinds": [" ".join(window) for window in kinds[: len(each.kl)]]},
+        },
+        gate=fit_gate(CURVE_SHARES, each.uncovered, each.kl, each.top1),
         texts=TextReference.fit(job.windows.train.numpy(), job.windows.held.numpy()),
     )
 

@@ -11,11 +11,14 @@ import torch
 from forerun.errors import BadRequest
 from forerun.models.config import ModelConfig
 from forerun.models.fetch.store import resolve
+from forerun.models.formats.adapter import open_draft
 from forerun.models.formats.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.formats.fingerprint import fingerprint
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.options import check_number
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, TAIL_TOKENS, ModelPair
+from forerun.prefill.profile import Profile
 
 MAX_MAP_INPUTS = 16_384  # their Gram matrix is that wide, in float64 while it is solved
 MAX_DEFAULT_RANK = 1536  # of the maps
@@ -36,6 +39,7 @@ class FitSettings:
     minutes: float | None = None  # of the whole calibration; None: as long as it takes, with ten of distillation
     distill: bool = True
     quality: float = 0.97  # agreement with exact prefill that the default share and the thresholds aim at
+    maps: str | None = None  # a profile whose maps are kept: nothing is fitted, all is measured anew
 
     def __post_init__(self) -> None:
         limits = {"rank": (1, 8192), "batch": (1, 1024), "strength": (0.0, 1.0), "quality": (0.5, 1.0)}
@@ -70,7 +74,7 @@ class CalibrationModels:
 def open_models(target: str, draft: str | None, settings: FitSettings, window: int) -> CalibrationModels:
     """Open the models and check that they fit together and to windows of so many tokens."""
     opened = open_checkpoint(resolve(target))
-    source = open_checkpoint(resolve(draft)) if draft is not None else None
+    source = _draft(draft, opened) if draft is not None else None
     if source is not None:
         _check_draft(opened, source)
     for checkpoint in (opened, source):
@@ -80,11 +84,25 @@ def open_models(target: str, draft: str | None, settings: FitSettings, window: i
                 f"{checkpoint.config.max_context:,} tokens",
                 "give a smaller --window",
             )
+    if settings.maps is not None:
+        return _with_maps(opened, source, Profile.load(Path(settings.maps)))
     base = _base(opened.config, settings.base, alone=source is None)
     embedding = 0 if source is None else opened.config.hidden_size
     read = opened if source is None else source
     taps = _taps(read.config, settings.taps, base if source is None else None, embedding)
     return CalibrationModels(opened, source, taps, base, (fingerprint(opened), fingerprint(read)))
+
+
+def _with_maps(target: Checkpoint, source: Checkpoint | None, profile: Profile) -> CalibrationModels:
+    """Models of a profile that is measured anew: its layers are what its maps read."""
+    prints = fingerprint(target), fingerprint(target if source is None else source)
+    if (profile.kind == "self") != (source is None):
+        given = "no --draft-model is given" if source is None else f"--draft-model is {source.source}"
+        raise BadRequest(
+            f"the profile of --maps drafts by {profile.kind!r}, and {given}", "give the models it was made for"
+        )
+    profile.check(prints[0], prints[1])
+    return CalibrationModels(target, source, profile.maps.taps, profile.maps.base, prints)
 
 
 def least_window(continuation: int) -> int:
@@ -112,6 +130,17 @@ def check_writable(out: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise BadRequest(f"cannot write a profile to {out}: {reason}", "give another --out") from None
+
+
+def _draft(name: str, target: Checkpoint) -> Checkpoint:
+    """The draft as an `LLM` opens it: with the drafter that was trained for both, where there is one, so that one draft
+    model drafts prompts and answers."""
+    found = open_draft(name, target)
+    if found is None or isinstance(found, HiddenDrafterWeights):
+        raise BadRequest(
+            f"{name} is a drafter on the target's hidden states, not a draft model", "give a smaller model"
+        )
+    return found
 
 
 def _check_draft(target: Checkpoint, source: Checkpoint) -> None:

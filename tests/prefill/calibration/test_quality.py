@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,14 +63,18 @@ def test_recomputing_more_is_better_and_kinds_are_kept_apart(pair: ModelPair) ->
     maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
     calls: list[int] = []
     kinds = [("plain", "code"), ("copy",), ("plain",), ("recall",), ("plain", "code")]
-    curve, found = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: calls.append(1), True)
+    curve, found, each = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: calls.append(1), True)
     assert [p.share for p in curve] == list(CURVE_SHARES) and len(calls) == 3
     assert sorted(p.cost for p in curve) == [p.cost for p in curve]
+    assert each.kl.shape == each.top1.shape == each.uncovered.shape == (5, len(CURVE_SHARES))
+    assert (np.diff(each.uncovered) < 0).all() and each.uncovered.min() > 0 and each.uncovered.max() < 1
+    assert each.kl[[0, 2, 4], 0].mean() == pytest.approx(curve[0].kl)
+    assert np.allclose(each.record()["kl"], each.kl, rtol=1e-3)
     assert curve[-1].kl < curve[0].kl and curve[-1].top1 > curve[0].top1
     assert set(found) == {"plain", "copy", "recall", "code"} and found["code"][0]["windows"] == 2
     plain = evaluate(pair, maps, tokens[::2], 64, 0.0)
     assert curve[0].top1 == pytest.approx(plain.agreement) and curve[0].kl == pytest.approx(plain.divergence, rel=1e-3)
     copy = evaluate(pair, maps, tokens[1:2], 64, CURVE_SHARES[1])
     assert found["copy"][1]["kl"] == pytest.approx(copy.divergence, rel=1e-3)
-    _, some = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: True, True)  # the time is up
-    assert set(some) == {"plain", "copy", "code"} and some["plain"][0]["windows"] == 1
+    _, some, few = measure_curve(pair, maps, tokens, kinds, 64, 0.2, 2, lambda: True, True)  # the time is up
+    assert set(some) == {"plain", "copy", "code"} and some["plain"][0]["windows"] == 1 and len(few.kl) == 2

@@ -75,6 +75,19 @@ def test_the_target_alone(models: tuple[Path, Path], text: Path, tmp_path: Path)
     Profile.load(tmp_path / "a").check(fingerprint(open_checkpoint(models[0])), None)
 
 
+def test_a_profile_is_measured_anew_with_its_own_maps(
+    made: Path, models: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    settings, out = FitSettings(maps=str(made)), tmp_path / "again"
+    again = calibrate(str(models[0]), str(models[1]), [text], out, settings, TEXT, CPU, quiet=True, force=True)
+    before, loaded = Profile.load(made), Profile.load(out)
+    torch.testing.assert_close(loaded.maps.up, before.maps.up, rtol=1e-2, atol=1e-5)
+    assert [p.kl for p in again.curve] == pytest.approx([p.kl for p in before.curve], rel=0.02)
+    assert again.facts["maps"]["steps"] == 3 and "selected_on" not in again.facts
+    with pytest.raises(BadRequest, match="drafts by 'draft', and no --draft-model is given"):
+        calibrate(str(models[0]), None, [text], out, settings, TEXT, CPU, quiet=True)
+
+
 def test_ctrl_c_and_again(
     made: Path, models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
