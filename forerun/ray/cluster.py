@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
@@ -177,7 +178,8 @@ class RayReplicas:
 
     def _listen(self, name: str) -> None:
         if name not in self._listeners:
-            self._listeners[name] = asyncio.create_task(self._hand_out(name))
+            # In a context of its own: Ray Serve cancels what was called in that of a request whose client leaves
+            self._listeners[name] = asyncio.create_task(self._hand_out(name), context=Context())
 
     async def _hand_out(self, name: str) -> None:
         """Parts of all requests at a replica, to each its own, until it has none open."""
@@ -189,9 +191,9 @@ class RayReplicas:
                 for number, part in batch:
                     if number in self._open:
                         self._open[number].parts.put_nowait(part)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # a call that was cancelled raises the latter, too
             failed = ReplicaLost()
-            if not isinstance(error, (ReplicaLost, *self._lost)):
+            if not isinstance(error, (ReplicaLost, asyncio.CancelledError, *self._lost)):
                 log.exception("the stream of replica %s failed", name)
         del self._listeners[name]
         own = [found for found in self._open.values() if found.name == name]

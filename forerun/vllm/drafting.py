@@ -25,7 +25,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.execution.runner import Runner
 from forerun.models.formats.checkpoint import Checkpoint
 from forerun.params import Prefill
-from forerun.prefill.open_profile import open_profile
+from forerun.prefill.open_profile import draft_for_profile, open_profile, read_profile
 from forerun.prefill.prefiller import Prefiller
 from forerun.prefill.profile import chunk_profile
 from forerun.prefill.recompute import RaggedDepthPass, Rows
@@ -80,6 +80,8 @@ class PromptDrafter:
             )
         checkpoint, context = opened(name), config.model_config.max_model_len
         draft = None if settings.draft_model is None else opened(settings.draft_model)
+        if draft is not None and settings.profile is not None:
+            draft = draft_for_profile(read_profile(settings.profile), draft)
         profile = open_profile(settings.profile, checkpoint, draft)
         modules = [layer.self_attn for layer in model.model.layers]
         device, dtype = modules[0].attn.kv_cache.device, config.model_config.dtype
