@@ -1,7 +1,8 @@
 """Pins: pages that stay in the pool while no request reads them, for sessions that will go on.
 
 A pin is a set of references with a deadline, under a name. When pages run out, the tree first evicts all that is not
-pinned; pins go before their time only where nothing could run otherwise, those in the middle of a turn last.
+pinned; pins go before their time only where they hold too much of the pool or nothing could run otherwise, those in
+the middle of a turn last.
 Knows no request and no tokens.
 """
 

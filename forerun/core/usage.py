@@ -52,7 +52,10 @@ class PrefillReport:
     token_layers: int = 0  # that the target ran, of tokens * layers; of further answers, which share a draft, their own
     cost: float = 0.0  # all work (source, maps, target, checks) as a share of exact prefill's; of further ones, too
     rounds: int = 0  # of recomputing: more than one where checks failed
-    predicted_kl: float | None = None  # of the answer to exact prefill's, with its margin; None: not predicted
+    predicted_kl: float | None = None  # of the answer to exact prefill's; of copied chunks with its margin
+    kl_bound: float | None = None  # that 95% of prompts like the calibration's keep; None: the profile has no gate
+    covered: bool | None = None  # whether the text is like the calibration's, so that the bound is one for it
+    uncovered: float | None = None  # share of the tail's attention that falls on K/V which stays drafted
     drift: float | None = None  # of the text from the profile's; up to 1 it is like it; None: not known
     scores: dict[str, list[float]] = field(default_factory=dict)  # signal -> mean per layer, at the check spans
     spans: list[dict[str, Any]] = field(default_factory=list)  # per check span: first entry, signals, passed

@@ -162,6 +162,9 @@ class Engine:
 
     def _stays_plain(self, sequences: list[Sequence]) -> bool:
         """Whether the coming step of these drafts nothing. A decision for drafting is kept for that step."""
+        self._draft_next = False
+        if self.speculator.passes(len(sequences)):
+            return True
         rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(sequences)))
         room, tasks = rows // len(sequences) - 1, []
         for seq in sequences:
@@ -183,7 +186,8 @@ class Engine:
         rows = min(self.config.max_num_batched_tokens, self.runner.most_rows(len(batch)))
         if any(len(s.draft) for s in batch):  # provisional tokens: they stay within what is sure to be exact
             rows = min(rows, self.runner.decoding_rows or rows)
-        left = min(rows - sum(s.count + len(s.draft) for s in batch), self.scheduler.work.draft_nodes)
+        fits = self.scheduler.pacer.draft_nodes(self.scheduler.work)
+        left = min(rows - sum(s.count + len(s.draft) for s in batch), fits)
         room = max(0, left) // len(speculating)
         tasks = []
         for s, state in zip(speculating, states, strict=True):

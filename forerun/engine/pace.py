@@ -20,7 +20,10 @@ FIRST_CHUNK_TOKENS = {"cpu": 64, "cuda": 512}  # at most, before any step was ti
 TIMED_TOKENS = 64  # the largest of the cost curve's timed forwards
 SLOWER_RATE, FASTER_RATE = 0.5, 0.15  # of one observation: a chunk that is too large is felt by every stream
 MAX_CHANGE = 1.0  # by one observation, as a share of what was expected: more is caused by the operating system
-MAX_DRAFT_NODES = 1 << 20  # of a step without prompts: what pays is decided elsewhere
+MAX_DRAFT_NODES = 1 << 20  # of a step without streams: what pays is decided elsewhere
+# Of a step with drafts and streams, or its gap, whichever is longer: answers that were given before are drafted whole,
+# and eight of them at once took steps of more than a second
+MAX_DRAFT_STEP_S = 0.5
 CHUNK_UNIT, CONTEXT_UNIT = 8, 1000  # tokens, entries of context: so that what is learnt is of one size
 
 
@@ -32,11 +35,6 @@ class StepWork:
     tokens: int  # of prompts
     prompt_context: int  # entries that those attend to, on average
     paced: bool = False  # some of the streams are read as they come
-
-    @property
-    def draft_nodes(self) -> int:
-        """Nodes of drafts that fit in, too: with prompts beside them a step has room for half as many."""
-        return self.tokens // 2 if self.paced and self.tokens else MAX_DRAFT_NODES
 
 
 class _LearntCosts:
@@ -102,6 +100,15 @@ class StepPacer:
         fits = max(0.0, room / self.token_s(prompt_context))
         fits = max(0.0, room / self.token_s(prompt_context + fits / 2))
         return min(most, self._most, max(MIN_CHUNK_TOKENS, int(fits)))
+
+    def draft_nodes(self, work: StepWork) -> int:
+        """Nodes of drafts that fit into a step, too: beside prompts half as many as those have tokens."""
+        if not work.paced:
+            return MAX_DRAFT_NODES
+        if work.tokens:
+            return work.tokens // 2
+        longest = self._max_gap_s or max(MAX_DRAFT_STEP_S, self.gap_s(work.streams))
+        return max(work.streams, int((longest - self.step_s(work.streams)) / self.token_s(0)))
 
     def observe(self, work: StepWork, nodes: int, seconds: float) -> None:
         """What a whole step took that also verified so many nodes of drafts. Steps without streams are not timed, as

@@ -28,15 +28,16 @@ from forerun.cache.tiers import Tiers
 from forerun.decode.control.cost import CostCurve
 from forerun.engine.fairness import FairShares, portion
 from forerun.engine.pace import StepPacer, StepWork
-from forerun.engine.sequence import Client, Phase, ScheduledSequence, Sequence
+from forerun.engine.preemption import victim_for_admission, victim_for_growth
+from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
 from forerun.engine.speculative_prefill import Prefixes
 from forerun.prefill.sources.chunk_index import ChunkIndex
 
 # a prefill with a provisional sequence runs in chunks of a step's tokens divided by this: one such token per step
 PROVISIONAL_CHUNK_DIVISOR = 4
 MAX_OVERTAKING = 3  # prompt tokens that pass a waiting sequence, for each of its own: as in `FairShares`
-# Of the even share of a client's pages: an answer with more is preempted before the others, which would wait for it
-LARGE_SHARE = 1.5
+# Of the pool, where others need pages: sessions that grow and pause would else leave less and less of it to all others
+MAX_PINNED_SHARE = 0.5
 MAX_FAILED_ADMISSIONS = 4  # in one step: trying is slow where hundreds wait
 
 
@@ -307,6 +308,7 @@ class Scheduler:
             return (self._unpin_for(seq) or self._preempt_for(seq, missing)) and self._admit(seq)
         self.waiting.remove(seq)
         self.running.append(seq)
+        seq.admitted_with = len(seq.tokens)
         for other in self.waiting:
             mine = other.request.client == seq.request.client
             if other.request.arrived < seq.request.arrived and (mine or other.lacks_room):
@@ -323,22 +325,12 @@ class Scheduler:
         return True
 
     def _preempt_for(self, seq: Sequence, pages: int) -> bool:
-        """Preempt the youngest sequence of the client that holds most for its weight, so that a client with less can
-        begin: it must have no more afterwards than the other one keeps. `pages`: that it needs; 0: places in the batch
-        are short. One in a step."""
-        own = seq.request.client
-        held = {own: 0} | {other.request.client: 0 for other in self.running}
-        for other in self.running:
-            held[other.request.client] += len(other.pages) if pages else 1
-        heaviest = max(held, key=lambda client: held[client] / client.weight)
-        running = [other for other in self.running if other.request.client == heaviest and _alone(other)]
-        victims = [other for other in running if other.request.session not in self.pins]
-        if heaviest == own or not victims or self._preempted:
+        """Preempt a sequence so that this one can begin, which needs so many pages, or a place in the batch (0). One in
+        a step."""
+        victim = None if self._preempted else victim_for_admission(seq, pages, self.running, self.pins)
+        if victim is None:
             return False
-        left = held[heaviest] - (len(victims[-1].pages) if pages else 1)
-        if (held[own] + max(1, pages)) / own.weight > left / heaviest.weight:
-            return False
-        self._preempt(victims[-1])
+        self._preempt(victim)
         return True
 
     def _promised(self, seq: Sequence) -> int:
@@ -370,27 +362,13 @@ class Scheduler:
         while not self.make_room(missing):
             if len(self.running) == 1 and self.pins.give_up_any(seq.request.session):
                 continue
-            victim = self._victim()
+            victim = victim_for_growth(self.running, self.pins)
             self._preempt(victim)
             if victim is seq:
                 return False
         if missing > 0:
             seq.pages.extend(self.pool.allocate(missing, after=seq.pages[-1] if seq.pages else None))
         return True
-
-    def _victim(self) -> Sequence:
-        """A provisional sequence, else of the client that holds most pages for its weight the youngest, or the largest
-        where one holds far more than the others; a session's turn only where no other sequence is left."""
-        provisional = next((seq for seq in self.running if seq.final is not None), None)
-        others = [seq for seq in self.running if seq.request.session not in self.pins] or self.running
-        held: dict[Client, float] = {}
-        for seq in others:
-            held[seq.request.client] = held.get(seq.request.client, 0.0) + len(seq.pages) / seq.request.client.weight
-        heaviest = max(held, key=lambda client: held[client])
-        own = [seq for seq in others if seq.request.client == heaviest]
-        largest = max(own, key=lambda seq: len(seq.pages))
-        even = sum(len(seq.pages) for seq in own) / len(own)
-        return provisional or (largest if len(largest.pages) > LARGE_SHARE * even else own[-1])
 
     def make_room(self, count: int) -> bool:
         """Whether `count` pages are free, after evicting cached ones if need be: approximate K/V goes first."""
@@ -402,6 +380,10 @@ class Scheduler:
                 cache.evict(count - self.pool.free)
         for text_cache in self.text_caches:  # what they release is free once the tree evicts it, too
             while count > self.pool.free and self.tree is not None and text_cache.release(count - self.pool.free):
+                self.tree.evict(count - self.pool.free)
+        most = MAX_PINNED_SHARE * self.pool.num_pages
+        while count > self.pool.free and self.pins.distinct_pages > most and self.pins.give_up(sparing=None):
+            if self.tree is not None:
                 self.tree.evict(count - self.pool.free)
         return count <= self.pool.free
 
@@ -428,11 +410,6 @@ class Scheduler:
                 self.pins.hold(session, self.tree.match(seq.packed(seq.exact)))
         self.pool.release(seq.pages)
         seq.pages, seq.computed, seq.prefill = array("i"), 0, None
-
-
-def _alone(seq: Sequence) -> bool:
-    """Whether it neither is a provisional sequence nor has one, nor drafts its prompt."""
-    return seq.final is None and _without_provisional(seq) and seq.phase in (Phase.PREFILLING, Phase.DECODING)
 
 
 def _without_provisional(seq: Sequence) -> bool:

@@ -128,6 +128,7 @@ class Sequence:
         self.expected_cached = 0  # while it waits: leading tokens that the prefix tree had when it was queued
         self.leader: tuple[Sequence, int] | None = None  # a running prefill that is computing so many of its tokens
         self.overtaken = 0  # prompt tokens of later ones that were admitted while it waited
+        self.admitted_with = 0  # tokens that it had when it was admitted last
         self.lacks_room = False  # there were no pages for it when its turn came
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self._recorded_s = (0.0, 0.0)  # seconds of drafting and verifying up to the last step of the timeline

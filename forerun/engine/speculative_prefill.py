@@ -151,6 +151,8 @@ class SpeculativePrefill:
             self.close(seq)
             if state.stage is PrefillStage.DONE:
                 seq.computed = state.filled
+                if seq.final is not None and (answer := seq.final.provisional) is not None:
+                    answer.max_tokens = self.prefiller.max_shown(state.report, answer.max_tokens)
             elif seq.final is not None:
                 self.scheduler.end_provisional(seq)  # the final sequence computes it anyway
                 return spent

@@ -24,6 +24,7 @@ from forerun.serve.config import ServeConfig
 from forerun.serve.context import IGNORED_HEADER, ServerContext, context_size
 from forerun.serve.derived import unknown_fields
 from forerun.serve.dialects.routes import add_chat, add_responses
+from forerun.serve.embeddings import add_embeddings
 from forerun.serve.encoders import CompletionEncoder
 from forerun.serve.errors import ApiError, described_errors, on_api_error, on_http_error, on_invalid
 from forerun.serve.fill import FillPrompt
@@ -56,6 +57,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     add_chat(app, ctx, _ERRORS)
     add_responses(app, ctx, _ERRORS)
     _add_completions(app, ctx)
+    add_embeddings(app, ctx)
     add_text_api(app, ctx, ToolDialect.of(llm.tokenizer))
     _add_sessions(app, sessions)
     _add_models(app, config, created=int(time.time()))
@@ -101,22 +103,20 @@ def _add_completions(app: FastAPI, ctx: ServerContext) -> None:
         logprobs = body.logprobs is not None
         encoder = CompletionEncoder(f"cmpl-{uuid.uuid4().hex}", name, int(time.time()), tokenizer, logprobs)
         session, key, prompts = body.forerun.session_options, request.state.key, body.prompts()
+        for prompt in prompts:
+            ctx.check_ids(prompt)
         if body.echo:
-            encoder.echoed, encoder.per_prompt = tuple(_text(ctx.llm, prompt) for prompt in prompts), body.choices
+            texts = await ctx.pool.encode(lambda check: [_text(ctx.llm, prompt, check) for prompt in prompts])
+            encoder.echoed, encoder.per_prompt = tuple(texts), body.choices
         if session is not None:
             if len(prompts) > 1:
                 raise ApiError(400, f"a session continues one text, got {len(prompts)} prompts", "send one")
             prompts = [SessionTurn(ctx.sessions, session, key, prompts[0])]
         return CompletionResponse(ctx, body, prompts, encoder, key, warnings=warnings)
 
-    @app.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        """Not offered: the hidden states of a decoder were not trained as embeddings."""
-        hint = "ask a server that runs an embedding model"
-        raise ApiError(501, "this server has no embedding model", hint, code="not_implemented")
 
-
-def _text(llm: LLM, prompt: Any) -> str:
+def _text(llm: LLM, prompt: Any, check_cancelled: Callable[[], None]) -> str:
+    check_cancelled()
     if isinstance(prompt, FillPrompt):
         return prompt.prefix
     if isinstance(prompt, str):

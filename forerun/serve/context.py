@@ -75,21 +75,29 @@ class ServerContext:
         if sum(map(len, texts)) > PIECE_CHARS:
             await self.pool.encode(lambda check: self.limit.check_tokens(texts, check))
 
+    def check_ids(self, prompt: Any) -> None:
+        """Refuse a prompt of too many token ids: nothing has to be encoded for that."""
+        if isinstance(prompt, list) and len(prompt) >= self.max_context:
+            raise self.limit.too_long(f"the prompt has {len(prompt)} tokens")
+
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, (SessionTurn, ChatPrompt, FillPrompt)):
             ids = prompt.encode(self.llm.tokenizer)
         else:
-            if len(prompt) >= self.max_context and not isinstance(prompt, str):  # ids: nothing has to be encoded
-                raise self.limit.too_long(f"the prompt has {len(prompt)} tokens")
+            self.check_ids(prompt)
             ids = self.llm.encode(prompt)
         if len(ids) >= self.max_context:
             raise self.limit.too_long(f"the prompt has {len(ids)} tokens")
         return ids
 
+    def _encode_start(self, text: str) -> list[int]:
+        """Tokens of a text as far as a context could hold them: what comes after would be of no use."""
+        return self.llm.tokenizer.encode(text[: self.limit.max_chars])
+
     def _request(
         self, ids: list[int], body: ChatRequest | CompletionRequest, tools: ToolUse | None, prompt: Any
     ) -> Request:
-        params = body.params(self.max_context - len(ids), tools, self.llm.tokenizer.encode)
+        params = body.params(self.max_context - len(ids), tools, self._encode_start)
         if not body.has_limit:
             most = self.llm.engine.config.capacity // UNLIMITED_POOL_DIVISOR
             params = replace(params, max_tokens=min(params.max_tokens, max(1, most)))

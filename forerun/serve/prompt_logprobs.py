@@ -1,45 +1,47 @@
 """Log-probabilities of a prompt's own tokens, for `echo` with `logprobs`.
 
-Runs between the engine's steps, under a lease: in small pieces, with steps of requests between them. Leaves nothing in
-the cache. Knows no HTTP.
+The K/V is exact, so that the request's own prefill reads it afterwards. Knows no HTTP.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
-from forerun.core import SamplingParams, TokenLogprob
-from forerun.decode.sampling import logprob
-from forerun.errors import OutOfPages
+import torch
+from torch import Tensor
+
+from forerun.core import TokenLogprob
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request
 from forerun.llm import LLM
 from forerun.models.execution.runner import Span
-
-PIECE_TOKENS = 64  # in one forward: the logits of each are needed, [64, V]
+from forerun.serve.prompt_pieces import run_pieces
 
 
 def prompt_logprobs(
-    llm: LLM, ids: list[int], params: SamplingParams, check_cancelled: Callable[[], None] = lambda: None
+    llm: LLM, request: Request, check_cancelled: Callable[[], None] = lambda: None
 ) -> list[TokenLogprob]:
     """One for each token but the first, which follows nothing."""
+    ids, params, client = request.prompt_ids, request.params, request.client
     found: list[TokenLogprob] = []
-    pages = array("i")
-    with llm.driver.lease() as lease:
-        try:
-            with lease.exclusive():
-                if not lease.pages.extend(pages, len(ids)):
-                    hint = "ask again when fewer requests run"
-                    raise OutOfPages(f"there is no room for the log-probabilities of {len(ids)} tokens", hint)
-            for start in range(0, len(ids) - 1, PIECE_TOKENS):
-                check_cancelled()
-                piece = ids[start : start + PIECE_TOKENS]
-                span = Span(piece, start, pages, range(len(piece)), prompt=True)
-                with lease.exclusive() as engine:
-                    logits = engine.runner.forward([span]).logits.float()
-                following = ids[start + 1 : start + 1 + len(piece)]
-                entries = [logprob(row, token, params) for row, token in zip(logits, following, strict=False)]
-                found += [entry for entry in entries if entry is not None]
-        finally:
-            with lease.exclusive():
-                lease.pages.drop(pages)
+
+    def score(engine: Engine, span: Span) -> None:
+        stop, tree = span.entries.stop, engine.scheduler.tree
+        span.logits_indices = range(len(span.ids))
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(engine.runner.forward([span]).logits.float(), -1)
+            found.extend(_entries(logprobs, ids[span.first + 1 : stop + 1], params.logprobs or 0))
+        if params.cache and stop == len(ids) - 1 and tree is not None:
+            tree.insert(ids[:stop], span.pages, client.name, client.weight)
+
+    run_pieces(llm, ids, len(ids) - 1, score, check_cancelled)
     return found
+
+
+def _entries(logprobs: Tensor, tokens: list[int], most: int) -> list[TokenLogprob]:
+    """`logprobs`: [tokens, V]; `most`: likeliest tokens of each row."""
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(most)
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    pairs = [list(zip(ids, values, strict=True)) for ids, values in likeliest]
+    return [TokenLogprob(token, value, each) for token, value, each in zip(tokens, own, pairs, strict=True)]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -30,6 +30,8 @@ from forerun.serve.sessions import SessionTurn
 from forerun.serve.tools import ToolUse
 
 log = logging.getLogger("forerun.serve")
+
+T = TypeVar("T")
 
 STREAM_ERROR_TIMEOUT_S = 2.0  # for a client to read the error that ends its stream
 # Without a byte, after which a stream sends one that clients pass over: proxies and agents close after 30 to 60 s
@@ -153,8 +155,8 @@ class CompletionResponse(Response):
         return await self.ctx.pool.encode(lambda _: wanted(self.request_body, ids, number))
 
     async def _score(self, request: Request) -> PromptScores:
-        llm, ids, params = self.ctx.llm, request.prompt_ids, request.params
-        return PromptScores(ids[0], await self.ctx.pool.score(lambda check: prompt_logprobs(llm, ids, params, check)))
+        scores = await self.ctx.pool.score(lambda check: prompt_logprobs(self.ctx.llm, request, check))
+        return PromptScores(request.prompt_ids[0], scores)
 
     async def _run_prompt(self, number: int, request: Request) -> None:
         stream = self.turn.stream(request) if self.turn is not None else self.ctx.llm.astream(request)
@@ -255,14 +257,14 @@ class CompletionResponse(Response):
         log.info("%s %s %d %s", *head, text, extra={"fields": names | fields})
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine, and cancel it as soon as the client closes the connection; no task is left running."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns; cancels it as soon as the client closes the connection; no task is left running."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnected
-        working.result()
+        return working.result()
     finally:
         for task in (working, watching):
             task.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -206,6 +206,15 @@ class _CompletionBody(GuidedFields, _UnusedFields, _SamplingFields):
         default=None, description="The prompt's K/V stays in the pool, in place of that of the last request so named."
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # 24h: as long as the server allows
+    cache_salt: str | None = Field(
+        default=None, description="vLLM's, against guesses from times: as `cache: false`, nothing is shared."
+    )
+
+    @model_validator(mode="after")
+    def _unshared(self) -> Self:
+        if self.cache_salt is not None:
+            self.forerun.cache = False
+        return self
 
     @property
     def constrained(self) -> bool:

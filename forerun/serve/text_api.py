@@ -5,12 +5,15 @@ Knows tokenizer and chat template, no engine.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from fastapi import FastAPI
+from fastapi.responses import Response
 from pydantic import Field
 
 import forerun
+from forerun.engine.intake import check_token_ids
 from forerun.errors import BadRequest
 from forerun.serve.context import ServerContext
 from forerun.serve.derived import LenientModel
@@ -20,7 +23,8 @@ from forerun.serve.tool_schema import MAX_TOOLS, Tool
 from forerun.serve.tools import ToolDialect, chat_prompt
 
 MAX_COUNTED_CHARS = 1 << 20  # of a text that is only tokenised: some seconds
-MAX_DETOKENIZED = 1_000_000
+MAX_DETOKENIZED = 500_000
+PIECE_ITEMS = 4096  # of a list that are written at once: some milliseconds
 _ERRORS = described_errors(400, 401, 408, 413)
 
 
@@ -41,6 +45,16 @@ class TokenizeBody(LenientModel):
 class DetokenizeBody(LenientModel):
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=MAX_DETOKENIZED)]
+
+
+def _json(found: dict[str, Any]) -> bytes:
+    """Long lists are written in pieces: a whole one would hold up all other threads."""
+    parts = []
+    for name, value in found.items():
+        rows = value if isinstance(value, list) else []
+        pieces = [json.dumps(rows[at : at + PIECE_ITEMS])[1:-1] for at in range(0, len(rows), PIECE_ITEMS)]
+        parts.append(f'"{name}":{"[" + ",".join(pieces) + "]" if isinstance(value, list) else json.dumps(value)}')
+    return ("{" + ",".join(parts) + "}").encode()
 
 
 def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None:
@@ -64,23 +78,25 @@ def add_text_api(app: FastAPI, ctx: ServerContext, dialect: ToolDialect) -> None
             found["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids]
         return found
 
+    def decoded(tokens: list[int]) -> str:
+        check_token_ids(tokens, ctx.llm.config.vocab_size)
+        return tokenizer.decode(tokens, skip_special=False)
+
     @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text, or of a conversation as the model gets it."""
         given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
             raise BadRequest(f"the body has {' and '.join(given) or 'no text'}", "give prompt, content or messages")
         texts = [message.text for message in body.messages or ()] or [body.prompt or body.content or ""]
         ctx.limit.check_size(texts, MAX_COUNTED_CHARS)
-        return await ctx.pool.encode(lambda _: described(body, encoded(body)))
+        whole = await ctx.pool.encode(lambda _: _json(described(body, encoded(body))))
+        return Response(whole, media_type="application/json")
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """The text of token ids, control tokens included."""
-        wrong = next((token for token in body.tokens if not 0 <= token < ctx.llm.config.vocab_size), None)
-        if wrong is not None:
-            raise BadRequest(f"token id {wrong} is not in the vocabulary", f"ids are below {ctx.llm.config.vocab_size}")
-        text = await ctx.pool.encode(lambda _: tokenizer.decode(body.tokens, skip_special=False))
+        text = await ctx.pool.encode(lambda _: decoded(body.tokens))
         return {"prompt": text, "content": text}
 
     @app.get("/version")

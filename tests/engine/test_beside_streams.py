@@ -11,6 +11,7 @@ from forerun.core import SamplingParams
 from forerun.decode.control.cost import CostCurve
 from forerun.engine.engine import Engine
 from forerun.engine.pace import StepPacer, StepWork
+from forerun.engine.preemption import MIN_TURN_TOKENS
 from forerun.engine.sequence import Phase
 from tests.engine.common import Answer, finish, leaked, make_engine, run
 from tests.engine.test_speculative_prefill import prompt
@@ -155,6 +156,32 @@ def test_no_more_than_three_times_its_tokens_pass_a_sequence_without_room(make: 
     assert 0 < passed <= 3 * 400 + 8 * 40
     finish(engine)
     assert first.last.finish_reason == "length" and leaked(engine) == 0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_that_fills_the_pool_makes_way_for_a_stream(make: Callable[..., Engine], streamed: bool):
+    """One client, a limit of its own: streams wait for a turn of it, not for its end. Others wait: nothing is gained
+    by starting again what runs."""
+    engine = make(kv_cache_tokens=512)
+    endless = SamplingParams(max_tokens=420, ignore_eos=True, speculation="off")
+    large = ask(engine, prompt(1, 60), endless)
+    while len(large.tokens()) < 350:
+        engine.step()
+    steps, answers = [], []
+    for number in range(3):
+        answers.append(ask(engine, prompt(2 + number, 120), SHORT, streamed))
+        before = len(large.tokens())
+        while not answers[-1].events:
+            engine.step()
+        steps.append(len(large.tokens()) - before)
+        while answers[-1].last.finish_reason is None:
+            engine.step()
+    assert all(tokens <= MIN_TURN_TOKENS for tokens in steps) == streamed
+    finish(engine)
+    assert large.last.usage is not None and (large.last.usage.preemptions > 0) == streamed
+    assert large.tokens() == run(make(), [prompt(1, 60)], endless)[0]
+    assert [a.tokens() for a in answers] == run(make(), [prompt(2 + number, 120) for number in range(3)], SHORT)
+    assert leaked(engine) == 0
 
 
 def test_admission_leaves_room_for_prompts_that_were_admitted_before(make: Callable[..., Engine]):

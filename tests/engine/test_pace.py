@@ -8,7 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from forerun.decode.control.cost import CostCurve
-from forerun.engine.pace import FIRST_CHUNK_TOKENS, GAP_STEPS, MIN_CHUNK_TOKENS, MIN_GAP_S, StepPacer, StepWork
+from forerun.engine.pace import (
+    FIRST_CHUNK_TOKENS,
+    GAP_STEPS,
+    MAX_DRAFT_STEP_S,
+    MIN_CHUNK_TOKENS,
+    MIN_GAP_S,
+    StepPacer,
+    StepWork,
+)
 
 PLAIN_S = 0.010
 
@@ -80,8 +88,17 @@ def test_nodes_of_drafts_share_what_a_step_took_and_have_half_of_the_prompts_roo
     for _ in range(100):
         pacer.observe(StepWork(4, 10, 0), 10, pacer.step_s(4) + 0.020)
     assert pacer.prompt_tokens(4, 0, 512) == pytest.approx(2 * pacer.step_s(4) / 0.001, rel=0.15)
-    assert StepWork(4, 20, 0, paced=True).draft_nodes == 10
-    assert StepWork(4, 20, 0).draft_nodes > 1000 and StepWork(4, 0, 0, paced=True).draft_nodes > 1000
+    assert pacer.draft_nodes(StepWork(4, 20, 0, paced=True)) == 10
+    assert pacer.draft_nodes(StepWork(4, 20, 0)) == pacer.draft_nodes(StepWork(4, 0, 0)) > 1000
+
+
+def test_drafts_beside_streams_take_half_a_second_at_most():
+    pacer, work = StepPacer(lambda: curve(0.004)), StepWork(8, 0, 0, paced=True)
+    assert pacer.draft_nodes(work) == pytest.approx((MAX_DRAFT_STEP_S - pacer.step_s(8)) / 0.004, rel=0.05)
+    own = StepPacer(lambda: curve(0.004), max_gap_s=0.1)
+    assert own.draft_nodes(work) == pytest.approx((0.1 - own.step_s(8)) / 0.004, rel=0.05)
+    slow = StepPacer(lambda: curve(1.0), max_gap_s=0.1)
+    assert slow.draft_nodes(work) == 8  # a token of each stream goes on
 
 
 def test_a_gpu_has_a_least_gap_and_grows_by_doubling():

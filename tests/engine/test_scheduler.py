@@ -74,6 +74,25 @@ def test_one_that_has_grown_far_beyond_the_others_is_preempted_before_them(make:
     assert leaked(engine) == 0
 
 
+def test_sessions_that_pause_leave_half_of_the_pool_to_others(make: Callable[[], Engine]):
+    """Those used longest ago go first, while others run."""
+    engine = make()
+    pins = engine.scheduler.pins
+    for number in range(4):  # 800 of 1,024 tokens
+        pins.open(f"s{number}", 600.0)
+        Answer(engine, prompt(number, 196), replace(LONG, max_tokens=4), session=f"s{number}")
+        finish(engine)
+    assert pins.distinct_pages > 0.7 * engine.pool.num_pages
+    answers = [Answer(engine, prompt(10 + number, 150), LONG) for number in range(2)]
+    decode_all(engine, 2)
+    held = [bool(pins.pages(f"s{number}")) for number in range(4)]
+    assert held == [False, True, True, True]  # as many as were needed
+    finish(engine)
+    assert [answer.last.usage.preemptions for answer in answers] == [0, 0]  # type: ignore[union-attr]
+    pins.clear()
+    assert leaked(engine) == 0
+
+
 def test_a_preempted_sequence_is_admitted_before_those_that_wait(make: Callable[[], Engine]):
     engine = make()
     answers = [Answer(engine, prompt(i, 20), LONG) for i in range(3)]

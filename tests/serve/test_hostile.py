@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadRequest
-from forerun.serve.access import MAX_OBJECTS
+from forerun.serve.access import MAX_OBJECTS, MAX_VALUES
 from forerun.serve.config import ServeConfig
 from forerun.serve.dialects.messages import MessagesRequest
 from forerun.serve.dialects.responses import ResponsesRequest
@@ -103,6 +103,32 @@ def test_mistakes_in_other_dialects_are_few_too():
 def test_more_objects_than_a_request_can_have_are_refused_before_they_are_read(served: Running):
     body = ASKED | {"messages": [{"role": "user", "content": ""}] * (MAX_OBJECTS + 1)}
     assert "objects" in error(served.post(CHAT, body), 413)["message"]
+
+
+def test_more_values_than_a_request_can_have_are_refused_before_they_are_read(served: Running):
+    """Four million token ids took the event loop a second, and four with `echo`."""
+    assert "values" in error(served.post("/detokenize", {"tokens": [1] * (MAX_VALUES + 2)}), 413)["message"]
+    assert served.post("/detokenize", {"tokens": [70] * 2000}).status_code == 200
+
+
+def test_token_ids_beyond_the_context_are_not_echoed(served: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served.llm.tokenizer, "decode", None)
+    body = {"model": NAME, "prompt": [[5], [5] * 100_000], "echo": True}
+    assert "100000 tokens" in error(served.post("/v1/completions", body), 400)["message"]
+
+
+def test_of_a_long_prediction_only_its_start_is_tokenised(served: Running, monkeypatch: pytest.MonkeyPatch):
+    encode, seen = served.llm.tokenizer.encode, list[int]()
+
+    def counted(text: str, *args: Any, **options: Any) -> list[int]:
+        seen.append(len(text))
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(served.llm.tokenizer, "encode", counted)
+    prediction = {"type": "content", "content": "lamp " * 1_000_000}
+    assert served.post(CHAT, ASKED | {"prediction": prediction}).status_code == 200
+    longest = max(len(served.llm.tokenizer.token_bytes(token)) for token in range(served.llm.tokenizer.vocab_size))
+    assert max(seen) <= served.llm.engine.config.max_model_len * longest
 
 
 def test_the_text_of_tools_and_calls_counts_before_it_is_tokenised(served: Running, monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,11 @@ import torch
 
 import forerun
 from forerun import LLM, SamplingParams
+from forerun.engine.sequence import Sequence
+from forerun.models.execution.runner import Span
 from forerun.serve import fill
 from forerun.serve.config import ApiKeys
+from forerun.serve.prompt_logprobs import prompt_logprobs
 from tests.serve.common import ASKED, CHAT, NAME, Running, error, running
 
 QUESTION = ASKED["messages"][0]
@@ -242,6 +245,42 @@ def test_echo_with_logprobs(served: Running):
         assert columns["tokens"] == found["tokens"] and columns["text_offset"] == found["text_offset"]
         llm.clear_cache()
         assert llm.engine.pool.free >= pages and not llm.engine.leases
+
+
+def test_log_probabilities_of_a_prompt_run_in_pieces_as_streams_allow(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """What was scored is not computed a second time, unless the request wants nothing of the cache."""
+    scheduler, forward, pieces = llm.engine.scheduler, llm.engine.runner.forward, list[int]()
+
+    def counted(spans: list[Span], *args: Any) -> Any:
+        pieces.extend(len(span.ids) for span in spans if span.prompt)
+        return forward(spans, *args)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", counted)
+    ids = llm.encode("The keeper counts the ships of the pier. " * 6)
+    whole = prompt_logprobs(llm, llm.request(ids, SamplingParams(logprobs=2, cache=False)))
+    assert max(pieces) > 20 and not scheduler.prefixes.exact_pages(Sequence(llm.request(ids, SamplingParams()), 0, 0))
+    pieces.clear()
+    monkeypatch.setattr(scheduler, "tokens_beside_streams", lambda context, most: 10)
+    found = prompt_logprobs(llm, llm.request(ids, SamplingParams(logprobs=2)))
+    assert set(pieces) <= {5, (len(ids) - 1) % 5} and len(pieces) == len(range(0, len(ids) - 1, 5))
+    assert [entry.token_id for entry in found] == ids[1:]
+    assert [e.logprob for e in found] == pytest.approx([e.logprob for e in whole], abs=1e-3)
+    output = llm.generate([ids], SamplingParams(max_tokens=1))[0]
+    assert output.usage.cached_tokens >= len(ids) - 1 - llm.engine.pool.page_size
+    llm.clear_cache()
+
+
+def test_a_salted_prompt_is_shared_with_none(served: Running):
+    """vLLM's field against guesses from times; salts are not told apart, as nothing is kept."""
+    long = ASKED | {"messages": [{"role": "user", "content": "The keeper counts the ships. " * 12}]}
+
+    def cached(body: dict[str, Any]) -> int:
+        return served.post(CHAT, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    served.llm.clear_cache()
+    assert [cached(long | {"cache_salt": "a"}) for _ in range(2)] == [0, 0]
+    assert cached(long) == 0 and cached(long) > 16 and cached(long | {"cache_salt": "b"}) == 0
+    error(served.post(CHAT, long | {"cache_salt": "a", "forerun": {"session": "s"}}), 400)
 
 
 def test_tokenize_and_back(served: Running):

@@ -159,6 +159,16 @@ def test_a_conversation_is_continued_by_id(served: Running):
         client.responses.create(**ASK, input="And?", previous_response_id=gone.id)
 
 
+def test_tokens_are_counted_without_an_answer(served: Running):
+    client = served.client()
+    first = client.responses.create(**ASK, input="Who counts the ships?", instructions="Be brief.")
+    count = client.responses.input_tokens.count
+    told = count(model=NAME, input="Who counts the ships?", instructions="Be brief.")
+    assert told.object == "response.input_tokens" and told.input_tokens == first.usage.input_tokens
+    second = client.responses.create(**ASK, input="And?", previous_response_id=first.id)
+    assert count(model=NAME, input="And?", previous_response_id=first.id).input_tokens == second.usage.input_tokens
+
+
 def test_keys_do_not_share_responses(llm: LLM):
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("one", "two")]
     with running(llm, keys=ApiKeys.parse(f"ann {digests[0]}\nbob {digests[1]}", "here")) as made:

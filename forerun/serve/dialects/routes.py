@@ -77,14 +77,17 @@ def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str,
 def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
     endpoint, store = ChatEndpoint(ctx), ResponseStore()
 
+    def conversation(body: ResponsesRequest, request: Request) -> list[dict[str, Any]]:
+        before = None
+        if body.previous_response_id is not None:
+            before = store.get(request.state.key, body.previous_response_id)
+        return [*(before.messages if before is not None else ()), *body.messages()]
+
     @app.post("/v1/responses", responses=errors, response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the form of OpenAI's responses."""
         ctx.check_model(body.model)
-        key, before = request.state.key, list[dict[str, Any]]()
-        if body.previous_response_id is not None:
-            before = store.get(key, body.previous_response_id).messages
-        messages = [*before, *body.messages()]
+        key, messages = request.state.key, conversation(body, request)
 
         def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
             if body.store is not False:
@@ -92,6 +95,13 @@ def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict
 
         wire = ResponsesFormat(ctx.config.model_name, body, keep)
         return endpoint.respond(body.to_chat(messages), request, ctx.ignored(unknown_fields(body)), wire)
+
+    @app.post("/v1/responses/input_tokens", responses=errors)
+    async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+        """How many tokens a conversation has in the form of OpenAI's responses."""
+        ctx.check_model(body.model)
+        count = await endpoint.count(body.to_chat(conversation(body, request)))
+        return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.get("/v1/responses/{response_id}", responses=errors)
     async def retrieve(response_id: str, request: Request) -> dict[str, Any]:
