@@ -3,7 +3,8 @@
 Measured: the target's answers, seconds of its forwards by rows, seconds of a round of each draft model in each
 precision, and which tokens of the answers the draft model has as its most probable ones. For greedy answers that is all
 there is to know: a chain is accepted as far as these follow each other, so every depth is counted on the same answers,
-and a round trip only adds time. Knows no network: what a protocol's frames take is counted from their bytes.
+and a round trip only adds time. A draft model runs here behind a stated round trip, or on a draft server
+(`remote:HOST:PORT`), whose rounds and way are measured; what frames take is counted from their bytes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from rich.table import Table
 
 from forerun import LLM, SamplingParams, data
 from forerun.core.progress import track
-from forerun.decode.remote.protocol import DraftOrder, Tree, encode
+from forerun.decode.remote.protocol import DIGEST_BYTES, DraftOrder, Hello, Tree, encode, vocabulary_digest
 from forerun.errors import BadRequest
 from forerun_research.bench import common
+from forerun_research.bench.draft_server_profile import REMOTE, profile_server
 
 WEBSOCKET_BYTES = 8  # of two small messages: a header of 2, and of 6 towards the server
 ORDINARY, PARALLEL = "ordinary", "parallel"
+TIMED_CONTEXT = 128  # tokens before a forward that is timed
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,16 @@ class TargetProfile:
     forward_s: tuple[float, ...]  # by rows, from 1
     answers: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # prompt, answer
     vocab_size: int
+    digest: bytes = bytes(DIGEST_BYTES)  # of the vocabulary
 
 
 @dataclass(frozen=True)
 class DraftProfile:
     draft: str
-    precision: str
+    precision: str  # of a draft server: its model
     round_s: float
     matches: tuple[tuple[bool, ...], ...]  # by answer and token: whether it was the most probable one
+    network_s: float | None = None  # of a draft server; None: the stated round trip
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def run(plan: ConfigBench) -> dict[str, Any]:
         "prices": {"target": plan.target_price, "draft": plan.draft_price},
         "target_s": target.forward_s,
         "round_s": {f"{p.draft} {p.precision}": p.round_s for p in profiles},
+        "network_s": {p.draft: p.network_s for p in profiles if p.network_s is not None},
         "rows": [asdict(row) for row in rows],
         "choice": {goal: asdict(row) for goal, row in choices(rows).items()},
         "hardware": common.hardware(plan.threads or 0),
@@ -103,14 +109,18 @@ def profile_target(plan: ConfigBench) -> TargetProfile:
             for text in chosen
         ]
         found = [llm.generate([ids], params)[0] for ids in track(prompts, "answers")]
-        curve, most = llm.engine.speculator.controller.target, max(plan.depths) + 1
-        forwards = tuple(curve.seconds(rows) for rows in range(1, most + 1))
+        forwards = tuple(time_forward(llm, rows) for rows in range(1, max(plan.depths) + 2))
         answers = tuple((tuple(a.prompt_ids), tuple(a.token_ids)) for a in found if a.token_ids)
-        return TargetProfile(forwards, answers, llm.config.vocab_size)
+        return TargetProfile(forwards, answers, llm.config.vocab_size, vocabulary_digest(llm.engine.tokenizer))
 
 
 def profile_drafts(plan: ConfigBench, target: TargetProfile) -> Iterator[DraftProfile]:
     for draft in plan.drafts:
+        if draft.startswith(REMOTE):
+            answers = track(target.answers, draft)
+            found = profile_server(draft, Hello(target.vocab_size, target.digest), answers)
+            yield DraftProfile(draft, found.model, found.round_s, found.matches, found.network_s)
+            continue
         for precision in plan.precisions:
             with LLM(draft, dtype=precision, threads=plan.threads, quiet=True) as llm:
                 matches = []
@@ -118,8 +128,13 @@ def profile_drafts(plan: ConfigBench, target: TargetProfile) -> Iterator[DraftPr
                     logits = llm.engine.score([*prompt, *answer])[len(prompt) - 1 : -1]
                     best = logits[:, : target.vocab_size].argmax(-1).tolist()
                     matches.append(tuple(a == b for a, b in zip(best, answer, strict=True)))
-                round_s = llm.engine.speculator.controller.target.seconds(1)
-                yield DraftProfile(draft, precision, round_s, tuple(matches))
+                yield DraftProfile(draft, precision, time_forward(llm, 1), tuple(matches))
+
+
+def time_forward(llm: LLM, rows: int) -> float:
+    """Now: what the engine knows of its costs may be of another day, when the machine was busy."""
+    with llm.driver.exclusive() as engine:
+        return engine.time_forward(rows, TIMED_CONTEXT)
 
 
 def plain_row(plan: ConfigBench, target: TargetProfile) -> ConfigRow:
@@ -129,9 +144,10 @@ def plain_row(plan: ConfigBench, target: TargetProfile) -> ConfigRow:
 
 def rows_of(plan: ConfigBench, target: TargetProfile, profiles: Sequence[DraftProfile]) -> Iterator[ConfigRow]:
     for profile in profiles:
+        rtt_s = plan.rtt_ms / 1000.0 if profile.network_s is None else profile.network_s
         for depth in plan.depths:
             for mode in (ORDINARY, PARALLEL):
-                tokens, accepted, steps, wall_s, draft_s = simulate(profile, target, depth, plan.rtt_ms / 1000.0, mode)
+                tokens, accepted, steps, wall_s, draft_s = simulate(profile, target, depth, rtt_s, mode)
                 for bits in plan.prob_bits:
                     moved = steps * cycle_bytes(depth, accepted / steps, bits, target.vocab_size)
                     yield ConfigRow(
@@ -199,7 +215,9 @@ def choices(rows: Sequence[ConfigRow]) -> dict[str, ConfigRow]:
 def table(result: dict[str, Any]) -> Table:
     """The fastest mode of each draft model, precision and depth, and what was chosen; the JSON line has all rows."""
     made = Table("draft", "precision", "depth", "bits", "mode", "tokens/s", "accepted", "cost/M", "bytes", "best for")
-    made.title, made.title_justify = f"{result['model']}, round trip {result['rtt_ms']:g} ms", "left"
+    ways = [f"{name} {1000 * seconds:.1f} ms (measured)" for name, seconds in result["network_s"].items()]
+    made.title = f"{result['model']}, round trip {', '.join([*ways, format(result['rtt_ms'], 'g') + ' ms'])}"
+    made.title_justify = "left"
     chosen: dict[str, list[str]] = {}
     for goal, row in result["choice"].items():
         chosen.setdefault(str(row), []).append(goal)

@@ -19,24 +19,32 @@ from forerun import LLM, SamplingParams
 from forerun.params import Grammar
 from forerun.recipes.edit import PROBES, SHORT_WAYS, BrokenEdit, EditRun, stream_edit
 from forerun.text.edit_program import SourceLines, apply_program, oracle, program_text
-from forerun.text.edit_replace import BlockReader, ReplaceReader, replacements
+from forerun.text.edit_replace import BlockReader, ReplaceReader, replace_grammar, replacements
 from forerun_research.bench.edit_tasks import EditTask
 from forerun_research.studies.intervals import bootstrap, wilson
 from forerun_research.studies.sandbox import run_program
 
 COPIED_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 FREE, MODEL = "copy+lookup+suffix", "model"  # drafters without and with a model
+_EDITS = [(way, drafter) for way in ("rewrite", "replace") for drafter in ("off", FREE, MODEL)]
 DEFAULT_SETTINGS = {
     "generation": [("write", "off"), ("write", FREE), ("write", MODEL)],
-    "edit": [(way, drafter) for way in ("rewrite", "replace") for drafter in ("off", FREE, MODEL)] + [("copy", FREE)],
-    "release": [("rewrite", FREE), ("rewrite", MODEL), ("replace", FREE), ("replace", MODEL)],
+    "edit": [*_EDITS, ("copy", FREE)],
+    "release": _EDITS,
 }
 
 
-def settings_of(ways: Collection[str], with_model: bool) -> dict[str, list[tuple[str, str]]]:
-    """The default settings by category: of these ways, or of all; those with a draft model only where there is one."""
+def settings_of(
+    ways: Collection[str], with_model: bool, drafters: Collection[str] = ()
+) -> dict[str, list[tuple[str, str]]]:
+    """The default settings by category: of these ways and drafters, or of all; those with a draft model only where
+    there is one."""
     return {
-        category: [(way, by) for way, by in pairs if (not ways or way in ways) and (by != MODEL or with_model)]
+        category: [
+            (way, by)
+            for way, by in pairs
+            if (not ways or way in ways) and (not drafters or by in drafters) and (by != MODEL or with_model)
+        ]
         for category, pairs in DEFAULT_SETTINGS.items()
     }
 
@@ -56,6 +64,8 @@ def round_trips(llm: LLM, tasks: Iterable[EditTask]) -> dict[str, int]:
         counts["programs"] += apply_program(source, program) == task.new
         counts["through_grammar"] += follows_grammar(llm, task.old, encode(program))
         counts["replacements"] += source.join([*reader.push(blocks), *reader.flush()]) == task.new
+        rules: Any = llm.engine.intake.constraint(Grammar.lark(replace_grammar(source)))
+        counts["replacements_through_grammar"] += rules.accepts((), encode(blocks)) == len(encode(blocks))
         for name, text in (("program", program), ("replacement", blocks), ("rewrite", task.new)):
             counts[f"{name}_tokens"] += len(encode(text))
     return dict(counts)
@@ -145,10 +155,22 @@ def judge(records: list[dict[str, Any]], tasks: list[EditTask]) -> None:
         record["passed"] = bool(record["text"]) and run_program(record["text"] + program).passed if program else None
 
 
+def fallbacks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `llm.edit` gives where it takes `replace`: a rewrite follows where that broke, and both take their time."""
+    rewrites = {(r["category"], r["task"], r["drafter"]): r for r in records if r["way"] == "rewrite"}
+    found = []
+    for tried in (r for r in records if r["way"] == "replace"):
+        rewrite = rewrites.get((tried["category"], tried["task"], tried["drafter"]))
+        if rewrite is not None:
+            used = tried if not tried["broken"] else rewrite | {"seconds": tried["seconds"] + rewrite["seconds"]}
+            found.append(used | {"way": "replace, else rewrite"})
+    return found
+
+
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each category, way and drafter, over the tasks that were done in all settings of the category."""
     by_setting: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for record in records:
+    for record in [*records, *fallbacks(records)]:
         by_setting[record["category"], record["way"], record["drafter"]][record["task"]] = record
     rows = []
     for (category, way, drafter), done in by_setting.items():

@@ -24,9 +24,10 @@ from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
 from forerun_research.bench.load_costs import measured_costs
 from forerun_research.bench.load_replay import replay
-from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_served import served_beside
+from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, Messages, ReplayedAnswer
-from forerun_research.bench.load_trace import TraceRequest, TraceTexts
+from forerun_research.bench.load_trace import TraceRequest, TraceTexts, with_lengths
 from forerun_research.bench.sides import PARENT_GONE
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -131,22 +132,42 @@ def run_simulation(
     setup: LoadSetup, traces: dict[str, list[TraceRequest]], counts: Sequence[int], cores: float | None
 ) -> dict[str, Any]:
     """The figures of each trace on so many replicas, simulated from costs that are measured first; a machine each,
-    unless `cores` says how many they share."""
+    unless `cores` says how many they share: then so many processes are started and measured together."""
     from forerun import LLM
 
-    with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
-        costs = asyncio.run(measured_costs(LibraryTarget(llm, speculation="off"), TraceTexts()))
-        cache_tokens = setup.kv_cache_tokens or llm.engine.config.capacity
-    result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None, "costs": asdict(costs)}
-    result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
     threads = common.Setup(setup.model, threads=setup.threads).thread_count()
-    for name, trace in traces.items():
+    with LLM(setup.model, dtype=setup.dtype, device=setup.device, threads=setup.threads, quiet=True) as llm:
+        cache_tokens = setup.kv_cache_tokens or llm.engine.config.capacity
+        texts = _texts(llm.encode)
+        known = {name: with_lengths(trace, texts, llm.encode) for name, trace in traces.items()}
+        alone = None if cores else asyncio.run(measured_costs(LibraryTarget(llm, speculation="off"), texts))
+    costs = (
+        {1: alone} if alone is not None else {n: _beside(setup, n, threads) for n in together(counts, cores, threads)}
+    )
+    result: dict[str, Any] = {"bench": "load simulation", "model": setup.model, "url": None}
+    result["costs"] = {count: asdict(own) for count, own in costs.items()}
+    result |= {"price_per_hour": setup.price_per_hour, "runs": {}}
+    for name, trace in known.items():
         for count in counts:
             made = SimulatedSetup(count, cores or float(count * threads), threads, cache_tokens)
             price = setup.price_per_hour * (1 if cores else count)
-            result["runs"][f"{name} x{count}"] = figures(trace, simulate(trace, made, costs), price)
+            answers = simulate(trace, made, costs if alone is None else alone)
+            result["runs"][f"{name} x{count}"] = figures(trace, answers, price)
     result["hardware"] = common.hardware(threads)
     return result
+
+
+def together(counts: Sequence[int], cores: float | None, threads: int) -> list[int]:
+    """Numbers of processes that are measured together: up to twice as many as have cores; beyond, in proportion."""
+    most, found = min(max(counts), max(1, math.ceil(2 * (cores or 0.0) / threads))), [1]
+    while found[-1] < most:
+        found.append(min(most, 2 * found[-1]))
+    return found
+
+
+def _beside(setup: LoadSetup, processes: int, threads: int) -> ReplicaCosts:
+    with served_beside(setup.model, processes, threads) as target:
+        return asyncio.run(measured_costs(target, TraceTexts(), processes))
 
 
 def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
@@ -170,10 +191,14 @@ def measure(setup: LoadSetup, trace: list[TraceRequest]) -> dict[str, Any]:
             message = f"{longest} tokens of prompt and answer, the model holds {llm.engine.max_length}"
             raise BadRequest(message, "shorten the trace's prompts, or raise kv_cache_tokens")
         encode = llm.encode if setup.shape is None else _word_ids(llm.config.vocab_size)
-        sample = common.long_text()[:20_000]
-        texts = TraceTexts(len(sample) / len(encode([{"role": "user", "content": sample}])))
-        answers = asyncio.run(replay(LibraryTarget(llm, encode, setup.speculation), trace, texts))
+        answers = asyncio.run(replay(LibraryTarget(llm, encode, setup.speculation), trace, _texts(encode)))
     return figures(trace, answers, setup.price_per_hour)
+
+
+def _texts(encode: Callable[[Messages], list[int]]) -> TraceTexts:
+    """Documents that have about as many tokens as the trace says."""
+    sample = common.long_text()[:20_000]
+    return TraceTexts(len(sample) / len(encode([{"role": "user", "content": sample}])))
 
 
 def _random_model(setup: LoadSetup) -> Any:

@@ -1,14 +1,21 @@
 """What a replica's steps cost, measured from outside: a few requests of known lengths, timed as their readers see them.
 
 Short answers alone and sixteen at once give the cost of a step and of each answer in it, the same after a long document
-that is cached the cost of attention, and first tokens of documents of two lengths that of prompts. All that lies
-between a client and the engine is part of it. Knows neither the trace that is simulated later nor the simulation.
+that is cached the cost of attention, and first tokens after documents of several lengths that of prompts. All that lies
+between a client and the engine is part of it, and so is how long the engine lets a step take that computes a prompt
+beside an answer. Replicas that share a machine take cores, memory's bandwidth and the
+front's time from each other: their costs are measured with all of them asked at once, each about a document of its own,
+which keeps its questions there. Knows neither the trace that is simulated later nor the simulation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from statistics import mean, median
+
+import numpy as np
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
@@ -16,69 +23,109 @@ from forerun_research.bench.load_simulation import MAX_PIECE_TOKENS, ReplicaCost
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
-ROWS = 16  # answers that are timed together
-ANSWER_TOKENS = 48
-SHORT, LONG = "probe short", "probe long"  # documents
-DOCUMENT_TOKENS = {SHORT: 512, LONG: 2048}
+ROWS = 16  # answers of a replica that are timed together
+ANSWER_TOKENS, ROW_TOKENS = 48, 96  # of an answer alone, and of those timed together, whose beginnings are left out
+# Tokens of a document that a question begins with; the first decide its replica
+BRIEF, MIDDLE, WHOLE, BESIDE = 320, 832, 2368, 3008
 TRIES = 3
+LATER_S = 0.3  # until a longer document follows: its replica decodes by then
+MIN_STEPS_BESIDE = 1.5  # of a step that computes a prompt beside answers: less is none that was timed
+APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
+
+Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
 
 
-async def measured_costs(target: LoadTarget, texts: TraceTexts) -> ReplicaCosts:
-    """Of a target that answers nothing else meanwhile."""
-    asked = 10**6  # numbers of questions, which no trace has
+@dataclass(frozen=True)
+class Probes:
+    """Answers to requests of known lengths, by replicas of which so many were asked at once."""
 
-    async def ask(count: int, tokens: int, document: str | None = None) -> list[ReplayedAnswer]:
+    busy: int
+    brief: list[Round]  # one at a replica, which knows the beginning
+    longer: list[Round]  # one at a replica, whose document gets longer: middle, whole
+    warm: list[Round]  # whole documents that are known
+    beside: Round  # brief ones, and after them as many longer documents
+    many: Round  # brief ones, ROWS at a replica
+    attending: Round  # about whole documents, ROWS at a replica
+
+
+async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> ReplicaCosts:
+    """Of a target that answers nothing else meanwhile; `busy`: replicas behind it, all of which are asked at once."""
+    return solved(await probed(target, texts, busy))
+
+
+async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes:
+    asked = 10**6 * busy  # numbers of questions, which no trace has
+
+    async def ask(documents: Sequence[int], tokens: int, length: int, later: int = 0) -> Round:
         nonlocal asked
-        asked += count
-        size = 24 + DOCUMENT_TOKENS.get(document or "", 0)
-        requests = [TraceRequest(0.0, size, tokens, document) for _ in range(count)]
+        names = [f"probe {busy} {document}" for document in documents]
+        requests = [TraceRequest(APART_S * i, length, tokens, name) for i, name in enumerate(names)]
+        requests += [TraceRequest(LATER_S + APART_S * i, later, 2, name) for i, name in enumerate(names) if later]
+        asked += len(requests)
         answers = await replay(target, requests, texts, asked)
         for answer in answers:
             if answer.error:
                 raise ForerunError(f"a probe failed: {answer.error}", "see the server's log")
         return answers
 
-    await ask(1, ANSWER_TOKENS)  # whatever a first request costs
-    alone = [(await ask(1, ANSWER_TOKENS))[0] for _ in range(TRIES)]
-    short, long = [(await ask(1, 2, name))[0] for name in (SHORT, LONG)]
-    warm = [(await ask(1, ANSWER_TOKENS, LONG))[0] for _ in range(TRIES)]
-    many, attending = [await ask(ROWS, ANSWER_TOKENS, name) for name in (None, LONG)]
-    return _solved(alone, short, long, warm, many, attending)
+    each = range(busy)
+    for document in each:  # one after the other: the front gives each to the replica that has got least
+        await ask([document], ANSWER_TOKENS, BRIEF)
+    brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
+    longer = [await ask(each, 2, length) for length in (MIDDLE, WHOLE)]
+    warm = [await ask(each, ANSWER_TOKENS, WHOLE) for _ in range(TRIES)]
+    beside = await ask(each, ROW_TOKENS, BRIEF, BESIDE)
+    many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
+    brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
+    return Probes(busy, brief, longer, warm, beside, many, attending)
 
 
-def _solved(
-    alone: Sequence[ReplayedAnswer],
-    short: ReplayedAnswer,
-    long: ReplayedAnswer,
-    warm: Sequence[ReplayedAnswer],
-    many: Sequence[ReplayedAnswer],
-    attending: Sequence[ReplayedAnswer],
-) -> ReplicaCosts:
-    one, rows, deep = (_gap(answers) for answers in (alone, many, attending))
+def solved(probes: Probes) -> ReplicaCosts:
+    """What a step and its parts cost, from what took how long."""
+    one, rows, deep = median(map(_gap, probes.brief)), _gap(probes.many), _gap(probes.attending)
     row = max(0.0, (rows - one) / (ROWS - 1))
     step = max(0.0, one - row)
-    answer_attention = max(0.0, (deep - rows) / (ROWS * (mean(a.prompt_tokens for a in attending))))
-    first = median(answer.first_s for answer in alone)
-    sizes = [answer.prompt_tokens - answer.cached_tokens for answer in (alone[-1], short, long)]
-    seconds = [first, short.first_s, long.first_s]
-    seconds = [s - step * -(-size // MAX_PIECE_TOKENS) for s, size in zip(seconds, sizes, strict=True)]
-    # seconds = request + size * token + size ** 2 / 2 * attention, three times
-    slopes = [(seconds[i + 1] - seconds[i]) / (sizes[i + 1] - sizes[i]) for i in range(2)]
-    attention = max(0.0, 2 * (slopes[1] - slopes[0]) / (sizes[2] - sizes[0]))
-    token = max(1e-9, slopes[1] - attention * (sizes[2] + sizes[1]) / 2)
-    request = max(0.0, seconds[0] - sizes[0] * token - sizes[0] ** 2 / 2 * attention)
-    left = warm[-1].prompt_tokens - warm[-1].cached_tokens
-    read = (
-        median(answer.first_s for answer in warm) - request - step - left * (token + attention * warm[-1].cached_tokens)
-    )
-    encode = min(token / 2, max(0.0, read / warm[-1].prompt_tokens))
-    return ReplicaCosts(step, row, token - encode, attention, answer_attention, encode, request)
+    deeper = mean(a.prompt_tokens for a in probes.attending) - mean(a.prompt_tokens for a in probes.many)
+    answer_attention = max(0.0, (deep - rows) / (ROWS * deeper))
+    firsts = [[a for answers in rounds for a in answers] for rounds in (probes.brief, probes.warm)]
+    lines, seconds = [], []
+    for answers in [*firsts, *probes.longer]:
+        prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
+        new = prompt - cached
+        lines.append([1.0, prompt, new, new * (cached + new / 2)])
+        seconds.append(median(a.first_s for a in answers) - step * -(-new // MAX_PIECE_TOKENS))
+    request, encode, token, attention = _least_squares(np.array(lines), np.array(seconds))
+    steps = _gap_beside(probes.beside) / one
+    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request, max(MIN_STEPS_BESIDE, steps))
+
+
+def _gap_beside(answers: Sequence[ReplayedAnswer]) -> float:
+    """Seconds of a step while prompts are computed beside answers: the first half are those that decode."""
+    half = len(answers) // 2
+    begin, end = max(a.sent for a in answers[half:]), min(a.token_times[0] for a in answers[half:])
+    gaps = [b - a for own in answers[:half] for a, b in pairwise(own.token_times) if begin <= a and b <= end]
+    return mean(gaps[len(gaps) // 4 :]) if gaps else 0.0  # without the first: prompts are encoded meanwhile
+
+
+def _least_squares(lines: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Costs of which none is below zero, by trying which of them are zero; errors count by their share."""
+    lines, seconds = lines / seconds[:, None], np.ones_like(seconds)
+    count, best = lines.shape[1], (float("inf"), [0.0] * lines.shape[1])
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            part = lines[:, chosen]
+            found = np.linalg.lstsq(part, seconds, rcond=None)[0]
+            error = float(((part @ found - seconds) ** 2).sum())
+            if (found >= 0).all() and error < best[0] - 1e-12:
+                values = dict(zip(chosen, found.tolist(), strict=True))
+                best = error, [values.get(i, 0.0) for i in range(count)]
+    return best[1]
 
 
 def _gap(answers: Sequence[ReplayedAnswer]) -> float:
     """Seconds of a step while all of them decode: from the last first token to the first last one."""
     begin, end = max(a.token_times[0] for a in answers), min(a.token_times[-1] for a in answers)
-    if len({id(answer) for answer in answers}) > 1 and begin < end:
+    if len(answers) > 1 and begin < end:
         counts = [sum(begin < moment <= end for moment in a.token_times) for a in answers]
         return (end - begin) / max(1.0, mean(counts))
     return median(mean(answer.gaps_s) for answer in answers)

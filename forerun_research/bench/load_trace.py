@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import BadRequest
 from forerun_research.bench.common import long_text
+from forerun_research.bench.load_targets import Messages
 
 CHARS_PER_TOKEN = 4.0  # of the shipped documents, SmolLM2's tokenizer; what a prompt really had is in its usage
 CHAT_TOKENS = 24  # of a short question
@@ -33,6 +34,7 @@ class TraceRequest:
     session: str | None = None
     key: str | None = None  # the name of an API key
     kind: str = "chat"  # figures are reported by kind
+    question_tokens: int = CHAT_TOKENS  # of the prompt, after its document: what no other request has
 
 
 def chats_beside_prompts(
@@ -114,7 +116,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
             if unknown:
                 raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
             request = TraceRequest(**values)
-            if not (request.arrival_s >= 0 and request.prompt_tokens >= 1 and request.max_tokens >= 1):
+            counts = (request.prompt_tokens, request.max_tokens, request.question_tokens)
+            if not (request.arrival_s >= 0 and min(counts) >= 1):
                 raise ValueError("arrival_s must be at least 0, the numbers of tokens at least 1")
         except (ValueError, TypeError) as error:
             hint = (
@@ -163,3 +166,25 @@ class TraceTexts:
             text += " " + " ".join(piece)
             at += len(piece)
         return text[: max(0, int(tokens * self._chars_per_token))]
+
+
+def with_lengths(
+    trace: Sequence[TraceRequest], texts: TraceTexts, encode: Callable[[Messages], list[int]]
+) -> list[TraceRequest]:
+    """The same requests with the tokens that their texts really have, template included; a later turn's are those that
+    come after the answer before it."""
+    begun: dict[str, Messages] = {}
+    found = []
+    for number, request in enumerate(trace):
+        asked, session = texts.user_message(number, request), request.session or f"\0{number}"
+        if session in begun:
+            before = begun[session]
+            added = len(encode([*before, {"role": "assistant", "content": "A"}, asked])) - len(encode(before)) - 1
+            found.append(replace(request, prompt_tokens=added, question_tokens=added))
+            continue
+        begun[session] = [asked]
+        own, other = encode([asked]), encode([texts.user_message(number + len(trace), request)])
+        unequal = (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+        shared = 0 if request.document is None else next(unequal, 0)
+        found.append(replace(request, prompt_tokens=len(own), question_tokens=len(own) - shared))
+    return found

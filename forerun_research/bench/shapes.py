@@ -99,7 +99,7 @@ class RandomCheckpoint:
         self.config, self.device, self.source = SHAPES[shape], device, f"random {shape}"
         self._shapes = expected_shapes(self.config)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, device: torch.device | None = None) -> Tensor:
         shape = self._shapes[name]
         if name.endswith("norm"):
             return torch.ones(shape, device=self.device)

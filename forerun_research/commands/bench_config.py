@@ -12,7 +12,8 @@ from forerun.commands import options as opt
 def config(
     model: opt.Model = opt.DEFAULT_MODEL,
     draft_models: Annotated[
-        list[str] | None, typer.Option("--draft-model", "-d", help="A draft model; may be repeated.")
+        list[str] | None,
+        typer.Option("--draft-model", "-d", help="A model or remote:HOST:PORT; may be repeated."),
     ] = None,
     dtypes: Annotated[
         list[str] | None, typer.Option("--dtype", "-w", help="Of the draft models; may be repeated; default: auto.")
@@ -20,7 +21,7 @@ def config(
     depths: Annotated[
         list[int] | None, typer.Option("--depth", min=1, max=64, help="May be repeated; default: 1, 2, 4, 8.")
     ] = None,
-    rtt: Annotated[float, typer.Option("--rtt", min=0.0, help="Round trip between the machines in ms.")] = 0.0,
+    rtt: Annotated[float, typer.Option("--rtt", min=0.0, help="Round trip in ms; to a server it is measured.")] = 0.0,
     prompts: Annotated[int, typer.Option("--prompts", min=1, max=30, help="Shipped prompts.")] = 8,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of each answer, at most.")] = 64,
     target_price: Annotated[
@@ -39,6 +40,8 @@ def config(
     forerun bench config --model qwen2.5-coder-1.5b-instruct --draft-model qwen2.5-coder-0.5b-instruct --rtt 20
 
     forerun bench config -m TARGET -d SMALL -d SMALLER -w auto -w int8 --depth 2 --depth 6 --draft-price 0.05
+
+    forerun bench config -m TARGET -d remote:HOST:8100 -d SMALL
     """
     from forerun_research.bench import common
     from forerun_research.bench import draft_config as bench

@@ -24,12 +24,16 @@ def edit(
     draft_model: opt.Draft = None,
     category: Annotated[list[str] | None, typer.Option("--category", help="generation, edit, release.")] = None,
     way: Annotated[list[str] | None, typer.Option("--way", help="rewrite, replace, copy, write.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="off, copy+lookup+suffix, model; default: all.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Tasks of each category.")] = 1000,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens before a copied span.")] = 1024,
     out: Annotated[Path | None, typer.Option("--out", help="Results, a line each; none is measured twice.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Begin no task after so long.")] = 1e9,
     measure_only: Annotated[bool, typer.Option("--measure-only", help="Judge and print nothing yet.")] = False,
     threads: opt.Threads = None,
+    device: opt.Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON line.")] = False,
 ) -> None:
     """Edits of files: seconds, exact matches and tests passed, by way of editing and drafter.
@@ -49,7 +53,7 @@ def edit(
 
     if part not in PARTS or any(name not in CATEGORIES for name in category or []) or len(releases or []) % 2:
         raise BadRequest(f"--part {part}, --category {category}, --release {releases}", "see forerun bench edit --help")
-    with LLM(model, draft_model=draft_model, threads=threads, quiet=True) as llm:
+    with LLM(model, draft_model=draft_model, threads=threads, device=device, quiet=True) as llm:
         if part == "copy":
             print_json({"model": model, "context": context, "copies": bench.copy_times(llm, context)})
             return
@@ -57,7 +61,7 @@ def edit(
         if part == "oracle":
             print_json({"model": model, **bench.round_trips(llm, tasks)})
             return
-        settings = bench.settings_of(way or [], draft_model is not None)
+        settings = bench.settings_of(way or [], draft_model is not None, drafter or [])
         records = bench.run(llm, tasks, settings, out, seconds)
     if measure_only:
         return

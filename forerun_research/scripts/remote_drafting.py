@@ -2,8 +2,9 @@
 
 Target and draft server run in two processes with the given threads each; a proxy between them adds the round trip. For
 every prompt the settings take turns, `--repeats` times; the median counts. `plain again` is plain decoding once more:
-how far its prompts are from 1 is what the machine adds by itself. `--faults` kills and restarts the server and damages
-its bytes under load instead, and compares every answer with the plain one.
+how far its prompts are from 1 is what the machine adds by itself. `local` is the same draft model in the process of the
+target, with the same threads. `--faults` kills and restarts the server and damages its bytes under load instead, and
+compares every answer with the plain one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,6 +28,7 @@ from forerun import LLM, Completion, SamplingParams, data
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.serve.server import listen
 from forerun_research.bench.delay_proxy import DelayProxy
+from forerun_research.studies.intervals import bootstrap
 
 ROUND_TRIPS_MS = (0, 20, 50, 100)
 FAULT_PERIOD_S = 4.0  # between kills of the server
@@ -38,7 +41,7 @@ class DraftServerProcess:
         with listen("127.0.0.1", 0) as sock:
             self.port = sock.getsockname()[1]
         self._command = [sys.executable, "-m", "forerun", "draft", "serve", "--model", model, "--dtype", dtype]
-        self._command += ["--threads", str(threads), "--port", str(self.port)]
+        self._command += ["--threads", str(threads), "--port", str(self.port), "--device", "cpu"]
         self.start()
 
     def start(self) -> None:
@@ -63,74 +66,120 @@ def draft_server(model: str, dtype: str, threads: int) -> Iterator[DraftServerPr
         server.kill()
 
 
-def prompts(kind: str, count: int, skip: int = 0) -> list[list[dict[str, str]]]:
+def prompts(kind: str, count: int, skip: int = 0, every: int = 1) -> list[list[dict[str, str]]]:
     found = [p for p in data.read_prompts() if kind in ("all", p.kind)]
-    return [[{"role": "user", "content": p.text}] for p in found[skip : skip + count]]
+    return [[{"role": "user", "content": p.text}] for p in found[skip::every][:count]]
 
 
-def chat(llm: LLM, messages: Any, params: SamplingParams, drafter: str, named: bool) -> Completion:
-    """`named`: the request names the drafter; else it is that of `auto`, as `draft_model="remote:..."` makes it."""
-    speculator = llm.engine.speculator
-    speculator.ctx.remote_drafters.clear()
-    if named or not drafter.startswith("remote:"):
-        return llm.chat([messages], replace(params, speculation=drafter))[0]
-    speculator.ctx.remote_drafters.append(drafter)
-    speculator.drafter_pool.prepare(SamplingParams(speculation=drafter))
-    return llm.chat([messages], params)[0]
+@dataclass(frozen=True)
+class DraftSetting:
+    """A drafter; a remote one is that of `auto`, as `draft_model="remote:..."` makes it, unless it is `named` by the
+    request. `auto` has the opened draft model only where the setting is `local`."""
+
+    llm: LLM
+    drafter: str
+    named: bool = False
+    local: bool = False
+
+    def chat(self, messages: Any, params: SamplingParams) -> Completion:
+        ctx, pool = self.llm.engine.speculator.ctx, self.llm.engine.speculator.drafter_pool
+        remote = self.drafter.startswith("remote:") and not self.named
+        if self.drafter.startswith("remote:"):
+            pool.prepare(SamplingParams(speculation=self.drafter))
+        self.llm.engine.clear_cache()
+        ctx.remote_drafters[:], draft = [self.drafter] * remote, ctx.draft
+        ctx.draft = draft if self.local else None
+        try:
+            return self.llm.chat([messages], replace(params, speculation="auto" if remote else self.drafter))[0]
+        finally:
+            ctx.draft = draft
+
+    def measure(self, messages: Any, params: SamplingParams) -> tuple[dict[str, Any], list[int]]:
+        """Seconds a token, counts, and bytes on the wire of one answer; its tokens."""
+        before = self._bytes()
+        done = self.chat(messages, params)
+        usage = done.usage
+        own = usage.drafters.get(self.drafter)
+        found = {
+            "token_s": (usage.total_s - usage.ttft_s) / max(1, usage.completion_tokens - 1),
+            "steps": usage.steps,
+            "accepted": usage.accepted,
+            "own_accepted": 0 if own is None else own.accepted,
+            "bytes": self._bytes() - before,
+        }
+        return found, list(done.token_ids)
+
+    def _bytes(self) -> int:
+        moved = self.llm.engine.speculator.drafter_pool.figures().get(self.drafter, {})
+        return int(moved.get("bytes_sent", 0) + moved.get("bytes_received", 0))
 
 
 def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+    """Lines of `--out` are kept: a later run adds its prompts to them."""
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
+    kept = options.out.read_text().splitlines() if options.out is not None and options.out.exists() else []
+    rows = [json.loads(line) for line in kept]
     with contextlib.ExitStack() as stack:
-        settings = {
-            "plain": "off",
-            "plain again": "off",
-            "auto alone": "auto",
-            **({"local": "model"} if options.local else {}),
-        }
+        settings = {"plain": DraftSetting(llm, "off"), "plain again": DraftSetting(llm, "off")}
+        if not options.named:
+            settings["free drafters"] = DraftSetting(llm, "auto")
+        if options.local:
+            settings["local"] = DraftSetting(llm, "model" if options.named else "auto", options.named, local=True)
         for ms in options.rtt:
             proxy = stack.enter_context(DelayProxy(server.port, ms / 1000.0))
-            settings[f"remote {ms} ms"] = f"remote:127.0.0.1:{proxy.port}"
-        asked = prompts(options.kind, options.prompts, options.skip)
-        seconds: dict[str, list[float]] = defaultdict(list)
-        counts: dict[str, list[int]] = {name: [0, 0, 0] for name in settings}
-        equal = 0
-        for drafter in settings.values():  # for warmth: connections, the draft model's first forwards
-            chat(llm, asked[0], replace(params, max_tokens=8), drafter, options.named)
-        for number, messages in enumerate(asked):
-            answers = {}
-            taken: dict[str, list[float]] = defaultdict(list)
-            for turn in range(number, number + options.repeats):
-                order = list(settings)
-                at = turn % len(order)
-                for name in order[at:] + order[:at]:
-                    llm.engine.clear_cache()
-                    answers[name] = chat(llm, messages, params, settings[name], options.named)
-                    usage = answers[name].usage
-                    taken[name].append((usage.total_s - usage.ttft_s) / max(1, usage.completion_tokens - 1))
-                    for i, value in enumerate((usage.steps, usage.drafted, usage.accepted)):
-                        counts[name][i] += value
-            for name, found in taken.items():
-                seconds[name].append(median(found))
-            equal += all(answer.token_ids == answers["plain"].token_ids for answer in answers.values())
-        figures = llm.engine.speculator.drafter_pool.figures()
-        rows = {}
-        for name, drafter in settings.items():
-            steps, drafted, accepted = counts[name]
-            ratios = [p / s for p, s in zip(seconds["plain"], seconds[name], strict=True)]
-            rows[name] = {
-                "tokens_per_s": round(1.0 / median(seconds[name]), 2),
-                "against_plain": round(sum(seconds["plain"]) / sum(seconds[name]), 3),
-                "worst_prompt": round(min(ratios), 3),
-                "prompts": [round(ratio, 3) for ratio in ratios],
-                "accepted_a_step": round(accepted / max(1, steps), 2),
-                "drafted": drafted,
-                **figures.get(drafter, {}),
-            }
-            if drafter in figures and accepted:
-                moved = figures[drafter]["bytes_sent"] + figures[drafter]["bytes_received"]
-                rows[name]["bytes_per_accepted_token"] = round(moved / accepted, 1)
-    return {"equal_answers": f"{equal} of {len(asked)}", "settings": rows}
+            settings[f"remote {ms} ms"] = DraftSetting(llm, f"remote:127.0.0.1:{proxy.port}", options.named)
+        asked = prompts(options.kind, options.prompts, options.skip, options.every)
+        for setting in settings.values():  # for warmth: connections, the draft model's first forwards
+            setting.chat(asked[0], replace(params, max_tokens=8))
+        for number, messages in enumerate(asked, options.skip):
+            rows.append(_measure_prompt(settings, messages, params, options, number))
+            if options.out is not None:
+                with options.out.open("a") as out:
+                    out.write(json.dumps(rows[-1]) + "\n")
+    return summarise(rows)
+
+
+def _measure_prompt(
+    settings: dict[str, DraftSetting], messages: Any, params: SamplingParams, options: argparse.Namespace, number: int
+) -> dict[str, Any]:
+    """All settings on one prompt, in turns that begin with another one each time."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    answers: dict[str, list[int]] = {}
+    for turn in range(number, number + options.repeats):
+        order = list(settings)
+        at = turn % len(order)
+        for name in order[at:] + order[:at]:
+            row, answers[name] = settings[name].measure(messages, params)
+            found[name].append(row)
+    equal = all(tokens == answers["plain"] for tokens in answers.values())
+    return {"kind": options.kind, "prompt": number, "equal": equal, "settings": found}
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By setting: speed against plain decoding (sums of the prompts' medians) with its interval over prompts."""
+    names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
+    shown = {}
+    for name in names:
+        both = [row["settings"] for row in rows if name in row["settings"]]
+        plain, own = ([median(run["token_s"] for run in s[key]) for s in both] for key in ("plain", name))
+        sums = {key: sum(run[key] for s in both for run in s[name]) for key in ("steps", "own_accepted", "bytes")}
+        ratios = [p / s for p, s in zip(plain, own, strict=True)]
+        shown[name] = {
+            "prompts": len(both),
+            "against_plain": round(sum(plain) / sum(own), 3),
+            "interval": [round(x, 3) for x in bootstrap([plain, own], lambda a, b: float(a.sum() / b.sum()))],
+            "single_prompts": [round(min(ratios), 3), round(max(ratios), 3)],
+            "tokens_per_s": round(len(own) / sum(own), 2),
+            "accepted_of_it_a_step": round(sums["own_accepted"] / max(1, sums["steps"]), 3),
+        }
+        if sums["own_accepted"] and sums["bytes"]:
+            shown[name]["bytes_per_accepted_token"] = round(sums["bytes"] / sums["own_accepted"], 1)
+    if "local" in names and "remote 0 ms" in names:
+        both = [row["settings"] for row in rows if {"local", "remote 0 ms"} <= row["settings"].keys()]
+        local, remote = ([median(r["token_s"] for r in s[key]) for s in both] for key in ("local", "remote 0 ms"))
+        low, high = bootstrap([local, remote], lambda a, b: float(a.sum() / b.sum()))
+        shown["remote 0 ms"]["against_local"] = [round(x, 3) for x in (sum(local) / sum(remote), low, high)]
+    return {"equal_answers": f"{sum(row['equal'] for row in rows)} of {len(rows)}", "settings": shown}
 
 
 def faults(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,22 +218,27 @@ def main() -> None:
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--draft-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--draft-threads", type=int, help="of the draft server, where it has others")
+    parser.add_argument("--device", default="cpu", help="of the target; the draft server has the CPU")
     parser.add_argument("--kind", default="all", help="of the shipped prompts")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--skip", type=int, default=0, help="so many prompts of the kind come first")
+    parser.add_argument("--every", type=int, default=1, help="of those, one in so many")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1, help="of every setting on every prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rtt", type=int, nargs="*", default=ROUND_TRIPS_MS, help="milliseconds")
     parser.add_argument("--local", action="store_true", help="also the draft model in the target's process")
+    parser.add_argument("--out", type=Path, help="results, a line for each prompt; those there are counted in")
     parser.add_argument("--named", action="store_true", help="requests name the drafter; else `auto` has it")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="of faults")
     options = parser.parse_args()
     draft = options.draft if options.local else None
+    opened = {"threads": options.threads, "device": options.device, "max_model_len": 2048, "quiet": True}
     with (
-        draft_server(options.draft, options.draft_dtype, options.threads) as server,
-        LLM(options.model, draft_model=draft, threads=options.threads, max_model_len=2048, quiet=True) as llm,
+        draft_server(options.draft, options.draft_dtype, options.draft_threads or options.threads) as server,
+        LLM(options.model, draft_model=draft, **opened) as llm,
     ):
         result = faults(llm, server, options) if options.faults else speed(llm, server, options)
     print(json.dumps({"model": options.model, "draft": options.draft, **result}, indent=1))

@@ -22,12 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.errors import BadRequest
 from forerun.models.build import choose_device
 from forerun.models.fetch.store import resolve
 from forerun.models.formats.adapter import drafter_name
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.drafter_file import drafter_folders
+from forerun.prefill.calibration.dense import DenseModel
+from forerun.train.answers import write_answers
 from forerun.train.run import WRITERS, Drafter, TrainJob, train_drafter
 from forerun.train.trainer import REUSES, TrainSettings
 
@@ -37,7 +41,7 @@ SAVING_S = 12.0  # of the whole time, for the file
 MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
 SIZES = (
     *("tokens", "rank", "layers", "vocab", "batch_tokens", "window", "long_window"),
-    *("reuse", "state_norms", "state_input", "head_rank", "attention_window"),
+    *("reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed"),
 )
 
 
@@ -51,6 +55,9 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=2.5, help="of training")
     parser.add_argument("--answer-minutes", type=float, default=1.0, help="of the target's answers before that")
     parser.add_argument("--answers", type=int, default=200_000, help="at most")
+    parser.add_argument("--answers-only", action="store_true", help="write them to --out, lines of token ids, and end")
+    parser.add_argument("--seed", type=int, default=known.seed, help="of the prompts and of training")
+    parser.add_argument("--max-steps", type=int, default=known.max_steps, help="of training; 0: any number")
     parser.add_argument("--tokens", type=int, help="drafted in one pass; default 5, with --draft 12")
     parser.add_argument("--rank", type=int, help="of a block's Markov head, default 32; of a draft's changes, 64")
     parser.add_argument("--layers", type=int, default=2)
@@ -139,9 +146,19 @@ def ship(out: Path, made: Drafter, name: str, minutes: float) -> Path:
     return folder / name
 
 
+def answer(args: argparse.Namespace, texts: tuple[Path, ...]) -> int:
+    """The target's answers alone: several processes keep one GPU busy where one waits for its host."""
+    target, device = open_checkpoint(resolve(args.target)), choose_device(args.device)
+    model = DenseModel.from_checkpoint(target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    write_answers(model, target.tokenizer(), args.out, args.answers, texts, args.seed, args.answer_minutes)
+    return 0
+
+
 def main(given: list[str] | None = None) -> int:
     args, begun = parse_args(given), time.monotonic()
     texts = tuple(args.text) if args.text else installed_text()
+    if args.answers_only:
+        return answer(args, texts)
     sizes = {name: getattr(args, name) for name in SIZES}
     settings = TrainSettings(kind=args.kind, minutes=args.minutes, rate=args.rate, **sizes)
     data = (args.answers, args.text_tokens)

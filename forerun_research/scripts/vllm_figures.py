@@ -26,7 +26,7 @@ from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.loading import opened
-from forerun.prefill.open_profile import open_profile
+from forerun.prefill.open_profile import draft_for_profile, open_profile, read_profile
 from forerun.vllm.settings import CONNECTOR_MODULE, KEY
 from forerun_research.studies.intervals import bootstrap, wilson
 from forerun_research.studies.prefill_texts import STDLIB, StudyTexts
@@ -128,17 +128,26 @@ def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namesp
         max_model_len=args.context,
         quiet=True,
     ) as llm:
+        llm.generate(prompts[0], SamplingParams(max_tokens=1))  # exact prefill is timed: else the third is for that
         ours = [_own(llm, ids, args.tokens) for ids in prompts]
     labels = [(a.label or {}, label) for a, (_, label) in zip(theirs, ours, strict=True)]
     answers = {"vllm": [a.tokens for a in theirs], "ours": [tokens for tokens, _ in ours]}
+    equal = [a.tokens == tokens for a, (tokens, _) in zip(theirs, ours, strict=True)]
     return {name: _agreement([a.tokens for a in known], own) for known in plain for name, own in answers.items()} | {
         "beside_ours": _agreement(answers["ours"], answers["vllm"]),
-        "drafted_equal": share([a.tokens == tokens for a, (tokens, _) in zip(theirs, ours, strict=True)]),
+        "drafted_equal": share(equal),
+        "equal_where_both_drafted": share([same for same, pair in zip(equal, labels, strict=True) if _drafted(*pair)]),
         "rows_equal": share([all(a[n] == b[n] for n in SAME_ROWS) for a, b in labels]),
         "cost": [median(a["cost"] for a, _ in labels), median(b["cost"] for _, b in labels)],
         "recomputed": [sum(a["recomputed"] for a, _ in labels), sum(b["recomputed"] for _, b in labels)],
         "fell_back": [sum(bool(a["fell_back"]) for a, _ in labels), sum(bool(b["fell_back"]) for _, b in labels)],
+        "reasons": sorted({str(own["fell_back"]) for pair in labels for own in pair if own["fell_back"]}),
     }
+
+
+def _drafted(*labels: dict[str, Any]) -> bool:
+    """By all of them: our engine also weighs seconds, and vLLM's worker does not know what exact prefill takes."""
+    return not any(label["fell_back"] for label in labels)
 
 
 def _own(llm: LLM, ids: list[int], tokens: int) -> tuple[list[int], dict[str, Any]]:
@@ -261,6 +270,8 @@ def main() -> None:
         strict = Path(made) / "strict"
         if "fallback" in args.parts:
             draft = None if args.draft_model is None else opened(args.draft_model)
+            if draft is not None:
+                draft = draft_for_profile(read_profile(args.profile), draft)
             profile = open_profile(args.profile, opened(args.folder), draft)
             assert profile is not None
             layers = opened(args.folder).config.num_layers

@@ -20,13 +20,21 @@ from forerun_research.studies.prefill_answers import Identical, Rag, Summarizati
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong
 from forerun_research.studies.prefill_compounding import Compounding
+from forerun_research.studies.prefill_edited import EditedPrompts
 from forerun_research.studies.prefill_failures import failures
+from forerun_research.studies.prefill_first_token import FirstToken
+from forerun_research.studies.prefill_free import FreeRunning
+from forerun_research.studies.prefill_free_code import FreeCode
 from forerun_research.studies.prefill_gate import Gate
+from forerun_research.studies.prefill_gate_trial import GateTrial
 from forerun_research.studies.prefill_layers import Layers
-from forerun_research.studies.prefill_measure import Found, Measure, Row
+from forerun_research.studies.prefill_measure import Found, Measure, Row, StudyCase
 from forerun_research.studies.prefill_needle import Needle
+from forerun_research.studies.prefill_ruler import Ruler
 from forerun_research.studies.prefill_signals import Signals
 from forerun_research.studies.prefill_subject import StudySubject
+from forerun_research.studies.prefill_tasks_call import CallAbove
+from forerun_research.studies.prefill_tasks_summary import SummaryLong
 from forerun_research.studies.results import Results
 from forerun_research.studies.study import Study, Variant, options
 
@@ -35,10 +43,13 @@ MEASURES: dict[str, type[Measure]] = {
     for kind in (
         *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
         *(Signals, Layers, Chunks, Compounding, Ablation, Gate),
+        *(Ruler, CallAbove, SummaryLong, FreeRunning, FreeCode),
+        *(GateTrial, FirstToken, EditedPrompts),
     )
 }
 _PROMPT_END_CHARS = 200  # characters of a prompt's end that a record keeps
 OnProgress = Callable[[str], None]
+Stop = Callable[[], bool]  # asked before each case: whether to leave the rest for another time
 
 
 def measures(study: Study) -> list[Measure]:
@@ -58,21 +69,30 @@ def run(study: Study, out: Path, on_progress: OnProgress = lambda text: None) ->
     for variant in study.variants:
         with StudySubject(study, variant) as subject:
             for measure in asked:
-                _measure(study, variant, subject, measure, results, on_progress)
+                measure_cases(study, variant, subject, measure, measure.cases(subject), results, on_progress)
     return report(study, out)
 
 
-def _measure(
-    study: Study, variant: Variant, subject: StudySubject, measure: Measure, results: Results, on_progress: OnProgress
+def measure_cases(
+    study: Study,
+    variant: Variant,
+    subject: StudySubject,
+    measure: Measure,
+    cases: list[StudyCase],
+    results: Results,
+    on_progress: OnProgress,
+    stop: Stop = lambda: False,
 ) -> None:
+    """Those of a measure's cases that have no record yet."""
     settings = study.settings_of(variant)
     conditions = measure.conditions(settings, subject.layers)
     done = results.of(variant.name, measure.name)
-    cases = measure.cases(subject)
     for number, case in enumerate(cases, 1):
         wanted = [name for name in conditions if case.id not in done.get(name, {})]
         if not wanted:
             continue
+        if stop():
+            return
         asked = subject.tokenizer.decode(case.ids[-_PROMPT_END_CHARS:])[-_PROMPT_END_CHARS:]
         for condition, record in measure.run(subject, case, settings, wanted, done):
             results.add(variant.name, measure.name, condition, case.id, record | {"asked": asked})

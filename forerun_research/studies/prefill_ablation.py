@@ -85,17 +85,17 @@ class Ablation(Measure):
                         logits = torch.cat([run.prefill()[None], run.score(follow[:-1])])
                     yield f"none {share}", _record(case, exact, logits)
 
-    def _hidden(self, subject: StudySubject, ids: list[int]) -> dict[int, Hidden]:
-        """Hidden states of another text, by the entry that a piece begins with."""
-        found: dict[int, Hidden] = {}
+    def _hidden(self, subject: StudySubject, ids: list[int]) -> Hidden:
+        """Hidden states of another text, from its first entry on."""
+        pieces: list[Hidden] = []
 
         def keep(hidden: Hidden, first: int) -> Hidden:
-            found[first] = [x.clone() for x in hidden]
+            pieces.append([x.clone() for x in hidden])
             return hidden
 
         setting = Setting("other", Prefill("speculative"), 0.0, deepen=False)
         with replaced_hidden(subject, keep), subject.scorer.hold(ids, setting, repair=False):
-            return found
+            return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
     def summary(self, found: Found) -> list[Row]:
         table: list[Row] = []
@@ -131,7 +131,7 @@ def _record(case: StudyCase, exact: Tensor, logits: Tensor) -> Record:
     }
 
 
-def _change(draft: str, other: dict[int, Hidden]) -> Callable[[Hidden, int], Hidden]:
+def _change(draft: str, other: Hidden) -> Callable[[Hidden, int], Hidden]:
     def change(hidden: Hidden, first: int) -> Hidden:
         count = len(hidden[0])
         if draft == "shuffled":
@@ -139,9 +139,9 @@ def _change(draft: str, other: dict[int, Hidden]) -> Callable[[Hidden, int], Hid
             return [x[order] for x in hidden]
         if draft == "mean":
             return [torch.cat([p.mean(0, keepdim=True).expand_as(p) for p in x.split(MEAN_TOKENS)]) for x in hidden]
-        return (
-            [x[:count].to(h.dtype) for x, h in zip(other[first], hidden, strict=True)] if draft == "other" else hidden
-        )
+        if draft == "other":
+            return [x[first : first + count].to(h.dtype) for x, h in zip(other, hidden, strict=True)]
+        return hidden
 
     return change
 

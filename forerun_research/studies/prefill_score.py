@@ -187,15 +187,16 @@ def adjusted(engine: Engine, setting: Setting) -> Iterator[None]:
     prefiller = prefiller_of(engine)
     profile, policy = prefiller.profile_of(setting.prefill.source), prefiller.policy
     share, damage, texts, forecast = profile.share, profile.damage, profile.texts, prefiller.forecast
+    gate = profile.gate
     try:
         profile.texts, prefiller.forecast = None, EveryPromptPays()
         profile.share = share if setting.share is None else setting.share
         if not setting.deepen:
-            prefiller.policy, profile.damage = replace(policy, deepenings=0), None
+            prefiller.policy, profile.damage, profile.gate = replace(policy, deepenings=0), None, None
         yield
     finally:
         profile.share, profile.damage, prefiller.policy = share, damage, policy
-        profile.texts, prefiller.forecast = texts, forecast
+        profile.texts, prefiller.forecast, profile.gate = texts, forecast, gate
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
@@ -216,6 +217,7 @@ def figures(report: PrefillReport | None, seconds: float) -> dict[str, object]:
     """What a prefill cost, for a record of results."""
     if report is None:
         return {"cost": 1.0, "seconds": round(seconds, 4)}
-    names = ("cost", "exact", "drafted", "accepted", "recomputed", "token_layers", "rounds", "fell_back", "source")
+    names = ["cost", "exact", "drafted", "accepted", "recomputed", "token_layers", "rounds", "fell_back", "source"]
+    names += ["predicted_kl", "kl_bound", "covered", "uncovered", "drift", "read_s", "recompute_s", "check_s"]
     found: dict[str, object] = {name: getattr(report, name) for name in names}
     return found | {"seconds": round(seconds, 4)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from forerun import LLM, BadRequest
 from forerun_research.bench import draft_config as bench
+from forerun_research.bench.delay_proxy import DelayProxy
 from forerun_research.commands.bench import app
+from tests.serve.test_draft_server import running
 
 TARGET = bench.TargetProfile((1.0, 1.1, 1.2, 1.3), (((1,), (2, 3, 4, 5)),), 512)
 DRAFT = bench.DraftProfile("small", "auto", 0.1, ((True, True, False, True),))
@@ -46,6 +50,26 @@ def test_plain_decoding_is_chosen_where_no_draft_pays() -> None:
     near = replace(plan, rtt_ms=0.0)
     found = bench.choices([bench.plain_row(near, TARGET), *bench.rows_of(near, TARGET, [DRAFT])])
     assert found["goodput"].depth == 2 and found["bytes"].prob_bits == 8
+
+
+def test_a_draft_server_is_profiled_where_it_runs(tiny_folder: Callable[[str], Path]) -> None:
+    """Behind 30 ms, on the same model as the target's: every token is right."""
+    folder = str(tiny_folder("llama"))
+    with (
+        LLM(folder, quiet=True, max_model_len=1024) as llm,
+        running(llm) as (server, port),
+        DelayProxy(port, 0.03) as proxy,
+    ):
+        drafts = (f"remote:127.0.0.1:{proxy.port}",)
+        plan = bench.ConfigBench(folder, drafts, depths=(2,), prompts=2, tokens=6, rtt_ms=900.0)
+        result = bench.run(plan)
+        while server.worker.num_sequences:  # each is closed, or its connection
+            threading.Event().wait(0.01)
+        with pytest.raises(BadRequest, match="no drafts from"):
+            bench.run(replace(plan, drafts=("remote:127.0.0.1:1",)))
+    assert 0.03 <= result["network_s"][drafts[0]] < 0.3  # not the stated round trip
+    rows = [row for row in result["rows"] if row["depth"]]
+    assert rows and all(row["accepted_a_step"] > 1.0 and row["bytes_per_accepted"] for row in rows)
 
 
 def test_the_command_profiles_tiny_models(tiny_folder: Callable[[str], Path]) -> None:

@@ -49,6 +49,7 @@ def test_oracle_programs_and_copy_times(tiny_folder: Callable[[str], Path], tmp_
     with LLM(tiny_folder("qwen2"), quiet=True, max_model_len=1024) as llm:
         found = bench.round_trips(llm, humaneval_tasks(tmp_path / "pack.jsonl"))
         assert found["tasks"] == found["programs"] == found["through_grammar"] == found["replacements"] == 1
+        assert found["replacements_through_grammar"] == 1
         assert not bench.follows_grammar(llm, "a\nb\n", llm.tokenizer.encode("<copy 2-1>\n"))
         times = bench.copy_times(llm, 16)
     assert [row["tokens"] for row in times] == list(bench.COPIED_TOKENS) and all(row["copy_s"] > 0 for row in times)
@@ -66,5 +67,15 @@ def test_results_are_judged_and_compared_on_common_tasks(tmp_path: Path):
     bench.judge(records, [task])
     assert [record["passed"] for record in records] == [True, None, False]
     rows = bench.summarise(records)
-    assert [(row["tasks"], row["passed"], row["speedup"]) for row in rows] == [(1, 1, 1.0), (1, 0, 2.0)]
-    assert bench.table(rows).row_count == 2
+    assert [(row["tasks"], row["passed"], row["speedup"]) for row in rows] == [(1, 1, 1.0), (1, 0, 2.0), (1, 0, 2.0)]
+    assert bench.table(rows).row_count == 3
+    records[2] |= {"broken": "no such line", "text": ""}
+    (both,) = bench.fallbacks(records)
+    assert (both["way"], both["seconds"], both["text"]) == ("replace, else rewrite", 6.0, right)
+
+
+def test_settings_are_chosen_by_way_and_drafter():
+    assert bench.settings_of(["copy"], True) == {"generation": [], "edit": [("copy", bench.FREE)], "release": []}
+    chosen = bench.settings_of([], False, ["off", bench.MODEL])
+    assert chosen["release"] == [("rewrite", "off"), ("replace", "off")]  # there is no draft model
+    assert ("replace", bench.MODEL) in bench.settings_of([], True)["edit"]

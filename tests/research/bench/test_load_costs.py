@@ -1,14 +1,17 @@
-"""Costs measured from outside: those of a simulated replica are found again."""
+"""Costs measured from outside: those of simulated replicas are found again."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import astuple, replace
 
 import pytest
 
 from forerun.errors import ForerunError
-from forerun_research.bench.load_costs import DOCUMENT_TOKENS, LONG, ROWS, SHORT, TRIES, measured_costs
+from forerun_research.bench.load_costs import BESIDE, BRIEF, LATER_S, MIDDLE, ROWS, TRIES, WHOLE, measured_costs
 from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_targets import Messages, ReplayedAnswer
-from forerun_research.bench.load_trace import TraceRequest, TraceTexts
+from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest, TraceTexts
 
 KNOWN = ReplicaCosts(
     step_s=0.005,
@@ -18,44 +21,61 @@ KNOWN = ReplicaCosts(
     answer_attention_s=2e-7,
     encode_s=1e-5,
     request_s=0.02,
+    steps_beside=4.0,
 )
+ROUND_S = 1000.0  # between two rounds of probes
 
 
 class SimulatedTarget:
-    """Answers as a replica with known costs would; probes of a kind are sent together."""
+    """Answers as replicas with known costs would, together what is sent together."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
+    def __init__(self, busy: int, costs: dict[int, ReplicaCosts]) -> None:
+        self.setup, self.costs = SimulatedSetup(busy, busy), costs
+        self.trace: list[TraceRequest] = []
+        self.open: list[tuple[ReplayedAnswer, asyncio.Event]] = []
+        self.rounds = 0
 
     async def ask(self, answer: ReplayedAnswer, messages: Messages, max_tokens: int, key: str | None) -> None:
         text = messages[-1]["content"]
-        document = next((name for name in DOCUMENT_TOKENS if text.startswith(name)), None)
-        before = [TraceRequest(0.0, self.size(document), 2, document)] if document and document in self.asked else []
-        together = ROWS if answer.number or self.beside(document) else 1
-        trace = [*before, *(TraceRequest(100.0, self.size(document), max_tokens, document) for _ in range(together))]
-        found = simulate(trace, SimulatedSetup(1, 1), KNOWN)[-1]
-        answer.sent, answer.token_times = found.sent, found.token_times
-        answer.prompt_tokens, answer.cached_tokens = found.prompt_tokens, found.cached_tokens
-        self.asked.append(document or "")
+        if not self.open:
+            self.rounds += 1
+            asyncio.get_running_loop().call_later(0.5, self.compute)  # all of a round have come
+        tokens = round(len(text) / CHARS_PER_TOKEN)
+        arrival = self.rounds * ROUND_S + 0.001 * len(self.open) + (LATER_S if tokens == BESIDE else 0.0)
+        self.trace.append(TraceRequest(arrival, tokens, max_tokens, text.partition(".")[0]))
+        done = asyncio.Event()
+        self.open.append((answer, done))
+        await done.wait()
 
-    @staticmethod
-    def size(document: str | None) -> int:
-        return 24 + DOCUMENT_TOKENS.get(document or "", 0)
+    def compute(self) -> None:
+        found = simulate(self.trace, self.setup, self.costs)
+        for own, (answer, done) in zip(found[-len(self.open) :], self.open, strict=True):
+            answer.sent, answer.token_times = own.sent, own.token_times
+            answer.prompt_tokens, answer.cached_tokens = own.prompt_tokens, own.cached_tokens
+            done.set()
+        self.open.clear()
 
-    def beside(self, document: str | None) -> bool:
-        """Whether this is one of the last two kinds, which are sent many at once."""
-        return self.asked.count("") > TRIES if document is None else self.asked.count(LONG) > TRIES
+
+@pytest.mark.parametrize("busy", [1, 2])
+async def test_the_costs_of_simulated_replicas_are_found_again(busy: int):
+    slower = replace(ReplicaCosts(*(1.8 * value for value in astuple(KNOWN))), steps_beside=5.0)
+    target = SimulatedTarget(busy, {1: KNOWN, 2: slower})
+    found = await measured_costs(target, TraceTexts(), busy)
+    known = KNOWN if busy == 1 else slower
+    assert len(target.trace) == busy * (1 + 3 * TRIES + 2 + 2 + 2 * ROWS)
+    assert {request.prompt_tokens for request in target.trace} == {BRIEF, MIDDLE, WHOLE, BESIDE}
+    for name, within in (("step_s", 0.1), ("row_s", 0.1), ("prompt_token_s", 0.1), ("attention_s", 0.2)):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
+    assert found.steps_beside == pytest.approx(known.steps_beside, rel=0.15)
+    assert found.answer_attention_s == pytest.approx(known.answer_attention_s, rel=0.25)
+    assert 0.7 * KNOWN.request_s < found.request_s < 1.3 * known.request_s  # sent while no replica computes
 
 
-async def test_the_costs_of_a_simulated_replica_are_found_again():
-    target = SimulatedTarget()
-    found = await measured_costs(target, TraceTexts())
-    assert target.asked.count("") == 1 + TRIES + ROWS and target.asked.count(SHORT) == 1
-    assert found.step_s == pytest.approx(KNOWN.step_s, rel=0.1) and found.row_s == pytest.approx(KNOWN.row_s, rel=0.1)
-    assert found.prompt_token_s == pytest.approx(KNOWN.prompt_token_s, rel=0.05)
-    assert found.attention_s == pytest.approx(KNOWN.attention_s, rel=0.1)
-    assert found.answer_attention_s == pytest.approx(KNOWN.answer_attention_s, rel=0.25)
-    assert found.request_s == pytest.approx(KNOWN.request_s, rel=0.25)
+async def test_costs_that_are_nothing_are_found_as_nothing():
+    known = replace(KNOWN, attention_s=0.0, encode_s=0.0, answer_attention_s=0.0)
+    found = await measured_costs(SimulatedTarget(1, {1: known}), TraceTexts())
+    assert found.attention_s < 1e-7 and found.encode_s < 1e-6 and min(astuple(found)) >= 0.0
+    assert found.prompt_token_s == pytest.approx(known.prompt_token_s, rel=0.1)
 
 
 async def test_a_probe_that_fails_is_an_error():

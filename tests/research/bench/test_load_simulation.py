@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from forerun_research.bench.load import figures
-from forerun_research.bench.load_simulation import MAX_PIECE_TOKENS, ReplicaCosts, SimulatedSetup, simulate
-from forerun_research.bench.load_trace import SHIPPED, TraceRequest, poisson
+from forerun_research.bench.load import figures, together
+from forerun_research.bench.load_simulation import (
+    MAX_PIECE_TOKENS,
+    ReplicaCosts,
+    SharedCosts,
+    SimulatedSetup,
+    simulate,
+)
+from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, with_lengths
 
 COSTS = ReplicaCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
 
@@ -40,6 +48,57 @@ def test_a_second_replica_takes_half_and_cores_are_shared():
     squeezed = simulate(trace, SimulatedSetup(2, 1), COSTS)
     assert max(a.first_s for a in two) < 0.6 * max(a.first_s for a in alone)
     assert max(a.first_s for a in squeezed) == pytest.approx(2 * max(a.first_s for a in two))
+
+
+def test_costs_between_measured_numbers_of_busy_replicas_and_beyond_them():
+    costs = SharedCosts({1: ReplicaCosts(0.01, 0.001, 0.0, 0.0), 4: ReplicaCosts(0.04, 0.001, 0.0, 0.0)})
+    assert [costs.of(busy).step_s for busy in (0, 1, 2, 4, 8)] == pytest.approx([0.01, 0.01, 0.02, 0.04, 0.08])
+    assert [costs.of(busy).row_s for busy in (2, 8)] == pytest.approx([0.001, 0.002])
+    with pytest.raises(ValueError, match="costs of one replica are missing"):
+        SharedCosts({2: COSTS})
+    assert together([1, 2, 4], 2.0, 1) == [1, 2, 4] and together([64], 4.0, 2) == [1, 2, 4]
+    assert together([3, 8], 2.0, 2) == [1, 2] and together([1], 8.0, 1) == [1]
+
+
+def test_replicas_slow_each_other_down_while_they_compute_at_the_same_time():
+    slower = ReplicaCosts(0.02, 0.001, 0.0001, 0.0)
+    long, short = (one(document=name, max_tokens=count) for name, count in (("a", 21), ("b", 11)))
+    first, second = simulate([long, short], SimulatedSetup(2, 2), {1: COSTS, 2: slower})
+    assert second.gaps_s == pytest.approx([0.021] * 10)
+    assert first.gaps_s[:10] == pytest.approx([0.021] * 10) and first.gaps_s[11:] == pytest.approx([0.011] * 9)
+    assert simulate([long], SimulatedSetup(2, 2), {1: COSTS, 2: slower})[0].gaps_s == pytest.approx([0.011] * 20)
+
+
+def test_one_that_only_decodes_goes_first_where_cores_are_short():
+    slower = ReplicaCosts(0.04, 0.001, 0.0004, 0.0)
+    long = [one(document=name, prompt_tokens=5000, arrival_s=0.1) for name in "bcd"]
+    costs = {1: COSTS, 2: COSTS, 4: slower}
+    answer, *prompts = simulate([one(document="a", max_tokens=30), *long], SimulatedSetup(4, 2, 1), costs)
+    assert answer.gaps_s == pytest.approx([0.011] * 29)
+    assert all(prompt.first_s > 1.5 * (10 * 0.01 + 5000 * 0.0001) for prompt in prompts)
+    alike = simulate([one(document=name, max_tokens=30) for name in "abcd"], SimulatedSetup(4, 2, 1), costs)
+    assert alike[0].gaps_s[5] == pytest.approx(0.041)
+
+
+def test_a_prompt_waits_while_another_computes_its_document():
+    trace = [one(prompt_tokens=2000, document="a"), one(prompt_tokens=2000, document="a", arrival_s=0.05)]
+    first, second = simulate(trace, SimulatedSetup(1, 1), COSTS)
+    assert second.cached_tokens == 1968 and second.first_s < first.first_s
+
+
+def test_lengths_are_those_of_the_texts():
+    def encode(messages: list[dict[str, Any]]) -> list[int]:
+        """A token for each word, and two around each message."""
+        return [hash(part) for m in messages for part in (m["role"], *m["content"].split(), "end")]
+
+    trace = [one(prompt_tokens=500, document="a", session="s"), one(session="s", arrival_s=3.0), one()]
+    first, later, alone = with_lengths(trace, TraceTexts(), encode)
+    text = TraceTexts().user_message(0, trace[0])["content"]
+    assert first.prompt_tokens == len(text.split()) + 2
+    question = len(text.rpartition("\n\n")[2].split())
+    assert first.question_tokens == question + 1  # and what closes the message
+    assert later.prompt_tokens == later.question_tokens == 2 + question + 2  # and what surrounds the answer
+    assert alone.prompt_tokens == alone.question_tokens == question + 2
 
 
 def test_a_document_is_read_where_it_is_held_and_the_least_used_one_goes():

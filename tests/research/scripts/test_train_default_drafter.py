@@ -9,6 +9,7 @@ import pytest
 
 from forerun import LLM, BadRequest, SamplingParams
 from forerun.models.formats import adapter
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun_research.scripts import train_default_drafter as script
 from tests import tiny
 
@@ -62,3 +63,21 @@ def test_what_is_too_large_is_not_shipped(folders: tuple[Path, ...], tmp_path: P
 def test_the_text_is_what_is_installed():
     folders = script.installed_text()
     assert folders[0].name == "forerun" and any((folder / "json").is_dir() for folder in folders)
+
+
+def test_answers_of_several_processes_are_trained_on(folders: tuple[Path, ...], tmp_path: Path):
+    """Each writes its own, by its seed; what lies beside the drafter's file is not written again."""
+    target = tiny.write_folder(tmp_path / "target", "llama", vocab_size=520)
+    (tmp_path / "text.txt").write_text(tiny.TEXT * 8)
+    common = ["--target", str(target), "--text", str(tmp_path / "text.txt"), *SMALL[:-1], "--writer", "batch"]
+    parts = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"part{seed}.jsonl"
+        assert script.main([*common, "--answers-only", "--seed", seed, "--out", str(path)]) == 0
+        parts.append(path.read_text())
+    assert parts[0] != parts[1] and min(part.count("\n") for part in parts) >= 4
+    out = tmp_path / "x.safetensors"
+    (tmp_path / "x.safetensors.answers.jsonl").write_text("".join(parts))
+    assert script.main([*common, "--max-steps", "2", "--answers", "1", "--out", str(out)]) == 0
+    made = HiddenDrafterWeights.load(out)
+    assert made.facts["answers"] == "".join(parts).count("\n") and made.facts["steps"] <= 2

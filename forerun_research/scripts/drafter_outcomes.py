@@ -1,0 +1,67 @@
+"""How far a trained drafter's drafts are accepted, by kind of text: from the shipped prompts, written into its file.
+
+    python -m forerun_research.scripts.drafter_outcomes FILE --target TARGET [--device cuda]
+
+A file that says so need not be guessed about in a first request. Counted is what a step gains: tokens accepted in a
+row, by depth, of the nodes that a forward of one sequence verifies. For parallel drafters; knows no benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from forerun import LLM, SamplingParams, Speculation
+from forerun.decode.control.acceptance import DrafterRecord
+from forerun.models.formats.adapter import DrafterFile
+from forerun.models.formats.drafter_file import read_drafter, write_drafter
+from forerun.train.measure import at_context, held_out_prompts
+
+DRAFTER, NODES = "parallel", 15  # with the last token a tile of 16 rows, where a forward takes hardly longer than for 8
+PER_KIND, TOKENS = 12, 96  # prompts and tokens of an answer
+LONG_TOKENS = 768  # of prompts of the kind `long`
+
+
+def measured(llm: LLM, depth: int) -> dict[str, list[list[float]]]:
+    """Accepted and tried by depth, for each kind of text that the prompts and their answers have."""
+    records = llm.engine.speculator.controller.acceptance.records
+    records[DRAFTER] = DrafterRecord()  # nothing of what the file says now
+    params = SamplingParams(max_tokens=TOKENS, speculation=Speculation(DRAFTER, nodes=NODES, depth=depth))
+    short = held_out_prompts(llm, PER_KIND)
+    for prompts in (short, at_context(llm, short, LONG_TOKENS)):
+        for found in prompts.values():
+            for ids in found:
+                llm.generate([ids], params)
+    return {kind: known.depths for kind, known in records[DRAFTER].kinds.items() if known.total[1]}
+
+
+def tokens_a_step(depths: Sequence[Sequence[float]]) -> float:
+    """Accepted tokens and the target's own."""
+    tokens, path = 1.0, 1.0
+    for hits, tries in depths:
+        path *= hits / tries if tries else 0.0
+        tokens += path
+    return tokens
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Acceptance of a trained drafter by kind of text, into its file.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(given)
+    drafter = DrafterFile.load(args.file)
+    with LLM(args.target, draft_model=str(args.file), device=args.device) as llm:
+        outcomes = measured(llm, drafter.tokens)
+    for kind, depths in sorted(outcomes.items()):
+        by_depth = " ".join(f"{hits / tries:.2f}" for hits, tries in depths if tries)
+        print(f"{kind}: {tokens_a_step(depths):.2f} tokens a step; by depth {by_depth}", flush=True)
+    about, tensors = read_drafter(args.file)  # written as they were read: nothing is rounded again
+    write_drafter(args.file, tensors, about | {"parallel": asdict(replace(drafter.parallel, outcomes=outcomes))})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""Texts to calibrate on, and what a profile's own windows say about its gate."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forerun.prefill.calibration.quality import CURVE_SHARES
+from forerun.prefill.profile import Profile
+from forerun_research.scripts import gate_windows, profile_texts
+from tests.prefill.fakes import make_profile
+
+
+def made_windows(count: int = 120) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(3)
+    left = draw.uniform(0.1, 0.8, (count, 1)) * np.exp(-6 * np.array(CURVE_SHARES))
+    kl = 0.3 * left**1.5 * draw.lognormal(0.0, 0.3, (count, 1))
+    return {"uncovered": left, "kl": kl, "top1": 1.0 - kl}
+
+
+def test_a_profiles_windows_tell_what_its_gate_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    windows = made_windows()
+    kinds = ["plain code" if number % 2 else "copy prose" for number in range(120)]
+    profile = make_profile(facts={"windows": {name: own.tolist() for name, own in windows.items()} | {"kinds": kinds}})
+    profile.save(tmp_path / "a")
+    assert gate_windows.main([str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().out
+    assert "120 windows: code 60, prose 60" in said
+    values = [float(line.split(": ")[1].split()[0]) for line in said.splitlines() if line.startswith("AUC")]
+    assert len(values) == len(CURVE_SHARES) and min(values) > 0.85
+    assert "bound kept by code, which the fit did not see" in said
+    for line in said.splitlines():
+        if line.startswith("KL at"):
+            fixed, gate, oracle = (float(part.split()[1]) for part in line.partition("mean: ")[2].split(", "))
+            assert oracle <= gate + 1e-6 and oracle <= fixed + 1e-6
+    make_profile().save(tmp_path / "b")
+    assert gate_windows.main([str(tmp_path / "b")]) == 1 and Profile.load(tmp_path / "b").gate is None
+
+
+def test_an_oracle_costs_as_much_and_loses_least() -> None:
+    kl = made_windows()["kl"]
+    shares = gate_windows.oracle(kl, 0.1)
+    assert shares.mean() <= 0.1 + 1e-9
+    assert gate_windows.at_share(kl, shares).mean() < kl[:, CURVE_SHARES.index(0.1)].mean()
+
+
+def test_texts_have_their_size_and_come_again_from_a_seed(tmp_path: Path) -> None:
+    for kind in ("logs", "tables"):
+        written = profile_texts.write_kind(kind, tmp_path / "a", 300_000, tmp_path, 0)
+        files = sorted((tmp_path / "a" / kind).iterdir())
+        sizes = [path.stat().st_size for path in files]
+        assert written == sum(sizes) >= 300_000 > written - sizes[-1]
+        assert max(sizes) <= profile_texts.MAX_FILE_BYTES and min(sizes) >= profile_texts.MIN_FILE_BYTES
+    profile_texts.write_kind("logs", tmp_path / "b", 300_000, tmp_path, 0)
+    assert [p.read_bytes() for p in sorted((tmp_path / "b" / "logs").iterdir())] == [
+        p.read_bytes() for p in sorted((tmp_path / "a" / "logs").iterdir())
+    ]
+
+
+def test_code_leaves_out_what_studies_measure_on(tmp_path: Path) -> None:
+    found = list(islice(profile_texts.code(tmp_path, random.Random(0)), 40))
+    assert all(suffix in profile_texts.CODE_SUFFIXES for suffix, _ in found)
+    kept = [path for path in Path(random.__file__).parent.glob("*.py") if profile_texts.held_out(path)]
+    texts = {text for _, text in found}
+    assert kept and not any(profile_texts.plain_text(path) in texts for path in kept)
+
+
+def test_html_becomes_text(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    page.write_text("<html><p>One &amp; two.</p><ul><li>three</li></ul></html>")
+    assert profile_texts.plain_text(page).split() == ["One", "&", "two.", "three"]
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
+    assert profile_texts.plain_text(tmp_path / "b.bin") == ""
