@@ -174,8 +174,9 @@ def _write_metadata(writer: GGUFWriter, arch: str, config: dict[str, Any], extra
     if config["model_type"] in ("gemma3_text", "mistral") and config.get("sliding_window"):
         values["attention.sliding_window"] = config["sliding_window"]
     for key, value in (values | extra).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{arch}.{key}", value)
+        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add = kinds[type(value)]
+        add(key if key.startswith("tokenizer.") else f"{arch}.{key}", value)
 
 
 def _write_vocabulary(writer: GGUFWriter, folder: Path) -> None:

@@ -36,12 +36,18 @@ class FitOptions:
     batch: int = opt.shown(4, min=1, help="Prompts at a time: fewer need less memory.")
     quality: float = opt.shown(0.97, min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at.")
     seed: int = opt.shown(0, help="Decides which text is used, and in which order.")
+    maps: str | None = opt.shown(None, help="Keep the maps of this profile and fit none: measure it on this text.")
     force: bool = opt.shown(False, "--force", help="Save a profile that agrees with exact prefill in less than 0.8.")
 
     def check(self) -> None:
         if self.steps is not None and self.minutes is not None:
             problem = f"--steps {self.steps} and --minutes {self.minutes:g} cannot go together"
             raise BadRequest(problem, "give one of them")
+        if self.maps is not None and any((self.base, self.rank, self.taps, self.steps, self.no_distill)):
+            raise BadRequest(
+                "--maps keeps maps as they are, beside options that say how others are fitted",
+                "leave --base, --rank, --taps, --steps and --no-distill out",
+            )
         if self.no_distill and self.steps is not None:
             raise BadRequest("--no-distill leaves nothing to spend --steps on", "leave one of them out")
 
@@ -88,7 +94,9 @@ def calibrate(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    own = {name: getattr(fit, name) for name in ("base", "rank", "taps", "batch", "steps", "minutes", "quality")}
+    own = {
+        name: getattr(fit, name) for name in ("base", "rank", "taps", "batch", "steps", "minutes", "quality", "maps")
+    }
     settings = FitSettings(**own, distill=not fit.no_distill)
     windows = WindowSettings(prompt=fit.window, tokens=fit.tokens, seed=fit.seed)
     texts = [*text, *(more or ())]

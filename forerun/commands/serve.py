@@ -114,6 +114,7 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
     from forerun.serve.server import limit_arenas
 
     limit_arenas()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one: its threads would be idle
     config = server.config(opened.model)
     configure_logs(server.log_format)
     if server.replicas is None and (server.max_replicas, server.ray) != (None, None):

@@ -23,7 +23,7 @@ from forerun.inputs import Messages
 from forerun.llm import LLM
 from forerun.params import Grammar, SamplingParams
 from forerun.text.edit_program import ProgramReader, SourceLines, oracle, program_text
-from forerun.text.edit_replace import BlockReader, Markers, ReplaceReader, fence_for, replacements
+from forerun.text.edit_replace import BlockReader, ReplaceReader, fence_for, replace_grammar, replacements
 from forerun.text.line_diff import DiffStream
 
 EditMode = Literal["auto", "copy", "replace", "rewrite"]
@@ -126,16 +126,8 @@ def edit(
     params: SamplingParams | None = None,
 ) -> Edited:
     """See `LLM.edit`. With `auto`, an answer that breaks is replaced by a rewrite."""
-    why = ""
-    try:
-        pieces = list(stream_edit(llm, file, instruction, text=text, mode=mode, params=params))
-    except BrokenEdit as broken:
-        if mode != "auto":
-            raise
-        why = str(broken)
-        pieces = list(stream_edit(llm, file, instruction, text=text, mode="rewrite", params=params))
-    result = cast(Edited, pieces[-1].result)
-    return replace(result, why=why or result.why)
+    pieces = list(stream_edit(llm, file, instruction, text=text, mode=mode, params=params))
+    return cast(Edited, pieces[-1].result)
 
 
 def stream_edit(
@@ -147,8 +139,9 @@ def stream_edit(
     mode: EditMode = "auto",
     params: SamplingParams | None = None,
 ) -> Iterator[EditPiece]:
-    """`edit` piece by piece; leaving the loop cancels it. An answer that breaks raises `BrokenEdit`: what was emitted
-    before is not taken back."""
+    """`edit` piece by piece; leaving the loop cancels it. In a way that was named, pieces come while the model writes,
+    and an answer that breaks raises `BrokenEdit`: what was emitted before is not taken back. With `auto` the pieces of
+    a short way come when its answer is complete; where it breaks, a rewrite comes in its place, as it is written."""
     if mode not in EDIT_MODES:
         raise BadRequest(f"mode is {mode!r:.40}", f"use one of {', '.join(EDIT_MODES)}")
     if not isinstance(instruction, str) or not instruction.strip():
@@ -157,8 +150,21 @@ def stream_edit(
     if params.grammar is not None or params.n != 1 or not params.prefill.exact:
         raise BadRequest("an edit has one answer and a grammar of its own", "leave grammar, n and prefill out")
     content = read_file(file) if text is None else text
+    if mode in SHORT_WAYS and not content:
+        raise BadRequest(f"{Path(file).name} is empty: there are no lines to keep", "use mode='rewrite'")
     used, why = _choose(llm, mode, content)
-    return EditRun(llm, Path(file).name, content, instruction, used, why).pieces(params)
+    run = EditRun(llm, Path(file).name, content, instruction, used, why)
+    return run.pieces(params) if mode != "auto" or used == "rewrite" else _complete_or_rewritten(run, params)
+
+
+def _complete_or_rewritten(run: EditRun, params: SamplingParams) -> Iterator[EditPiece]:
+    try:
+        pieces = list(run.pieces(params))
+    except BrokenEdit as broken:
+        why = f"{run.used} broke: {broken}"
+        yield from EditRun(run.llm, run.name, run.content, run.instruction, "rewrite", why).pieces(params)
+        return
+    yield from pieces
 
 
 def _choose(llm: LLM, mode: EditMode, content: str) -> tuple[EditWay, str]:
@@ -193,7 +199,8 @@ class EditRun:
     """One edit in one way."""
 
     def __init__(self, llm: LLM, name: str, content: str, instruction: str, used: EditWay, why: str) -> None:
-        self.llm, self.content, self.instruction, self.used, self.why = llm, content, instruction, used, why
+        self.llm, self.name, self.content, self.instruction = llm, name, content, instruction
+        self.used, self.why = used, why
         self.source = SourceLines(content)
         self.diff = DiffStream(self.source, name)
 
@@ -218,7 +225,7 @@ class EditRun:
         given = replace(given, max_tokens=max(given.max_tokens, len(ids) + EXTRA_TOKENS))
         if self.used == "rewrite":
             return replace(given, prediction=ids)
-        by_line = Grammar.edit(self.content) if self.used == "copy" else Grammar.regex(Markers(self.source).pattern)
+        by_line = Grammar.edit(self.content) if self.used == "copy" else Grammar.lark(replace_grammar(self.source))
         return replace(given, grammar=by_line)
 
     def reader(self) -> ProgramReader | ReplaceReader | BlockReader:

@@ -14,6 +14,7 @@ forward through the text. Knows lines, no model and no tokens.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 
@@ -30,11 +31,18 @@ class Markers:
         size = max([_MARKER_CHARS, *(len(run[0]) + 1 for run in runs if run is not None)])
         self.search, self.divider, self.end = f"{'<' * size} SEARCH", "=" * size, f"{'>' * size} REPLACE"
 
-    @property
-    def pattern(self) -> str:
-        """A regex of one or more replacements."""
-        old, new = line_pattern(self.divider), line_pattern(self.end)
-        return rf"({self.search}\n({old}\n)+{self.divider}\n({new}\n)*{self.end}\n)+"
+
+def replace_grammar(source: SourceLines) -> str:
+    """Lark rules of one or more replacements whose old lines are lines of the text that follow each other there. That
+    they go forward through the text is not a part of it."""
+    marks = Markers(source)
+    search, divider, end = (json.dumps(line + "\n") for line in (marks.search, marks.divider, marks.end))
+    old = json.dumps({"substring_chunks": [line + "\n" for line in source.lines]})
+    return f"""start: replacement+
+replacement: {search} OLD {divider} NEW* {end}
+OLD: %regex {old} & /(.|\\n)+/
+NEW: /({line_pattern(marks.end)})\\n/
+"""
 
 
 def replacements(old: SourceLines, new: Sequence[str]) -> str:

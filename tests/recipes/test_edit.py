@@ -117,6 +117,8 @@ def test_auto_takes_what_the_model_can_write(right: tuple[str, ...], used: str, 
     [
         "<<<<<<< SEARCH\nno such line\n=======\n>>>>>>> REPLACE\n",
         "<<<<<<< SEARCH\ndef total(items):\n=======\n...",
+        "<<<<<<< SEARCH\ndef mean(items):\n=======\n>>>>>>> REPLACE\n"
+        "<<<<<<< SEARCH\ndef total(items):\n=======\n>>>>>>> REPLACE\n",  # backwards, after some text was emitted
     ],
 )
 def test_an_answer_that_breaks_is_replaced_by_a_rewrite(broken: str, scripted: Callable[..., LLM]):
@@ -126,6 +128,9 @@ def test_an_answer_that_breaks_is_replaced_by_a_rewrite(broken: str, scripted: C
     cast(ScriptedLLM, llm).write = lambda content, way: broken if way == "replace" else write(content, way)
     found = edit(llm, "depot.py", "Fix total.", text=OLD)
     assert (found.used, found.text) == ("rewrite", NEW) and ("not in the text" in found.why or "end" in found.why)
+    pieces = list(stream_edit(llm, "depot.py", "Fix total.", text=OLD))
+    assert len(pieces) > 2 and "".join(piece.text for piece in pieces) == NEW  # and nothing of what broke
+    assert "".join(piece.diff for piece in pieces) == DIFF
     with pytest.raises(BrokenEdit):
         edit(llm, "depot.py", "Fix total.", text=OLD, mode="replace")
 
@@ -136,10 +141,12 @@ def test_a_rewrite_is_drafted_from_the_file(scripted: Callable[..., LLM]):
     assert llm.asked[-1][1].prediction == tuple(llm.tokenizer.encode(OLD))
 
 
-@pytest.mark.parametrize("values", [{"mode": "diff"}, {"instruction": " "}, {"params": SamplingParams(n=2)}])
+@pytest.mark.parametrize(
+    "values", [{"mode": "diff"}, {"instruction": " "}, {"params": SamplingParams(n=2)}, {"mode": "replace", "text": ""}]
+)
 def test_what_is_refused(values: dict[str, Any], scripted: Callable[..., LLM]):
     with pytest.raises(BadRequest) as error:
-        edit(scripted("copy"), "depot.py", text=OLD, **({"instruction": "Fix total."} | values))
+        edit(scripted("copy"), "depot.py", **({"instruction": "Fix total.", "text": OLD} | values))
     assert error.value.hint
 
 

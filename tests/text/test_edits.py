@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from forerun.text.edit_program import (
     CopyStep,
@@ -21,7 +22,7 @@ from forerun.text.edit_program import (
     range_pattern,
     step_pattern,
 )
-from forerun.text.edit_replace import BlockReader, Markers, ReplaceReader, fence_for, replacements
+from forerun.text.edit_replace import BlockReader, Markers, ReplaceReader, fence_for, replace_grammar, replacements
 from forerun.text.line_diff import DiffStream
 
 OLD = "".join(f"line {i}\n" for i in range(1, 31))
@@ -34,6 +35,13 @@ def changed(text: str, rng: random.Random) -> str:
         at = rng.randrange(len(lines))
         lines[at : at + rng.randint(0, 2)] = [f"new {rng.randint(0, 9)}\n" for _ in range(rng.randint(0, 3))]
     return "".join(lines) or "one\n"
+
+
+def in_grammar(source: SourceLines, text: str) -> bool:
+    """Whether the grammar of replacements allows a text, byte by byte, and an end after it."""
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(replace_grammar(source)))
+    data = list(text.encode())
+    return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -57,7 +65,7 @@ def test_programs_replacements_and_diffs_give_the_new_text(seed: int, tmp_path: 
 
     blocks, by_content = ReplaceReader(source), replacements(source, lines)
     assert source.join([*blocks.push(by_content), *blocks.flush()]) == new
-    assert not by_content or re.fullmatch(Markers(source).pattern, by_content)
+    assert not by_content or in_grammar(source, by_content)
 
     stream = DiffStream(source, "text")
     diff = "".join(stream.push([line]) for line in lines) + stream.finish()
@@ -127,6 +135,18 @@ def test_markers_are_longer_than_the_lines_of_the_text():
     text = replacements(source, ["Name", "=========", "", ">>>>>>> REPLACE", "```"])
     reader = ReplaceReader(source)
     assert [*reader.push(text), *reader.flush()] == ["Name", "=========", "", ">>>>>>> REPLACE", "```"]
+
+
+@pytest.mark.parametrize(
+    ("old", "allowed"),
+    [("a\nb\n", True), ("b\n", True), ("a\na\n", False), ("b\na\n", False), ("c\n", False), ("", False), ("a", False)],
+)
+def test_the_grammar_names_lines_that_follow_each_other_in_the_text(old: str, allowed: bool):
+    source = SourceLines('a\nb\n"c\\\n')
+    text = f"<<<<<<< SEARCH\n{old}=======\nnew\n\n>>>>>>> REPLAC\n>>>>>>> REPLACE\n"
+    assert in_grammar(source, text) == allowed
+    assert in_grammar(source, text + text) == allowed and not in_grammar(source, "")
+    assert in_grammar(source, '<<<<<<< SEARCH\n"c\\\n=======\n>>>>>>> REPLACE\n')
 
 
 def test_replacements_of_lines_that_are_not_there():

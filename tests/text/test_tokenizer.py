@@ -1,6 +1,8 @@
 """Text to ids and back: control tokens only when asked for, streams that never split a character."""
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from tokenizers import decoders, models, normalizers
 
 from forerun.errors import BadRequest, UnsupportedModel
 from forerun.models.formats.checkpoint import open_checkpoint
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
 TEXTS = [
     "",
@@ -55,6 +57,27 @@ def test_round_trip(text: str, real: Tokenizer, folder: Tokenizer, sentencepiece
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+def test_long_texts_leave_other_threads_running(real: Tokenizer, folder: Tokenizer, sentencepiece: Tokenizer) -> None:
+    """They have the tokens that they always had, and are encoded without Python's lock."""
+    text = "The lamp turns é 灯 <|im_end|> " * (LONG_TEXT_CHARS // 20)
+    for tokenizer in (real, folder, sentencepiece):
+        for special in (False, True):
+            ids = tokenizer.encode(text, add_special=special, parse_special=special)
+            tokenizer.backend.encode_special_tokens = not special
+            assert ids == tokenizer.backend.encode(text, add_special_tokens=special).ids
+    counted, done = 0, threading.Event()
+
+    def encode() -> None:
+        real.encode(text * 20)
+        done.set()
+
+    threading.Thread(target=encode).start()
+    while not done.is_set():
+        counted += 1
+        time.sleep(0.0001)
+    assert counted > 5
 
 
 def test_byte_fallback(sentencepiece: Tokenizer) -> None:

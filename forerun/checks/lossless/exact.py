@@ -91,7 +91,7 @@ class _TinyCheckpoint:
         self.source, self._seed = f"random {seed}", seed
         self._shapes = expected_shapes(self.config)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         if name.endswith("norm"):
             return torch.ones(self._shapes[name])
         draw = torch.Generator().manual_seed(self._seed * 1000 + list(self._shapes).index(name))
