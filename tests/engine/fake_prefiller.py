@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from forerun.core import PrefillReport
 from forerun.decode.draft_context import DraftContext
 from forerun.errors import BadRequest, ForerunError
 from forerun.models.execution.runner import Span
@@ -37,6 +38,9 @@ class FakePrefiller:
         self.open_states: dict[int, PrefillState] = {}
         self.opened: list[PrefillState] = []
         self.generator = torch.Generator().manual_seed(1)
+
+    def max_shown(self, report: PrefillReport, limit: int) -> int:
+        return limit
 
     def problem(self, settings: Prefill, num_tokens: int) -> ForerunError | None:
         if settings.source == "impossible":
