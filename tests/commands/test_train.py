@@ -85,7 +85,7 @@ def test_a_drafter_without_a_draft_model(world: Path, tmp_path: Path, kind: str,
     if kind == "block":
         again = HiddenDrafterWeights.load(tmp_path / "folder")
         # what the package does not know
-        own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0, "state_input": False}
+        own = {"reuse": "hidden", "fc_norm": False, "head_rank": 0, "state_input": False, "confidence_odds": False}
         assert again.config | own == HiddenDrafterWeights.load(out).config and again.tokens == 3
 
 
