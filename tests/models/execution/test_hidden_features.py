@@ -73,7 +73,7 @@ class RecordedForwards:
     def leave_states(self, taps: Taps) -> None:
         self.taps = taps
 
-    def run(self, batch: HostBatch) -> Output | None:
+    def run(self, batch: HostBatch, wait: bool = True) -> Output | None:
         if batch.prompt:
             return None
         return self._runner.decoder.forward(batch.to(CPU), self._runner.kv, self.taps)
