@@ -115,8 +115,12 @@ class Speculator:
         For one sequence paid ones are planned for whether it waits or not, which is rare where they do not pay; for
         a batch that takes as many times as long."""
         start, context = time.perf_counter(), _mean_context(tasks)
-        end = start + self.controller.idle_s([task.spec_state.stats for task in tasks], context)
-        first = self._turn % len(tasks)
+        fixed = any(task.spec_state.fixed_depth for task in tasks)
+        idle_s = self.controller.idle_s([task.spec_state.stats for task in tasks], context)
+        if not idle_s and not fixed and len(tasks) > 1:  # nothing could be drafted beside it
+            self._left = self.controller.record_plain(context, "the host has no time for drafts beside a step")
+            return False
+        end, first = start + idle_s, self._turn % len(tasks)
         for task in [*tasks[first:], *tasks[:first]]:
             self._open_step(task.spec_state)
             if task.max_nodes > 0 and not task.spec_state.sampled and time.perf_counter() < end:
@@ -126,7 +130,7 @@ class Speculator:
         self._merge(with_room)
         for task in with_room:
             task.draft = tree.below_likeliest(task.draft)
-        pays = any(task.spec_state.fixed_depth for task in tasks)
+        pays = fixed
         for drafter, own in self._by_drafter(with_room, free=False):
             in_time = len(tasks) == 1 or time.perf_counter() < end
             pays = pays or (in_time and self._plan(drafter, own, context, 0.0) is not None)
@@ -380,7 +384,9 @@ class Speculator:
             spec_state.usage.lossless = spec_state.verifier.lossless
             spec_state.usage.distance = spec_state.verifier.spent
         accepted = {each.sources[0]: tree.accepted_length(each, emitted) for each in spec_state.drafts}
-        covered = 0  # accepted tokens that drafters before it had right: only what goes further counts for a drafter
+        # Accepted tokens that drafters before it had right, a model's too: only what goes further counts for a drafter.
+        models = (name for name in accepted if name in self.controller.drafters)
+        covered = min(len(path), max((accepted[name] for name in models), default=0))
         for name, seconds in spec_state.free_run_s.items():
             gained = min(accepted.get(name, 0), len(path))  # what was not verified is not gained
             own_nodes = draft.sources.count(name)

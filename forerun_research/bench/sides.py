@@ -5,6 +5,7 @@ Knows how to start, ask and end a side; what a side measures is in its own modul
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from forerun.cli import GC_ALLOCATIONS
 from forerun.errors import BadRequest, ForerunError
 
 Sample = dict[str, Any]
@@ -140,6 +142,7 @@ PARENT_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a pipe r
 def _serve(pipe: Connection, spec: SideSpec) -> None:
     """The child's loop; a child whose parent has gone ends in the middle of a measurement and prints nothing."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])  # as the `forerun` command has it
     with suppress(*PARENT_GONE):
         try:
             side = open_side(spec)

@@ -15,6 +15,7 @@ STEP_NOISE_SHARE = 0.05  # by which steps vary on a quiet machine
 MAX_LOG_ERROR = 0.3  # of one observation, in log seconds: more is caused by the operating system
 NEW_SIZE_RATE, KNOWN_SIZE_RATE = 0.25, 0.02  # learning rate of one size: at first, and after many observations
 COMMON_RATE = 0.05  # learning rate of the factor of all sizes: another program, a warmer processor
+MIN_LOG_CONTEXT_FACTOR = -3.5  # of context of many sequences over that of one: at least a thirtieth
 REBUILD_OBSERVATIONS = 16  # between two rebuilds of the table
 MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
@@ -78,6 +79,7 @@ class CostCurve:
         self._timed = dict(zip(self._sizes, self._logs, strict=True))
         self._visits = {size: 2 for size in self._sizes}
         self._common = 0.0  # log of the factor between now and when the points were timed
+        self._around: dict[int, float] = {}  # log of the factor of context, by number of sequences (to a factor of two)
         self._spread = STEP_NOISE_SHARE
         self._pending = 0
         self.version = 0  # changes whenever `seconds` may
@@ -116,16 +118,19 @@ class CostCurve:
         """Of one forward: tokens of all sequences, number of sequences, and their mean context in entries."""
         table = self._table
         base = table[tokens] if tokens < len(table) else self._beyond(tokens)
-        return base + context * (sequences * self.per_context + tokens * self.per_context_token)
+        return base + context * self._context_factor(sequences) * (
+            sequences * self.per_context + tokens * self.per_context_token
+        )
 
     def seconds_range(self, first: int, last: int, sequences: int = 1, context: int = 0) -> list[float]:
         """`seconds` of every number of tokens from `first` to `last`."""
-        around, each = context * sequences * self.per_context, context * self.per_context_token
+        context_s = context * self._context_factor(sequences)
+        around, each = context_s * sequences * self.per_context, context_s * self.per_context_token
         return [s + around + tokens * each for tokens, s in enumerate(self._without_context(first, last), first)]
 
     def one_token_each(self, last: int, context: int = 0) -> list[float]:
         """`seconds` of 0 to `last` sequences with one token each; 0 for none."""
-        each = context * (self.per_context + self.per_context_token)
+        each = context * self._context_factor(last) * (self.per_context + self.per_context_token)
         return [0.0, *[s + n * each for n, s in enumerate(self._without_context(1, last), 1)]]
 
     def observe(self, tokens: int, sequences: int, context: int, seconds: float) -> None:
@@ -133,6 +138,7 @@ class CostCurve:
         if tokens < 1 or not 0.0 < seconds < math.inf:
             return
         around = context * (sequences * self.per_context + tokens * self.per_context_token)
+        around *= self._context_factor(sequences)
         expected = math.exp(self._log_at(tokens) + self._common) + around
         error = math.log(seconds / expected)
         # The median of the observations counts, not their mean: errors are cut to about their usual size.
@@ -146,11 +152,21 @@ class CostCurve:
             self._logs.insert(place, self._log_at(tokens))
             self._sizes.insert(place, tokens)
         visits = self._visits[tokens] = self._visits.get(tokens, 0) + 1
+        if sequences > 1:
+            # Context was timed for one sequence; many read theirs at once, in less than as many times as long. Blamed
+            # on the forward alone, steps of 64 sequences once made it free, and every decision after them wrong.
+            share, size = around / expected, sequences.bit_length()
+            known = self._around.get(size, 0.0) + NEW_SIZE_RATE * share * cut
+            self._around[size] = min(0.0, max(MIN_LOG_CONTEXT_FACTOR, known))
+            cut *= 1.0 - share
         self._common += COMMON_RATE * cut
         self._logs[place] += max(KNOWN_SIZE_RATE, NEW_SIZE_RATE / visits) * cut
         self._pending += 1
         if self._pending >= REBUILD_OBSERVATIONS:
             self._build()
+
+    def _context_factor(self, sequences: int) -> float:
+        return math.exp(self._around.get(sequences.bit_length(), 0.0)) if self._around else 1.0
 
     def follow(self, drift: float) -> None:
         """Count a change of all forwards' speed that another curve has seen, where this one's forwards do not run: a

@@ -125,9 +125,10 @@ class ModelDrafter(Drafter):
             count = min(missing - 1, MAX_CATCH_UP_TOKENS)
             half = self._draft_kv.partial_forward(request.seq_id, state.pages, state.valid)
             count = count if half is None else min(count, half.end - state.valid)
-            # Recorded passes are for many rows: one by one their kernels take the host 9 ms, and each new number of
-            # rows up to 50 ms more (docs/log.md).
-            ids, many = tokens[state.valid : state.valid + count], count > MAX_DECODE_TOKENS
+            # What one launch does not take is a recorded pass: a graph captured for its number of rows takes 50 ms in
+            # the middle of an answer, kernels launched one by one 9 ms (docs/log.md).
+            ids, rows = tokens[state.valid : state.valid + count], self._runner.decoding_rows
+            many = rows is not None and count > rows
             span = Span(ids, state.valid, state.pages, (), prompt=many)
             if half is None:
                 self._runner.forward([span])

@@ -110,3 +110,14 @@ def test_what_is_no_time_is_ignored():
         curve.observe(1, 1, 0, seconds)
     curve.observe(0, 1, 0, 1.0)
     assert curve.points() == CostCurve(CPU).points()
+
+
+def test_context_of_many_sequences_is_learnt_apart():
+    """64 sequences read their context in a fraction of 64 times what one takes: the forward is not what errs."""
+    curve = CostCurve(CPU, per_context=1e-4, per_context_token=0.0)
+    for _ in range(4000):
+        curve.observe(64, 64, 250, 0.4)
+    assert curve.seconds(64, 64, 250) == pytest.approx(0.4, rel=0.1)
+    for tokens, seconds in CPU.items():
+        assert curve.seconds(tokens) == pytest.approx(seconds, rel=0.35)
+    assert curve.seconds(1, 1, 250) == pytest.approx(CPU[1] + 250e-4, rel=0.35)

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 
+from forerun.core import Draft, Verdict
 from forerun.decode.control.controller import EXPLORE_FREE_SHARE, EXPLORE_PAID_SHARE, FIRST_TOKENS, Controller
 from forerun.decode.control.cost import CostCurve
 from forerun.decode.drafter_pool import DraftTask
@@ -251,3 +252,25 @@ def test_what_was_drafted_beside_a_step_is_not_drafted_again(monkeypatch: pytest
     world.answer([Text(CATEGORIES["summary"], 3)])
     assert left and not any(left)
     assert used
+
+
+def test_what_a_model_drafted_too_is_no_gain_of_a_free_drafter() -> None:
+    world = World(H200_HOST, ("lookup", "parallel"))
+    state = world.open(Text(CATEGORIES["code"], 1))
+    chain = Draft.chain([7, 8, 9], [0.9] * 3, "parallel")
+    for models, gained in (([], 2.0), ([chain], 0.0)):
+        state.stats.own.clear()
+        state.drafts = [*models, Draft.chain([7, 8], [0.9] * 2, "lookup")]
+        state.free_run_s = {"lookup": 1e-4}
+        world.spec.record_outcome(state, chain, Verdict([0, 1, 2], 10), [7, 8, 9, 10])
+        assert state.stats.own["lookup"].run_tokens == gained
+
+
+def test_where_the_host_never_waits_a_batch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(H200, AUTO)
+    states = [world.open(Text(CATEGORIES["edits"], seed)) for seed in range(4)]
+    ran: list[bool] = []
+    monkeypatch.setattr(Speculator, "_run_free", lambda spec, tasks, beside=False: ran.append(beside))
+    monkeypatch.setattr(world.controller.host, "idle", lambda sequences: 0.0)
+    assert not world.spec.should_leave(world._tasks(states, 2)) and not ran
+    assert "no time" in world.controller.last_why

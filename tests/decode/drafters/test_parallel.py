@@ -23,7 +23,7 @@ from forerun.decode.drafters.parallel import ParallelDrafter
 from forerun.decode.sampling import Context
 from forerun.decode.tree import path_probs
 from forerun.errors import BadRequest, CorruptModel
-from forerun.models.execution.runner import Span
+from forerun.models.execution.runner import Runner, Span
 
 MASK, TOKENS = 500, 5
 PROMPTS = [[5, 6, 7, 8] * 6, list(range(20, 90)), [9, 9, 9, 40, 41, 42, 9, 9, 9], [300, 301]]
@@ -63,12 +63,13 @@ def request(llm: LLM, tokens: list[int], depth: int = 8, nodes: int = 12, **valu
 
 
 def test_long_prompts_are_read_as_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """A device has recorded passes for those, and kernels for few rows for all else."""
+    """A device has recorded passes for what one launch does not take, and would capture a graph for it else."""
     runner, made = llm.engine.speculator.ctx.draft_runner, drafter(llm)
     assert runner is not None
+    monkeypatch.setattr(Runner, "decoding_rows", 32)
     forward, ran = runner.forward, list[Span]()
     monkeypatch.setattr(runner, "forward", lambda spans, **how: (ran.extend(spans), forward(spans, **how))[1])
-    for length, read in ((150, True), (40, False)):
+    for length, read in ((150, True), (40, True), (33, False)):
         ran.clear()
         made.propose([request(llm, list(range(1, 1 + length)))])
         first, rest = ran
