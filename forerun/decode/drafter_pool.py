@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from forerun.core import Draft, SamplingParams, Usage
-from forerun.decode.control.controller import Controller, RequestStats
+from forerun.decode.control.controller import Controller, PaidPlan, RequestStats
 from forerun.decode.control.cost import TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
@@ -48,6 +48,8 @@ class SpeculationState:
     followed: list[Draft] = field(default_factory=list)  # such drafts that no token has refuted yet,
     followed_from: int = 0  # and the place of their first token
     kind_final: bool = False  # whether its kind is that of the answer's own first tokens
+    plan: PaidPlan | None = None  # of a paid drafter that pays, for it alone,
+    plan_steps: int = 0  # which holds for so many more steps
 
     @property
     def fixed_depth(self) -> int:
@@ -69,6 +71,14 @@ class DraftTask:
     def covered(self) -> float:
         """The probability that a candidate has the next token."""
         return max((d.probs[0] for d in self.candidates), default=0.0)  # a drafter's first node is its most probable
+
+    def held_plan(self, drafter: str) -> PaidPlan | None:
+        """What the step before planned, where that still holds: one step less from now on."""
+        state, plan = self.spec_state, self.spec_state.plan
+        if plan is None or plan.drafter != drafter or state.plan_steps <= 0:
+            return None
+        state.plan_steps -= 1
+        return replace(plan, rounds=[min(plan.rounds[0], self.max_nodes)])
 
     def request(self, depth: int) -> DraftRequest:
         state = self.spec_state

@@ -274,3 +274,13 @@ def test_where_the_host_never_waits_a_batch_is_not_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr(world.controller.host, "idle", lambda sequences: 0.0)
     assert not world.spec.should_leave(world._tasks(states, 2)) and not ran
     assert "no time" in world.controller.last_why
+
+
+def test_a_plan_holds_for_some_steps_of_one_sequence() -> None:
+    """Planning takes the host as long as a drafter's run, and what it goes by changes slowly."""
+    world, planned, drafted = World(H200_HOST, ("parallel",)), list[int](), list[int]()
+    plan, propose = world.controller.plan_rounds, world.spec.drafter_pool.propose
+    world.controller.plan_rounds = lambda *given: planned.append(1) or plan(*given)  # type: ignore[func-returns-value,method-assign]
+    world.spec.drafter_pool.propose = lambda *given: drafted.append(1) or propose(*given)  # type: ignore[func-returns-value,method-assign]
+    world.answer([Text(CATEGORIES["code"], 3)])
+    assert len(drafted) > 12 and len(planned) < 0.7 * len(drafted)
