@@ -302,8 +302,16 @@ class RequestStats:
     recent_tokens: float = 0.0  # of the last few steps without a paid drafter,
     recent_s: float = 0.0  # and what these took
     gain: Gain = field(default_factory=Gain)  # of its steps with free drafts
+    paid_steps: int = 0  # with a paid drafter whose costs were known,
+    paid_tokens: float = 0.0  # tokens of these,
+    paid_expected: float = 0.0  # and those that were planned for the time that they took
     plain_s: float = 0.0  # what its tokens would have taken without drafting
     taken_s: float = 0.0  # what they took
+
+    def count_paid(self, tokens: int, expected: float) -> None:
+        """Of a step with a paid drafter."""
+        self.paid_steps, self.paid_tokens = self.paid_steps + 1, self.paid_tokens + tokens
+        self.paid_expected += expected
 
 
 class Acceptance:
@@ -311,7 +319,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.records: defaultdict[str, DrafterRecord] = defaultdict(DrafterRecord)  # by drafter
-        self.gains = Gains()  # of steps with free drafts
+        self.gains, self.paid_gains = Gains(), Gains()  # of steps with free drafts, and with a paid drafter
         self.lengths: dict[str, list[float]] = {}  # kind -> answers that ended, their tokens, and those squared
 
     def expected_remaining(self, stats: RequestStats) -> int:
@@ -328,6 +336,18 @@ class Acceptance:
         deviation = PRIOR_ANSWER_DEVIATION.get(kind, PRIOR_DEVIATION_ELSEWHERE)
         square = (squares + PRIOR_ANSWERS * (PRIOR_ANSWER_TOKENS**2 + deviation**2)) / answers
         return mean - deviations * sqrt(max(0.0, square - mean * mean))
+
+    def paid_ratio(self, stats: list[RequestStats]) -> float:
+        """Tokens a second that steps with a paid drafter gave, over what was planned, at most 1: for one sequence,
+        whose request does not name it."""
+        alone = len(stats) == 1 and not stats[0].named
+        return min(1.0, self.paid_gains.usual(stats[0].kind)) if alone else 1.0
+
+    def record_end(self, stats: RequestStats) -> None:
+        """An answer ended."""
+        self.record_length(stats)
+        if stats.paid_steps:
+            self.paid_gains.add(stats.kind, stats.paid_tokens, stats.paid_expected, stats.paid_steps)
 
     def record_length(self, stats: RequestStats) -> None:
         if self.min_length(stats.kind, 0.0) > stats.tokens >= stats.max_tokens:

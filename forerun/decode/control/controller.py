@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from forerun.core import Draft
@@ -248,7 +249,7 @@ class Controller(Waiting):
         self._read_at = now
         if self._step is not None:
             paid = self._gained = self._step.paid and self._drafted
-            self._ended = EndedStep(wall_s, min(wall_s, taken_s), self._step.plain_s, paid)
+            self._ended = EndedStep(wall_s, min(wall_s, taken_s), self._step.plain_s, paid, self._step.rate * paid)
 
     def observe_start(self, drafter: str, foreseen_s: float, seconds: float) -> None:
         """What a paid drafter took to catch up with sequences, against what its curve had said: beyond the sizes that
@@ -268,7 +269,9 @@ class Controller(Waiting):
         self._gained |= tokens > 1
         if self._ended is None:
             return
-        wall_s, taken_s, plain_s, paid = self._ended
+        wall_s, taken_s, plain_s, paid, rate = self._ended
+        if rate:
+            stats.count_paid(tokens, rate * taken_s)
         stats.plain_s += tokens * plain_s
         stats.taken_s += taken_s
         stats.elapsed_s += min(wall_s, plain_s)
@@ -308,7 +311,7 @@ class Controller(Waiting):
     def record_end(self, stats: RequestStats) -> None:
         """An answer ended."""
         if stats.tokens:
-            self.acceptance.record_length(stats)
+            self.acceptance.record_end(stats)
 
     # -- which nodes to verify -----------------------------------------------------------------------------------------
 
@@ -368,8 +371,8 @@ class Controller(Waiting):
 
         low = ahead(DOUBT)
         sure = best(low)
-        lost_s = 0.0
-        if sure.rounds and not slack.slows_down(self.acceptance, stats, free.gains, sure, start_s, plain_s):
+        lost_s, pays = 0.0, sure.rounds and sure.rate * self.acceptance.paid_ratio(stats) >= plan.rate
+        if pays and not slack.slows_down(self.acceptance, stats, free.gains, sure, start_s, plain_s):
             depths, why = best(ahead(0.0)), "pays by lower bound"
         else:
             depths, lost_s = self._explore(stats, record, plan, best(ahead(-DOUBT)), low, start_s)
@@ -404,7 +407,7 @@ class Controller(Waiting):
         if hoped.rounds:
             i = min(hoped.rounds, key=start_s.__getitem__)
             rounds = 1 if plan.rounds.tokens_per_round == 1 else hoped.rounds[i]
-            lost_s = start_s[i] + plan.loss_s(ahead[i][:rounds])
+            lost_s = start_s[i] + plan.loss_s(ahead[i][:rounds], self.acceptance.paid_ratio(stats))
             plain_s = plan.target.seconds(len(stats), len(stats), plan.context)
             budgets = ((s, record, s.explored_paid_s + lost_s, EXPLORE_PAID_SHARE, plain_s) for s in stats)
             if all(self._may_explore(*budget) for budget in budgets):
@@ -424,7 +427,8 @@ class Controller(Waiting):
     def record_plan(self, plan: PaidPlan) -> None:
         """This is what the step does."""
         if self._step is not None:
-            self._step.paid = True
+            known = len(self._step.stats) == 1 and self.host.timed_paid(1) and not any(plan.start_s) and plan.rate < inf
+            self._step.paid, self._step.rate = True, plan.rate if known else 0.0
             for s in self._step.stats:
                 s.explored_paid_s += plan.lost_s
         self._why = f"{self._why}, {plan.why}" if self._why else plan.why

@@ -27,7 +27,7 @@ from forerun.models.fetch.store import home, write_whole
 MAX_AGE_S = 24 * 3600.0  # since curves were timed
 MIN_OBSERVATIONS = 64  # steps of a process that count against what was timed
 MAX_DRIFT = 0.4  # log of the factor between timed and observed seconds: 1.5
-LEARNT_VERSION = 4  # of the records of acceptance: others are not read
+LEARNT_VERSION = 5  # of the records of acceptance: others are not read
 MAX_KINDS = 16  # of prompts, in a file
 
 
@@ -90,6 +90,7 @@ class CostCache:
             records = {name: DrafterRecord.from_record(record) for name, record in found["drafters"].items()}
             lengths = {kind: [float(n), float(sum_), float(sq)] for kind, (n, sum_, sq) in found["lengths"].items()}
             controller.acceptance.gains.load(found["gains"])
+            controller.acceptance.paid_gains.load(found["paid_gains"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return
         controller.acceptance.records.update(records)
@@ -107,8 +108,9 @@ class CostCache:
             return
         lengths = dict(list(known.lengths.items())[:MAX_KINDS])
         found: dict[str, Any] = {"version": LEARNT_VERSION, "key": self._learnt_key, "files": self._files}
-        gains = dict(list(known.gains.as_json().items())[:MAX_KINDS])
-        found |= {"lengths": lengths, "drafters": drafters, "gains": gains}
+        found |= {"lengths": lengths, "drafters": drafters}
+        for name, gains in (("gains", known.gains), ("paid_gains", known.paid_gains)):
+            found[name] = dict(list(gains.as_json().items())[:MAX_KINDS])
         write_whole(self.learnt_path, json.dumps({"learnt": found, "checksum": _checksum(found)}))
 
     def close(self, controller: Controller) -> None:

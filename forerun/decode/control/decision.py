@@ -45,7 +45,8 @@ class OpenStep:
     stats: list[RequestStats]
     plain_s: float
     lagging: list[RequestStats]  # sequences that it must not slow down
-    paid: bool = False  # a paid drafter runs
+    paid: bool = False  # a paid drafter runs,
+    rate: float = 0.0  # with which so many tokens a second are expected; 0: not known, or it has to read first
 
 
 class EndedStep(NamedTuple):
@@ -55,6 +56,7 @@ class EndedStep(NamedTuple):
     taken_s: float  # without pauses of the operating system
     plain_s: float
     paid: bool
+    rate: float
 
 
 @dataclass(slots=True)

@@ -40,15 +40,15 @@ class DepthPlan:
         rows = active if block == 1 else active * (block + UNREAD_TOKENS)
         return self.rounds.seconds(rows, active, self.context) if active else 0.0
 
-    def loss_s(self, probs: list[float]) -> float:
+    def loss_s(self, probs: list[float], ratio: float = 1.0) -> float:
         """What a step loses in which the drafter runs for one sequence alone, one row for each of these probabilities
-        of acceptance by depth."""
+        of acceptance by depth, where so many times as many tokens come in its time as these promise."""
         path, tokens = 1.0, self.tokens
         for prob in probs:
             path *= prob
             tokens += path
         forward_s = self.target.seconds(self.size + len(probs), self.sequences, self.context)
-        return max(0.0, forward_s + self.round_s(1) + self.host_s - tokens / self.rate)
+        return max(0.0, forward_s + self.round_s(1) + self.host_s - ratio * tokens / self.rate)
 
     def best(
         self,

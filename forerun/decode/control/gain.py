@@ -1,9 +1,13 @@
-"""What steps with free drafts gained against what was expected of them, by kind of prompt and within one request.
+"""What steps with drafts gained against what was expected of them, by kind of prompt and within one request.
 
 Drafts are verified where they look best, and that is where their probabilities are too high: calibrated over all drafts
 they are right, over those that were chosen they are not. The ratio of tokens gained to tokens expected corrects it, and
 knows soon whether a request repeats text at all. On a device that runs ahead of the host a step that was not launched
-for the sake of a draft counts as well, whether its draft could be used or not. Knows no cost and no drafter.
+for the sake of a draft counts as well, whether its draft could be used or not.
+
+The same for drafters that run a model, where tokens a second count: a plan adds acceptance, forwards and the host's
+work up, each measured, and where a drafter hardly pays the sum may still be a tenth too high (docs/log.md). Knows no
+cost and no drafter.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from forerun.core import ROOT, Draft
 # Expected tokens that a ratio of 1 counts for before anything is known: of all requests of a kind, of one request. A
 # draft is expected to gain 1 to 8.
 PRIOR_TOKENS, REQUEST_PRIOR_TOKENS = 4.0, 3.0
+# The same of tokens in the time that steps with a paid drafter took, of requests of a kind that have ended: about a
+# dozen steps. A request's own outcomes are in its plans already, and unlucky steps would count twice.
+PAID_PRIOR_TOKENS = 36.0
 # The same where doubt counts: 0.55 to 0.6 of what was expected was gained in prose and questions, more in code and
 # edits (answers of a 1.5B model to tasks of 15 kinds, one process)
 DOUBTED_RATIO = 0.6
@@ -43,9 +50,13 @@ class Gains:
 
     def ratio(self, kind: str, own: Gain, doubt: bool = False) -> float:
         """Tokens gained over those expected, at most 1."""
-        known = self._kinds.get(kind, (0.0, 0.0))
-        usual = (known[0] + (DOUBTED_RATIO if doubt else 1.0) * PRIOR_TOKENS) / (known[1] + PRIOR_TOKENS)
+        usual = self.usual(kind, PRIOR_TOKENS, DOUBTED_RATIO if doubt else 1.0)
         return min(1.0, (own.total[0] + REQUEST_PRIOR_TOKENS * usual) / (own.total[1] + REQUEST_PRIOR_TOKENS))
+
+    def usual(self, kind: str, prior_tokens: float = PAID_PRIOR_TOKENS, prior: float = 1.0) -> float:
+        """The same of all requests of a kind, however much it is."""
+        gained, expected = self._kinds.get(kind, (0.0, 0.0))
+        return (gained + prior * prior_tokens) / (expected + prior_tokens)
 
     def expected(self, kind: str, own: Gain, draft: Draft, paid: Collection[str], doubt: bool = False) -> list[float]:
         """Probabilities of a draft's nodes, those of drafters that are not `paid` by what such drafts have gained."""
@@ -59,11 +70,15 @@ class Gains:
         """Tokens that the step which ran gained over a plain one."""
         if not own.open:
             return
-        known = self._kinds.setdefault(kind, [0.0, 0.0])
         gained, expected = min(tokens, MAX_TOKENS), min(own.open, MAX_TOKENS)
-        for count, decay in ((known, DECAY), (own.total, REQUEST_DECAY)):
-            count[0], count[1] = count[0] * decay + gained, count[1] * decay + expected
+        own.total = [count * REQUEST_DECAY + more for count, more in zip(own.total, (gained, expected), strict=True)]
         own.open = 0.0
+        self.add(kind, gained, expected)
+
+    def add(self, kind: str, gained: float, expected: float, steps: int = 1) -> None:
+        """Of so many steps."""
+        known, decay = self._kinds.setdefault(kind, [0.0, 0.0]), DECAY**steps
+        known[0], known[1] = known[0] * decay + gained, known[1] * decay + expected
 
     def as_json(self) -> dict[str, list[float]]:
         return dict(self._kinds)

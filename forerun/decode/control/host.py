@@ -49,6 +49,10 @@ class HostTime:
         """Whether a plain step of about so many sequences was timed."""
         return any((sequences.bit_length(), what) in self._known for what in ("plain", "hidden"))
 
+    def timed_paid(self, sequences: int) -> bool:
+        """Whether a step of about so many sequences with a paid drafter was timed."""
+        return all((sequences.bit_length(), what) in self._known for what in ("drafted", "paid"))
+
     def seconds(self, sequences: int, drafted: bool) -> float:
         """Of a step that shows; one with a draft that was not timed hides nothing and adds what a draft does."""
         size = sequences.bit_length()

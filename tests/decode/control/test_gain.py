@@ -59,3 +59,10 @@ def test_what_was_learnt_is_read_again_and_other_files_are_refused():
     for wrong in ({"text": [1.0]}, {"text": [-1.0, 2.0]}, {"text": ["x", 1.0]}):
         with pytest.raises((ValueError, TypeError)):
             Gains().load(wrong)
+
+
+def test_a_paid_drafter_is_judged_by_tokens_in_the_time_that_its_steps_took():
+    gains = Gains()
+    for _ in range(20):  # three tokens came where the plan had four for that time
+        gains.add("text", 3.0, 4.0)
+    assert 0.75 < gains.usual("text") < 0.85 and gains.usual("code") == 1.0

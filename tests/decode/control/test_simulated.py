@@ -11,6 +11,7 @@ import pytest
 from forerun.core import Draft, Verdict
 from forerun.decode.control.controller import EXPLORE_FREE_SHARE, EXPLORE_PAID_SHARE, FIRST_TOKENS, Controller
 from forerun.decode.control.cost import CostCurve
+from forerun.decode.control.decision import DraftedBatch
 from forerun.decode.drafter_pool import DraftTask
 from forerun.decode.drafters.base import MAX_CATCH_UP_TOKENS
 from forerun.decode.speculator import Speculator
@@ -252,6 +253,20 @@ def test_what_was_drafted_beside_a_step_is_not_drafted_again(monkeypatch: pytest
     world.answer([Text(CATEGORIES["summary"], 3)])
     assert left and not any(left)
     assert used
+
+
+def test_a_drafter_that_gives_less_than_was_planned_is_left_alone_unless_it_is_named() -> None:
+    """A sum of measured parts may be too high all the same: what came in the time that steps took decides."""
+    world = World(H200_HOST, ("parallel",))
+    state = world.open(Text(CATEGORIES["code"], 1))
+    controller, batch = world.controller, DraftedBatch([state.stats], [Draft()], [10], 0)
+    assert controller.plan_rounds(batch, "parallel", [0.0]) is not None
+    for _ in range(60):
+        controller.acceptance.paid_gains.add(state.stats.kind, 2.0, 5.0)
+    state.stats.explored_paid_s = 1.0  # nothing is left for exploring
+    assert controller.plan_rounds(batch, "parallel", [0.0]) is None
+    state.stats.named = True
+    assert controller.plan_rounds(batch, "parallel", [0.0]) is not None
 
 
 def test_what_a_model_drafted_too_is_no_gain_of_a_free_drafter() -> None:
