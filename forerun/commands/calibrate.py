@@ -37,16 +37,23 @@ class FitOptions:
     quality: float = opt.shown(0.97, min=0.5, max=1.0, help="Agreement with exact prefill that the defaults aim at.")
     seed: int = opt.shown(0, help="Decides which text is used, and in which order.")
     maps: str | None = opt.shown(None, help="Keep the maps of this profile and fit none: measure it on this text.")
+    start: str | None = opt.shown(None, help="Train the maps of this profile on, in place of a first fit.")
     force: bool = opt.shown(False, "--force", help="Save a profile that agrees with exact prefill in less than 0.8.")
 
     def check(self) -> None:
         if self.steps is not None and self.minutes is not None:
             problem = f"--steps {self.steps} and --minutes {self.minutes:g} cannot go together"
             raise BadRequest(problem, "give one of them")
-        if self.maps is not None and any((self.base, self.rank, self.taps, self.steps, self.no_distill)):
+        shape = (self.base, self.rank, self.taps)
+        if self.maps is not None and any((*shape, self.steps, self.no_distill, self.start)):
             raise BadRequest(
                 "--maps keeps maps as they are, beside options that say how others are fitted",
-                "leave --base, --rank, --taps, --steps and --no-distill out",
+                "leave --base, --rank, --taps, --steps, --no-distill and --start out",
+            )
+        if self.start is not None and any((*shape, self.no_distill)):
+            raise BadRequest(
+                "--start trains the maps of a profile on, beside options that say how others are fitted",
+                "leave --base, --rank, --taps and --no-distill out",
             )
         if self.no_distill and self.steps is not None:
             raise BadRequest("--no-distill leaves nothing to spend --steps on", "leave one of them out")
@@ -57,7 +64,9 @@ def calibrate(
     target: Annotated[str, typer.Option("--target", help="The model whose prompts are to be drafted.")],
     text: Annotated[
         list[Path],
-        typer.Option("--text", help="UTF-8 text, .jsonl with a `text` field, or a folder of such; may be repeated."),
+        typer.Option(
+            "--text", help="UTF-8 text, .jsonl of `text` or `messages`, or a folder of such; may be repeated."
+        ),
     ],
     out: Annotated[
         Path,
@@ -95,7 +104,8 @@ def calibrate(
     if threads is not None:
         torch.set_num_threads(threads)
     own = {
-        name: getattr(fit, name) for name in ("base", "rank", "taps", "batch", "steps", "minutes", "quality", "maps")
+        name: getattr(fit, name)
+        for name in ("base", "rank", "taps", "batch", "steps", "minutes", "quality", "maps", "start")
     }
     settings = FitSettings(**own, distill=not fit.no_distill)
     windows = WindowSettings(prompt=fit.window, tokens=fit.tokens, seed=fit.seed)

@@ -1,6 +1,7 @@
 """Text files for calibration: which there are, which are held out, and their text, section by section.
 
-A section is a range of bytes, so that a file of any size is read only as far as it is needed. Knows no tokens.
+A section is a range of bytes, so that a file of any size is read only as far as it is needed. A line of a .jsonl file
+is a text or a conversation. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import BadRequest
 
 SECTION_BYTES = 256 * 1024
 _SNIFF_BYTES = 64 * 1024  # read to find out whether a file is text
+_FIELDS = "a `text` field or a list of `messages`"
 _HINT = "give UTF-8 text files or folders of them: --text notes.txt --text src/"
 _PROSE = {".txt", ".md", ".rst", ".tex", ".adoc", ""}
 _DATA = {".json", ".jsonl", ".csv", ".tsv", ".log", ".xml", ".html", ".yaml", ".yml", ".toml", ".ini", ".cfg"}
+
+CHAT = "chat"  # the kind of conversations
+Conversation = list[dict[str, str]]  # messages: role and content
 
 
 def text_kind(path: Path) -> str:
@@ -34,7 +40,15 @@ class Section:
     end: int
 
     def texts(self) -> Iterator[str]:
-        """The documents that begin in it: lines of a .jsonl file, else all of it."""
+        """Its documents, of conversations what was said."""
+        for document in self.documents():
+            if isinstance(document, str):
+                yield document
+            else:
+                yield "\n\n".join(message["content"] for message in document)
+
+    def documents(self) -> Iterator[str | Conversation]:
+        """Those that begin in it: lines of a .jsonl file, else all of it."""
         if self.path.suffix == ".jsonl":
             yield from self._lines()
             return
@@ -42,7 +56,7 @@ class Section:
             file.seek(self.start)
             yield file.read(self.end - self.start).decode("utf-8", errors="ignore")  # its ends may cut a character
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self) -> Iterator[str | Conversation]:
         with self.path.open("rb") as file:
             if self.start:
                 file.seek(self.start - 1)
@@ -51,11 +65,11 @@ class Section:
                 line = file.readline()
                 if not line.strip():
                     continue
-                text = _text_field(line)
-                if text is None:
+                document = _document(line)
+                if document is None:
                     where = f"{self.path}, byte {file.tell() - len(line)}"
-                    raise BadRequest(f"{where}: not a JSON object with a `text` field", 'one a line: {"text": "..."}')
-                yield text
+                    raise BadRequest(f"{where}: not a JSON object with {_FIELDS}", 'one a line: {"text": "..."}')
+                yield document
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -130,15 +144,21 @@ def _why_not_text(path: Path) -> str | None:
         return f"it is not UTF-8 text (byte {error.start})"
     if b"\0" in start:
         return "it holds zero bytes, so it is not text"
-    if path.suffix == ".jsonl" and _text_field(first) is None:
-        return "its first line is not a JSON object with a `text` field"
+    if path.suffix == ".jsonl" and _document(first) is None:
+        return f"its first line is not a JSON object with {_FIELDS}"
     return None
 
 
-def _text_field(line: bytes) -> str | None:
+def _document(line: bytes) -> str | Conversation | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    text = record.get("text") if isinstance(record, dict) else None
-    return text if isinstance(text, str) else None
+    found = record.get("text", record.get("messages")) if isinstance(record, dict) else None
+    if isinstance(found, str):
+        return found
+    return found if isinstance(found, list) and found and all(map(_is_message, found)) else None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

@@ -59,6 +59,8 @@ def fit(job: CalibrationJob) -> tuple[Maps, dict[str, Any]]:
         profile = Profile.load(Path(job.settings.maps))
         kept = {name: profile.facts[name] for name in MAPS_FACTS if name in profile.facts}
         return _restored(job.pair, profile.maps.tensors()), {"steps": 0, "maps": kept}
+    if job.settings.start is not None and not saved.values:
+        saved.values = {"maps": Profile.load(Path(job.settings.start)).maps.tensors()}
     if "maps" not in saved.values:
         announce(1, job.quiet, job.settings.minutes, RIDGE_END_SHARE)
         saved.values = {"maps": _ridge(job).tensors()}

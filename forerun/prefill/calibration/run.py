@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from forerun.errors import BadRequest
+from forerun.prefill.calibration.files import CHAT
 from forerun.prefill.calibration.fit import CURVE_END_SHARE, SELECTION_WINDOWS, CalibrationJob, announce, fit
 from forerun.prefill.calibration.quality import (
     CURVE_SHARES,
@@ -37,7 +38,7 @@ CURVE_WINDOWS = 192  # held-out windows that the curve and the gate are measured
 THRESHOLD_WINDOWS = 64  # of these, for the thresholds, one at a time
 MIN_AGREEMENT = 0.8  # with exact prefill, at the default share: a worse profile is saved only where that is asked for
 HOLDS_AGREEMENT = 0.9  # at the default share, from which on a profile is said to hold on a kind of text
-TEXT_KINDS = ("code", "data", "prose")
+TEXT_KINDS = ("code", "data", "prose", CHAT)
 
 
 def calibrate(

@@ -40,6 +40,7 @@ class FitSettings:
     distill: bool = True
     quality: float = 0.97  # agreement with exact prefill that the default share and the thresholds aim at
     maps: str | None = None  # a profile whose maps are kept: nothing is fitted, all is measured anew
+    start: str | None = None  # a profile whose maps distillation goes on from: there is no first fit
 
     def __post_init__(self) -> None:
         limits = {"rank": (1, 8192), "batch": (1, 1024), "strength": (0.0, 1.0), "quality": (0.5, 1.0)}
@@ -47,6 +48,16 @@ class FitSettings:
         for name, (low, high) in limits.items():
             if getattr(self, name) is not None:
                 check_number(f"calibration: {name}", getattr(self, name), low, high)
+        if self.start is not None and (self.maps is not None or not self.distill):
+            problem = "maps that are to be trained on (start) cannot be kept as they are (maps, distill=False)"
+            raise BadRequest(f"calibration: {problem}", "give one of them")
+
+    @property
+    def given(self) -> tuple[str, str] | None:
+        """The profile whose maps are there already, and the option that names it."""
+        if self.maps is not None:
+            return "--maps", self.maps
+        return None if self.start is None else ("--start", self.start)
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,8 @@ def open_models(target: str, draft: str | None, settings: FitSettings, window: i
                 f"{checkpoint.config.max_context:,} tokens",
                 "give a smaller --window",
             )
-    if settings.maps is not None:
-        return _with_maps(opened, source, Profile.load(Path(settings.maps)))
+    if settings.given is not None:
+        return _with_maps(opened, source, *settings.given)
     base = _base(opened.config, settings.base, alone=source is None)
     embedding = 0 if source is None else opened.config.hidden_size
     read = opened if source is None else source
@@ -93,13 +104,14 @@ def open_models(target: str, draft: str | None, settings: FitSettings, window: i
     return CalibrationModels(opened, source, taps, base, (fingerprint(opened), fingerprint(read)))
 
 
-def _with_maps(target: Checkpoint, source: Checkpoint | None, profile: Profile) -> CalibrationModels:
-    """Models of a profile that is measured anew: its layers are what its maps read."""
+def _with_maps(target: Checkpoint, source: Checkpoint | None, option: str, path: str) -> CalibrationModels:
+    """Models of a profile whose maps are kept or trained on: its layers are what its maps read."""
+    profile = Profile.load(Path(path))
     prints = fingerprint(target), fingerprint(target if source is None else source)
     if (profile.kind == "self") != (source is None):
         given = "no --draft-model is given" if source is None else f"--draft-model is {source.source}"
         raise BadRequest(
-            f"the profile of --maps drafts by {profile.kind!r}, and {given}", "give the models it was made for"
+            f"the profile of {option} drafts by {profile.kind!r}, and {given}", "give the models it was made for"
         )
     profile.check(prints[0], prints[1])
     return CalibrationModels(target, source, profile.maps.taps, profile.maps.base, prints)

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.core.progress import track
 from forerun.errors import BadRequest
 from forerun.options import check_number
-from forerun.prefill.calibration.files import Section, find_files, split_held_out, text_kind
+from forerun.prefill.calibration.files import CHAT, Conversation, Section, find_files, split_held_out, text_kind
 from forerun.text.tokenizer import Tokenizer
 
 MIN_TRAIN_WINDOWS, MIN_HELD_WINDOWS = 4, 2  # with fewer no figure means anything
@@ -103,18 +103,25 @@ def _cut(
     kinds: list[str] = []
     rest: list[int] = []
     for section in track(sections, label, quiet):
-        for text in section.texts():
-            ids = tokenizer.encode(text)
+        for document in section.documents():
+            ids = _encoded(document, tokenizer)
             whole = len(ids) // body * body
             rows += [start + ids[at : at + body] for at in range(0, whole, body)]
             rest += ids[whole:]
             while len(rest) >= body:
                 rows.append(start + rest[:body])
                 rest = rest[body:]
-        kinds += [text_kind(section.path)] * (len(rows) - len(kinds))
+            kind = text_kind(section.path) if isinstance(document, str) else CHAT
+            kinds += [kind] * (len(rows) - len(kinds))
         if len(rows) >= want:
             break
     return rows[:want], kinds[:want]
+
+
+def _encoded(document: str | Conversation, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(document, str):
+        return tokenizer.encode(document)
+    return tokenizer.apply_chat_template(document, add_generation_prompt=False)
 
 
 class Augmenter:

@@ -104,6 +104,20 @@ def test_lines_are_read_once_wherever_sections_end(tmp_path: Path, monkeypatch: 
     assert [text for section in ordered for text in section.texts()] == texts
 
 
+def test_conversations_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    said = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}]
+    path.write_text(json.dumps({"messages": said}) + '\n{"text": "plain"}\n')
+    assert find_files([path]) == [path]
+    section = Section(path, 0, 1000)
+    assert list(section.documents()) == [said, "plain"]
+    assert list(section.texts()) == ["what?\n\nthat", "plain"]
+    for bad in ([], [{"role": "user"}], [7], {"role": "user", "content": "a"}):
+        path.write_text(json.dumps({"messages": bad}))
+        with pytest.raises(BadRequest, match="`messages`"):
+            find_files([path])
+
+
 def test_a_bad_line_says_where(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": 7}\n')

@@ -88,6 +88,25 @@ def test_a_profile_is_measured_anew_with_its_own_maps(
         calibrate(str(models[0]), None, [text], out, settings, TEXT, CPU, quiet=True)
 
 
+def test_maps_of_a_profile_are_trained_on(
+    made: Path, models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("there is no first fit")
+
+    monkeypatch.setattr(Ridge, "add", fail)
+    settings, out, names = FitSettings(start=str(made), steps=4), tmp_path / "more", list(map(str, models))
+    more = calibrate(names[0], names[1], [text], out, settings, TEXT, CPU, quiet=True, force=True)
+    before = Profile.load(made)
+    measured = FitSettings(maps=str(made))
+    again = calibrate(names[0], names[1], [text], tmp_path / "b", measured, TEXT, CPU, quiet=True, force=True)
+    assert more.facts["steps"] == 4 and more.maps.rank == before.maps.rank == 64
+    assert more.facts["ridge_kl"] == pytest.approx(before.facts["distilled_kl"], rel=0.05)  # where the other one ended
+    assert more.curve[2].kl <= 1.02 * again.curve[2].kl  # the best maps are kept, those that were given among them
+    with pytest.raises(BadRequest, match=r"to be trained on \(start\) cannot be kept"):
+        FitSettings(start=str(made), maps=str(made))
+
+
 def test_ctrl_c_and_again(
     made: Path, models: tuple[Path, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from forerun.prefill.calibration.quality import CURVE_SHARES
+from forerun.prefill.calibration.run import calibrate
+from forerun.prefill.calibration.setup import FitSettings
+from forerun.prefill.calibration.windows import WindowSettings
 from forerun.prefill.profile import Profile
-from forerun_research.scripts import gate_windows, profile_texts
+from forerun_research.scripts import drafted_signals, gate_windows, profile_answers, profile_texts
+from tests.prefill.calibration.common import write_pair, write_text
 from tests.prefill.fakes import make_profile
 
 
@@ -75,3 +81,35 @@ def test_html_becomes_text(tmp_path: Path) -> None:
     assert profile_texts.plain_text(page).split() == ["One", "&", "two.", "three"]
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     assert profile_texts.plain_text(tmp_path / "b.bin") == ""
+
+
+def test_signals_of_drafted_windows(tmp_path: Path) -> None:
+    target, draft = map(str, write_pair(tmp_path / "models"))
+    text, profile, out = write_text(tmp_path / "text"), tmp_path / "profile", tmp_path / "signals.npz"
+    settings, recipe = FitSettings(rank=16, distill=False), WindowSettings(prompt=300, continuation=16, tokens=8000)
+    calibrate(target, draft, [text], profile, settings, recipe, torch.device("cpu"), quiet=True, force=True)
+    given = [str(profile), "--target", target, "--draft-model", draft, "--text", str(text), "--out", str(out)]
+    given += ["--window", "300", "--ahead", "16", "--windows", "3", "--shares", "0,0.5,1", "--read", "0,32"]
+    assert drafted_signals.main([*given, "--device", "cpu"]) == 0
+    found = np.load(out)
+    assert found["kl"].shape == found["left 64"].shape == (3, 2, 3) and found["read"].tolist() == [0, 32]
+    assert np.abs(found["kl"][:, 0, 2]).max() < 1e-4 < found["kl"][:, 0, 0].min()  # all recomputed: exact prefill
+    assert (np.diff(found["left 64"], axis=2) < 0).all() and np.abs(found["left 64"][..., 2]).max() < 1e-6
+    assert (found["change"][..., 0] == 0).all() and (found["change"][:, 0, 1] > 0).all()
+    assert not np.allclose(found["kl"][:, 0, 0], found["kl"][:, 1, 0])  # a window is another way of reading
+
+
+def test_answers_about_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = write_pair(tmp_path / "models")
+    write_text(tmp_path / "texts" / "prose", files=2)
+    for name, value in (("WINDOW_TOKENS", 200), ("ANSWER_TOKENS", 8), ("MAX_ANSWER_TOKENS", 12), ("KV_TOKENS", 4096)):
+        monkeypatch.setattr(profile_answers, name, value)
+    monkeypatch.setattr(profile_answers, "CONVERSATIONS_PER_FILE", 2)
+    given = [str(tmp_path / "texts"), "--model", str(target), "--count", "4", "--device", "cpu"]
+    assert profile_answers.main(given) == 0
+    files = sorted((tmp_path / "texts" / "answers").iterdir())
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert len(files) == 2 and len(lines) == 4
+    for line in lines:
+        user, assistant = line["messages"]
+        assert user["role"] == "user" and user["content"].endswith(profile_answers.QUESTIONS) and assistant["content"]
