@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.prefill.calibration.model_pair import TAIL_TOKENS, DenseTailAttention, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import (
+    TAIL_TOKENS,
+    DenseTailAttention,
+    ModelPair,
+    choose,
+    repeated,
+    with_ends,
+)
 from forerun.prefill.maps import Maps
 
 
@@ -90,7 +97,8 @@ class Distiller:
             features = pair.features(tokens, exact)
             wanted = exact.hidden[-1][:, end + TAIL_TOKENS - 1 : stop - 1]
         share = self.schedule.shares[self.done % len(self.schedule.shares)]
-        rows = with_ends(choose(tail_attention.mean(), end, share), end, stop)
+        marks = repeated(tokens[:, : stop - ahead], end)
+        rows = with_ends(choose(tail_attention.mean(), marks, share), end, stop)
         with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
             drafted = self.maps()(features).to(pair.target.dtype)
         x = pair.recompute(exact, drafted, rows)[:, -ahead - 1 : -1]

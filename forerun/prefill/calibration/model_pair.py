@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.prefill.calibration.dense import AttentionHook, DenseModel, LayerActivations
+from forerun.prefill.choosers import copy_scores
 from forerun.prefill.maps import Maps, unit
 from forerun.prefill.plan import Policy
 
@@ -117,12 +120,16 @@ class DraftedWindows:
     kv: Tensor  # [B, T, width] drafted
     tail_attention: Tensor  # [B, tail, T] of the target's own tail over drafted K/V
 
+    @cached_property
+    def repeated(self) -> Tensor:
+        return repeated(self.tokens[:, : self.tokens.shape[1] - self.ahead], self.end)
+
     @property
     def end(self) -> int:
         return self.tokens.shape[1] - self.ahead - TAIL_TOKENS
 
     def choose(self, share: float) -> Tensor:
-        return choose(self.tail_attention, self.end, share)
+        return choose(self.tail_attention, self.repeated, share)
 
     def uncovered(self, chosen: Tensor) -> Tensor:
         """[B] how much of the tail's attention falls on entries that stay drafted when these [B, n] are recomputed."""
@@ -176,10 +183,18 @@ def take_rows(x: Tensor, at: Tensor) -> Tensor:
     return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def choose(tail_attention: Tensor, end: int, share: float) -> Tensor:
-    """Positions [B, n] of the share of tokens before `end` that the tail attends to most, not the first ones."""
+def repeated(prompts: Tensor, end: int) -> Tensor:
+    """[B, end] what the tail of prompts [B, P], from `end` on, repeats of what stands before it, as for any request."""
+    marks = [copy_scores(row, end)[:end] for row in prompts.cpu().numpy()]
+    return torch.from_numpy(np.stack(marks)).to(prompts.device, torch.float32)
+
+
+def choose(tail_attention: Tensor, marks: Tensor, share: float) -> Tensor:
+    """Positions [B, n] of the share of tokens that the tail repeats (`marks` [B, end]) or attends to most, not the first
+    ones."""
+    end = marks.shape[1]
     count = round(share * end)
-    scores = tail_attention.mean(1)[:, :end].clone()  # [B, end]
+    scores = tail_attention.mean(1)[:, :end] + marks  # [B, end]
     scores[:, :FIRST_TOKENS] = -1.0
     return scores.topk(count, -1).indices
 

@@ -12,7 +12,14 @@ from torch import Tensor
 from forerun.prefill.calibration.dense import AttentionHook, LayerActivations
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
-from forerun.prefill.calibration.model_pair import TAIL_TOKENS, DenseTailAttention, ModelPair, choose, with_ends
+from forerun.prefill.calibration.model_pair import (
+    TAIL_TOKENS,
+    DenseTailAttention,
+    ModelPair,
+    choose,
+    repeated,
+    with_ends,
+)
 from forerun.prefill.calibration.ridge import Ridge
 from forerun.prefill.maps import Maps
 
@@ -59,7 +66,7 @@ def test_the_targets_tail_says_what_is_recomputed(
     end = 320 - 32 - TAIL_TOKENS
     tail_attention = DenseTailAttention(slice(end, end + TAIL_TOKENS), pair.target.config.scale)
     pair.target.trace(TOKENS, hook=tail_attention)
-    wanted = with_ends(choose(tail_attention.mean(), end, 0.2), end, 320)
+    wanted = with_ends(choose(tail_attention.mean(), repeated(TOKENS[:, :-32], end), 0.2), end, 320)
     seen: list[Tensor] = []
     recompute = ModelPair.recompute
 

@@ -13,10 +13,12 @@ from forerun.prefill.calibration.model_pair import (
     DenseTailAttention,
     ModelPair,
     choose,
+    repeated,
     tail_attention_over,
     with_ends,
 )
 from forerun.prefill.calibration.quality import evaluate
+from forerun.prefill.choosers import copy_scores
 from forerun.prefill.maps import Maps, unit
 
 TOKENS = torch.randint(3, 512, (2, 200), generator=torch.Generator().manual_seed(0))
@@ -111,11 +113,24 @@ def test_choosing() -> None:
     # the first tokens and the tail are run anyway
     tail_attention[0, 1, [3, 40, 60, 120]] = torch.tensor([9.0, 2.0, 1.0, 9.0])
     tail_attention[1, :, [70, 71]] = 1.0
-    chosen = choose(tail_attention, 100, 0.02)
+    marks = torch.zeros(2, 100)
+    chosen = choose(tail_attention, marks, 0.02)
     assert [sorted(row) for row in chosen.tolist()] == [[40, 60], [70, 71]]
     rows = with_ends(chosen, 100, 104)
     assert rows[0].tolist() == [*range(FIRST_TOKENS), 40, 60, 100, 101, 102, 103]
-    assert choose(tail_attention, 100, 0.0).shape == (2, 0)
+    assert choose(tail_attention, marks, 0.0).shape == (2, 0)
+    marks[0, 50] = 5.0  # what the tail repeats comes before what it attends to
+    assert sorted(choose(tail_attention, marks, 0.02)[0].tolist()) == [40, 50]
+
+
+def test_what_the_tail_repeats_is_chosen_as_for_any_request() -> None:
+    tokens = TOKENS.clone()
+    tokens[0, 150:170] = tokens[0, 40:60]  # the prompt's last 20 tokens come again from an earlier place
+    marks = repeated(tokens[:, :170], END)
+    assert marks.shape == (2, END)
+    for row, own in zip(marks, tokens[:, :170], strict=True):
+        assert torch.equal(row, torch.from_numpy(copy_scores(own.numpy(), END)[:END]).float())
+    assert marks[0, 60:70].min() > 0 == marks[1].max()  # what comes after it may be what is copied next
 
 
 def test_scores_of_perfect_and_of_useless_maps(alone: ModelPair) -> None:

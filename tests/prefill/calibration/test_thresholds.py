@@ -23,6 +23,7 @@ from forerun.prefill.calibration.model_pair import (
     DraftedWindows,
     ModelPair,
     choose,
+    repeated,
     tail_attention_over,
     with_ends,
 )
@@ -175,7 +176,8 @@ def test_what_is_recomputed_is_what_the_targets_tail_attends_to(
     maps = ridge.fit(pair.taps, pair.base, pair.target.config.kv_size, 16, 16, 1e-3, pair.target_embedding)
     window, end = tokens[:1], tokens.shape[1] - 64 - TAIL_TOKENS
     exact = pair.target.trace(window)
-    chosen = choose(tail_attention_over(pair, exact, maps(pair.features(window, exact)), end), end, 0.1)[0]
+    attention = tail_attention_over(pair, exact, maps(pair.features(window, exact)), end)
+    chosen = choose(attention, repeated(window[:, :-64], end), 0.1)[0]
     wanted = with_ends(torch.cat((chosen, check_positions(end, chosen))).unique()[None], end, tokens.shape[1])
     seen: list[Tensor] = []
 
