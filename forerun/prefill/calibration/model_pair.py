@@ -190,8 +190,8 @@ def repeated(prompts: Tensor, end: int) -> Tensor:
 
 
 def choose(tail_attention: Tensor, marks: Tensor, share: float) -> Tensor:
-    """Positions [B, n] of the share of tokens that the tail repeats (`marks` [B, end]) or attends to most, not the first
-    ones."""
+    """Positions [B, n] of the share of tokens that the tail repeats (`marks` [B, end]) or attends to most, the first
+    ones left out."""
     end = marks.shape[1]
     count = round(share * end)
     scores = tail_attention.mean(1)[:, :end] + marks  # [B, end]
