@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,12 @@ class AttentionBackend(ABC):
     def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
         """The planned batch x [T, hidden] through layers `which` at once; None where a backend cannot."""
         return None
+
+    def narrowed(self, window: int, wide: int) -> Self:
+        """One for the same caches whose layers from `wide` on see no further back than `window` entries."""
+        other = copy(self)
+        other.config = self.config.narrowed(window, wide)
+        return other
 
     def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Drop copies of K/V, after what is not a number has been in the cache."""
@@ -135,6 +142,11 @@ class SdpaAttention(AttentionBackend):
         self.same_bits, self.share_prefix = same_bits, share_prefix
         self._copies = KVCopies()
         self._windows = set(config.windows)
+
+    def narrowed(self, window: int, wide: int) -> Self:
+        other = super().narrowed(window, wide)
+        other._copies, other._windows = KVCopies(), set(other.config.windows)
+        return other
 
     def plan(self, batch: TokenBatch) -> None:
         self._rotations = {rope: table.at(batch.positions) for rope, table in self.ropes.items()}

@@ -7,7 +7,7 @@ set of values in a loader, not a new decoder.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -107,6 +107,14 @@ class ModelConfig:
         """The sliding window of each layer; None where it sees everything before it."""
         slides = self.window_layers or (True,) * self.num_layers
         return tuple(self.sliding_window if slide else None for slide in slides)
+
+    def narrowed(self, window: int, wide: int) -> ModelConfig:
+        """The same model whose layers from `wide` on see no further back than `window` entries; itself where some of
+        its layers have windows of their own, since what it was made for is known best there."""
+        if self.sliding_window is not None:
+            return self
+        slides = tuple(layer >= wide for layer in range(self.num_layers))
+        return replace(self, sliding_window=window, window_layers=slides)
 
     @cached_property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:

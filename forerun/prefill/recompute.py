@@ -91,7 +91,7 @@ class RaggedDepthPass:
         """`watch` sees in layer i the rows `rows.whole(i, layers, keep)`; `keep`: return inputs of this layer."""
         self._check(rows, keep)
         decoder, kv, count = self._decoder, self._runner.kv, self._layers
-        plan = _RowBatch(self._runner, rows)
+        plan = _RowBatch(self._runner, decoder, rows)
         alive = np.flatnonzero(rows.depths >= rows.first)  # whose inputs of the current layer are in x
         x = self._inputs(rows, alive)  # [len(alive), hidden]
         result = RecomputeOutput(torch.empty(0, decoder.config.vocab_size, device=decoder.device))
@@ -125,7 +125,8 @@ class RaggedDepthPass:
             return None
         if not (rows.depths == self._layers).all():
             return None
-        return self._runner.recompute(_RowBatch(self._runner, rows).batch(np.arange(len(rows.ids)), attend=True), picks)
+        batch = _RowBatch(self._runner, self._decoder, rows).batch(np.arange(len(rows.ids)), attend=True)
+        return self._runner.recompute(batch, picks)
 
     def _together(self, rows: Rows, alive: np.ndarray, first: int, keep: int | None) -> int:
         """The layer before which none of these rows leaves and whose inputs are not kept: up to it they run in
@@ -155,8 +156,8 @@ class RaggedDepthPass:
 class _RowBatch:
     """Which of the rows the attention backend is set up for; it is set up anew only where they change."""
 
-    def __init__(self, runner: Runner, rows: Rows) -> None:
-        self._runner, self._rows = runner, rows
+    def __init__(self, runner: Runner, decoder: Decoder, rows: Rows) -> None:
+        self._runner, self._decoder, self._rows = runner, decoder, rows
         size = runner.pool.page_size
         self._pages = np.array(rows.pages, dtype=np.int32)  # a copy: the list may grow while a plan is kept
         if len(rows.entries) and rows.entries[-1] - rows.entries[0] == len(rows.entries) - 1:  # one after the other
@@ -170,8 +171,8 @@ class _RowBatch:
         """A batch of these rows, planned; without `attend` it may be good for writing K/V only."""
         if self._batch is None or not np.array_equal(self._planned, index):
             # rows that only write are gone afterwards, so no later call asks for the same ones to attend
-            self._batch, self._planned = self.batch(index, attend).to(self._runner.decoder.device), index
-            self._runner.decoder.attention.plan(self._batch)
+            self._batch, self._planned = self.batch(index, attend).to(self._decoder.device), index
+            self._decoder.attention.plan(self._batch)
         return self._batch
 
     def batch(self, index: np.ndarray, attend: bool) -> HostBatch:

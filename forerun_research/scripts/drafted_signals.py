@@ -63,10 +63,7 @@ def reading(source: DenseModel, window: int) -> DenseModel:
     """The draft as it reads long prompts: windows in all but its lowest layers; 0: itself."""
     if not window:
         return source
-    own = tuple(
-        seen if i < WIDE_LAYERS else min(seen or window, window) for i, seen in enumerate(source.config.windows)
-    )
-    return DenseModel(replace(source.config, windows=own), source.weights)
+    return DenseModel(source.config.narrowed(window, WIDE_LAYERS), source.weights)
 
 
 @torch.no_grad()

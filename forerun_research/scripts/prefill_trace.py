@@ -23,7 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from forerun.core import SamplingParams
 from forerun.llm import LLM
+from forerun.params import Prefill
 from forerun.prefill.prefiller import Prefiller
+from forerun.prefill.sources.draft import DraftSource
+from forerun_research.studies.prefill_score import prefiller_of
 from forerun_research.studies.prefill_texts import StudyTexts
 
 STAGES = ("open", "_read", "_plan", "_recompute", "_check", "close")
@@ -89,12 +92,24 @@ def traced(llm: LLM, ids: list[int], mode: str) -> dict[str, Any]:
     }
 
 
+def timed(llm: LLM, texts: list[list[int]], runs: int) -> dict[str, Any]:
+    """Exact and drafted prompts in turn; medians without the first."""
+    times: dict[str, list[float]] = {"exact": [], "speculative": []}
+    about: dict[str, Any] = {}
+    for run in range(runs):
+        for mode, own in times.items():
+            seconds, about = first_token(llm, texts[run % len(texts)], mode)
+            own.append(round(1e3 * seconds, 3))
+    return {mode: round(median(own[1:] or own), 2) for mode, own in times.items()} | {"ms": times, "last": about}
+
+
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Where the first token of a drafted prompt spends its time.")
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--tokens", default="8192,16384")
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--read-windows", default="0", help="of the draft's layers while it reads; 0: none")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(given)
@@ -102,15 +117,14 @@ def main(given: list[str] | None = None) -> int:
     with LLM(args.model, draft_model=args.draft_model, device=args.device, quiet=True) as llm:
         print(f"open after {time.monotonic() - begun:.1f} s", flush=True)
         pieces = {n: StudyTexts(None, llm.tokenizer).pieces("stdlib", n) for n in map(int, args.tokens.split(","))}
-        for length, texts in pieces.items():
-            times: dict[str, list[float]] = {"exact": [], "speculative": []}
-            for run in range(args.runs):
-                for mode, own in times.items():
-                    seconds, about = first_token(llm, texts[run % len(texts)], mode)
-                    own.append(1e3 * seconds)
-            medians = {mode: round(median(own[1:] or own), 2) for mode, own in times.items()}
-            found.append({"tokens": length, "ms": times, "last": about})
-            print(length, medians, about, flush=True)
+        source = prefiller_of(llm.engine).source(Prefill("speculative", source="draft"))
+        assert isinstance(source, DraftSource)
+        for window in map(int, args.read_windows.split(",")):
+            source.narrow(window)
+            for length, texts in pieces.items():
+                found.append({"tokens": length, "window": window, **timed(llm, texts, args.runs)})
+                print(found[-1], flush=True)
+        source.narrow(0)
         mark_stages()
         for length, texts in pieces.items():
             for mode in ("speculative", "exact"):

@@ -8,6 +8,7 @@ and nothing of requests.
 from __future__ import annotations
 
 import ctypes
+from typing import Self
 
 import numpy as np
 import torch
@@ -46,6 +47,11 @@ class PagedCpuAttention(AttentionBackend):
         if config.head_dim > MAX_HEAD_DIM or config.head_dim % HEAD_DIM_MULTIPLE or group > MAX_GROUP:
             return f"heads of {config.head_dim} in groups of {group}"
         return ""
+
+    def narrowed(self, window: int, wide: int) -> Self:
+        other = super().narrowed(window, wide)
+        other._fused = None  # it holds the layers' windows
+        return other
 
     def plan(self, batch: TokenBatch) -> None:
         tokens = batch.num_tokens

@@ -6,7 +6,7 @@ drafters of the answer continue from. On request it collects the attention of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from forerun.prefill.recompute import RaggedDepthPass, Rows
 from forerun.prefill.sources import KVSource
 from forerun.prefill.state import PrefillState
 
+WIDE_LAYERS = 2  # lowest layers of a draft, which see all of a long prompt
+
 
 @dataclass
 class _Reading:
@@ -34,6 +36,7 @@ class _Reading:
 class DraftSource(KVSource):
     name = "draft"
     float8 = True  # whether long prompts may be read in float8, where the device can: the result is a draft anyway
+    window = 0  # entries that layers above the lowest two see back while they read a prompt longer than that; 0: all
 
     def __init__(self, ctx: DraftContext, profile: Profile) -> None:
         require_profile(profile, self.name)
@@ -48,9 +51,17 @@ class DraftSource(KVSource):
         decoder = ctx.draft.decoder
         self._layers = decoder.config.num_layers
         # a float8 copy for reading alone: drafters of answers, and reading to the last layer, use the decoder itself
-        float8 = self.float8 and self._top < self._layers
-        self._ragged_pass = RaggedDepthPass(self._runner, float8_decoder(decoder, self._top) if float8 else None)
+        partly = self._top < self._layers
+        self._reader = float8_decoder(decoder, self._top) if self.float8 and partly else decoder
+        self._ragged_pass = RaggedDepthPass(self._runner, self._reader)
+        self.narrow(self.window)
         self.max_tokens = min(ctx.max_context, ctx.draft.decoder.config.max_context)
+
+    def narrow(self, window: int) -> None:
+        """From now on long prompts are read with this window."""
+        reader, self.window = self._reader, window
+        seen = reader.attention.narrowed(window, WIDE_LAYERS) if window else reader.attention
+        self._narrow_pass = RaggedDepthPass(self._runner, replace(reader, attention=seen))
 
     def cost(self, tokens: int) -> float:
         return self._cost * tokens
@@ -79,7 +90,8 @@ class DraftSource(KVSource):
             return
         sent = state.sent(self._runner.decoder.device)[lo:hi]
         rows = Rows(state.ids[lo:hi], np.arange(lo, hi), state.pages, np.full(hi - lo, self._top), sent=sent)
-        kept = self._ragged_pass.run(rows, watch, keep=self._top).x
+        long = len(state.tokens) > self.window > 0  # of all its parts: what is read first must not see more
+        kept = (self._narrow_pass if long else self._ragged_pass).run(rows, watch, keep=self._top).x
         assert kept is not None
         watch(self._top, kept, None, None)
         state.source_state.kept.append(kept)

@@ -20,9 +20,10 @@ from forerun.models.decoder import Output
 from forerun.models.execution.runner import Span
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.prefill import maps
+from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.prefiller import refusal_of
 from forerun.prefill.recompute import Rows
-from forerun.prefill.sources.draft import DraftSource
+from forerun.prefill.sources.draft import WIDE_LAYERS, DraftSource
 from tests import tiny
 from tests.cpu_kinds import VNNI_ANSWERS, pretend
 from tests.prefill.sources.common import (
@@ -95,6 +96,26 @@ def test_a_deeper_base_is_the_targets_work(tiny_folder: Folder):
     for mine, true in zip(stored(ctx.runner, 0, END), exact, strict=True):
         assert all(torch.allclose(a, b, atol=2e-4) for a, b in zip(mine, true, strict=True))
     assert state.depths.tolist() == [3] * END
+
+
+@pytest.mark.parametrize("chunk", [100, 7])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_long_prompts_are_read_with_a_window(tiny_folder: Folder, family: str, chunk: int):
+    ctx = draft_context_of(tiny_folder(family))
+    plain = DenseModel.from_checkpoint(open_checkpoint(tiny_folder(family)), torch.device("cpu"), torch.float32)
+    narrow = DenseModel(plain.config.narrowed(16, WIDE_LAYERS), plain.weights)
+    assert (
+        narrow.config.windows == (None, None, 16, 16) and plain.config.narrowed(16, 2).narrowed(9, 0) == narrow.config
+    )
+    source = source_of(ctx, tiny_folder(family), whole=False)
+    for window, model in ((16, narrow), (len(IDS), plain), (0, plain)):
+        clear(ctx.pool)
+        source.narrow(window)
+        read_all(source, make_state(), chunk)
+        for (_, mine), (_, true) in zip(stored(ctx.runner), model.trace(torch.tensor([IDS])).kv, strict=True):
+            assert torch.allclose(mine[:END].flatten(1), true[0, :END], atol=2e-4)
+    values = [model.trace(torch.tensor([IDS])).kv[3][1] for model in (plain, narrow)]
+    assert not torch.allclose(*values, atol=1e-2)  # the window makes a difference
 
 
 @pytest.mark.parametrize("vnni", VNNI_ANSWERS)
