@@ -16,7 +16,7 @@ from forerun.prefill.calibration.run import calibrate
 from forerun.prefill.calibration.setup import FitSettings
 from forerun.prefill.calibration.windows import WindowSettings
 from forerun.prefill.profile import Profile
-from forerun_research.scripts import drafted_signals, gate_windows, profile_answers, profile_texts
+from forerun_research.scripts import drafted_signals, gate_windows, profile_answers, profile_matrix, profile_texts
 from tests.prefill.calibration.common import write_pair, write_text
 from tests.prefill.fakes import make_profile
 
@@ -113,3 +113,16 @@ def test_answers_about_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for line in lines:
         user, assistant = line["messages"]
         assert user["role"] == "user" and user["content"].endswith(profile_answers.QUESTIONS) and assistant["content"]
+
+
+def test_a_matrix_of_kinds(tmp_path: Path) -> None:
+    target, draft = map(str, write_pair(tmp_path / "models"))
+    for seed, kind in enumerate(("code", "prose")):
+        write_text(tmp_path / "texts" / kind, seed=seed)
+    out = tmp_path / "matrix.jsonl"
+    given = [str(tmp_path / "texts"), "--target", target, "--draft-model", draft, "--out", str(out), "--device", "cpu"]
+    assert profile_matrix.main([*given, "--window", "300", "--ahead", "16", "--windows", "8", "--held", "2"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    pairs = [(row["calibrated on"], row["asked about"]) for row in rows]
+    assert pairs == [(x, y) for x in ("code", "prose", "all") for y in ("code", "prose")]
+    assert all(row["windows"] == 2 and 0 <= row["kl low"] <= row["kl"] <= row["kl high"] for row in rows)
