@@ -104,6 +104,11 @@ class TokenAlignment:
         found = np.interp(self._own[:, 1], at, before) - np.interp(self._own[:, 0], at, before)
         return np.maximum(found, 0.0)  # rounding may leave sums a little below zero
 
+    def last_read(self) -> np.ndarray:
+        """[T] of each of the target's tokens the last of the draft's that ends where it ends, or before; -1: none."""
+        ends = np.array([end for _, end in self._edges], dtype=np.float64)
+        return np.searchsorted(ends, self._own[:, 1], side="right") - 1
+
     def tokens_before(self, token: int) -> int:
         """How many of the draft's tokens end before this one of the target's begins."""
         place = self._own[token, 0] if token < len(self._own) else self._length

@@ -140,6 +140,20 @@ def test_control_tokens(target: Tokenizer, other: Tokenizer):
     assert stop not in written.ids
 
 
+def test_the_last_token_that_was_read(target: Tokenizer, other: Tokenizer):
+    tokens = target.encode(STORY)
+    same = TokenAlignment(tokens, target, target)
+    assert same.last_read().tolist() == list(range(len(tokens)))
+    crossed = TokenAlignment(tokens, target, other)
+    read = crossed.last_read()
+    for n, last in enumerate(read.tolist()):
+        seen = b"".join(target.token_bytes(token) for token in tokens[: n + 1])
+        theirs = b"".join(other.token_bytes(token) for token in crossed.ids[: last + 1])
+        more = theirs + (other.token_bytes(crossed.ids[last + 1]) if last + 1 < len(crossed.ids) else b"")
+        assert seen.startswith(theirs)  # nothing that comes later
+        assert last + 1 == len(crossed.ids) or not seen.startswith(more)  # and all that came before
+
+
 def test_where_the_tail_begins(target: Tokenizer, other: Tokenizer):
     tokens = target.encode(STORY)
     alignment = TokenAlignment(tokens, target, other)

@@ -16,7 +16,14 @@ from forerun.prefill.calibration.run import calibrate
 from forerun.prefill.calibration.setup import FitSettings
 from forerun.prefill.calibration.windows import WindowSettings
 from forerun.prefill.profile import Profile
-from forerun_research.scripts import drafted_signals, gate_windows, profile_answers, profile_matrix, profile_texts
+from forerun_research.scripts import (
+    drafted_signals,
+    gate_windows,
+    other_tokenizer,
+    profile_answers,
+    profile_matrix,
+    profile_texts,
+)
 from tests.prefill.calibration.common import write_pair, write_text
 from tests.prefill.fakes import make_profile
 
@@ -126,3 +133,18 @@ def test_a_matrix_of_kinds(tmp_path: Path) -> None:
     pairs = [(row["calibrated on"], row["asked about"]) for row in rows]
     assert pairs == [(x, y) for x in ("code", "prose", "all") for y in ("code", "prose")]
     assert all(row["windows"] == 2 and 0 <= row["kl low"] <= row["kl"] <= row["kl high"] for row in rows)
+
+
+def test_a_draft_that_reads_the_text(tmp_path: Path) -> None:
+    target, draft = map(str, write_pair(tmp_path / "models"))
+    out = tmp_path / "rows.jsonl"
+    given = [str(write_text(tmp_path / "text")), "--target", target, "--drafts", f"{target},{draft}", "--out", str(out)]
+    given += ["--window", "300", "--ahead", "16", "--windows", "16", "--held", "4", "--share", "0,1", "--device", "cpu"]
+    assert other_tokenizer.main(given) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["draft"], row["share"]) for row in rows] == [
+        (name, share) for name in (target, draft, "none") for share in (0.0, 1.0)
+    ]
+    assert all(abs(row["kl"]) < 1e-4 for row in rows if row["share"] == 1.0)
+    own, _, none = (row["kl"] for row in rows if row["share"] == 0.0)
+    assert own < none  # the target's own lower layers know more than its embedding
