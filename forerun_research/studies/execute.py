@@ -17,6 +17,8 @@ from forerun_research.studies.plots import draw
 from forerun_research.studies.prefill_ablation import Ablation
 from forerun_research.studies.prefill_agreement import Agreement, CopyMeasure
 from forerun_research.studies.prefill_answers import Identical, Rag, Summarization
+from forerun_research.studies.prefill_baselines import Baselines
+from forerun_research.studies.prefill_bins import FailureBins
 from forerun_research.studies.prefill_chunks import Chunks
 from forerun_research.studies.prefill_code import Edits, HumanEvalLong
 from forerun_research.studies.prefill_compounding import Compounding
@@ -44,7 +46,7 @@ MEASURES: dict[str, type[Measure]] = {
         *(Agreement, CopyMeasure, Needle, HumanEvalLong, Edits, Rag, Summarization, Identical),
         *(Signals, Layers, Chunks, Compounding, Ablation, Gate),
         *(Ruler, CallAbove, SummaryLong, FreeRunning, FreeCode),
-        *(GateTrial, FirstToken, EditedPrompts),
+        *(GateTrial, FirstToken, EditedPrompts, FailureBins, Baselines),
     )
 }
 _PROMPT_END_CHARS = 200  # characters of a prompt's end that a record keeps

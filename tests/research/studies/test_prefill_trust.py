@@ -11,7 +11,7 @@ import pytest
 from forerun.prefill.gate import DamageGate, GateLevel
 from forerun.prefill.profile import Profile
 from forerun_research.scripts import prefill_evidence
-from forerun_research.studies import execute
+from forerun_research.studies import execute, prefill_bins
 from forerun_research.studies.prefill_edited import PROVISIONAL, EditedPrompts
 from forerun_research.studies.prefill_gate_trial import GateTrial
 from forerun_research.studies.study import EXACT
@@ -61,6 +61,34 @@ def test_the_gate_first_tokens_and_changed_lines_are_measured(
     row = next(r for r in tables["edited"] if r["setting"] == PROVISIONAL and r["group"] == "all")
     assert row["prompts"] == 2 and row["exact answers"] == 1.0 and row["fell back"] == 0
     assert row["shown"] > 0 and 0.0 <= row["stood"] <= 1.0 and row["confirmed of exact"] > 0
+
+
+def test_bins_and_baselines_are_measured(
+    tiny_folder: Callable[[str], Path], data: Path, profile: Path, tmp_path: Path
+) -> None:
+    about = {"prompts": 2, "length": 1700, "continuation": 8, "texts": TEXT}
+    measures: list[Any] = [{"failure-bins": about}, {"baselines": about | {"windows": [64, 4096]}}]
+    settings = [{"name": "5%", "source": "draft", "share": 0.05, "deepen": False}]
+    study = make_study(tiny_folder("qwen2"), data, measures, profile, settings=settings)
+    tables = {table["measure"]: table["rows"] for table in execute.run(study, tmp_path)["tables"]}
+    for kind in prefill_bins.BINS:
+        own = [row for row in tables["failure-bins"] if row["group"] == kind]
+        assert sum(row["tokens"] for row in own) == 16 and sum(row["of damage"] for row in own) == pytest.approx(1.0)
+    rows = {row["setting"]: row for row in tables["baselines"]}
+    assert set(rows) == {EXACT, "5%", "draft alone", "float8", "window 64", "window 4096"}
+    assert rows["float8"]["kl"] < 1e-6 and rows["window 4096"]["kl"] < 1e-6  # on a CPU, and wider than the prompt
+    assert rows["window 64"]["kl"] > 1e-3 and rows["draft alone"]["top1"] <= 1.0
+
+
+def test_tokens_are_known_by_their_prompt() -> None:
+    found = prefill_bins.seen_tokens([5, 7, 5, 9], [5, 8, 9], lambda ids: {5: "12", 8: " so", 9: "x"}[ids[0]])
+    assert [(t["class"], t["count"], t["distance"], t["place"]) for t in found] == [
+        ("digits", 2, 2, 0),
+        ("word start", 0, prefill_bins.NEVER, 1),
+        ("inside a word", 1, 3, 2),
+    ]
+    labels = [prefill_bins.BINS["distance"](token) for token in found]
+    assert labels == ["up to 64", "not before", "up to 64"]
 
 
 def test_coverage_counts_what_kept_its_bound() -> None:
