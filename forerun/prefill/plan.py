@@ -32,6 +32,9 @@ class Policy:
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
+    long_exponent: float = (
+        1.0  # of how many times longer a prompt is than those of calibration: recomputed tokens grow so
+    )
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
@@ -40,6 +43,7 @@ class Policy:
         for name in ("tail", "span", "first_check_tokens", "chunk"):
             check_number(f"policy: {name}", getattr(self, name), 1, whole=True)
         check_number("policy: failing", self.failing, 0.0, 1.0)
+        check_number("policy: long_exponent", self.long_exponent, 0.0, 1.0)
 
 
 @dataclass
@@ -115,11 +119,11 @@ def plan(
     free[must] = False
     candidates = np.flatnonzero(free)
     count, why = _count(state, len(candidates), must, profile, costs, policy, spent)
+    chosen = candidates[:count] if scores is None else select(scores, candidates, count)
     if scores is not None and not why:
-        count, why = _gated(state, scores, candidates, count, profile)
+        chosen, why = _gated(state, scores, candidates, chosen, profile)
     if why:
         return PrefillPlan(exact=why)
-    chosen = candidates[:count] if scores is None else select(scores, candidates, count)
     spans = place(state, chosen, must, policy)
     checked = [span.entries for span in spans]
     todo = _open(state, _union(state.end, must, chosen, *checked))
@@ -217,7 +221,7 @@ def _count(
     share, why = _share(state, profile)
     if share is None:
         return 0, why
-    count = round(share * candidates)
+    count = round(share * (candidates if budget is not None else scaled(candidates, profile, policy)))
     if budget is not None:
         room = budget * costs.exact - spent - least_work(state, must, costs, policy)
         if room < 0.0:
@@ -226,24 +230,33 @@ def _count(
     return count, ""
 
 
+def scaled(tokens: int, profile: Profile, policy: Policy) -> float:
+    """Tokens that a share is taken of: all of a prompt as long as those of calibration, of a longer one fewer, since
+    its last tokens attend to few of so many."""
+    own = profile.calibrated_tokens if profile.curve else tokens
+    return float(tokens) if tokens <= own else own * (tokens / own) ** policy.long_exponent
+
+
 def _gated(
-    state: PrefillState, scores: np.ndarray, candidates: np.ndarray, count: int, profile: Profile
-) -> tuple[int, str]:
-    """`count`, or as many of the candidates more as it takes to leave no more of the tail's attention on drafted K/V
-    than this share leaves in nine of ten prompts; within a budget no more than `count`. Where a quality was asked for
+    state: PrefillState, scores: np.ndarray, candidates: np.ndarray, chosen: np.ndarray, profile: Profile
+) -> tuple[np.ndarray, str]:
+    """`chosen`, or as many of the candidates more as it takes to leave no more of the tail's attention on drafted K/V
+    than this share leaves in nine of ten prompts; within a budget no more than these. Where a quality was asked for
     and even the largest share leaves more, exact prefill."""
-    gate, settings, share = profile.gate, state.settings, count / max(1, len(candidates))
+    gate, settings, share = profile.gate, state.settings, len(chosen) / max(1, len(candidates))
     if gate is None or state.attention is None or settings.budget is not None:
-        return count, ""
+        return chosen, ""
+    level = gate.level(share)
+    if uncovered(state, chosen) <= level:
+        return chosen, ""  # as nine of ten do: a device waits for this, and to sort all of them takes longest
     order = candidates[np.argsort(-scores[candidates], kind="stable")]
     covered = np.cumsum(np.where(state.depths[order] < state.layers, state.attention[order], 0.0))
-    missing = uncovered(state, candidates[:0]) - gate.level(share)
-    needed = int(np.searchsorted(covered, missing)) + 1 if missing > 0.0 else 0
-    most = max(count, round(gate.max_share * len(candidates)))
+    needed = int(np.searchsorted(covered, uncovered(state, candidates[:0]) - level)) + 1
+    most = max(len(chosen), round(gate.max_share * len(candidates)))
     if needed > most and settings.quality is not None:
-        bound = gate.bound(gate.level(share))
-        return 0, f"a KL of at most {bound:.3f} would take more than {gate.max_share:.0%} of the tokens recomputed"
-    return min(max(count, needed), most), ""
+        bound = gate.bound(level)
+        return chosen, f"a KL of at most {bound:.3f} would take more than {gate.max_share:.0%} of the tokens recomputed"
+    return select(scores, candidates, min(max(len(chosen), needed), most)), ""
 
 
 def uncovered(state: PrefillState, todo: np.ndarray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from forerun.prefill.gate import DamageGate, GateLevel
 from forerun.prefill.profile import Profile
-from forerun_research.scripts import prefill_evidence
+from forerun_research.scripts import prefill_evidence, prefill_variants
 from forerun_research.studies import execute, prefill_bins
 from forerun_research.studies.prefill_edited import PROVISIONAL, EditedPrompts
 from forerun_research.studies.prefill_gate_trial import GateTrial
@@ -78,6 +79,21 @@ def test_bins_and_baselines_are_measured(
     assert set(rows) == {EXACT, "5%", "draft alone", "float8", "window 64", "window 4096"}
     assert rows["float8"]["kl"] < 1e-6 and rows["window 4096"]["kl"] < 1e-6  # on a CPU, and wider than the prompt
     assert rows["window 64"]["kl"] > 1e-3 and rows["draft alone"]["top1"] <= 1.0
+
+
+def test_variants_are_timed_and_judged(
+    tiny_folder: Callable[[str], Path], data: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_variants.FirstToken, "texts", ("essays",))
+    folder, out = str(tiny_folder("qwen2")), tmp_path / "variants.jsonl"
+    given = ["--model", folder, "--draft-model", folder, "--prefill-profile", str(profile), "--data", str(data)]
+    given += ["--lengths", "1800", "--prompts", "2", "--judged", "1", "--variants", "0:1,64:0.5", "--out", str(out)]
+    assert prefill_variants.main([*given, "--device", "cpu"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    first = [(r["case"], r["variant"]) for r in records if r["measure"] == "first token"]
+    assert len(first) == 6 and {variant for _, variant in first} == {EXACT, "0:1", "64:0.5"}
+    plain, narrow = (r for r in records if r["measure"] == "agreement")
+    assert plain["kl"] != narrow["kl"] and plain["drafted"] == narrow["drafted"] > 1500
 
 
 def test_tokens_are_known_by_their_prompt() -> None:
