@@ -90,7 +90,8 @@ def test_html_becomes_text(tmp_path: Path) -> None:
     assert profile_texts.plain_text(tmp_path / "b.bin") == ""
 
 
-def test_signals_of_drafted_windows(tmp_path: Path) -> None:
+def test_signals_of_drafted_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafted_signals, "WIDE_LAYERS", 0)  # the draft has two layers
     target, draft = map(str, write_pair(tmp_path / "models"))
     text, profile, out = write_text(tmp_path / "text"), tmp_path / "profile", tmp_path / "signals.npz"
     settings, recipe = FitSettings(rank=16, distill=False), WindowSettings(prompt=300, continuation=16, tokens=8000)
