@@ -100,7 +100,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(given)
-    with LLM(args.model, device=args.device, max_model_len=4096, kv_cache_tokens=KV_TOKENS, quiet=True) as llm:
+    longest = WINDOW_TOKENS + MAX_ANSWER_TOKENS
+    with LLM(args.model, device=args.device, max_model_len=longest, kv_cache_tokens=KV_TOKENS, quiet=True) as llm:
         print(f"{write(llm, args.texts, args.count, args.seconds, args.seed)} conversations")
     return 0
 
