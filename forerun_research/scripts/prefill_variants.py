@@ -42,7 +42,7 @@ def use(subject: StudySubject, variant: str) -> None:
 
 
 def first_tokens(subject: StudySubject, args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
-    for case in FirstToken(prompts=args.prompts, lengths=args.lengths).cases(subject):
+    for case in FirstToken(prompts=args.prompts, lengths=args.lengths, texts=args.texts).cases(subject):
         about = {"measure": "first token", "case": case.id, **case.more}
         write({**about, "variant": EXACT, **first_token(subject, case.ids, Prefill())})
         for variant in args.variants:
@@ -53,7 +53,7 @@ def first_tokens(subject: StudySubject, args: argparse.Namespace, write: Callabl
 def agreements(subject: StudySubject, args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
     """The seed differs from that of the first tokens: other prompts."""
     for length in args.lengths:
-        measure = Agreement(prompts=args.judged, length=length - 64, texts=FirstToken.texts, seed=1)
+        measure = Agreement(prompts=args.judged, length=length - 64, texts=args.texts, seed=1)
         for case in measure.cases(subject):
             for variant in args.variants:
                 use(subject, variant)
@@ -68,6 +68,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--prefill-profile")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["0:1"])
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))), default=(8192, 16384))
+    parser.add_argument("--texts", type=lambda text: tuple(text.split(",")), default=FirstToken.texts)
     parser.add_argument("--prompts", type=int, default=24, help="of each length, timed")
     parser.add_argument("--judged", type=int, default=16, help="of each length, for agreement")
     parser.add_argument("--data", type=Path)

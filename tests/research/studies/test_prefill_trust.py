@@ -82,13 +82,12 @@ def test_bins_and_baselines_are_measured(
 
 
 def test_variants_are_timed_and_judged(
-    tiny_folder: Callable[[str], Path], data: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Callable[[str], Path], data: Path, profile: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prefill_variants.FirstToken, "texts", ("essays",))
     folder, out = str(tiny_folder("qwen2")), tmp_path / "variants.jsonl"
     given = ["--model", folder, "--draft-model", folder, "--prefill-profile", str(profile), "--data", str(data)]
     given += ["--lengths", "1800", "--prompts", "2", "--judged", "1", "--variants", "0:1,64:0.5", "--out", str(out)]
-    assert prefill_variants.main([*given, "--device", "cpu"]) == 0
+    assert prefill_variants.main([*given, "--device", "cpu", "--texts", "essays"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     first = [(r["case"], r["variant"]) for r in records if r["measure"] == "first token"]
     assert len(first) == 6 and {variant for _, variant in first} == {EXACT, "0:1", "64:0.5"}
