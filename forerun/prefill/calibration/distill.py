@@ -1,8 +1,9 @@
 """Maps trained end to end: the loss is not on K and V but on the target's next-token distributions over them.
 
 The target runs a window's continuation, its tail and a share of its prompt over drafted K/V; the loss is the KL from
-its distributions over exact K/V. Every other step cuts the windows shorter. Only the maps are trained. Knows no files
-and no text.
+its distributions over exact K/V. Every other step cuts the windows shorter. Only the maps are trained, so that what
+exact prefill and the source make of some windows serves a step on all of them and one on their beginnings: three
+fifths of a step. Knows no files and no text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.prefill.calibration.dense import LayerActivations
 from forerun.prefill.calibration.model_pair import (
     TAIL_TOKENS,
     DenseTailAttention,
@@ -24,6 +26,8 @@ from forerun.prefill.calibration.model_pair import (
     with_ends,
 )
 from forerun.prefill.maps import Maps
+
+STEPS_PER_BATCH = 2  # on the same windows: whole, then cut
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,16 @@ class Schedule:
         return min(1.0, done / self.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """Of some windows what does not depend on the maps."""
+
+    tokens: Tensor  # [B, T] as they were given
+    exact: LayerActivations
+    features: Tensor  # [B, T, inputs]
+    attention: dict[int, Tensor]  # by where windows are cut: the exact attention of the tail there, [B, tail, T]
+
+
 class Distiller:
     """Holds the maps in float32 and one optimizer; `step` trains on some windows."""
 
@@ -52,6 +66,7 @@ class Distiller:
         sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
         groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
         self._optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        self._reading: _Reading | None = None
 
     def maps(self) -> Maps:
         parts = dict(self.parts)
@@ -70,8 +85,8 @@ class Distiller:
         self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
         self.done = int(state["done"])  # type: ignore[call-overload]
 
-    def step(self, tokens: Tensor) -> float:
-        """One optimizer step on windows [B, T]; returns the loss."""
+    def step(self, tokens: Tensor) -> Tensor:
+        """One optimizer step on windows [B, T]; returns the loss, for which a device need not be waited."""
         loss = self.loss(tokens)
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.rate * self.schedule.factor(self.done) * group["size"]
@@ -80,29 +95,49 @@ class Distiller:
         torch.nn.utils.clip_grad_norm_(list(self.parts.values()), 1.0)
         self._optimizer.step()
         self.done += 1
-        return float(loss.detach())
+        return loss.detach()
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean KL from exact to drafted over what follows the prompt's tail."""
-        ahead, pair = self.schedule.ahead, self.pair
-        stop = tokens.shape[1]
-        if self.done % 2:  # prompts of other lengths, too
-            stop = int(stop * (0.5 + 0.5 * ((self.done * 0.618) % 1)))
-            tokens = tokens[:, :stop]
-        end = stop - ahead - TAIL_TOKENS
-        with torch.no_grad():
-            # the tail's exact attention stands in for the one over drafted K/V
-            tail_attention = DenseTailAttention(slice(end, end + TAIL_TOKENS), pair.target.config.scale)
-            exact = pair.target.trace(tokens, hook=tail_attention, keep_kv=False)
-            features = pair.features(tokens, exact)
-            wanted = exact.hidden[-1][:, end + TAIL_TOKENS - 1 : stop - 1]
+        ahead, pair, stop = self.schedule.ahead, self.pair, self._cut(self.done, tokens.shape[1])
+        end, read = stop - ahead - TAIL_TOKENS, self._read(tokens, stop)
+        wanted = read.exact.hidden[-1][:, end + TAIL_TOKENS - 1 : stop - 1]
         share = self.schedule.shares[self.done % len(self.schedule.shares)]
-        marks = repeated(tokens[:, : stop - ahead], end)
-        rows = with_ends(choose(tail_attention.mean(), marks, share), end, stop)
-        with torch.autocast(tokens.device.type, dtype=pair.target.dtype, enabled=pair.target.dtype != torch.float32):
-            drafted = self.maps()(features).to(pair.target.dtype)
-        x = pair.recompute(exact, drafted, rows)[:, -ahead - 1 : -1]
+        marks = repeated(tokens[:, : stop - ahead], end).to(wanted.device)
+        # the tail's exact attention stands in for the one over drafted K/V
+        rows = with_ends(choose(read.attention[stop], marks, share), end, stop)
+        dtype = pair.target.dtype
+        with torch.autocast(wanted.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            drafted = self.maps()(read.features[:, :stop]).to(dtype)
+        x = pair.recompute(read.exact, drafted, rows)[:, -ahead - 1 : -1]
         return divergence(pair, wanted, x)
+
+    @staticmethod
+    def _cut(step: int, length: int) -> int:
+        """Prompts of other lengths, too."""
+        return int(length * (0.5 + 0.5 * ((step * 0.618) % 1))) if step % 2 else length
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor, stop: int) -> _Reading:
+        """Of these windows and of those that the next step may make of them."""
+        if self._reading is not None and self._reading.tokens is tokens and stop in self._reading.attention:
+            return self._reading
+        self._reading, length = None, tokens.shape[1]  # its memory may be needed
+        target, sent = self.pair.target, tokens.to(self.pair.target.device).long()
+        seen = {}
+        for cut in {stop, self._cut(self.done + 1, length)}:
+            end = cut - self.schedule.ahead - TAIL_TOKENS
+            seen[cut] = DenseTailAttention(slice(end, end + TAIL_TOKENS), target.config.scale)
+
+        def hook(layer: int, q: Tensor, k: Tensor, positions: Tensor) -> None:
+            for attention in seen.values():
+                attention(layer, q, k, positions)
+
+        exact = target.trace(sent, hook=hook, keep_kv=False)
+        features = self.pair.features(sent, exact)
+        attention = {cut: own.mean() for cut, own in seen.items()}
+        self._reading = _Reading(tokens, exact, features, attention)
+        return self._reading
 
 
 def divergence(pair: ModelPair, exact: Tensor, drafted: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.progress import track
-from forerun.prefill.calibration.distill import Distiller, Schedule, batches
+from forerun.prefill.calibration.distill import STEPS_PER_BATCH, Distiller, Schedule, batches
 from forerun.prefill.calibration.model_pair import FIRST_TOKENS, ModelPair
 from forerun.prefill.calibration.quality import evaluate
 from forerun.prefill.calibration.resume import CalibrationState
@@ -25,7 +25,7 @@ from forerun.prefill.calibration.windows import Windows, WindowSettings
 from forerun.prefill.maps import Maps
 from forerun.prefill.profile import Profile
 
-TIMED_STEPS = 3  # of distillation, to estimate how long one takes
+TIMED_STEPS = 4  # of distillation, to estimate how long one takes; two on the same windows belong together
 EVALUATIONS = 8  # of distilled maps on held-out text, spread over all steps: the best ones are kept
 SELECTION_WINDOWS = 16  # held-out windows for that
 SELECTION_SHARE = 0.1  # of tokens recomputed in them
@@ -121,12 +121,15 @@ class Distillation:
         steps = settings.steps or 1_000_000
         self._distiller = Distiller(job.pair, maps, Schedule(steps, ahead=2 * text.continuation))
         self._feed = batches(windows.train, min(settings.batch, len(windows.train)), text.seed)
+        self._rows = windows.train[:0]  # [B, T] of this step
         if "distill" in state:
             self._distiller.load(state["distill"])
             self._distiller.schedule = replace(self._distiller.schedule, steps=state["steps"])
             self._best, self._kl, self._first = _restored(job.pair, state["best"]), state["kl"], state["first_kl"]
-            for _ in range(self._distiller.done):
+            for _ in range(self._distiller.done // STEPS_PER_BATCH):
                 next(self._feed)
+            if self._distiller.done % STEPS_PER_BATCH:
+                self._rows = next(self._feed)
         else:
             self._best = maps
             start = time.monotonic()
@@ -152,8 +155,10 @@ class Distillation:
         saved.save(saved.values)
         return self._best, {"steps": distiller.done, "ridge_kl": self._first, "distilled_kl": self._kl}
 
-    def _step(self) -> None:
-        self._distiller.step(next(self._feed).to(self._pair.target.device).long())
+    def _step(self) -> Tensor:
+        if self._distiller.done % STEPS_PER_BATCH == 0:
+            self._rows = next(self._feed)
+        return self._distiller.step(self._rows)
 
     def _affordable(self) -> int:
         """Steps that fit into the time, by the duration of the first few."""
@@ -164,9 +169,10 @@ class Distillation:
         times = []
         for _ in range(TIMED_STEPS):
             start = time.monotonic()
-            self._step()
+            float(self._step())  # waits for the device
             times.append(time.monotonic() - start)
-        return max(TIMED_STEPS + 1, round(seconds / min(times)))
+        pairs = [(one + other) / 2 for one, other in zip(times[::2], times[1::2], strict=True)]
+        return max(TIMED_STEPS + 1, round(seconds / min(pairs)))
 
     def _keep_best(self) -> None:
         maps = self._distiller.result()

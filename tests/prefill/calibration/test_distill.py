@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.prefill.calibration.dense import AttentionHook, LayerActivations
+from forerun.prefill.calibration.dense import AttentionHook, DenseModel, LayerActivations
 from forerun.prefill.calibration.distill import Distiller, Schedule, batches
 from forerun.prefill.calibration.fit import _examples
 from forerun.prefill.calibration.model_pair import (
@@ -80,6 +81,29 @@ def test_the_targets_tail_says_what_is_recomputed(
     Distiller(pair, ridge_maps(pair), Schedule(steps=1, ahead=32, shares=(0.2,))).loss(TOKENS)
     (rows,) = seen
     assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("which", ["pair", "alone"])
+def test_a_step_on_cut_windows_reads_them_once(
+    which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair: ModelPair = request.getfixturevalue(which)
+    maps, schedule, traced = ridge_maps(pair), Schedule(steps=9, ahead=32, shares=(0.2,)), list[int]()
+    trace = DenseModel.trace
+
+    def counted(self: DenseModel, tokens: Tensor, *args: Any, **more: Any) -> LayerActivations:
+        traced.append(tokens.shape[1])
+        return trace(self, tokens, *args, **more)
+
+    monkeypatch.setattr(DenseModel, "trace", counted)
+    distiller = Distiller(pair, maps, schedule)
+    distiller.loss(TOKENS)
+    read, distiller.done = len(traced), 1
+    cut = distiller.loss(TOKENS)
+    assert len(traced) == read  # nothing was read again
+    stop = int(320 * (0.5 + 0.5 * 0.618))
+    alone = Distiller(pair, maps, schedule).loss(TOKENS[:, :stop])  # a first step: of windows that are no longer
+    torch.testing.assert_close(cut, alone, atol=1e-5, rtol=1e-4)
 
 
 def test_before_the_first_step_the_maps_are_those_given(pair: ModelPair) -> None:
