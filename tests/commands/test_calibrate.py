@@ -100,6 +100,8 @@ def test_ctrl_c_shows_how_to_resume(
     [
         (("--steps", 3, "--minutes", 2), "--steps 3 and --minutes 2 cannot go together"),
         (("--no-distill", "--steps", 3), "--no-distill"),
+        (("--start", "other.profile"), "--start trains the maps of a profile on"),  # beside --rank
+        (("--maps", "other.profile", "--start", "other.profile"), "--maps keeps maps as they are"),
         (("--base", 4), "4 layers"),
         (("--text", "nowhere.txt"), "cannot read nowhere.txt"),
         (("--window", 900), "too short: 5 files"),
