@@ -3,8 +3,8 @@
     python -m forerun_research.scripts.prefill_variants --variants 0:1,2048:1,2048:0.5 --lengths 8192,16384 \\
         --data DATA --out VARIANTS.jsonl [--prefill-profile PROFILE] [--device cuda] [--prompts 24] [--judged 16]
 
-A variant is WINDOW:EXPONENT: how far back the draft's upper layers see while they read (0: all), and how recomputed
-tokens grow with the length (1: with it). Of every prompt exact prefill and all variants in turn, from cold caches, as
+A variant is WINDOW:EXPONENT[:SPANS]: how far back the draft's upper layers see while they read (0: all), how recomputed
+tokens grow with the length (1: with it), and how many spans are checked. Of every prompt exact prefill and all variants in turn, from cold caches, as
 requests have them (`prefill_first_token`); then KL and agreement over 64 tokens that follow other prompts of the same
 lengths. A line for each, as it is done; the first prompt of a length meets kernels that have not run yet.
 """
@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from forerun.params import Prefill
+from forerun.prefill.plan import Policy
 from forerun.prefill.sources.draft import DraftSource
 from forerun_research.studies.prefill_agreement import Agreement
 from forerun_research.studies.prefill_first_token import FirstToken, first_token
@@ -36,9 +37,10 @@ def use(subject: StudySubject, variant: str) -> None:
     prefiller = prefiller_of(subject.engine)
     source = prefiller.source(SETTING.prefill)
     assert isinstance(source, DraftSource)
-    window, exponent = variant.split(":")
+    window, exponent, *spans = variant.split(":")
     source.narrow(int(window))
-    prefiller.policy = replace(prefiller.policy, long_exponent=float(exponent))
+    checks = int(spans[0]) if spans else Policy.spans
+    prefiller.policy = replace(prefiller.policy, long_exponent=float(exponent), spans=checks)
 
 
 def first_tokens(subject: StudySubject, args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
