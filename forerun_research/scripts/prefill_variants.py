@@ -4,9 +4,10 @@
         --data DATA --out VARIANTS.jsonl [--prefill-profile PROFILE] [--device cuda] [--prompts 24] [--judged 16]
 
 A variant is WINDOW:EXPONENT[:SPANS]: how far back the draft's upper layers see while they read (0: all), how recomputed
-tokens grow with the length (1: with it), and how many spans are checked. Of every prompt exact prefill and all variants in turn, from cold caches, as
-requests have them (`prefill_first_token`); then KL and agreement over 64 tokens that follow other prompts of the same
-lengths. A line for each, as it is done; the first prompt of a length meets kernels that have not run yet.
+tokens grow with the length (1: with it), and how many spans are checked. Of every prompt exact prefill and all variants
+in turn, from cold caches, as requests have them (`prefill_first_token`); then KL and agreement over 64 tokens that
+follow other prompts of the same lengths. A line for each, as it is done; the first prompt of a length meets kernels
+that have not run yet.
 """
 
 from __future__ import annotations
