@@ -114,12 +114,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--draft-model")
     parser.add_argument("--prefill-profile")
     parser.add_argument("--device")
+    parser.add_argument("--kv-cache-tokens", type=int, help="of the engine, where others need the device's memory, too")
     parser.add_argument("--prompts", type=int, help="of each measure, in place of the studies' counts")
     parser.add_argument("--cases", type=Path, help="prompts made beforehand")
     parser.add_argument("--prepare", type=Path, help="make the prompts and write them there; measure nothing")
     args = parser.parse_args(given)
     asked = {"data": args.data, "model": args.model, "draft": args.draft_model, "device": args.device}
-    asked |= {"profile": args.prefill_profile}
+    asked |= {"profile": args.prefill_profile, "kv_cache_tokens": args.kv_cache_tokens}
     limits = {name: float(limit or 1e9) for name, _, limit in (part.partition(":") for part in args.studies)}
     try:
         studies = {name: narrowed(load(find(name), asked), [], args.prompts) for name in limits}
