@@ -92,7 +92,7 @@ def test_variants_are_timed_and_judged(
     first = [(r["case"], r["variant"]) for r in records if r["measure"] == "first token"]
     assert len(first) == 6 and {variant for _, variant in first} == {EXACT, "0:1", "64:0.5"}
     plain, narrow = (r for r in records if r["measure"] == "agreement")
-    assert plain["kl"] != narrow["kl"] and plain["drafted"] == narrow["drafted"] > 1500
+    assert plain["kl"] != narrow["kl"] and min(plain["drafted"], narrow["drafted"]) > 1500
 
 
 def test_tokens_are_known_by_their_prompt() -> None:
