@@ -44,7 +44,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _WindowReading:
     """Of some windows what does not depend on the maps."""
 
     tokens: Tensor  # [B, T] as they were given
@@ -66,7 +66,7 @@ class Distiller:
         sizes |= {"mix_out": sizes["mix_in"], "down_bias": 1.0, "up_bias": float(self._spread.mean())}  # these may be 0
         groups = [{"params": [t.requires_grad_()], "size": sizes[name]} for name, t in self.parts.items()]
         self._optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
-        self._reading: _Reading | None = None
+        self._reading: _WindowReading | None = None
 
     def maps(self) -> Maps:
         parts = dict(self.parts)
@@ -118,7 +118,7 @@ class Distiller:
         return int(length * (0.5 + 0.5 * ((step * 0.618) % 1))) if step % 2 else length
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor, stop: int) -> _Reading:
+    def _read(self, tokens: Tensor, stop: int) -> _WindowReading:
         """Of these windows and of those that the next step may make of them."""
         if self._reading is not None and self._reading.tokens is tokens and stop in self._reading.attention:
             return self._reading
@@ -136,7 +136,7 @@ class Distiller:
         exact = target.trace(sent, hook=hook, keep_kv=False)
         features = self.pair.features(sent, exact)
         attention = {cut: own.mean() for cut, own in seen.items()}
-        self._reading = _Reading(tokens, exact, features, attention)
+        self._reading = _WindowReading(tokens, exact, features, attention)
         return self._reading
 
 
