@@ -31,7 +31,7 @@ KV_TOKENS = 160_000  # of the engine: 64 prompts with their answers, whatever el
 QUESTIONS = (
     "Summarize the text above in detail, part by part.",
     "What are the most important facts in the text above? List at least eight, each with an explanation.",
-    "Explain what stands above to someone who has never seen such a thing, with examples quoted from it.",
+    "Explain what stands above to a reader who has never seen such a thing, with examples quoted from it.",
     "Continue the text above in the same style, for at least three paragraphs or thirty lines.",
     "Which names, numbers and terms occur above, and what is said about each of them?",
     "Write ten questions about the text above, each followed by its answer.",
