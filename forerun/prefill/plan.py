@@ -32,9 +32,6 @@ class Policy:
     deepenings: int = 2  # further rounds of recomputing where checks fail
     failing: float = 0.25  # share of a span's layers that may fail
     first_check_tokens: int = 384  # drafted, after which a first span is checked: whether to go on
-    long_exponent: float = (
-        1.0  # of how many times longer a prompt is than those of calibration: recomputed tokens grow so
-    )
     chunk: int = 512  # tokens that a source reads at once on a CPU, where more would leave its caches
 
     def __post_init__(self) -> None:
@@ -43,7 +40,6 @@ class Policy:
         for name in ("tail", "span", "first_check_tokens", "chunk"):
             check_number(f"policy: {name}", getattr(self, name), 1, whole=True)
         check_number("policy: failing", self.failing, 0.0, 1.0)
-        check_number("policy: long_exponent", self.long_exponent, 0.0, 1.0)
 
 
 @dataclass
@@ -221,20 +217,13 @@ def _count(
     share, why = _share(state, profile)
     if share is None:
         return 0, why
-    count = round(share * (candidates if budget is not None else scaled(candidates, profile, policy)))
+    count = round(share * candidates)
     if budget is not None:
         room = budget * costs.exact - spent - least_work(state, must, costs, policy)
         if room < 0.0:
             return 0, f"a budget of {budget} is less than drafting this prompt costs at the least"
         count = min(count, int(room / costs.row))
     return count, ""
-
-
-def scaled(tokens: int, profile: Profile, policy: Policy) -> float:
-    """Tokens that a share is taken of: all of a prompt as long as those of calibration, of a longer one fewer, since
-    its last tokens attend to few of so many."""
-    own = profile.calibrated_tokens if profile.curve else tokens
-    return float(tokens) if tokens <= own else own * (tokens / own) ** policy.long_exponent
 
 
 def _gated(

@@ -28,7 +28,6 @@ _FORMAT = SignedFormat(
     again="calibrate again",
     seed=lambda about: repr((tuple(about["taps"]), about["base"], about["own"])),
 )
-CALIBRATED_TOKENS = 2048  # of the prompts of profiles that do not say how long theirs were
 CHUNK_SHARE = 0.02  # of the tokens of copied chunks, recomputed at first; more where the predicted damage is too large
 # 18 edited and reordered prompts of 900 tokens (code, essays), SmolLM2-135M and Qwen2.5-Coder-0.5B: KL after the first
 # slice is at most 1.6 times tail_change + 0.7 value_error ** 2, from 0.001 (a changed line) to 0.016 (chunks reordered)
@@ -65,11 +64,6 @@ class Profile:
     def key(self) -> str:
         """Drafted K/V is shared only under the same key; made once, as it reads all of the maps."""
         return _FORMAT.checksum(self._stored(), self._about(("kind", "target", "source")))[:16]
-
-    @property
-    def calibrated_tokens(self) -> int:
-        """Of the prompts that its quality was measured on."""
-        return int(self.facts.get("recipe", {}).get("prompt", CALIBRATED_TOKENS))
 
     def save(self, path: Path) -> None:
         about = self._about(_FACTS) | {"curve": [asdict(p) for p in self.curve]}

@@ -1,13 +1,12 @@
 """Ways to make long drafted prompts cheaper, side by side: first tokens, and what each costs in agreement.
 
-    python -m forerun_research.scripts.prefill_variants --variants 0:1,2048:1,2048:0.5 --lengths 8192,16384 \\
+    python -m forerun_research.scripts.prefill_variants --variants 0,2048,0:0 --lengths 8192,16384 \\
         --data DATA --out VARIANTS.jsonl [--prefill-profile PROFILE] [--device cuda] [--prompts 24] [--judged 16]
 
-A variant is WINDOW:EXPONENT[:SPANS]: how far back the draft's upper layers see while they read (0: all), how recomputed
-tokens grow with the length (1: with it), and how many spans are checked. Of every prompt exact prefill and all variants
-in turn, from cold caches, as requests have them (`prefill_first_token`); then KL and agreement over 64 tokens that
-follow other prompts of the same lengths. A line for each, as it is done; the first prompt of a length meets kernels
-that have not run yet.
+A variant is WINDOW[:SPANS]: how far back the draft's upper layers see while they read (0: all), and how many spans are
+checked. Of every prompt exact prefill and all variants in turn, from cold caches, as requests have them
+(`prefill_first_token`); then KL and agreement over 64 tokens that follow other prompts of the same lengths. A line for
+each, as it is done; the first prompt of a length meets kernels that have not run yet.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def use(subject: StudySubject, variant: str) -> None:
     prefiller = prefiller_of(subject.engine)
     source = prefiller.source(SETTING.prefill)
     assert isinstance(source, DraftSource)
-    window, exponent, *spans = variant.split(":")
+    window, _, spans = variant.partition(":")
     source.narrow(int(window))
-    checks = int(spans[0]) if spans else Policy.spans
-    prefiller.policy = replace(prefiller.policy, long_exponent=float(exponent), spans=checks)
+    prefiller.policy = replace(prefiller.policy, spans=int(spans or Policy.spans))
 
 
 def first_tokens(subject: StudySubject, args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
@@ -69,7 +67,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--prefill-profile")
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=["0:1"])
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=["0"])
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))), default=(8192, 16384))
     parser.add_argument("--texts", type=lambda text: tuple(text.split(",")), default=FirstToken.texts)
     parser.add_argument("--prompts", type=int, default=24, help="of each length, timed")

@@ -119,24 +119,6 @@ def test_expected_cost_counts_everything():
     assert shorter.cost == pytest.approx((200 + len(shorter.todo) + check + 64) / 600)
 
 
-@pytest.mark.parametrize(("exponent", "grown"), [(1.0, 8.0), (0.5, 8**0.5), (0.0, 1.0)])
-def test_a_share_of_a_long_prompt_grows_as_the_policy_says(exponent: float, grown: float):
-    policy, curve = Policy(long_exponent=exponent, spans=0), [CurvePoint(0.1, 0.3, 0.95, 0.05)]
-    facts = {"recipe": {"prompt": 1000}}
-    for tokens, times in ((1080, 1.0), (16 + 64 + 8000, grown)):  # what may be chosen: without the first and the last
-        made = planned(make_state(tokens), curve=curve, facts=facts, policy=policy)
-        assert len(made.todo) - 16 == round(0.1 * 1000 * times)
-        expected = expected_plan(
-            make_state(tokens), make_profile(share=0.1, curve=curve, facts=facts), Cheap(),
-            Costs(make_state(tokens), Cheap(), CONFIG), policy, Cheap().cost(tokens),
-        )  # fmt: skip
-        assert expected.cost == pytest.approx(made.cost)
-    budgeted = make_state(8080, settings=Prefill("speculative", budget=0.45))
-    wide = [CurvePoint(0.0, 0.2, 0.9, 0.1), CurvePoint(0.3, 0.4, 0.95, 0.05)]
-    assert len(planned(budgeted, curve=wide, facts=facts, policy=policy).todo) > 1000  # what a budget allows is taken
-    assert len(planned(make_state(8080), facts=facts, policy=policy).todo) == 816  # no curve: there is nothing to keep
-
-
 @given(st.floats(0.35, 1.0), st.integers(600, 3000))
 def test_a_budget_limits_the_choice(budget: float, tokens: int):
     state = make_state(tokens, settings=Prefill("speculative", budget=budget))

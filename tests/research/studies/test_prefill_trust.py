@@ -86,11 +86,11 @@ def test_variants_are_timed_and_judged(
 ) -> None:
     folder, out = str(tiny_folder("qwen2")), tmp_path / "variants.jsonl"
     given = ["--model", folder, "--draft-model", folder, "--prefill-profile", str(profile), "--data", str(data)]
-    given += ["--lengths", "1800", "--prompts", "2", "--judged", "1", "--variants", "0:1,64:0.5", "--out", str(out)]
+    given += ["--lengths", "1800", "--prompts", "2", "--judged", "1", "--variants", "0,64:0", "--out", str(out)]
     assert prefill_variants.main([*given, "--device", "cpu", "--texts", "essays"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     first = [(r["case"], r["variant"]) for r in records if r["measure"] == "first token"]
-    assert len(first) == 6 and {variant for _, variant in first} == {EXACT, "0:1", "64:0.5"}
+    assert len(first) == 6 and {variant for _, variant in first} == {EXACT, "0", "64:0"}
     plain, narrow = (r for r in records if r["measure"] == "agreement")
     assert plain["kl"] != narrow["kl"] and min(plain["drafted"], narrow["drafted"]) > 1500
 
