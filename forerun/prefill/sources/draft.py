@@ -36,8 +36,8 @@ class _Reading:
 class DraftSource(KVSource):
     name = "draft"
     float8 = True  # whether long prompts may be read in float8, where the device can: the result is a draft anyway
-    # entries that layers above the lowest two see back while they read a prompt longer than that; 0: all. 2,048 saves 9.5
-    # of 65 ms at 16,384 tokens (H200, the pair) and takes KL from 0.027 to 0.041, so that only studies set it
+    # entries that layers above the lowest two see back while they read a prompt longer than that; 0: all. 2,048 saves
+    # 9.5 of 65 ms at 16,384 tokens (H200, the pair) and takes KL from 0.027 to 0.041, so that only studies set it
     window = 0
 
     def __init__(self, ctx: DraftContext, profile: Profile) -> None:
