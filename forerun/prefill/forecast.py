@@ -20,6 +20,9 @@ MIN_OBSERVATIONS = 3  # of drafted prompts of a length, before they count: one m
 MIN_WEIGHT = 0.3  # of the latest observation
 SLOW = ((1.05, 0.05), (1.2, 0.01))  # a ratio, and the share of prompts that may exceed it
 DECAY_PER_SKIP = 0.005  # of what was learnt to be bad: such prompts are tried again after a hundred and more
+# of exact prefill's seconds, or of those that were expected: a first prompt of a length that takes so much longer on a
+# GPU has met kernels that were not compiled (H200, 8,192 tokens: 6.5 times), and says nothing about the next ones
+COMPILING_RATIO = 3.0
 MIN_STANDING_SHARE = 0.35  # of shown tokens: where fewer are expected to stand, a provisional answer is not begun
 PRIOR_STANDING = {"chunk": 0.65}  # before any was shown: edited prompts, 54 of 80 and 78 of 102; others by the curve
 PRIOR_ANSWERS, PRIOR_SHOWN = 2, 24  # what the prior counts as: answers, and tokens of each
@@ -131,6 +134,8 @@ class PrefillForecast(ProvisionalForecast):
         self._token_s: dict[int, _Learnt] = {}  # exact prefill, seconds a token, by octave of length
         self._factors: dict[tuple[str, int], _Learnt] = {}  # by source and octave: seconds over planned work's
         self._outcomes: dict[tuple[str, int], _Outcomes] = {}
+        self._met: set[tuple[str, int]] = set()  # of which a drafted prompt was observed
+        self._compiles = device == "cuda"
         super().__init__()
         self._untimed: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # drafted, with nothing beside them
 
@@ -194,6 +199,10 @@ class PrefillForecast(ProvisionalForecast):
             self._untimed.setdefault(key, []).append((tokens, cost, seconds))
             return
         prior = self.ratio(source, tokens, cost) or self._prior * cost
+        if self._compiles and key not in self._met:
+            self._met.add(key)
+            if seconds / exact_s > COMPILING_RATIO * max(1.0, prior):
+                return  # kernels of this length were compiled meanwhile, once and for all
         learnt = self._factors.setdefault(key, _Learnt(math.log(prior / cost)))
         learnt.observe(seconds / exact_s / cost)
         # one clock reading does not count where others contradict it: another program may have run meanwhile

@@ -113,6 +113,19 @@ def test_what_was_slow_once_is_tried_again():
     assert not forecast.why_exact("self", 8192, COST)  # and so has another length
 
 
+def test_kernels_that_a_first_prompt_compiles_teach_nothing():
+    forecast, slow = PrefillForecast("cuda"), PrefillForecast("cuda")
+    for one in (forecast, slow):
+        one.observe_exact(8192, 0.05)
+    forecast.observe_drafted("draft", 8192, 0.38, 1.5)
+    for _ in range(4):
+        assert not forecast.why_exact("draft", 8192, 0.38)
+        forecast.observe_drafted("draft", 8192, 0.38, 0.032)
+    for _ in range(MIN_OBSERVATIONS + 1):  # where it is not the first alone it counts
+        slow.observe_drafted("draft", 8192, 0.38, 1.5)
+    assert "is expected to take" in slow.why_exact("draft", 8192, 0.38)
+
+
 def test_a_prompt_that_fails_late_is_followed_by_many_exact_ones():
     forecast = PrefillForecast("cpu")
     assert not forecast.why_exact("self", 2048, COST)
