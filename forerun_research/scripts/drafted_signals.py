@@ -161,7 +161,14 @@ def main(given: list[str] | None = None) -> int:
     pair = models.build(choose_device(args.device), quiet=True)
     maps = Profile.load(args.profile).maps.to(pair.target.device, pair.target.dtype)
     print(f"{len(windows.held)} windows of {length} tokens", flush=True)
-    measure(pair, maps, windows.held[: args.windows], windows.kinds, args, lambda found: np.savez(args.out, **found))
+    measure(
+        pair,
+        maps,
+        windows.held[: args.windows],
+        windows.kinds,
+        args,
+        lambda found: np.savez(args.out, allow_pickle=False, **found),
+    )
     return 0
 
 

@@ -65,13 +65,16 @@ class FailureBins(Agreement):
         for setting in settings:
             if setting.name not in wanted:
                 continue
-            with holding(subject.scorer, case.ids, setting, len(follow)) as held:
-                logits = held.logits(follow)
+            with holding(subject.scorer, case.ids, setting, len(follow)) as drafted:
+                logits = drafted.logits(follow)
             kl, same = divergence(exact, logits).tolist(), agreement(exact, logits).tolist()
             rows = zip(about, kl, same, entropy, strict=True)
             tokens = [t | {"kl": round(k, 5), "same": bool(s), "entropy": round(e, 4)} for t, k, s, e in rows]
             whole = {"kl": fmean(kl), "top1": fmean(map(float, same)), "tokens": tokens}
-            yield setting.name, {"group": case.id.rpartition(" ")[0], **whole, **figures(held.report, held.seconds)}
+            yield (
+                setting.name,
+                {"group": case.id.rpartition(" ")[0], **whole, **figures(drafted.report, drafted.seconds)},
+            )
 
     def summary(self, found: Found) -> list[Row]:
         table = []

@@ -132,9 +132,9 @@ def test_time_becomes_steps(
     """Steps of five seconds, later ones perhaps slower; 90 of 120 seconds are for fitting."""
     now, step = [0.0], Distillation._step
 
-    def timed(self: Distillation) -> None:
+    def timed(self: Distillation) -> torch.Tensor:
         now[0] += 5.0 if self._distiller.done < 4 else slower
-        step(self)
+        return step(self)
 
     monkeypatch.setattr(Distillation, "_step", timed)
     monkeypatch.setattr(fitting.time, "monotonic", lambda: now[0])
