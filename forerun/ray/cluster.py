@@ -33,6 +33,8 @@ log = logging.getLogger("forerun.serve")
 OLDEST_RAY, NEXT_RAY = (2, 60), (3, 0)  # the oldest is the one that tests run with
 APPLICATION, DEPLOYMENT = "forerun", "EngineReplica"
 CONNECT_TIMEOUT_S = 5.0
+HTTP2_SETTINGS = 4  # type of a frame
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0])
 OBJECT_STORE_BYTES = 100 << 20  # nothing large is stored there; Ray's least is 75 MB
 QUIET_LOGS = {"log_level": "WARNING", "enable_access_log": False}
 MAX_START_TRIES = 3  # of a replica that cannot open its model
@@ -58,13 +60,15 @@ def load_ray() -> tuple[Any, Any]:
     try:
         ray, serve = import_module("ray"), import_module("ray.serve")
     except ImportError as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadRequest(
-            f"replicas need Ray Serve, which cannot be imported: {error}", "pip install 'forerun[ray]'"
+            f"replicas need Ray Serve, which cannot be imported: {why}", "pip install 'forerun[ray]'"
         ) from None
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not OLDEST_RAY <= version < NEXT_RAY:
+    found = str(getattr(ray, "__version__", "of no known version"))  # another module may have the name
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or not OLDEST_RAY <= (int(numbers[1]), int(numbers[2])) < NEXT_RAY:
         wanted = f"{'.'.join(map(str, OLDEST_RAY))} up to below {'.'.join(map(str, NEXT_RAY))}"
-        raise BadRequest(f"Ray {ray.__version__} is installed, replicas need {wanted}", "pip install 'forerun[ray]'")
+        raise BadRequest(f"Ray {found} is installed, replicas need {wanted}", "pip install 'forerun[ray]'")
     return ray, serve
 
 
@@ -112,6 +116,17 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
         ray.shutdown()
 
 
+def warn_of_little_room(scale: Scale) -> None:
+    """Ray waits without a word for CPUs and GPUs that a cluster does not have; one that grows may get them."""
+    there = load_ray()[0].cluster_resources()
+    for name, each in (("CPU", scale.cpus), ("GPU", scale.gpus)):
+        if there.get(name, 0.0) < each * scale.replicas:
+            text = (
+                "the cluster has %g %ss and %d replicas want %g each (--threads): those without wait until it has more"
+            )
+            log.warning(text, there.get(name, 0.0), name, scale.replicas, each)
+
+
 def _check_address(address: str) -> None:
     """Ray itself waits for minutes."""
     if address in ("auto", "local"):
@@ -122,10 +137,19 @@ def _check_address(address: str) -> None:
             f"--ray {address!r:.80} is no address", "give HOST:PORT as `ray start --head` prints it, or auto"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as connection:
+            if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+                raise OSError("what listens there is no Ray")
     except (OSError, OverflowError) as error:
         hint = "check the address that `ray start --head` printed, and that this machine can reach it"
         raise BadRequest(f"no Ray cluster answers at {address}: {error}", hint) from None
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """As all of Ray's servers do: the answer to a preface begins with a frame of settings."""
+    connection.sendall(HTTP2_PREFACE)
+    head = connection.recv(9)
+    return len(head) > 3 and head[3] == HTTP2_SETTINGS
 
 
 @dataclass
@@ -217,7 +241,6 @@ def deploy(settings: ReplicaSettings, scale: Scale) -> RayReplicas:
         handle = serve.run(target, name=APPLICATION, route_prefix=None, logging_config=QUIET_LOGS)
     except Exception as error:
         why, hint = _first_cause(serve) or (str(error).strip().splitlines()[0], "see what they printed")
-        close()
         raise ForerunError(f"the replicas did not start: {why}", hint) from error
     replicas = RayReplicas(handle)
     asyncio.run(replicas.warm_up())

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from forerun.errors import ForerunError
+from forerun.loading import opened
 from forerun.models.fetch.store import resolve
 from forerun.ray import cluster
 from forerun.ray.front import create_front
@@ -32,18 +33,32 @@ class ReplicaService:
         self.app: FastAPI = create_front(cluster.deploy(settings, scale), settings.config, admission)
 
     def update(self) -> None:
-        """Replace all replicas, one after another: a changed model file, another version of the package."""
+        """Replace all replicas, one after another: a changed model file, another version of the package. Where that
+        fails, those that were not replaced yet stay."""
         if not self._updating.acquire(blocking=False):
             log.warning("replicas are being replaced already")
             return
         try:
-            self._settings = replace(self._settings, generation=self._settings.generation + 1)
-            cluster.deploy(self._settings, self._scale)
+            opened(self._settings.llm["model"])  # a file that is no model any more is an error before one is stopped
+            following = replace(self._settings, generation=self._settings.generation + 1)
+            try:
+                cluster.deploy(following, self._scale)
+            except ForerunError:
+                self._restore()
+                raise
+            self._settings = following
             log.info("all replicas are replaced")
         except ForerunError as error:
-            log.error("%s", error)
+            log.error("the replicas are not replaced: %s", error)
         finally:
             self._updating.release()
+
+    def _restore(self) -> None:
+        """Those that have not been replaced stay, and those that were stopped are started as they were."""
+        try:
+            cluster.deploy(self._settings, self._scale)
+        except ForerunError as error:
+            log.error("a replica that was stopped cannot be started again: %s", error)
 
 
 def front_limits(config: ServeConfig, scale: cluster.Scale, max_num_seqs: int) -> AdmissionControl:
@@ -60,6 +75,8 @@ def replica_service(
     admission = front_limits(config, scale, llm["max_num_seqs"])
     most = scale.max_replicas or scale.replicas
     with cluster.cluster(address, scale.cpus * most, scale.gpus * most):
+        if address is not None:
+            cluster.warn_of_little_room(scale)
         try:
             yield ReplicaService(ReplicaSettings(llm, config, admission.max_open, **more), scale, admission)
         finally:

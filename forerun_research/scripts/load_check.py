@@ -1,10 +1,13 @@
 """Checks the simulation of `forerun bench load` against real replicas: the same trace, measured and simulated.
 
-    python -m forerun_research.scripts.load_check --trace users --replicas 1,2,4 --cores 2
+    python -m forerun_research.scripts.load_check --trace users --replicas 1,2,4 --cores 2 --save runs.jsonl
+    python -m forerun_research.scripts.load_check --from runs.jsonl
 
 Each number of replicas is served by `forerun serve --replicas` with one thread each; first a few requests of known
-lengths measure what steps cost while 1, 2 or all of them compute, then the trace is replayed with plain decoding.
-Nothing of the model is fitted to the trace. Needs `forerun[ray]` and a machine without other work.
+lengths measure what steps cost while 1, 2 or all of them compute, then the trace is replayed with plain decoding, and
+`--runs 2` replays it once more with other questions: what two runs differ by, no simulation can be blamed for. `--save`
+keeps what was measured, `--from` compares it with the simulation as it is now. Nothing of the model is fitted to the
+trace. Needs `forerun[ray]` and a machine without other work.
 """
 
 from __future__ import annotations
@@ -12,30 +15,74 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from forerun.loading import opened
 from forerun_research.bench.load import figures, together
-from forerun_research.bench.load_costs import measured_costs
+from forerun_research.bench.load_costs import Probes, probed, solved
 from forerun_research.bench.load_replay import replay
 from forerun_research.bench.load_served import served
-from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
-from forerun_research.bench.load_targets import EndpointTarget
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_targets import EndpointTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts, named_trace, with_lengths
 
 WITHIN = 0.15
 
 
-def measured(
-    model: str, replicas: int, trace: list[TraceRequest], cores: float
-) -> tuple[dict[int, ReplicaCosts], dict[str, Any]]:
-    """What steps cost by the number of busy replicas, and the figures of the trace, both of the same servers."""
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What so many replicas were asked, and how they answered."""
+
+    replicas: int
+    cores: float
+    trace: list[TraceRequest]  # with the tokens that its texts have
+    probes: dict[int, Probes]  # by the number of replicas that were asked at once
+    answers: list[list[ReplayedAnswer]]  # of each replay
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [figures(self.trace, answers, 0.0) for answers in self.answers]
+
+    def simulated(self) -> dict[str, Any]:
+        costs = {count: solved(own) for count, own in self.probes.items()}
+        return figures(self.trace, simulate(self.trace, SimulatedSetup(self.replicas, self.cores, 1), costs), 0.0)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, line: str) -> MeasuredRun:
+        values = json.loads(line)
+
+        def answers(of: list[Any]) -> list[Any]:
+            return [answers(own) if isinstance(own, list) else ReplayedAnswer(**own) for own in of]
+
+        values["trace"] = [TraceRequest(**own) for own in values["trace"]]
+        values["answers"] = answers(values["answers"])
+        for count, own in dict(values["probes"]).items():
+            lists = {name: answers(value) for name, value in own.items() if isinstance(value, list)}
+            values["probes"][int(count)] = Probes(**(values["probes"].pop(count) | lists))
+        return cls(**values)
+
+
+def numbered(trace: list[TraceRequest], run: int) -> list[TraceRequest]:
+    """With documents of its own: those of another run are cached."""
+    return [replace(own, document=own.document and f"{own.document} of run {run}") for own in trace]
+
+
+def measured(model: str, replicas: int, trace: list[TraceRequest], cores: float, runs: int) -> MeasuredRun:
+    """What steps cost by the number of busy replicas, and the answers to the trace, all of the same servers."""
+    known = with_lengths(numbered(trace, 0), TraceTexts(), opened(model).tokenizer().apply_chat_template)
     with served(model, replicas) as server:
         target = EndpointTarget(f"{server.address}/v1", model, {}, speculation="off")
         counts = together([replicas], cores, 1)
-        costs = {count: asyncio.run(measured_costs(target, TraceTexts(), count)) for count in counts}
-        return costs, figures(trace, asyncio.run(replay(target, trace, TraceTexts())), 0.0)
+        probes = {count: asyncio.run(probed(target, TraceTexts(), count)) for count in counts}
+        answers = []
+        for run in range(runs):
+            answers.append(asyncio.run(replay(target, numbered(trace, run), TraceTexts(), run * len(trace))))
+    return MeasuredRun(replicas, cores, known, probes, answers)
 
 
 def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -53,24 +100,47 @@ def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tupl
     return pairs
 
 
+def report(run: MeasuredRun) -> int:
+    """Prints each figure, measured and simulated; how many are within 15%."""
+    first, *others = run.figures()
+    print(f"{run.replicas} replicas, {first['seconds']:.0f} s; errors {[own['errors'] for own in (first, *others)]}")
+    again = [compared(first, other) for other in others]
+    hits = 0
+    for name, (own, expected) in compared(first, run.simulated()).items():
+        ratio = expected / own if own else 1.0
+        hits += abs(ratio - 1) <= WITHIN
+        mark = "" if abs(ratio - 1) <= WITHIN else "  more than 15% off"
+        more = "".join(f"  measured again {other[name][1]:9.3f}" for other in again)
+        print(f"  {name:28} measured {own:9.3f}{more}  simulated {expected:9.3f}  ratio {ratio:5.2f}{mark}", flush=True)
+    print(f"  {hits} within 15%")
+    return hits
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--trace", default="users")
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--cores", type=float, default=2.0)
-    given = parser.parse_args()
-    trace = named_trace(given.trace)
-    known = with_lengths(trace, TraceTexts(), opened(given.model).tokenizer().apply_chat_template)
+    parser.add_argument("--runs", type=int, default=1, help="replays of the trace")
+    parser.add_argument("--save", type=Path, default=None, help="a file that what is measured is added to")
+    parser.add_argument(
+        "--from", dest="known", type=Path, default=None, help="nothing is measured: such a file is read"
+    )
+    for run in _runs(parser.parse_args()):
+        report(run)
+
+
+def _runs(given: argparse.Namespace) -> Iterator[MeasuredRun]:
+    if given.known is not None:
+        yield from map(MeasuredRun.of_json, given.known.read_text().splitlines())
+        return
     for replicas in (int(part) for part in given.replicas.split(",") if part):
-        costs, real = measured(given.model, replicas, trace, given.cores)
-        print(json.dumps({count: asdict(own) for count, own in costs.items()}))
-        simulated = figures(trace, simulate(known, SimulatedSetup(replicas, given.cores, 1), costs), 0.0)
-        print(f"{replicas} replicas, {real['seconds']:.0f} s; errors {real['errors']}")
-        for name, (own, expected) in compared(real, simulated).items():
-            ratio = expected / own if own else 1.0
-            mark = "" if abs(ratio - 1) <= WITHIN else "  more than 15% off"
-            print(f"  {name:28} measured {own:9.3f}  simulated {expected:9.3f}  ratio {ratio:5.2f}{mark}", flush=True)
+        run = measured(given.model, replicas, named_trace(given.trace), given.cores, given.runs)
+        if given.save is not None:
+            with given.save.open("a") as file:
+                file.write(run.to_json() + "\n")
+        yield run
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ Options = dict[str, Any] | None  # of a request: what it asks of the plugin; Non
 EXACT: Options = {"mode": "exact"}
 DRAFTED: Options = {}
 SAME_ROWS = ("exact", "accepted", "recomputed", "rounds", "token_layers")  # of a label, where two engines agree
+LABEL_FIELDS = (*SAME_ROWS, "cost", "fell_back")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class VllmSubject:
 
         self.args = args
         extra = {"profile": None if profile is None else str(profile), "draft_model": args.draft_model}
+        extra["min_prompt_tokens"] = args.shortest
         self.llm = VllmLLM(
             str(args.folder),
             dtype=args.dtype,
@@ -117,23 +119,22 @@ def exact(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace)
 
 
 def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Drafted prompts in both engines against plain vLLM, their answers and the rows recomputed against each other."""
-    asked: list[Options] = [DRAFTED] if args.without_plain else [DRAFTED, None]
-    theirs, *plain = [[vllm.one(ids, options, args.tokens) for ids in prompts] for options in asked]
-    with LLM(
-        str(args.folder),
-        dtype=args.dtype,
-        prefill_profile=str(args.profile),
-        draft_model=args.draft_model,
-        max_model_len=args.context,
-        quiet=True,
-    ) as llm:
-        llm.generate(prompts[0], SamplingParams(max_tokens=1))  # exact prefill is timed: else the third is for that
-        ours = [_own(llm, ids, args.tokens) for ids in prompts]
-    labels = [(a.label or {}, label) for a, (_, label) in zip(theirs, ours, strict=True)]
-    answers = {"vllm": [a.tokens for a in theirs], "ours": [tokens for tokens, _ in ours]}
-    equal = [a.tokens == tokens for a, (tokens, _) in zip(theirs, ours, strict=True)]
-    return {name: _agreement([a.tokens for a in known], own) for known in plain for name, own in answers.items()} | {
+    """Drafted prompts in both engines against plain vLLM, their answers and the rows recomputed against each other.
+    Those that `--save` has are not asked again, and counted."""
+    rows = [] if args.save is None or not args.save.exists() else list(map(json.loads, args.save.open()))
+    known = {row["prompt"] for row in rows}
+    new = {args.first + i: ids for i, ids in enumerate(prompts) if args.first + i not in known}
+    if new:
+        found = list(_asked_of_both(vllm, new, args))
+        rows += found
+        if args.save is not None:
+            with args.save.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found)
+    plain = [row["plain"] for row in rows if row["plain"] is not None]
+    answers = {name: [row[name] for row in rows] for name in ("vllm", "ours")}
+    labels, equal = [row["labels"] for row in rows], [row["vllm"] == row["ours"] for row in rows]
+    beside_plain = answers if len(plain) == len(rows) else {}
+    return {name: _agreement(plain, own) for name, own in beside_plain.items()} | {
         "beside_ours": _agreement(answers["ours"], answers["vllm"]),
         "drafted_equal": share(equal),
         "equal_where_both_drafted": share([same for same, pair in zip(equal, labels, strict=True) if _drafted(*pair)]),
@@ -143,6 +144,29 @@ def agreement(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Namesp
         "fell_back": [sum(bool(a["fell_back"]) for a, _ in labels), sum(bool(b["fell_back"]) for _, b in labels)],
         "reasons": sorted({str(own["fell_back"]) for pair in labels for own in pair if own["fell_back"]}),
     }
+
+
+def _asked_of_both(
+    vllm: VllmSubject, prompts: dict[int, list[int]], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row of each prompt, by its number."""
+    theirs = {number: vllm.one(ids, DRAFTED, args.tokens) for number, ids in prompts.items()}
+    plain = {} if args.without_plain else {number: vllm.one(ids, None, args.tokens) for number, ids in prompts.items()}
+    with LLM(
+        str(args.folder),
+        dtype=args.dtype,
+        prefill_profile=str(args.profile),
+        draft_model=args.draft_model,
+        max_model_len=args.context,
+        quiet=True,
+    ) as llm:
+        first = next(iter(prompts.values()))
+        llm.generate(first, SamplingParams(max_tokens=1))  # exact prefill is timed: else the third is for that
+        for number, ids in prompts.items():
+            tokens, own = _own(llm, ids, args.tokens)
+            labels = [{n: label[n] for n in LABEL_FIELDS} for label in (theirs[number].label or {}, own)]
+            row = {"prompt": number, "vllm": theirs[number].tokens, "ours": tokens, "labels": labels}
+            yield row | {"plain": plain[number].tokens if number in plain else None}
 
 
 def _drafted(*labels: dict[str, Any]) -> bool:
@@ -255,6 +279,10 @@ def main() -> None:
     parser.add_argument(
         "--without-plain", action="store_true", help="agreement of drafted answers with drafted ones only"
     )
+    parser.add_argument(
+        "--save", type=Path, default=None, help="rows of agreement: those that it has are not asked again"
+    )
+    parser.add_argument("--shortest", type=int, default=None, help="the plugin's min_prompt_tokens")
     parser.add_argument("--length", type=int, default=None, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--context", type=int, default=2304)

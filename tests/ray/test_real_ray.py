@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import httpx
 import pytest
 import ray
 
+from forerun.ray import cluster
 from forerun.ray.call import known_replicas
-from forerun.ray.cluster import APPLICATION, DEPLOYMENT, Scale
+from forerun.ray.cluster import APPLICATION, DEPLOYMENT, RayReplicas, Scale
+from forerun.ray.replica import ReplicaSettings
 from forerun.ray.service import ReplicaService, replica_service
 from forerun.serve import ServeConfig
 from tests.serve.common import ASKED, CHAT, ENDLESS, NAME, Running, serving, wait_for
@@ -134,3 +137,26 @@ def test_replicas_are_replaced_under_load_and_no_request_is_lost(served: tuple[R
     wait_for(lambda: len(known_replicas(APPLICATION)) == 2 and not before & set(known_replicas(APPLICATION)), WHOLE_S)
     told = made.post(CHAT, ASKED | {"forerun": {"session": {"name": "b", "create": False}}}).json()
     assert told["forerun"]["session"]["turn"] == 4
+
+
+def test_replicas_that_cannot_be_replaced_leave_the_service_whole(
+    served: tuple[Running, ReplicaService],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    made, service = served
+    (wrong := tmp_path / "file").write_text("no folder")
+    deploy, generation = cluster.deploy, service._settings.generation
+
+    def with_a_wrong_folder(settings: ReplicaSettings, scale: Scale) -> RayReplicas:
+        broken = replace(settings, llm=settings.llm | {"disk": str(wrong)})
+        return deploy(settings if settings.generation == generation else broken, scale)
+
+    monkeypatch.setattr(cluster, "deploy", with_a_wrong_folder)
+    with caplog.at_level("ERROR", "forerun.serve"):
+        service.update()
+    assert "not replaced: the replicas did not start: the disk tier cannot use" in caplog.text
+    assert "cannot be started again" not in caplog.text
+    wait_for(lambda: len(known_replicas(APPLICATION)) == 2, WHOLE_S)
+    assert all(made.post(CHAT, ASKED).status_code == 200 for _ in range(4))

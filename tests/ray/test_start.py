@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,30 @@ from forerun.errors import BadRequest, ForerunError
 from forerun.ray import cluster
 from forerun.ray.deploy import parse_args
 
+SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@pytest.fixture
+def listener() -> Iterator[Callable[[bytes | None], str]]:
+    """Makes servers that give each connection one answer, or none and keep it open; returns their addresses."""
+    with ExitStack() as stack:
+
+        def make(answer: bytes | None) -> str:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def serve() -> None:
+                with suppress(OSError):
+                    connection = stack.enter_context(server.accept()[0])
+                    connection.recv(64)
+                    if answer is not None:
+                        connection.sendall(answer)
+                        connection.shutdown(socket.SHUT_WR)
+
+            threading.Thread(target=serve, daemon=True).start()
+            return f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield make
+
 
 def test_no_ray(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -24,10 +50,25 @@ def test_no_ray(monkeypatch: pytest.MonkeyPatch):
     assert "forerun[ray]" in found.value.hint
 
 
-@pytest.mark.parametrize("version", ["2.9.3", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.9.3", "3.0.0", "3.0.0.dev0", "dev"])
 def test_another_ray(monkeypatch: pytest.MonkeyPatch, version: str):
     monkeypatch.setattr(cluster, "import_module", lambda name: SimpleNamespace(__version__=version))
     with pytest.raises(BadRequest, match=f"Ray {version} is installed, replicas need 2.60"):
+        cluster.load_ray()
+
+
+def test_a_module_of_that_name_is_no_ray(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster, "import_module", lambda name: SimpleNamespace())
+    with pytest.raises(BadRequest, match="Ray of no known version is installed"):
+        cluster.load_ray()
+
+
+def test_why_ray_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def refuse(name: str) -> None:
+        raise ImportError("no module named 'x'\nYou can run ...")
+
+    monkeypatch.setattr(cluster, "import_module", refuse)
+    with pytest.raises(BadRequest, match="cannot be imported: no module named 'x'\nhint: pip install"):
         cluster.load_ray()
 
 
@@ -44,6 +85,35 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(BadRequest, match="no address|no Ray cluster"), cluster.cluster(wrong, 1):
             pass
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(b"", "what listens there is no Ray"), (b"HTTP/1.1 400 Bad Request", "no Ray"), (None, "timed out")],
+)
+def test_an_address_at_which_something_else_answers(
+    answer: bytes | None, text: str, monkeypatch: pytest.MonkeyPatch, listener: Callable[[bytes | None], str]
+):
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.2)
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **options: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with pytest.raises(BadRequest, match=f"no Ray cluster answers at .*{text}"), cluster.cluster(listener(answer), 1):
+        pass
+
+
+def test_an_address_at_which_settings_of_http2_come_is_tried(
+    monkeypatch: pytest.MonkeyPatch, listener: Callable[[bytes | None], str]
+):
+    class Joined(Exception):
+        pass
+
+    def join(**options: object) -> None:
+        raise Joined("there")
+
+    fake = SimpleNamespace(__version__="2.60.0", init=join, shutdown=lambda: None)
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with pytest.raises(ForerunError, match="cannot join .*: there"), cluster.cluster(listener(SETTINGS_FRAME), 1):
+        pass
 
 
 def test_a_cluster_that_cannot_be_joined_is_one_line_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch):
@@ -73,6 +143,17 @@ def test_a_cluster_that_has_replicas_already_is_left_as_it_is(monkeypatch: pytes
     with pytest.raises(BadRequest, match="has an application 'forerun' already"), cluster.cluster("auto", 1):
         pass
     assert ended == ["shutdown"]  # of this process's connection
+
+
+def test_a_cluster_that_is_too_small_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    fake = SimpleNamespace(__version__="2.60.0", cluster_resources=lambda: {"CPU": 4.0})
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    cluster.warn_of_little_room(cluster.Scale(2, cpus=2))
+    assert not caplog.records
+    cluster.warn_of_little_room(cluster.Scale(3, cpus=2))
+    cluster.warn_of_little_room(cluster.Scale(1, cpus=1, gpus=1))
+    cpus, gpus = (record.getMessage() for record in caplog.records)
+    assert "has 4 CPUs and 3 replicas want 2 each" in cpus and "has 0 GPUs and 1 replicas want 1 each" in gpus
 
 
 def test_the_cause_of_a_replica_that_failed_is_found_in_its_traceback():
