@@ -24,8 +24,9 @@ from forerun.errors import BadRequest, ForerunError
 from forerun_research.bench import common
 from forerun_research.bench.load_costs import measured_costs
 from forerun_research.bench.load_replay import replay
+from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_served import served_beside
-from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import EndpointTarget, LibraryTarget, Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts, with_lengths
 from forerun_research.bench.sides import PARENT_GONE

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from statistics import mean, median
 
 import numpy as np
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_replay import replay
-from forerun_research.bench.load_simulation import MAX_PIECE_TOKENS, ReplicaCosts
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, ReplicaCosts
 from forerun_research.bench.load_targets import LoadTarget, ReplayedAnswer
 from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 
@@ -29,10 +29,10 @@ ANSWER_TOKENS, ROW_TOKENS = 48, 96  # of an answer alone, and of those timed tog
 BRIEF, MIDDLE, WHOLE, BESIDE = 320, 832, 2368, 3008
 TRIES = 3
 LATER_S = 0.3  # until a longer document follows: its replica decodes by then
-MIN_STEPS_BESIDE = 1.5  # of a step that computes a prompt beside answers: less is none that was timed
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
+Line = tuple[tuple[float, ...], float]  # requests, prompt tokens, new ones, what those attend to, pieces; seconds
 
 
 @dataclass(frozen=True)
@@ -87,37 +87,51 @@ def solved(probes: Probes) -> ReplicaCosts:
     step = max(0.0, one - row)
     deeper = mean(a.prompt_tokens for a in probes.attending) - mean(a.prompt_tokens for a in probes.many)
     answer_attention = max(0.0, (deep - rows) / (ROWS * deeper))
-    firsts = [[a for answers in rounds for a in answers] for rounds in (probes.brief, probes.warm)]
-    lines, seconds = [], []
-    for answers in [*firsts, *probes.longer]:
-        prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
-        new = prompt - cached
-        lines.append([1.0, prompt, new, new * (cached + new / 2)])
-        seconds.append(median(a.first_s for a in answers) - step * -(-new // MAX_PIECE_TOKENS))
-    request, encode, token, attention = _least_squares(np.array(lines), np.array(seconds))
-    steps = _gap_beside(probes.beside) / one
-    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request, max(MIN_STEPS_BESIDE, steps))
+    alone = [_first_token(probes.brief, step), _first_token(probes.warm, step)]
+    alone += [_first_token([answers], step) for answers in probes.longer]
+    request, encode, *_ = _least_squares([(parts[:-1], seconds) for parts, seconds in alone])
+    beside = [_beside_answer(*pair, one, request, encode) for pair in _pairs(probes.beside)]
+    request, encode, token, attention, piece = _least_squares([*alone, *beside])
+    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request, piece)
 
 
-def _gap_beside(answers: Sequence[ReplayedAnswer]) -> float:
-    """Seconds of a step while prompts are computed beside answers: the first half are those that decode."""
+def _first_token(rounds: list[Round], step: float) -> Line:
+    """Of prompts alone at their replicas, without the steps that their pieces are."""
+    answers = [a for own in rounds for a in own]
+    prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
+    new = prompt - cached
+    pieces = -(-new // MAX_PIECE_TOKENS)
+    seconds = median(a.first_s for a in answers) - step * pieces
+    return (1.0, prompt, new, new * (cached + new / 2), pieces), seconds
+
+
+def _beside_answer(answer: ReplayedAnswer, prompt: ReplayedAnswer, one: float, request: float, encode: float) -> Line:
+    """Of a prompt beside an answer, without that one's steps; those before the prompt is encoded have none of it."""
+    steps = sum(prompt.sent < moment <= prompt.token_times[0] for moment in answer.token_times)
+    steps = max(1.0, steps - (request + encode * prompt.prompt_tokens) / one)
+    new = prompt.prompt_tokens - prompt.cached_tokens
+    attended = new * (prompt.cached_tokens + new / 2)
+    return (1.0, prompt.prompt_tokens, new, attended, steps), prompt.first_s - steps * one
+
+
+def _pairs(answers: Sequence[ReplayedAnswer]) -> list[tuple[ReplayedAnswer, ReplayedAnswer]]:
+    """Answers that decode, which are the first half, each with the prompt beside it."""
     half = len(answers) // 2
-    begin, end = max(a.sent for a in answers[half:]), min(a.token_times[0] for a in answers[half:])
-    gaps = [b - a for own in answers[:half] for a, b in pairwise(own.token_times) if begin <= a and b <= end]
-    return mean(gaps[len(gaps) // 4 :]) if gaps else 0.0  # without the first: prompts are encoded meanwhile
+    return list(zip(answers[:half], answers[half:], strict=True))
 
 
-def _least_squares(lines: np.ndarray, seconds: np.ndarray) -> list[float]:
+def _least_squares(found: Sequence[Line]) -> list[float]:
     """Costs of which none is below zero, by trying which of them are zero; errors count by their share."""
-    lines, seconds = lines / seconds[:, None], np.ones_like(seconds)
+    seconds = np.array([max(own, 1e-9) for _, own in found])
+    lines = np.array([parts for parts, _ in found]) / seconds[:, None]
     count, best = lines.shape[1], (float("inf"), [0.0] * lines.shape[1])
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
             part = lines[:, chosen]
-            found = np.linalg.lstsq(part, seconds, rcond=None)[0]
-            error = float(((part @ found - seconds) ** 2).sum())
-            if (found >= 0).all() and error < best[0] - 1e-12:
-                values = dict(zip(chosen, found.tolist(), strict=True))
+            costs = np.linalg.lstsq(part, np.ones_like(seconds), rcond=None)[0]
+            error = float(((part @ costs - 1.0) ** 2).sum())
+            if (costs >= 0).all() and error < best[0] - 1e-12:
+                values = dict(zip(chosen, costs.tolist(), strict=True))
                 best = error, [values.get(i, 0.0) for i in range(count)]
     return best[1]
 

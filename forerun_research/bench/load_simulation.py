@@ -13,35 +13,14 @@ measures one.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass
 
 from forerun.ray.call import order_replicas
+from forerun_research.bench.load_replica import ReplicaCosts, SimulatedReplica, TokenNumbers
 from forerun_research.bench.load_targets import ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest
-
-MAX_PIECE_TOKENS = 512  # of prompts in one step, on a CPU
-PAGE_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class ReplicaCosts:
-    """Seconds of a step's parts."""
-
-    step_s: float
-    row_s: float
-    prompt_token_s: float
-    attention_s: float  # of one prompt token, for each token before it
-    answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
-    encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
-    request_s: float = 0.0  # of each request, before its first step
-    steps_beside: float = 3.0  # plain steps that one may take which computes prompts beside answers; the engine's plan
-
-    def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
-        """On the straight line from these to those."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ReplicaCosts(*(max(0.0, own + share * (their - own)) for own, their in pairs))
 
 
 class SharedCosts:
@@ -66,124 +45,7 @@ class SharedCosts:
         if above > below:
             return self._measured[below].toward(self._measured[above], (busy - below) / (above - below))
         own = self._measured[below]
-        twice = ReplicaCosts(*(2 * value for value in astuple(own)))
-        return own.toward(replace(twice, steps_beside=own.steps_beside), busy / below - 1)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a step computes."""
-
-    rows: int = 0  # answers, one token each
-    contexts: int = 0  # tokens before those, over all of them
-    tokens: int = 0  # of prompts
-    attended: float = 0.0  # tokens before those, over all of them
-
-    def seconds(self, costs: ReplicaCosts) -> float:
-        answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
-        return costs.step_s + answers + costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
-
-
-@dataclass
-class _Request:
-    number: int
-    answer: ReplayedAnswer
-    prompt: int
-    answer_tokens: int
-    session: str
-    document: str | None
-    document_tokens: int
-    started: bool = False
-    done: int = 0  # prompt tokens that have K/V
-    made: int = 0  # tokens of the answer
-
-
-@dataclass
-class _Replica:
-    name: str
-    cache_tokens: int
-    cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    waiting: list[_Request] = field(default_factory=list)  # for their prompts
-    decoding: list[_Request] = field(default_factory=list)
-    pieces: list[tuple[_Request, int]] = field(default_factory=list)  # of the step that runs
-    work: _Work = _Work()
-    left: float = 0.0  # of that step, as a share of it; 0: none runs
-    stored: int = 0
-    sent: int = 0  # tokens of prompts
-    unanswered: int = 0  # requests that were sent here, those that are being encoded too
-    routed: dict[str, int] = field(
-        default_factory=dict
-    )  # tokens of texts that were sent here, as the router knows them
-
-    @property
-    def open(self) -> int:
-        return len(self.waiting) + len(self.decoding)
-
-    def plan(self, costs: ReplicaCosts, max_running: int) -> None:
-        """Begin a step, if there is something to do."""
-        if not self.open:
-            return
-        rows, contexts = len(self.decoding), sum(request.prompt + request.made for request in self.decoding)
-        plain = _Work(rows, contexts).seconds(costs)
-        budget = (costs.steps_beside - 1) * plain if rows else float("inf")
-        self.pieces, tokens, attended = [], 0, 0.0
-        for request in self.waiting:
-            if not request.started:
-                request.done = self.held(request)
-        ready = [request for request in self.waiting if request.started or not self.computes_document_of(request)]
-        for request in sorted(ready, key=lambda request: request.prompt - request.done)[: max(0, max_running - rows)]:
-            each = costs.prompt_token_s + costs.attention_s * request.done
-            if tokens == MAX_PIECE_TOKENS or (self.pieces and budget < each):
-                break
-            if self.pieces and self.computes_document_of(request) and not request.started:
-                continue
-            room = MAX_PIECE_TOKENS - tokens if budget == float("inf") else max(1, int(budget / max(each, 1e-12)))
-            count = min(request.prompt - request.done, MAX_PIECE_TOKENS - tokens, room)
-            self.pieces.append((request, count))
-            if not request.started:
-                request.started, request.answer.cached_tokens = True, request.done
-            before = count * (request.done + count / 2)
-            budget -= count * costs.prompt_token_s + before * costs.attention_s
-            tokens, attended = tokens + count, attended + before
-        self.work, self.left = _Work(rows, contexts, tokens, attended), 1.0
-
-    def computes_document_of(self, request: _Request) -> bool:
-        """Whether another prompt is computing what this one begins with: then it waits for that."""
-        return request.document is not None and any(
-            other.started and other.document == request.document and other.done < other.document_tokens
-            for other in self.waiting
-        )
-
-    def held(self, request: _Request) -> int:
-        """Whole pages of a prompt that the cache has now."""
-        document = min(self.cache.get(request.document or "", 0), request.document_tokens)
-        known = max(self.cache.get(request.session, 0), document)
-        return min(known, request.prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
-
-    def finish_step(self, now: float) -> list[_Request]:
-        """What ended with it."""
-        for request in self.decoding:
-            request.made += 1
-            request.answer.token_times.append(now)
-        for request, count in self.pieces:
-            request.done += count
-            if request.document is not None:  # known piece by piece
-                known = min(request.done, request.document_tokens)
-                self.keep(request.document, max(known, self.cache.get(request.document, 0)))
-            if request.done >= request.prompt:
-                self.waiting.remove(request)
-                self.decoding.append(request)
-                request.made = 1
-                request.answer.token_times.append(now)
-        ended = [request for request in self.decoding if request.made >= request.answer_tokens]
-        self.decoding = [request for request in self.decoding if request.made < request.answer_tokens]
-        return ended
-
-    def keep(self, name: str, tokens: int) -> None:
-        self.stored += tokens - self.cache.pop(name, 0)
-        self.cache[name] = tokens
-        while self.stored > self.cache_tokens and len(self.cache) > 1:
-            self.stored -= self.cache.popitem(last=False)[1]
+        return own.toward(ReplicaCosts(*(2 * value for value in astuple(own))), busy / below - 1)
 
 
 @dataclass(frozen=True)
@@ -212,89 +74,89 @@ class _Simulation:
         self.shared = not isinstance(costs, ReplicaCosts)
         self.costs = SharedCosts({1: costs} if isinstance(costs, ReplicaCosts) else costs)
         self.answers = [ReplayedAnswer(number) for number in range(len(trace))]
-        self.replicas = [_Replica(f"{i:04d}", setup.cache_tokens) for i in range(setup.replicas)]
-        self.history: dict[str, int] = defaultdict(int)  # tokens of a session so far
+        first, limits = self.costs.of(1), (setup.cache_tokens, setup.max_running)
+        self.replicas = [SimulatedReplica(f"{i:04d}", first, *limits) for i in range(setup.replicas)]
+        self.numbers = TokenNumbers()
+        self.history: dict[str, list[int]] = defaultdict(list)  # tokens of a session so far
         self.turns: dict[str, list[int]] = defaultdict(list)
-        for number, request in enumerate(trace):
-            self.turns[request.session or f"\0{number}"].append(number)
+        for number in range(len(trace)):
+            self.turns[self._session(number)].append(number)
         self.due = [(trace[numbers[0]].arrival_s, numbers[0]) for numbers in self.turns.values()]
-        self.encoding: list[tuple[float, _Request, _Replica]] = []  # requests whose prompts are being encoded
+        self.encoding: list[tuple[float, int, list[int], SimulatedReplica]] = []  # requests, and until when
+
+    def _session(self, number: int) -> str:
+        return self.trace[number].session or f"\0{number}"
 
     def run(self) -> list[ReplayedAnswer]:
-        now, running = 0.0, list[_Replica]()
+        now, running = 0.0, list[SimulatedReplica]()
         while self.due or running or self.encoding:
-            seconds = {replica.name: replica.work.seconds(self._costs(replica, running)) for replica in running}
+            seconds = {replica.name: replica.parts.seconds(self._costs(replica, running)) for replica in running}
             ends = min((replica.left * seconds[replica.name] for replica in running), default=float("inf"))
             arrives = min(self.due)[0] - now if self.due else float("inf")
-            encoded = min((moment for moment, _, _ in self.encoding), default=float("inf")) - now
+            encoded = min((moment for moment, *_ in self.encoding), default=float("inf")) - now
             passed = max(0.0, min(ends, arrives, encoded))
             now += passed
             for replica in running:
                 replica.left -= passed / seconds[replica.name]
             for entry in [entry for entry in self.encoding if entry[0] <= now + 1e-12]:
-                entry[2].waiting.append(entry[1])
+                _, number, prompt, replica = entry
+                replica.add(self.answers[number], prompt, self.trace[number].max_tokens, now)
                 self.encoding.remove(entry)
             if arrives <= min(ends, encoded):
                 self.due.sort()
                 self._arrive(self.due.pop(0)[1], now)
             for replica in running:
                 if replica.left <= 1e-9:
-                    replica.left = 0.0
-                    for request in replica.finish_step(now):
-                        self._end(request, replica, now)
-            idle = [replica for replica in self.replicas if replica.left <= 0 and replica.open]
-            for replica in idle:
-                replica.plan(self._costs(replica, running), self.setup.max_running)
+                    for answer, tokens in replica.finish_step(now, self.numbers):
+                        self._end(answer, tokens, replica, now)
+            for replica in self.replicas:
+                if replica.left <= 0 and not replica.idle:
+                    replica.begin_step(now)
             running = [replica for replica in self.replicas if replica.left > 0]
         for answer in self.answers:
             answer.token_times = [moment + self.setup.hop_s for moment in answer.token_times]
         return self.answers
 
-    def _costs(self, replica: _Replica, running: Sequence[_Replica]) -> ReplicaCosts:
+    def _costs(self, replica: SimulatedReplica, running: Sequence[SimulatedReplica]) -> ReplicaCosts:
         """Of a replica while others compute. Where more compute than have cores, one that only decodes is held up by
         such only, as if there were no prompts: its steps are short, and operating systems let those go first."""
         threads, cores = self.setup.threads, self.setup.cores
         busy = len({own.name for own in running} | {replica.name})
         if not self.shared:  # they share the cores equally
             return self.costs.of(max(1.0, busy * threads / cores))
-        short = [own for own in running if not own.work.tokens]
-        if busy * threads > cores and not replica.waiting and not replica.work.tokens:
+        short = [own for own in running if not own.parts.tokens]
+        if busy * threads > cores and not replica.has_prompts and not replica.parts.tokens:
             busy = max(int(cores / threads), len({own.name for own in short} | {replica.name}))
         return self.costs.of(max(1, busy))
 
     def _arrive(self, number: int, now: float) -> None:
-        request, answer = self.trace[number], self.answers[number]
-        session = request.session or f"\0{number}"
-        prompt = self.history[session] + request.prompt_tokens
-        replica = self._route(number, session)
-        answer.sent, answer.prompt_tokens, answer.completion_tokens = now, prompt, request.max_tokens
-        shared = max(0, request.prompt_tokens - request.question_tokens)
-        made = _Request(number, answer, prompt, request.max_tokens, session, request.document, shared)
+        request, answer, session = self.trace[number], self.answers[number], self._session(number)
+        replica = self._route(number)
+        shared = max(0, request.prompt_tokens - request.question_tokens) if request.document is not None else 0
+        prompt = self.history[session] + self.numbers.document(request.document or "", shared)
+        prompt += self.numbers.new(request.prompt_tokens - shared)
+        answer.sent, answer.prompt_tokens, answer.completion_tokens = now, len(prompt), request.max_tokens
         costs = self._costs(replica, [own for own in self.replicas if own.left > 0])
-        self.encoding.append((now + costs.request_s + costs.encode_s * prompt, made, replica))
-        replica.routed[session] = prompt
-        replica.sent += prompt
+        self.encoding.append((now + costs.request_s + costs.encode_s * len(prompt), number, prompt, replica))
+        replica.routed[session] = len(prompt)
+        replica.sent += len(prompt)
         replica.unanswered += 1
         if request.document is not None:
             replica.routed[request.document] = request.prompt_tokens
 
-    def _route(self, number: int, session: str) -> _Replica:
+    def _route(self, number: int) -> SimulatedReplica:
         """As the front does."""
-        document = self.trace[number].document
-        held = {
-            replica.name: max(replica.routed.get(session, 0), replica.routed.get(document or "", 0))
-            for replica in self.replicas
-        }
+        document, session = self.trace[number].document or "", self._session(number)
+        held = {own.name: max(own.routed.get(session, 0), own.routed.get(document, 0)) for own in self.replicas}
         loads = {replica.name: (replica.unanswered, replica.sent) for replica in self.replicas}
         holders = [name for name, tokens in held.items() if tokens == max(held.values())]
         chosen = order_replicas(loads, holders, int(CHARS_PER_TOKEN * max(held.values())))[0]
         return next(replica for replica in self.replicas if replica.name == chosen)
 
-    def _end(self, request: _Request, replica: _Replica, now: float) -> None:
-        session = self.trace[request.number].session or f"\0{request.number}"
-        self.history[session] = request.prompt + request.answer_tokens
+    def _end(self, answer: ReplayedAnswer, tokens: list[int], replica: SimulatedReplica, now: float) -> None:
+        session = self._session(answer.number)
+        self.history[session] = tokens
         replica.unanswered -= 1
-        replica.keep(session, self.history[session])
-        later = [number for number in self.turns[session] if number > request.number]
+        later = [number for number in self.turns[session] if number > answer.number]
         if later:
             self.due.append((max(now, self.trace[later[0]].arrival_s), later[0]))

@@ -9,7 +9,8 @@ import pytest
 
 from forerun.errors import ForerunError
 from forerun_research.bench.load_costs import BESIDE, BRIEF, LATER_S, MIDDLE, ROWS, TRIES, WHOLE, measured_costs
-from forerun_research.bench.load_simulation import ReplicaCosts, SimulatedSetup, simulate
+from forerun_research.bench.load_replica import ReplicaCosts
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import Messages, ReplayedAnswer
 from forerun_research.bench.load_trace import CHARS_PER_TOKEN, TraceRequest, TraceTexts
 
@@ -21,7 +22,7 @@ KNOWN = ReplicaCosts(
     answer_attention_s=2e-7,
     encode_s=1e-5,
     request_s=0.02,
-    steps_beside=4.0,
+    piece_s=0.004,
 )
 ROUND_S = 1000.0  # between two rounds of probes
 
@@ -58,7 +59,7 @@ class SimulatedTarget:
 
 @pytest.mark.parametrize("busy", [1, 2])
 async def test_the_costs_of_simulated_replicas_are_found_again(busy: int):
-    slower = replace(ReplicaCosts(*(1.8 * value for value in astuple(KNOWN))), steps_beside=5.0)
+    slower = ReplicaCosts(*(1.8 * value for value in astuple(KNOWN)))
     target = SimulatedTarget(busy, {1: KNOWN, 2: slower})
     found = await measured_costs(target, TraceTexts(), busy)
     known = KNOWN if busy == 1 else slower
@@ -66,7 +67,7 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int):
     assert {request.prompt_tokens for request in target.trace} == {BRIEF, MIDDLE, WHOLE, BESIDE}
     for name, within in (("step_s", 0.1), ("row_s", 0.1), ("prompt_token_s", 0.1), ("attention_s", 0.2)):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
-    assert found.steps_beside == pytest.approx(known.steps_beside, rel=0.15)
+    assert found.piece_s == pytest.approx(known.piece_s, rel=0.25)
     assert found.answer_attention_s == pytest.approx(known.answer_attention_s, rel=0.25)
     assert 0.7 * KNOWN.request_s < found.request_s < 1.3 * known.request_s  # sent while no replica computes
 

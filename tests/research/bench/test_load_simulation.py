@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 
 from forerun_research.bench.load import figures, together
-from forerun_research.bench.load_simulation import (
-    MAX_PIECE_TOKENS,
-    ReplicaCosts,
-    SharedCosts,
-    SimulatedSetup,
-    simulate,
-)
+from forerun_research.bench.load_replica import MAX_PIECE_TOKENS, ReplicaCosts
+from forerun_research.bench.load_simulation import SharedCosts, SimulatedSetup, simulate
 from forerun_research.bench.load_trace import SHIPPED, TraceRequest, TraceTexts, poisson, with_lengths
 
 COSTS = ReplicaCosts(step_s=0.01, row_s=0.001, prompt_token_s=0.0001, attention_s=0.0)
@@ -106,7 +101,7 @@ def test_a_document_is_read_where_it_is_held_and_the_least_used_one_goes():
     wide = simulate(trace, SimulatedSetup(1, 1), COSTS)
     assert [a.cached_tokens > 0 for a in wide] == [False, False, True, True, True, True]
     narrow = simulate(trace, SimulatedSetup(1, 1, cache_tokens=1100), COSTS)
-    assert not any(a.cached_tokens for a in narrow)
+    assert all(a.cached_tokens < 100 for a in narrow)  # a few pages are left of the one before
     apart = simulate(trace, SimulatedSetup(2, 2, cache_tokens=2200), COSTS)
     assert [a.cached_tokens > 0 for a in apart] == [False, False, True, True, True, True]
 

@@ -1,0 +1,165 @@
+"""One replica of a simulation: the engine's own scheduler, pacer and prefix tree on pages without K/V, and steps that
+take as long as measured costs say.
+
+So which prompts a step has, how long their pieces are, who waits for whom and what is cached are the engine's rules,
+not a picture of them. Tokens are numbers: those of a document are the same in all of its prompts, all others are new.
+Knows no clock, no other replica and no router.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import astuple, dataclass
+from itertools import count
+
+import torch
+
+from forerun.cache.pool import PagePool
+from forerun.cache.prefix import PrefixTree
+from forerun.core import SamplingParams
+from forerun.decode.control.cost import CostCurve
+from forerun.engine.pace import TIMED_TOKENS, StepPacer
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Phase, Request, ScheduledSequence, Sequence
+from forerun.llm import STEP_TOKENS
+from forerun_research.bench.load_targets import ReplayedAnswer
+
+MAX_PIECE_TOKENS = STEP_TOKENS["cpu"]  # of prompts in one step
+PAGE_TOKENS = 16
+TIMED_ROWS = 16  # answers from whose steps the pacer starts
+
+
+@dataclass(frozen=True)
+class ReplicaCosts:
+    """Seconds of a step's parts."""
+
+    step_s: float
+    row_s: float
+    prompt_token_s: float
+    attention_s: float  # of one prompt token, for each token before it
+    answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
+    encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
+    request_s: float = 0.0  # of each request, before its first step
+    piece_s: float = 0.0  # of a step that has prompt tokens, whatever their number
+
+    def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
+        """On the straight line from these to those."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return ReplicaCosts(*(max(0.0, own + share * (their - own)) for own, their in pairs))
+
+    def curve(self) -> CostCurve:
+        """As the engine's pacer starts with."""
+        rows = {n: self.step_s + n * self.row_s for n in (1, TIMED_ROWS)}
+        rows[TIMED_TOKENS] = max(rows[TIMED_ROWS], self.step_s + self.piece_s + TIMED_TOKENS * self.prompt_token_s)
+        return CostCurve({n: max(seconds, 1e-9) for n, seconds in rows.items()}, 0.0, self.attention_s)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step computes."""
+
+    rows: int = 0  # answers, one token each
+    contexts: int = 0  # tokens before those, over all of them
+    tokens: int = 0  # of prompts
+    attended: float = 0.0  # tokens before those, over all of them
+
+    @classmethod
+    def of(cls, batch: list[ScheduledSequence]) -> StepParts:
+        answers, prompts = [s for s in batch if s.decodes], [s for s in batch if not s.decodes]
+        return cls(
+            len(answers),
+            sum(s.seq.computed for s in answers),
+            sum(s.count for s in prompts),
+            sum(s.count * (s.seq.computed + s.count / 2) for s in prompts),
+        )
+
+    def seconds(self, costs: ReplicaCosts) -> float:
+        answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
+        prompts = costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
+        return costs.step_s + answers + prompts + (costs.piece_s if self.tokens else 0.0)
+
+
+class TokenNumbers:
+    """Prompts as numbers, of all replicas together."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self._documents: dict[str, list[int]] = defaultdict(list)
+
+    def new(self, length: int) -> list[int]:
+        return [next(self._next) for _ in range(length)]
+
+    def document(self, name: str, length: int) -> list[int]:
+        """The first tokens of a document."""
+        own = self._documents[name]
+        own += self.new(length - len(own))
+        return own[:length]
+
+
+@dataclass(frozen=True)
+class _NoKV:
+    num_layers: int = 0
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    kv_size: int = 1
+
+
+class SimulatedReplica:
+    def __init__(self, name: str, costs: ReplicaCosts, cache_tokens: int, max_running: int) -> None:
+        self.name = name
+        pool = PagePool(_NoKV(), -(-cache_tokens // PAGE_TOKENS), PAGE_TOKENS, torch.float32, torch.device("cpu"))
+        pacer = StepPacer(costs.curve)
+        self._scheduler = Scheduler(pool, PrefixTree(pool), None, max_running, MAX_PIECE_TOKENS, None, pacer)
+        self._answers: dict[Sequence, ReplayedAnswer] = {}
+        self._batch: list[ScheduledSequence] = []
+        self.parts = StepParts()  # of the step that runs
+        self.left = 0.0  # of that step, as a share of it; 0: none runs
+        self._began = 0.0
+        self.unanswered = 0  # requests that were sent here, those that are being encoded too
+        self.sent = 0  # tokens of their prompts
+        self.routed: dict[str, int] = {}  # tokens of texts that were sent here, as the router knows them
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to compute."""
+        return self._scheduler.idle
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self._scheduler.waiting) or any(seq.phase is not Phase.DECODING for seq in self._scheduler.running)
+
+    def add(self, answer: ReplayedAnswer, prompt: list[int], max_tokens: int, now: float) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculation="off")
+        request = Request(prompt, params, lambda event: None, packed=array("i", prompt), streamed=True, arrived=now)
+        seq = Sequence(request, 0, 0)
+        self._answers[seq] = answer
+        self._scheduler.add(seq)
+
+    def begin_step(self, now: float) -> None:
+        self._batch, self._began = self._scheduler.schedule(), now
+        self.parts, self.left = StepParts.of(self._batch), 1.0
+
+    def finish_step(self, now: float, numbers: TokenNumbers) -> list[tuple[ReplayedAnswer, list[int]]]:
+        """Answers that ended with it, and all of their tokens."""
+        self.left, ended = 0.0, []
+        for scheduled in self._batch:
+            seq, samples = scheduled.seq, scheduled.samples
+            seq.computed += scheduled.count
+            if seq.phase is Phase.PREFILLING:
+                seq.enter_next()
+                (self._scheduler.publish if seq.phase is Phase.DECODING else self._scheduler.publish_pages)(seq)
+            if not samples:
+                continue
+            seq.tokens += numbers.new(1)
+            self._answers[seq].token_times.append(now)
+            if seq.num_generated < seq.params.max_tokens:
+                self._scheduler.trim(seq)
+                continue
+            answer = self._answers.pop(seq)
+            answer.cached_tokens = seq.usage.cached_tokens
+            self._scheduler.finish(seq)
+            ended.append((answer, seq.tokens))
+        if self._scheduler.work.paced:
+            self._scheduler.pacer.observe(self._scheduler.work, 0, now - self._began)
+        return ended

@@ -1,0 +1,49 @@
+"""Runs of the load check that are kept: what is read is what was written, and the simulation is compared with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forerun_research.bench.load_costs import Probes, solved
+from forerun_research.bench.load_replica import ReplicaCosts
+from forerun_research.bench.load_simulation import SimulatedSetup, simulate
+from forerun_research.bench.load_targets import ReplayedAnswer
+from forerun_research.bench.load_trace import TraceRequest, poisson
+from forerun_research.scripts.load_check import MeasuredRun, numbered, report
+
+COSTS = ReplicaCosts(0.01, 0.001, 0.001, 0.0)
+
+
+def answers(*requests: TraceRequest) -> list[ReplayedAnswer]:
+    return simulate(requests, SimulatedSetup(1, 1.0), COSTS)
+
+
+@pytest.fixture
+def run() -> MeasuredRun:
+    brief, long = TraceRequest(0.0, 320, 48, "a"), TraceRequest(0.0, 2368, 48, "a")
+    beside = answers(replace(brief, max_tokens=96), TraceRequest(0.3, 3008, 2, "b"))
+    rounds = [answers(brief)], [answers(long), answers(replace(long, prompt_tokens=832))], [answers(brief, long)[1:]]
+    probes = Probes(1, *rounds, beside, answers(*[brief] * 16), answers(*[long] * 16))
+    trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
+    real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
+    return MeasuredRun(1, 1.0, trace, {1: probes}, [real, real])
+
+
+def test_a_run_is_read_as_it_was_written(run: MeasuredRun):
+    assert MeasuredRun.of_json(run.to_json()) == run
+
+
+def test_a_simulation_that_is_right_is_within_and_one_that_is_not_is_told(
+    run: MeasuredRun, capsys: pytest.CaptureFixture[str]
+):
+    assert report(run) == 14 and "more than 15% off" not in capsys.readouterr().out
+    for answer in run.answers[0]:
+        answer.token_times = [answer.sent + 2 * (moment - answer.sent) for moment in answer.token_times]
+    assert report(run) < 14 and "more than 15% off" in capsys.readouterr().out
+
+
+def test_documents_of_a_run_are_its_own():
+    trace = [TraceRequest(0.0, 300, 8, "a"), TraceRequest(0.0, 300, 8)]
+    assert [own.document for own in numbered(trace, 1)] == ["a of run 1", None]
