@@ -1,14 +1,11 @@
 """What a trace would feel like on so many replicas: a simulation of their steps from measured costs.
 
-The model: a replica computes steps. A step has one token of every answer that decodes and a piece of the prompts that
-wait, the shortest first; it takes `step_s`, `row_s` for each of those answers, `prompt_token_s` for each prompt token,
-and for all of them attention over what comes before. Beside answers a piece is as long as keeps the step within
-`steps_beside` plain ones, as the engine does. A prompt waits until it is encoded, and while another computes its
-document. A replica's cache holds documents and conversations, the least recently used goes first; a request is routed
-by the front's own rule. Replicas on one machine slow each other down: costs are those of as many as compute at that
-moment, between numbers that were measured by a straight line; with more than there are cores, those that only decode
-are held up by their like alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs`
-measures one.
+The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
+`row_s` for each answer in it, `piece_s` where it has prompt tokens, `prompt_token_s` for each of those, and for all of
+them attention over what comes before. A prompt waits until it is encoded. A request is routed by the front's own rule.
+Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
+were measured by a straight line; with more than there are cores, those that only decode are held up by their like
+alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.
 """
 
 from __future__ import annotations

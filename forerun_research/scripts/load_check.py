@@ -36,6 +36,7 @@ WITHIN = 0.15
 class MeasuredRun:
     """What so many replicas were asked, and how they answered."""
 
+    name: str  # of the trace
     replicas: int
     cores: float
     trace: list[TraceRequest]  # with the tokens that its texts have
@@ -72,17 +73,21 @@ def numbered(trace: list[TraceRequest], run: int) -> list[TraceRequest]:
     return [replace(own, document=own.document and f"{own.document} of run {run}") for own in trace]
 
 
-def measured(model: str, replicas: int, trace: list[TraceRequest], cores: float, runs: int) -> MeasuredRun:
-    """What steps cost by the number of busy replicas, and the answers to the trace, all of the same servers."""
-    known = with_lengths(numbered(trace, 0), TraceTexts(), opened(model).tokenizer().apply_chat_template)
+def measured(model: str, replicas: int, names: list[str], cores: float, runs: int) -> list[MeasuredRun]:
+    """What steps cost by the number of busy replicas, and the answers to each trace, all of the same servers."""
+    encode = opened(model).tokenizer().apply_chat_template
     with served(model, replicas) as server:
         target = EndpointTarget(f"{server.address}/v1", model, {}, speculation="off")
         counts = together([replicas], cores, 1)
         probes = {count: asyncio.run(probed(target, TraceTexts(), count)) for count in counts}
-        answers = []
-        for run in range(runs):
-            answers.append(asyncio.run(replay(target, numbered(trace, run), TraceTexts(), run * len(trace))))
-    return MeasuredRun(replicas, cores, known, probes, answers)
+        found = []
+        for at, name in enumerate(names):
+            own = [numbered(named_trace(name), runs * at + run) for run in range(runs)]
+            known, answers = with_lengths(own[0], TraceTexts(), encode), list[list[ReplayedAnswer]]()
+            for run, trace in enumerate(own):
+                answers.append(asyncio.run(replay(target, trace, TraceTexts(), (runs * at + run) * len(trace))))
+            found.append(MeasuredRun(name, replicas, cores, known, probes, answers))
+    return found
 
 
 def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -103,7 +108,8 @@ def compared(found: dict[str, Any], simulated: dict[str, Any]) -> dict[str, tupl
 def report(run: MeasuredRun) -> int:
     """Prints each figure, measured and simulated; how many are within 15%."""
     first, *others = run.figures()
-    print(f"{run.replicas} replicas, {first['seconds']:.0f} s; errors {[own['errors'] for own in (first, *others)]}")
+    errors = [own["errors"] for own in (first, *others)]
+    print(f"{run.name}, {run.replicas} replicas, {first['seconds']:.0f} s; errors {errors}")
     again = [compared(first, other) for other in others]
     hits = 0
     for name, (own, expected) in compared(first, run.simulated()).items():
@@ -119,10 +125,10 @@ def report(run: MeasuredRun) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--trace", default="users")
+    parser.add_argument("--trace", nargs="+", default=["users"])
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--cores", type=float, default=2.0)
-    parser.add_argument("--runs", type=int, default=1, help="replays of the trace")
+    parser.add_argument("--runs", type=int, default=1, help="replays of each trace")
     parser.add_argument("--save", type=Path, default=None, help="a file that what is measured is added to")
     parser.add_argument(
         "--from", dest="known", type=Path, default=None, help="nothing is measured: such a file is read"
@@ -136,11 +142,11 @@ def _runs(given: argparse.Namespace) -> Iterator[MeasuredRun]:
         yield from map(MeasuredRun.of_json, given.known.read_text().splitlines())
         return
     for replicas in (int(part) for part in given.replicas.split(",") if part):
-        run = measured(given.model, replicas, named_trace(given.trace), given.cores, given.runs)
+        found = measured(given.model, replicas, given.trace, given.cores, given.runs)
         if given.save is not None:
             with given.save.open("a") as file:
-                file.write(run.to_json() + "\n")
-        yield run
+                file.writelines(run.to_json() + "\n" for run in found)
+        yield from found
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def run() -> MeasuredRun:
     probes = Probes(1, *rounds, beside, answers(*[brief] * 16), answers(*[long] * 16))
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
-    return MeasuredRun(1, 1.0, trace, {1: probes}, [real, real])
+    return MeasuredRun("made", 1, 1.0, trace, {1: probes}, [real, real])
 
 
 def test_a_run_is_read_as_it_was_written(run: MeasuredRun):
