@@ -198,7 +198,8 @@ def first_token(vllm: VllmSubject, prompts: list[list[int]], args: argparse.Name
         assert found["plain"].cached == 0 and (found["drafted"].label or {})["approximate"], found["drafted"].label
         rows.append([found["plain"].seconds, found["drafted"].seconds])
         stages.append([(found["drafted"].label or {})[name] for name in ("read_s", "recompute_s", "check_s", "cost")])
-        print(f"{number}: plain {rows[-1][0]:.2f} s, drafted {rows[-1][1]:.2f} s", flush=True)
+        about = "reading {:.2f}, recomputing {:.2f}, checks {:.2f} s; cost {:.3f}".format(*stages[-1])
+        print(f"{number}: plain {rows[-1][0]:.2f} s, drafted {rows[-1][1]:.2f} s ({about})", flush=True)
         if time.perf_counter() > args.deadline:
             break
     warm = rows[1:] or rows
