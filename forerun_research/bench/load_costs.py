@@ -2,8 +2,7 @@
 
 Short answers alone and sixteen at once give the cost of a step and of each answer in it, the same after a long document
 that is cached the cost of attention, and first tokens after documents of several lengths that of prompts. All that lies
-between a client and the engine is part of it, and so is how long the engine lets a step take that computes a prompt
-beside an answer. Replicas that share a machine take cores, memory's bandwidth and the
+between a client and the engine is part of it. Replicas that share a machine take cores, memory's bandwidth and the
 front's time from each other: their costs are measured with all of them asked at once, each about a document of its own,
 which keeps its questions there. Knows neither the trace that is simulated later nor the simulation.
 """
@@ -26,13 +25,12 @@ from forerun_research.bench.load_trace import TraceRequest, TraceTexts
 ROWS = 16  # answers of a replica that are timed together
 ANSWER_TOKENS, ROW_TOKENS = 48, 96  # of an answer alone, and of those timed together, whose beginnings are left out
 # Tokens of a document that a question begins with; the first decide its replica
-BRIEF, MIDDLE, WHOLE, BESIDE = 320, 832, 2368, 3008
+BRIEF, MIDDLE, WHOLE = 320, 832, 2368
 TRIES = 3
-LATER_S = 0.3  # until a longer document follows: its replica decodes by then
 APART_S = 0.005  # between requests that are sent together: the front counts one before it sends the next
 
 Round = list[ReplayedAnswer]  # of requests that were sent together, as many to each replica
-Line = tuple[tuple[float, ...], float]  # requests, prompt tokens, new ones, what those attend to, pieces; seconds
+Line = tuple[tuple[float, ...], float]  # requests, prompt tokens, new ones, what those attend to; seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Probes:
     brief: list[Round]  # one at a replica, which knows the beginning
     longer: list[Round]  # one at a replica, whose document gets longer: middle, whole
     warm: list[Round]  # whole documents that are known
-    beside: Round  # brief ones, and after them as many longer documents
     many: Round  # brief ones, ROWS at a replica
     attending: Round  # about whole documents, ROWS at a replica
 
@@ -56,11 +53,10 @@ async def measured_costs(target: LoadTarget, texts: TraceTexts, busy: int = 1) -
 async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes:
     asked = 10**6 * busy  # numbers of questions, which no trace has
 
-    async def ask(documents: Sequence[int], tokens: int, length: int, later: int = 0) -> Round:
+    async def ask(documents: Sequence[int], tokens: int, length: int) -> Round:
         nonlocal asked
         names = [f"probe {busy} {document}" for document in documents]
         requests = [TraceRequest(APART_S * i, length, tokens, name) for i, name in enumerate(names)]
-        requests += [TraceRequest(LATER_S + APART_S * i, later, 2, name) for i, name in enumerate(names) if later]
         asked += len(requests)
         answers = await replay(target, requests, texts, asked)
         for answer in answers:
@@ -74,10 +70,9 @@ async def probed(target: LoadTarget, texts: TraceTexts, busy: int = 1) -> Probes
     brief = [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]
     longer = [await ask(each, 2, length) for length in (MIDDLE, WHOLE)]
     warm = [await ask(each, ANSWER_TOKENS, WHOLE) for _ in range(TRIES)]
-    beside = await ask(each, ROW_TOKENS, BRIEF, BESIDE)
     many, attending = [await ask([*each] * ROWS, ROW_TOKENS, length) for length in (BRIEF, WHOLE)]
     brief += [await ask(each, ANSWER_TOKENS, BRIEF) for _ in range(TRIES)]  # again: machines change in a minute
-    return Probes(busy, brief, longer, warm, beside, many, attending)
+    return Probes(busy, brief, longer, warm, many, attending)
 
 
 def solved(probes: Probes) -> ReplicaCosts:
@@ -89,10 +84,8 @@ def solved(probes: Probes) -> ReplicaCosts:
     answer_attention = max(0.0, (deep - rows) / (ROWS * deeper))
     alone = [_first_token(probes.brief, step), _first_token(probes.warm, step)]
     alone += [_first_token([answers], step) for answers in probes.longer]
-    request, encode, *_ = _least_squares([(parts[:-1], seconds) for parts, seconds in alone])
-    beside = [_beside_answer(*pair, one, request, encode) for pair in _pairs(probes.beside)]
-    request, encode, token, attention, piece = _least_squares([*alone, *beside])
-    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request, piece)
+    request, encode, token, attention = _least_squares(alone)
+    return ReplicaCosts(step, row, token, attention, answer_attention, encode, request)
 
 
 def _first_token(rounds: list[Round], step: float) -> Line:
@@ -101,23 +94,7 @@ def _first_token(rounds: list[Round], step: float) -> Line:
     prompt, cached = (mean(getattr(a, name) for a in answers) for name in ("prompt_tokens", "cached_tokens"))
     new = prompt - cached
     pieces = -(-new // MAX_PIECE_TOKENS)
-    seconds = median(a.first_s for a in answers) - step * pieces
-    return (1.0, prompt, new, new * (cached + new / 2), pieces), seconds
-
-
-def _beside_answer(answer: ReplayedAnswer, prompt: ReplayedAnswer, one: float, request: float, encode: float) -> Line:
-    """Of a prompt beside an answer, without that one's steps; those before the prompt is encoded have none of it."""
-    steps = sum(prompt.sent < moment <= prompt.token_times[0] for moment in answer.token_times)
-    steps = max(1.0, steps - (request + encode * prompt.prompt_tokens) / one)
-    new = prompt.prompt_tokens - prompt.cached_tokens
-    attended = new * (prompt.cached_tokens + new / 2)
-    return (1.0, prompt.prompt_tokens, new, attended, steps), prompt.first_s - steps * one
-
-
-def _pairs(answers: Sequence[ReplayedAnswer]) -> list[tuple[ReplayedAnswer, ReplayedAnswer]]:
-    """Answers that decode, which are the first half, each with the prompt beside it."""
-    half = len(answers) // 2
-    return list(zip(answers[:half], answers[half:], strict=True))
+    return (1.0, prompt, new, new * (cached + new / 2)), median(a.first_s for a in answers) - step * pieces
 
 
 def _least_squares(found: Sequence[Line]) -> list[float]:

@@ -41,7 +41,6 @@ class ReplicaCosts:
     answer_attention_s: float = 0.0  # of one token of an answer, for each token before it
     encode_s: float = 0.0  # template and tokenizer, for each token of a prompt
     request_s: float = 0.0  # of each request, before its first step
-    piece_s: float = 0.0  # of a step that has prompt tokens, whatever their number
 
     def toward(self, other: ReplicaCosts, share: float) -> ReplicaCosts:
         """On the straight line from these to those."""
@@ -51,7 +50,7 @@ class ReplicaCosts:
     def curve(self) -> CostCurve:
         """As the engine's pacer starts with."""
         rows = {n: self.step_s + n * self.row_s for n in (1, TIMED_ROWS)}
-        rows[TIMED_TOKENS] = max(rows[TIMED_ROWS], self.step_s + self.piece_s + TIMED_TOKENS * self.prompt_token_s)
+        rows[TIMED_TOKENS] = max(rows[TIMED_ROWS], self.step_s + TIMED_TOKENS * self.prompt_token_s)
         return CostCurve({n: max(seconds, 1e-9) for n, seconds in rows.items()}, 0.0, self.attention_s)
 
 
@@ -76,8 +75,7 @@ class StepParts:
 
     def seconds(self, costs: ReplicaCosts) -> float:
         answers = costs.row_s * self.rows + costs.answer_attention_s * self.contexts
-        prompts = costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
-        return costs.step_s + answers + prompts + (costs.piece_s if self.tokens else 0.0)
+        return costs.step_s + answers + costs.prompt_token_s * self.tokens + costs.attention_s * self.attended
 
 
 class TokenNumbers:

@@ -1,8 +1,8 @@
 """What a trace would feel like on so many replicas: a simulation of their steps from measured costs.
 
 The model: a replica computes steps, which the engine's own scheduler fills (`load_replica`). A step takes `step_s`,
-`row_s` for each answer in it, `piece_s` where it has prompt tokens, `prompt_token_s` for each of those, and for all of
-them attention over what comes before. A prompt waits until it is encoded. A request is routed by the front's own rule.
+`row_s` for each answer in it, `prompt_token_s` for each prompt token, and for all of them attention over what comes
+before. A prompt waits until it is encoded. A request is routed by the front's own rule.
 Replicas on one machine slow each other down: costs are those of as many as compute at that moment, between numbers that
 were measured by a straight line; with more than there are cores, those that only decode are held up by their like
 alone. Drafts of tokens are not modelled: plain decoding. Knows no engine; `load_costs` measures one.

@@ -8,7 +8,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from forerun.errors import ForerunError
-from forerun_research.bench.load_costs import BESIDE, BRIEF, LATER_S, MIDDLE, ROWS, TRIES, WHOLE, measured_costs
+from forerun_research.bench.load_costs import BRIEF, MIDDLE, ROWS, TRIES, WHOLE, measured_costs
 from forerun_research.bench.load_replica import ReplicaCosts
 from forerun_research.bench.load_simulation import SimulatedSetup, simulate
 from forerun_research.bench.load_targets import Messages, ReplayedAnswer
@@ -22,7 +22,6 @@ KNOWN = ReplicaCosts(
     answer_attention_s=2e-7,
     encode_s=1e-5,
     request_s=0.02,
-    piece_s=0.004,
 )
 ROUND_S = 1000.0  # between two rounds of probes
 
@@ -42,7 +41,7 @@ class SimulatedTarget:
             self.rounds += 1
             asyncio.get_running_loop().call_later(0.5, self.compute)  # all of a round have come
         tokens = round(len(text) / CHARS_PER_TOKEN)
-        arrival = self.rounds * ROUND_S + 0.001 * len(self.open) + (LATER_S if tokens == BESIDE else 0.0)
+        arrival = self.rounds * ROUND_S + 0.001 * len(self.open)
         self.trace.append(TraceRequest(arrival, tokens, max_tokens, text.partition(".")[0]))
         done = asyncio.Event()
         self.open.append((answer, done))
@@ -63,11 +62,10 @@ async def test_the_costs_of_simulated_replicas_are_found_again(busy: int):
     target = SimulatedTarget(busy, {1: KNOWN, 2: slower})
     found = await measured_costs(target, TraceTexts(), busy)
     known = KNOWN if busy == 1 else slower
-    assert len(target.trace) == busy * (1 + 3 * TRIES + 2 + 2 + 2 * ROWS)
-    assert {request.prompt_tokens for request in target.trace} == {BRIEF, MIDDLE, WHOLE, BESIDE}
+    assert len(target.trace) == busy * (1 + 3 * TRIES + 2 + 2 * ROWS)
+    assert {request.prompt_tokens for request in target.trace} == {BRIEF, MIDDLE, WHOLE}
     for name, within in (("step_s", 0.1), ("row_s", 0.1), ("prompt_token_s", 0.1), ("attention_s", 0.2)):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=within), name
-    assert found.piece_s == pytest.approx(known.piece_s, rel=0.25)
     assert found.answer_attention_s == pytest.approx(known.answer_attention_s, rel=0.25)
     assert 0.7 * KNOWN.request_s < found.request_s < 1.3 * known.request_s  # sent while no replica computes
 

@@ -23,9 +23,8 @@ def answers(*requests: TraceRequest) -> list[ReplayedAnswer]:
 @pytest.fixture
 def run() -> MeasuredRun:
     brief, long = TraceRequest(0.0, 320, 48, "a"), TraceRequest(0.0, 2368, 48, "a")
-    beside = answers(replace(brief, max_tokens=96), TraceRequest(0.3, 3008, 2, "b"))
     rounds = [answers(brief)], [answers(long), answers(replace(long, prompt_tokens=832))], [answers(brief, long)[1:]]
-    probes = Probes(1, *rounds, beside, answers(*[brief] * 16), answers(*[long] * 16))
+    probes = Probes(1, *rounds, answers(*[brief] * 16), answers(*[long] * 16))
     trace = poisson(0.5, 20.0, 2, 300, 8, 2, 2.0)
     real = simulate(trace, SimulatedSetup(1, 1.0, 1), {1: solved(probes)})
     return MeasuredRun("made", 1, 1.0, trace, {1: probes}, [real, real])
