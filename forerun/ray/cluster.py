@@ -121,9 +121,7 @@ def warn_of_little_room(scale: Scale) -> None:
     there = load_ray()[0].cluster_resources()
     for name, each in (("CPU", scale.cpus), ("GPU", scale.gpus)):
         if there.get(name, 0.0) < each * scale.replicas:
-            text = (
-                "the cluster has %g %ss and %d replicas want %g each (--threads): those without wait until it has more"
-            )
+            text = "the cluster has %g %ss and %d replicas want %g each: those without wait until it has more"
             log.warning(text, there.get(name, 0.0), name, scale.replicas, each)
 
 
