@@ -101,6 +101,8 @@ def cluster(address: str | None, cpus: float, gpus: float = 0.0) -> Iterator[Non
             ray.shutdown()
         where = "start Ray here" if address is None else f"join the Ray cluster at {address}"
         hint = "see what Ray printed; versions of Ray and Python must be the same on all machines"
+        if isinstance(error, ConnectionError):  # what Ray raises where `auto` finds none
+            hint = "start one with `ray start --head`, or leave --ray out"
         raise ForerunError(f"cannot {where}: {str(error).strip().splitlines()[0]}", hint) from error
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

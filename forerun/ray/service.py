@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from forerun.errors import ForerunError
 from forerun.loading import opened
 from forerun.models.fetch.store import resolve
+from forerun.prefill.open_profile import open_profile
 from forerun.ray import cluster
 from forerun.ray.front import create_front
 from forerun.ray.replica import ReplicaSettings
@@ -71,7 +72,9 @@ def replica_service(
     llm: dict[str, Any], config: ServeConfig, scale: cluster.Scale, address: str | None, **more: Any
 ) -> Iterator[ReplicaService]:
     """`llm`: keyword arguments of `LLM`; `more`: other fields of `ReplicaSettings`."""
-    resolve(llm["model"])  # a model that is not there is an error before Ray is started
+    resolve(llm["model"])  # a model that is not there is an error before Ray is started, and so is another's profile
+    if (profile := llm.get("prefill_profile")) is not None:
+        open_profile(profile, opened(llm["model"]), any_source=True)
     admission = front_limits(config, scale, llm["max_num_seqs"])
     most = scale.max_replicas or scale.replicas
     with cluster.cluster(address, scale.cpus * most, scale.gpus * most):

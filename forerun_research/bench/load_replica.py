@@ -1,7 +1,7 @@
 """One replica of a simulation: the engine's own scheduler, pacer and prefix tree on pages without K/V, and steps that
 take as long as measured costs say.
 
-So which prompts a step has, how long their pieces are, who waits for whom and what is cached are the engine's rules,
+So which prompts a step has, how long their pieces are, which wait and what is cached are the engine's rules,
 not a picture of them. Tokens are numbers: those of a document are the same in all of its prompts, all others are new.
 Knows no clock, no other replica and no router.
 """

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import forerun
 from forerun.cli import app
-from forerun.errors import BadRequest, ForerunError
+from forerun.errors import BadProfile, BadRequest, ForerunError
 from forerun.ray import cluster
 from forerun.ray.deploy import parse_args
 
@@ -194,6 +195,27 @@ def test_a_model_that_is_not_there_and_a_port_in_use_are_errors_before_ray_is_st
         port = str(taken.getsockname()[1])
         found = runner.invoke(app, ["serve", "--port", port, "--replicas", "2"])
     assert isinstance(found.exception, BadRequest) and "cannot listen" in str(found.exception)
+
+
+def test_a_profile_of_another_model_is_an_error_before_ray_is_started(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+):
+    fake = SimpleNamespace(__version__="2.60.0", init=lambda **options: pytest.fail("Ray was started"))
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    asked = ["serve", "--model", str(tiny_folder("qwen3")), "--port", "0", "--replicas", "2"]
+    (profile,) = (Path(forerun.__file__).parent / "data" / "profiles").glob("*.safetensors")
+    found = CliRunner().invoke(app, [*asked, "--prefill-profile", str(profile)])
+    assert isinstance(found.exception, BadProfile) and "not for this target" in str(found.exception)
+
+
+def test_no_cluster_where_one_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+    def refuse(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    fake = SimpleNamespace(__version__="2.60.0", init=refuse, shutdown=lambda: None)
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake)
+    with pytest.raises(ForerunError, match="at auto: .*\nhint: start one with"), cluster.cluster("auto", 1):
+        pass
 
 
 def test_args_of_a_yaml_file(tmp_path: Path):
