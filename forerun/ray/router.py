@@ -9,6 +9,7 @@ it is to remember lies in another.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from ray.serve.request_router import RequestRouter
 
 from forerun.ray.call import ReplicaCall, count_routed, order_replicas, publish_replicas, rank, replica_loads
 
+_root = logging.getLogger()
+_log_handlers, _log_level = _root.handlers, _root.level
 try:  # not a public module: the public alias of it imports vLLM
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
         PrefixCacheAffinityRouter as _Base,
@@ -24,6 +27,9 @@ try:  # not a public module: the public alias of it imports vLLM
     PREFIX_AWARE = True
 except ImportError:
     _Base, PREFIX_AWARE = RequestRouter, False
+finally:  # importing it replaces the process's log handlers by one of Ray's, which writes JSON
+    _root.handlers = _log_handlers
+    _root.setLevel(_log_level)
 
 FIRST_CHARS = 512  # of a prompt, where only the rank of its text is known: some pages of tokens
 MAX_TREE_CHARS = 50_000_000  # of prompts in the prefix tree

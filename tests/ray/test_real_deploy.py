@@ -157,3 +157,9 @@ def test_provisional_text_comes_through(deployed: str):
 def test_metrics_of_both_replicas_are_there(deployed: str):
     found = httpx.get(f"{deployed}/metrics", headers=key("ann"), timeout=60).text
     assert found.count("\nforerun_sequences_running{") == 2
+
+
+def test_the_log_is_written_as_before_once_the_router_is_imported():
+    code = "import logging; logging.basicConfig(); root = logging.getLogger(); before = list(root.handlers), root.level"
+    code += "; import forerun.ray.router; assert (root.handlers, root.level) == before, root.handlers"
+    subprocess.run([sys.executable, "-c", code], check=True)
