@@ -50,7 +50,7 @@ class ReplicaService:
             self._settings = following
             log.info("all replicas are replaced")
         except ForerunError as error:
-            log.error("the replicas are not replaced: %s", error)
+            log.error("the replicas are not replaced: %s; %s", error, error.hint)
         finally:
             self._updating.release()
 
@@ -59,7 +59,7 @@ class ReplicaService:
         try:
             cluster.deploy(self._settings, self._scale)
         except ForerunError as error:
-            log.error("a replica that was stopped cannot be started again: %s", error)
+            log.error("a replica that was stopped cannot be started again: %s; %s", error, error.hint)
 
 
 def front_limits(config: ServeConfig, scale: cluster.Scale, max_num_seqs: int) -> AdmissionControl:

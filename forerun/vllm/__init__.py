@@ -40,7 +40,7 @@ def register() -> None:
     """The entry point: in each process of vLLM, perhaps more than once. Each architecture is replaced by a subclass
     that differs only in that the connector can find the loaded model."""
     if (problem := version_problem()) is not None:
-        log.warning("forerun.vllm is not registered: %s", problem)  # vLLM itself goes on
+        log.warning("forerun.vllm is not registered: %s; %s", problem, problem.hint)  # vLLM itself goes on
         return
     from vllm.model_executor.models import ModelRegistry
 
