@@ -63,8 +63,8 @@ def test_exact_kv_injected_gives_plain_answers(vllm: VllmEngine) -> None:
 
 
 def test_drafted_prompts_are_those_of_our_own_engine(vllm: VllmEngine, folder: Path, profile: Profile) -> None:
-    """The same answers from the same profile, with the same tokens recomputed at the same cost; where a score lies at the
-    limit, the two kinds of attention may choose a token more or less."""
+    """The same answers from the same profile, with the same tokens recomputed at the same cost; where a score lies
+    at the limit, the two kinds of attention may choose a token more or less."""
     prompts = [prompt(seed, 500 + 20 * seed) for seed in range(20)]
     checkpoint = open_checkpoint(folder)
     decoder, _ = build_decoder(checkpoint, torch.device("cpu"), "float32", CONTEXT)
