@@ -63,8 +63,7 @@ def test_exact_kv_injected_gives_plain_answers(vllm: VllmEngine) -> None:
 
 
 def test_drafted_prompts_are_those_of_our_own_engine(vllm: VllmEngine, folder: Path, profile: Profile) -> None:
-    """The same answers from the same profile, with the same tokens recomputed at the same cost; where a score lies
-    at the limit, the two kinds of attention may choose a token more or less."""
+    """The same answers from the same profile, with the same tokens recomputed at the same cost."""
     prompts = [prompt(seed, 500 + 20 * seed) for seed in range(20)]
     checkpoint = open_checkpoint(folder)
     decoder, _ = build_decoder(checkpoint, torch.device("cpu"), "float32", CONTEXT)
@@ -80,20 +79,15 @@ def test_drafted_prompts_are_those_of_our_own_engine(vllm: VllmEngine, folder: P
     params = SamplingParams(max_tokens=8, ignore_eos=True, prefill="speculative", speculation="off")
     answers = vllm.generate(prompts, [DRAFTED] * 20)
     plain = vllm.generate(prompts, [None] * 20)
-    alike = 0
     for ids, answer in zip(prompts, answers, strict=True):
         own = Answer(ours, ids, params)
         finish(ours)
         report = own.last.usage.prefill  # type: ignore[union-attr]
         assert report is not None and answer.label is not None and not report.fell_back
-        for name in ("source", "chooser", "exact", "rounds"):
+        for name in ("source", "chooser", "exact", "accepted", "recomputed", "rounds", "token_layers"):
             assert answer.label[name] == getattr(report, name), name
-        assert abs(answer.label["recomputed"] - report.recomputed) <= 1 and answer.label["approximate"]
-        assert answer.label["cost"] == pytest.approx(report.cost, rel=0.01)
-        same = all(answer.label[name] == getattr(report, name) for name in ("accepted", "recomputed", "token_layers"))
-        assert not same or answer.tokens == own.tokens()
-        alike += same
-    assert alike >= 15
+        assert answer.label["cost"] == pytest.approx(report.cost) and answer.label["approximate"]
+        assert answer.tokens == own.tokens()
     assert [a.tokens for a in answers] != [a.tokens for a in plain]  # maps that mean nothing do change answers
 
 
