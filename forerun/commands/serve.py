@@ -117,6 +117,8 @@ def serve(opened: opt.ModelOptions, server: ServerOptions) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one: its threads would be idle
     config = server.config(opened.model)
     configure_logs(server.log_format)
+    if hasattr(signal, "SIGHUP"):  # before the model is opened: unhandled, it would end the process
+        signal.signal(signal.SIGHUP, lambda *_: _reload(config))
     if server.replicas is None and (server.max_replicas, server.ray) != (None, None):
         raise BadRequest("--max-replicas and --ray are about replicas", "add --replicas N")
     (_run if server.replicas is None else _run_replicas)(opened, server, config)
@@ -138,7 +140,6 @@ def _run_replicas(opened: opt.ModelOptions, server: ServerOptions, config: Serve
         listen(server.host, server.port) as sock,
         replica_service(llm, config, scale, server.ray, **more) as service,
     ):
-        signal.signal(signal.SIGHUP, lambda *_: _reload(config))
         signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=service.update, daemon=True).start())
         _print_ready(server, config, sock, f"{scale.replicas} replicas of {math.ceil(scale.cpus)} threads each")
         Server(service.app, config).run(sockets=[sock])
@@ -181,8 +182,6 @@ def _run(opened: opt.ModelOptions, server: ServerOptions, config: ServeConfig) -
         app = run_in_thread(lambda: create_app(llm, config))  # warms up
         if traces is not None:
             app.add_middleware(RequestObserver, report=traces.record, paths=OPERATIONS)
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, lambda *_: _reload(config))
         with open_kv_events(llm, server.kv_events, server.kv_events_replay):
             _print_ready(server, config, sock, _cost(llm))
             Server(app, config).run(sockets=[sock])

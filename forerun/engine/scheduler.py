@@ -38,6 +38,9 @@ PROVISIONAL_CHUNK_DIVISOR = 4
 MAX_OVERTAKING = 3  # prompt tokens that pass a waiting sequence, for each of its own: as in `FairShares`
 # Of the pool, where others need pages: sessions that grow and pause would else leave less and less of it to all others
 MAX_PINNED_SHARE = 0.5
+# For pages of idle pins, be they ever so few: with half of a small pool pinned, eight streams that had fitted into it
+# waited for each other, the last of them for 6 s (docs/log.md)
+MAX_PINNED_WAIT_S = 1.0
 MAX_FAILED_ADMISSIONS = 4  # in one step: trying is slow where hundreds wait
 
 
@@ -304,11 +307,11 @@ class Scheduler:
         missing = self.pool.pages_for(len(seq.tokens)) - len(start.pages)
         if not self.make_room(missing + self._promised(seq)):
             self.pool.release(start.pages)  # it starts when others end; admitting now would only preempt them
-            seq.lacks_room = True
+            seq.lacks_room, seq.without_room_since = True, seq.without_room_since or time.perf_counter()
             return (self._unpin_for(seq) or self._preempt_for(seq, missing)) and self._admit(seq)
         self.waiting.remove(seq)
         self.running.append(seq)
-        seq.admitted_with = len(seq.tokens)
+        seq.admitted_with, seq.without_room_since = len(seq.tokens), 0.0
         for other in self.waiting:
             mine = other.request.client == seq.request.client
             if other.request.arrived < seq.request.arrived and (mine or other.lacks_room):
@@ -341,10 +344,13 @@ class Scheduler:
         return sum(self.pool.pages_for(len(other.tokens)) - len(other.pages) for other in others)
 
     def _unpin_for(self, seq: Sequence) -> bool:
-        """Whether a sequence can be tried again: nothing runs, so that only pins can be in its way. Idle pins go first;
-        a turn that has begun is admitted first, so that its pages are free when it is over."""
-        if self.running or self.pins.give_up(sparing=seq.request.session):
-            return not self.running
+        """Whether a sequence can be tried again: it has waited for long, and idle pins went; or nothing runs, so that
+        only pins can be in its way. A turn that has begun is admitted first, so that its pages are free afterwards."""
+        waited = time.perf_counter() - seq.without_room_since >= MAX_PINNED_WAIT_S
+        if (waited or not self.running) and self.pins.give_up(sparing=seq.request.session):
+            return True
+        if self.running:
+            return False
         turn = next((s for s in self.waiting if s.request.session in self.pins), None)
         if turn is not None and seq.request.session not in self.pins:
             self._admit(turn)

@@ -130,6 +130,7 @@ class Sequence:
         self.overtaken = 0  # prompt tokens of later ones that were admitted while it waited
         self.admitted_with = 0  # tokens that it had when it was admitted last
         self.lacks_room = False  # there were no pages for it when its turn came
+        self.without_room_since = 0.0  # when that was first so since it waits, by `time.perf_counter`; 0: not yet
         self.usage = Usage(prompt_tokens=len(request.prompt_ids))
         self._recorded_s = (0.0, 0.0)  # seconds of drafting and verifying up to the last step of the timeline
 

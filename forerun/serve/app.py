@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -60,7 +61,7 @@ def create_app(llm: LLM, config: ServeConfig) -> FastAPI:
     add_embeddings(app, ctx)
     add_text_api(app, ctx, ToolDialect.of(llm.tokenizer))
     _add_sessions(app, sessions)
-    _add_models(app, config, created=int(time.time()))
+    _add_models(app, ctx, created=int(time.time()))
     _add_health(app, ctx)
     add_page_api(app, ctx)
     add_page_files(app)
@@ -139,19 +140,23 @@ def _add_sessions(app: FastAPI, sessions: ServerSessions) -> None:
         return {"object": "forerun.session", "name": name, "deleted": True}
 
 
-def _add_models(app: FastAPI, config: ServeConfig, created: int) -> None:
-    entry = {"id": config.model_name, "object": "model", "created": created, "owned_by": "forerun"}
+def _add_models(app: FastAPI, ctx: ServerContext, created: int) -> None:
+    name = ctx.config.model_name
+    entry = {"id": name, "object": "model", "created": created, "owned_by": "forerun"}
+    entry |= {"max_model_len": ctx.max_context}  # vLLM's: agents read how long prompts may be
+    when = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    entry |= {"type": "model", "display_name": name, "created_at": when}  # Anthropic's names, too
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model of this server."""
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [entry], "has_more": False, "first_id": name, "last_id": name}
 
     @app.get("/v1/models/{model:path}", responses=described_errors(404))
     async def model(model: str) -> dict[str, Any]:
         """One model."""
-        if model != config.model_name:
-            message, hint = f"there is no model {model!r:.80}", f"there is {config.model_name}"
+        if model != name:
+            message, hint = f"there is no model {model!r:.80}", f"there is {name}"
             raise ApiError(404, message, hint, code="model_not_found")
         return entry
 

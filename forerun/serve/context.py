@@ -63,7 +63,8 @@ class ServerContext:
             return {}
         if self.config.strict:
             message = f"{fields[0]!r:.120} is not supported here"
-            raise ApiError(400, message, "leave it out, or have the server started without --strict", param=fields[0])
+            hint = "leave it out, or have the server started without --strict"
+            raise ApiError(400, message, hint, param=fields[0][:120])
         self.metrics.ignored_fields.inc(len(fields))
         # a header value may neither be empty nor end in a space: a field without a name is shown as one, too
         shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", field)[:80] or "?" for field in fields[:MAX_NAMED_FIELDS]]

@@ -277,12 +277,13 @@ class CompletionEncoder(ResponseEncoder):
         return {
             "tokens": [self._text(t.token_id) for t in logprobs],
             "token_logprobs": [max(t.logprob, MIN_LOGPROB) for t in logprobs],
-            "top_logprobs": [self._by_text(t.top) for t in logprobs],
+            "top_logprobs": [self._by_text([*t.top, (t.token_id, t.logprob)]) for t in logprobs],
             "text_offset": offsets,
         }
 
     def _by_text(self, top: list[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens with the same text, parts of characters, the likeliest counts: it comes first."""
+        """Of tokens with the same text, parts of characters, the likeliest counts: it comes first. The token itself
+        comes last: as OpenAI has it, there is one entry more where it is not among the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in top:
             found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -159,7 +159,10 @@ class CompletionResponse(Response):
         return PromptScores(request.prompt_ids[0], scores)
 
     async def _run_prompt(self, number: int, request: Request) -> None:
-        stream = self.turn.stream(request) if self.turn is not None else self.ctx.llm.astream(request)
+        if self.request_body.writes_nothing:
+            stream = _nothing_written(request)
+        else:
+            stream = self.turn.stream(request) if self.turn is not None else self.ctx.llm.astream(request)
         async with aclosing(stream) as events:  # type: ignore[type-var]
             async for event in events:
                 index = number * request.params.n + event.index
@@ -255,6 +258,12 @@ class CompletionResponse(Response):
         head, text = (self.request_id, path, self.status_code), " ".join(f"{name}={fields[name]}" for name in fields)
         names = dict(zip(("request_id", "path", "status"), head, strict=True))
         log.info("%s %s %d %s", *head, text, extra={"fields": names | fields})
+
+
+async def _nothing_written(request: Request) -> AsyncIterator[Event]:
+    """The ends of answers without tokens."""
+    for index in range(request.params.n):
+        yield Event(0, index, finish_reason="length", usage=Usage(prompt_tokens=len(request.prompt_ids)))
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -229,6 +229,11 @@ class _CompletionBody(GuidedFields, _UnusedFields, _SamplingFields):
         """Answers to each prompt. `params` refuses what is below 1."""
         return max(1, self.n or 1)
 
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether the prompts alone are asked for."""
+        return False
+
     def _params(self, max_tokens: int, room: int, **more: Any) -> SamplingParams:
         """Null means left out. `room`: tokens that the context has left for the output."""
         if self.stream_options is not None and not self.stream:
@@ -355,7 +360,15 @@ class CompletionRequest(_CompletionBody):
 
     def params(self, room: int, tools: ToolUse | None, encode: Callable[[str], list[int]]) -> SamplingParams:
         longest = 16 if self.max_tokens is None else self.max_tokens
+        if self.writes_nothing:
+            if self.forerun.session is not None:
+                raise BadRequest("max_tokens is 0 beside a session, whose turns have answers", "leave the session out")
+            longest = 1  # never run
         return self._params(longest, room, logprobs=self.logprobs, grammar=self.grammar())
+
+    @property
+    def writes_nothing(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def scores_prompts(self) -> bool:

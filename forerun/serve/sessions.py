@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,17 +123,33 @@ class ServerSessions:
         now = time.monotonic()
         for other, used in list(self._used.items()):
             session = self.llm.session(other)
-            if other != name and other not in self.busy and now - used > session.ttl:
+            if other != name and other not in self.busy and now - used > session.ttl and self._kept(session):
                 self._close(other, session)
         if name in self._used or len(self._used) < self.max_open:
             return
-        idle = next((other for other in self._used if other not in self.busy), None)
-        tiers = self.llm.engine.tiers
-        if idle is None or tiers is None or tiers.disk is None:  # without a disk it would be lost before it expires
+        idle = next((other for other in self._used if other not in self.busy and self._stored(other)), None)
+        if idle is None:
             message = f"{len(self._used)} sessions are open, the limit of this server is {self.max_open}"
             hint = "try again later, or continue one of yours"
             raise ApiError(429, message, hint, code="session_limit", headers={"Retry-After": "60"})
         self._close(idle, self.llm.session(idle))
+
+    def _stored(self, name: str) -> bool:
+        """Whether it can be opened again after it was closed: without a disk it would be lost before it expires."""
+        tiers = self.llm.engine.tiers
+        return tiers is not None and tiers.disk is not None and self._kept(self.llm.session(name))
+
+    def _kept(self, session: Session) -> bool:
+        """Whether its latest turn is as durable as it can be. One that could not be written is tried again: closed
+        without it, the session would go on from the turn before as if there were no other."""
+        if not session.saved:
+            with suppress(BadRequest):  # another server of the folder goes on with it
+                self.llm.sessions.hold(session.name)
+                try:
+                    self.llm.sessions.save(session)
+                finally:
+                    self.llm.sessions.release(session.name)
+        return session.saved
 
     def _close(self, name: str, session: Session, forget: bool = False) -> None:
         session.close(forget)

@@ -1,12 +1,13 @@
 """A coding agent's session against a server: turns per minute and seconds to the first word, with and without reuse.
 
-    python -m forerun_research.scripts.agent_session [--model NAME] [--tokens 6000] [--turns 6]
+    python -m forerun_research.scripts.agent_session [--model NAME] [--tokens 6000] [--turns 6] [--device cuda]
 
 The session has the shape of what coding agents send to `/v1/messages`: a long system prompt in blocks, tools with
 schemas, files as results of tools, everything again with every turn. Made here, the same for the same arguments. As
 agents do, it may begin with a line that changes every turn: then a prefix cache has nothing to read, and prompts are
 drafted from the turn before (source `auto`, which takes `chunk` there). The last column compares texts: those of exact
-prefill and of provisional answers have to be the same, else the exit status is 1.
+prefill and of provisional answers have to be the same, else the exit status is 1. `--out FILE` gets a line of JSON for
+each session as it ends, with every turn's times and how its prompt was computed.
 """
 
 from __future__ import annotations
@@ -107,35 +108,43 @@ def _count(url: str, body: dict[str, Any]) -> int:
 
 def replay(url: str, bodies: list[dict[str, Any]], own: dict[str, Any]) -> dict[str, Any]:
     """Seconds to the first word of each turn and of all turns, how the prompts were computed, and the texts."""
-    firsts, texts, prompt, read, start = [], list[str](), 0, 0, time.perf_counter()
+    turns, start = list[dict[str, Any]](), time.perf_counter()
     for body in bodies:
-        begun, first, text = time.perf_counter(), 0.0, ""
-        with httpx.stream("POST", f"{url}/v1/messages", json=body | {"forerun": own}, timeout=TIMEOUT_S) as response:
-            if response.status_code != 200:
-                raise SystemExit(f"{response.status_code}: {response.read().decode()}")
-            for line in response.iter_lines():
-                if not first and ('"content_block_delta"' in line or '"provisional"' in line):
-                    first = time.perf_counter() - begun
-                if line.startswith("data: ") and '"content_block_delta"' in line:
-                    delta = json.loads(line[6:])["delta"]
-                    text += delta.get("text") or delta.get("partial_json") or ""
-                if line.startswith("data: ") and '"message_delta"' in line:
-                    usage = json.loads(line[6:])["usage"]
-        print(
-            f"  first word {first:.2f} s, whole turn {time.perf_counter() - begun:.2f} s", file=sys.stderr, flush=True
-        )
-        firsts.append(first)
-        texts.append(text)
-        read += usage["cache_read_input_tokens"]
-        prompt += usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
-    seconds = time.perf_counter() - start
+        turns.append(_turn(url, body | {"forerun": own | {"statistics": True}}))
+        shown = f"first word {turns[-1]['first_s']:.2f} s, whole turn {turns[-1]['whole_s']:.2f} s"
+        print(f"  {shown}; {turns[-1]['prefill']}", file=sys.stderr, flush=True)
+    seconds, firsts = time.perf_counter() - start, [turn["first_s"] for turn in turns]
+    prompt = sum(turn["prompt_tokens"] for turn in turns)
     return {
         "first_s": statistics.median(firsts[1:] or firsts),
         "turns_per_minute": 60 * len(bodies) / seconds,
         "prompt_tokens": prompt // len(bodies),
-        "read": read / prompt,
-        "texts": texts,
+        "read": sum(turn["read_tokens"] for turn in turns) / prompt,
+        "turns": turns,
     }
+
+
+def _turn(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    begun, first, text, prefill = time.perf_counter(), 0.0, "", "exact"
+    with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=TIMEOUT_S) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"{response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            event = json.loads(line[6:]) if line.startswith("data: ") else {}
+            kind = event.get("event") or event.get("type")
+            if not first and kind in ("content_block_delta", "provisional"):
+                first = time.perf_counter() - begun
+            if kind == "content_block_delta":
+                text += event["delta"].get("text") or event["delta"].get("partial_json") or ""
+            if kind == "statistics" and event["statistics"].get("prefill"):
+                report = event["statistics"]["prefill"]
+                prefill = f"{report['source']}: {report['fell_back'] or 'drafted'}"
+            if kind == "message_delta":
+                usage = event["usage"]
+    read = usage["cache_read_input_tokens"]
+    counted = usage["input_tokens"] + usage["cache_creation_input_tokens"] + read
+    times = {"first_s": first, "whole_s": time.perf_counter() - begun}
+    return times | {"prompt_tokens": counted, "read_tokens": read, "prefill": prefill, "text": text}
 
 
 def main() -> int:
@@ -144,10 +153,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=6000, help="of the last prompt, about")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-tokens", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines, one for each session")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
-    settings = {"model": args.model, "threads": args.threads, "timeout": TIMEOUT_S}
+    settings = {"model": args.model, "device": args.device, "threads": args.threads, "timeout": TIMEOUT_S}
     settings["kv_cache_tokens"] = args.kv_cache_tokens or POOL_PROMPTS * (args.tokens + 1024)
     print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean; texts as exact")
     texts: dict[str, list[str]] = {}
@@ -159,7 +170,10 @@ def main() -> int:
                 found = replay(url, fitted(url, args.turns, args.tokens, changing), own)
             finally:
                 server.close()
-        texts[name] = found["texts"]
+        texts[name] = [turn["text"] for turn in found["turns"]]
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps({"session": name, "settings": settings, "tokens": args.tokens} | found) + "\n")
         times = f"{found['first_s']:8.2f} s {found['turns_per_minute']:10.1f}"
         same = f"{same_texts(texts, name)} of {args.turns}" if name in COMPARED else "-"
         print(f"{name:40} {times} {found['read']:6.0%}  {found['prompt_tokens']}; {same}", flush=True)

@@ -24,7 +24,7 @@ import psutil
 from forerun_research.scripts.serve_requests import LoadRequest
 
 NAME = "load"
-OPTIONS = ("model", "threads", "kv_cache_tokens", "max_model_len", "timeout")
+OPTIONS = ("model", "device", "threads", "kv_cache_tokens", "max_model_len", "timeout")
 
 
 class ServerSide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from forerun.cli import main
 from forerun.commands.serve import ServerOptions
-from forerun.serve.config import LOCAL_HOSTS
+from forerun.serve.config import LOCAL_HOSTS, ServeConfig
 
 
 def test_it_answers_and_leaves(tiny_folder: Callable[[str], Path]):
@@ -64,6 +65,26 @@ def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         main(["serve", "-m", "there-is-no-such-model"])
     told = capsys.readouterr().err
     assert "FORERUN_API_KEYS, line 1" in told and "my-plain-key" not in told
+
+
+def test_keys_are_read_again_while_the_model_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`systemctl reload` may come at any time: a signal that nothing handles would end the process."""
+    keys, found, before = tmp_path / "keys.txt", list[str](), signal.getsignal(signal.SIGHUP)
+    keys.write_text(f"ann {'0' * 64}\n")
+
+    def opening(opened: object, server: ServerOptions, config: ServeConfig) -> None:
+        keys.write_text(f"bob {'1' * 64}\n")
+        signal.raise_signal(signal.SIGHUP)
+        assert config.keys is not None
+        found.extend(key.name for key in config.keys.keys)
+
+    monkeypatch.setattr("forerun.commands.serve._run", opening)
+    try:
+        with contextlib.suppress(SystemExit):
+            main(["serve", "--api-keys", str(keys)])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert found == ["bob"]
 
 
 @pytest.mark.parametrize(

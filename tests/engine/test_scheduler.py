@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun.core import SamplingParams
+from forerun.engine import scheduler
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Phase, Request, Sequence
 from tests.engine.common import Answer, finish, leaked, make_engine, run
@@ -89,6 +90,32 @@ def test_sessions_that_pause_leave_half_of_the_pool_to_others(make: Callable[[],
     assert held == [False, True, True, True]  # as many as were needed
     finish(engine)
     assert [answer.last.usage.preemptions for answer in answers] == [0, 0]  # type: ignore[union-attr]
+    pins.clear()
+    assert leaked(engine) == 0
+
+
+@pytest.mark.parametrize("patience", [0.0, 1e9])
+def test_one_that_waits_for_long_has_the_pages_of_sessions_that_pause(
+    make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, patience: float
+):
+    """Though they hold less than half of the pool: what they keep is found again, a reader's time is not."""
+    monkeypatch.setattr(scheduler, "MAX_PINNED_WAIT_S", patience)
+    engine = make()
+    pins = engine.scheduler.pins
+    for number in range(2):  # 480 of 1,024 tokens
+        pins.open(f"s{number}", 600.0)
+        Answer(engine, prompt(number, 230), replace(LONG, max_tokens=4), session=f"s{number}")
+        finish(engine)
+    answers = [Answer(engine, prompt(10 + number, 220), LONG) for number in range(2)]
+    decode_all(engine, 2)
+    late = Answer(engine, prompt(20, 150), LONG)
+    for _ in range(12):
+        engine.step()
+    assert bool(engine.scheduler.waiting) == bool(patience)
+    assert [bool(pins.pages(f"s{number}")) for number in range(2)] == [bool(patience), True]  # used longest ago
+    finish(engine)
+    asked = [prompt(10, 220), prompt(11, 220), prompt(20, 150)]
+    assert [answer.tokens() for answer in (*answers, late)] == run(make(), asked, LONG)
     pins.clear()
     assert leaked(engine) == 0
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import anthropic
 import pytest
 
 from forerun import LLM, SamplingParams
@@ -149,6 +150,16 @@ def test_logprobs_of_completions(served: Running):
     assert [at for piece in pieces for at in piece.text_offset or []] == offsets
 
 
+def test_the_written_token_is_among_the_logprobs_of_completions(served: Running):
+    asked: dict[str, Any] = {"model": NAME, "prompt": "The lamp", "temperature": 1.5, "seed": 3, "max_tokens": 12}
+    for most in (0, 1):
+        found = served.client().completions.create(**asked, logprobs=most).choices[0].logprobs
+        assert found is not None and found.tokens and found.top_logprobs and found.token_logprobs
+        columns = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+        assert all(top[token] >= value and len(top) <= most + 1 for token, value, top in columns)
+        assert most == 0 or any(len(top) == 2 for top in found.top_logprobs)  # drawn ones are not always the likeliest
+
+
 def test_json_formats(served: Running, llm: LLM):
     schema = {"enum": ["Ann", "Bob"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "ship", "schema": schema, "strict": True}}
@@ -225,4 +236,8 @@ def test_content_in_parts_and_the_developer_role(served: Running, llm: LLM):
 def test_models(served: Running):
     client = served.client()
     assert [model.id for model in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).owned_by == "forerun"
+    found = client.models.retrieve(NAME)
+    assert found.owned_by == "forerun" and found.max_model_len == served.app.state.context.max_context
+    other = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
+    assert [model.display_name for model in other.models.list()] == [NAME]
+    assert other.models.retrieve(NAME).created_at.timestamp() == found.created

@@ -247,6 +247,26 @@ def test_echo_with_logprobs(served: Running):
         assert llm.engine.pool.free >= pages and not llm.engine.leases
 
 
+def test_a_prompt_is_scored_without_an_answer(served: Running):
+    """The classical way to score texts: nothing is written after the prompt."""
+    prompts = ["The lamp turns", "The keeper counts"]
+    body: dict[str, Any] = {"model": NAME, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2, "n": 2}
+    found = served.client().completions.create(**body)
+    longer = served.client().completions.create(**body | {"max_tokens": 1})
+    assert [choice.text for choice in found.choices] == [prompts[0], prompts[0], prompts[1], prompts[1]]
+    for choice, other in zip(found.choices, longer.choices, strict=True):
+        assert choice.finish_reason == "length" and choice.logprobs and other.logprobs
+        assert choice.logprobs.tokens and "".join(choice.logprobs.tokens) == choice.text
+        assert choice.logprobs.token_logprobs == other.logprobs.token_logprobs[: len(choice.logprobs.tokens)]
+    assert found.usage and longer.usage and found.usage.completion_tokens == 0
+    assert found.usage.prompt_tokens == longer.usage.prompt_tokens
+    chunks = list(served.client().completions.create(**body | {"prompt": prompts[0], "n": 1}, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == prompts[0]
+    assert chunks[-1].choices[0].finish_reason == "length"
+    error(served.post("/v1/completions", body | {"echo": False}), 400)
+    error(served.post("/v1/completions", body | {"prompt": "a", "n": 1, "forerun": {"session": "scored"}}), 400)
+
+
 def test_log_probabilities_of_a_prompt_run_in_pieces_as_streams_allow(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     """What was scored is not computed a second time, unless the request wants nothing of the cache."""
     scheduler, forward, pieces = llm.engine.scheduler, llm.engine.runner.forward, list[int]()

@@ -173,7 +173,8 @@ def test_prefill_and_structured_output(served: Running):
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": 5}]}]}, "messages"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"tools": [{"type": "web_search_20250305", "name": "s"}], "tool_choice": {"type": "any"}}, "no tools"),
         ({"tool_choice": {"type": "tool"}}, "no name"),
         ({"system": [{"type": "image"}]}, "system.0"),
         ({"forerun": {"prefil": 1}}, "did you mean prefill?"),
@@ -210,6 +211,29 @@ def test_other_errors(llm: LLM):
                     pass
         finally:
             patch.undo()
+
+
+def test_tools_of_anthropics_servers_are_passed_over(llm: LLM, served: Running):
+    tools = [SHIPS, {"type": "web_search_20250305", "name": "web_search"}]
+    body = {"model": NAME, "max_tokens": 4, "messages": [QUESTION], "tools": tools}
+    response, without = served.post(PATH, body), served.post(PATH, body | {"tools": [SHIPS]})
+    assert response.headers["x-forerun-ignored"] == "tools.1.web_search_20250305"
+    assert response.json()["content"] == without.json()["content"]
+    with running(llm, strict=True) as strict:
+        assert "web_search" in strict.post(PATH, body).json()["error"]["message"]
+
+
+def test_forerun_events_are_part_of_the_stream(served: Running):
+    own = {"session": "events", "statistics": True}
+    with client(served).messages.stream(
+        model=NAME, max_tokens=4, messages=[QUESTION], extra_body={"forerun": own}
+    ) as stream:
+        assert text(stream.get_final_message())  # the client passes over them
+    body = {"model": NAME, "max_tokens": 4, "messages": [QUESTION], "stream": True, "forerun": own}
+    lines = [line for line in served.post(PATH, body).text.splitlines() if line.startswith("data: ")]
+    *_, told, _, stop = (json.loads(line[6:]) for line in lines)
+    assert told["type"] == "forerun" and told["session"]["turn"] == 2 and told["statistics"]["completion_tokens"] > 0
+    assert stop["type"] == "message_stop"
 
 
 def test_unknown_fields_are_named(served: Running):

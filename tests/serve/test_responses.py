@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +14,7 @@ import pytest
 from forerun import LLM
 from forerun.serve.config import ApiKeys
 from forerun.serve.dialects import response_store
+from forerun.serve.dialects.response_files import ResponseFiles
 from forerun.serve.dialects.response_store import ResponseStore
 from forerun.serve.errors import ApiError
 from tests.serve.common import CHAT, NAME, Running, error, running, slowed
@@ -183,21 +186,62 @@ def test_keys_do_not_share_responses(llm: LLM):
         assert made.client("one").responses.retrieve(first.id).id == first.id
 
 
-def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
+async def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
     store = ResponseStore()
     for number in range(4):
         store.add(None, {"id": f"r{number}"}, [])
-    store.get(None, "r1")  # used: the last to go
+    await store.get(None, "r1")  # used: the last to go
     store.add(None, {"id": "r4"}, [])
     for lost in ("r0", "r2"):
         with pytest.raises(ApiError):
-            store.get(None, lost)
+            await store.get(None, lost)
     monkeypatch.setattr(response_store, "MAX_CHARS", 1000)
     store.add(None, {"id": "large"}, [{"content": "x" * 5000}])
-    assert store.get(None, "large")  # the latest stays, whatever its size
+    assert await store.get(None, "large")  # the latest stays, whatever its size
     with pytest.raises(ApiError):
-        store.get(None, "r1")
+        await store.get(None, "r1")
+
+
+def test_responses_outlive_the_process_with_a_disk(tiny_folder: Callable[[str], Path], tmp_path: Path):
+    options: Any = {"dtype": "float32", "threads": 1, "quiet": True, "disk": tmp_path, "kv_cache_tokens": 8192}
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("one", "two")]
+    keys = ApiKeys.parse(f"ann {digests[0]}\nbob {digests[1]}", "here")
+    with LLM(str(tiny_folder("qwen3")), **options) as llm, running(llm, keys=keys) as made:
+        first, gone = (made.client("one").responses.create(**ASK, input=text) for text in ("Who counts?", "Who?"))
+        unstored = made.client("one").responses.create(**ASK, input="Why?", store=False)
+        made.client("one").responses.delete(gone.id)
+        expected = made.client("one").responses.create(**ASK, input="And?", previous_response_id=first.id).output_text
+    with LLM(str(tiny_folder("qwen3")), **options) as llm, running(llm, keys=keys) as made:
+        again = made.client("one").responses.create(**ASK, input="And?", previous_response_id=first.id)
+        assert again.output_text == expected
+        assert made.client("one").responses.retrieve(first.id).output_text == first.output_text
+        for key, lost in (("one", gone.id), ("one", unstored.id), ("two", first.id), ("one", "../../" + first.id)):
+            with pytest.raises(openai.NotFoundError):
+                made.client(key).responses.create(**ASK, input="And?", previous_response_id=lost)
+        made.client("one").responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            made.client("one").responses.retrieve(first.id)
+
+
+def test_files_of_responses_are_bounded_checked_and_private(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    files, ids = ResponseFiles(tmp_path, max_files=2, max_bytes=10_000), [f"resp_{n:032x}" for n in range(4)]
+    for response_id in ids:
+        files.write("ann", response_id, {"response": {"id": response_id}, "messages": []})
+    assert all(files.read("ann", response_id) is None for response_id in ids)  # of this process: in its memory
+    later = ResponseFiles(tmp_path, max_files=2, max_bytes=10_000)
+    found = [later.read("ann", response_id) for response_id in ids]
+    assert found[:2] == [None, None] and [entry["response"]["id"] for entry in found[2:] if entry] == ids[2:]
+    last = next(tmp_path.glob(f"*/{ids[3]}.json"))
+    assert last.stat().st_mode & 0o077 == 0 and later.read("bob", ids[3]) is None
+    last.write_text(last.read_text().replace('"messages": []', '"messages": [1]'))
+    assert later.read("ann", ids[3]) is None and "digest" in caplog.text
+    later.write("ann", ids[0], {"response": {}, "messages": ["x" * 20_000]})
+    assert [path.stem for path in tmp_path.glob("*/*.json")] == [ids[0]]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    ResponseFiles(blocked, 2, 10).write("ann", ids[0], {})
+    assert "will not survive" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -209,7 +253,8 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "wizard"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "messages"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "local_shell"}]}, "local_shell"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "no tools"),
         ({"text": {"format": {"type": "xml"}}}, "xml"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
@@ -219,6 +264,22 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch):
 )
 def test_mistakes(served: Running, change: dict[str, Any], words: str):
     assert words in error(served.post(PATH, {"model": NAME, "input": "Who?"} | change), 400)["message"]
+
+
+def test_tools_of_openais_servers_are_passed_over(served: Running):
+    body = ASK | {"input": "Who?", "tools": [{"type": "web_search", "search_context_size": "low"}]}
+    response = served.post(PATH, body)
+    assert response.headers["x-forerun-ignored"] == "tools.0.web_search"
+    assert response.json()["tools"] == body["tools"] and response.json()["output"][0]["content"][0]["text"]
+
+
+def test_forerun_events_are_part_of_the_stream(served: Running):
+    own = {"forerun": {"session": "events of responses", "statistics": True}}
+    with served.client().responses.stream(**ASK, input="Who?", extra_body=own) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    (told,) = [event for event in events if event.type == "forerun"]
+    assert told is events[-2] and told.session["turn"] == 1 and told.statistics["completion_tokens"] > 0
 
 
 def test_a_stream_that_fails_ends_with_an_error(llm: LLM):

@@ -289,3 +289,21 @@ def test_a_turn_that_could_not_be_written_is_reported_and_not_continued(
         assert again["turn"] == 4 and "saved" not in again
     with kept() as llm, running(llm) as made:
         assert told(made, ASKED | {"messages": [USER]} | own("full"))["forerun"]["session"]["turn"] == 5
+
+
+def test_a_session_with_an_unwritten_turn_is_not_closed(kept: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch):
+    """Closed, it would be read again without that turn, as if there had been none."""
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with kept() as llm, running(llm, max_sessions=1) as made:
+        told(made, ASKED | own({"name": "full", "ttl": 0.01}))
+        monkeypatch.setattr("forerun.sharing.session_registry.os.fsync", full)
+        assert told(made, ASKED | {"messages": [USER]} | own("full"))["forerun"]["session"]["saved"] is False
+        refused = made.post(CHAT, ASKED | own("another"))  # neither by its time nor for its place
+        assert error(refused, 429)["code"] == "session_limit"
+        assert error(made.post(CHAT, ASKED | {"messages": [USER]} | own("full")), 507)["code"] == "session_not_saved"
+        monkeypatch.undo()
+        told(made, ASKED | own("another"))
+        assert told(made, ASKED | {"messages": [USER]} | own("full"))["forerun"]["session"]["turn"] == 3

@@ -14,13 +14,12 @@ from pydantic import Field
 
 from forerun.errors import BadRequest
 from forerun.serve.derived import LenientModel, accepted
-from forerun.serve.dialects.base import NamedEvents, chat_request, joined_text
+from forerun.serve.dialects.base import NamedEvents, chat_request, hosted_tools, joined_text
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, ForerunOptions
 from forerun.serve.tool_schema import call_object
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-PROVISIONAL_EVENTS = ("provisional", "confirm", "retract")
 _THINKING = ("thinking", "redacted_thinking")
 
 
@@ -63,10 +62,14 @@ class CountRequest(LenientModel):
     def chat(self, **more: Any) -> ChatRequest:
         values: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.tools:
-            values["tools"] = [_tool(number, tool) for number, tool in enumerate(self.tools)]
+            values["tools"] = [_tool(n, tool) for n, tool in enumerate(self.tools) if not hosted_tools([tool.type])]
         if self.tool_choice is not None:
             values |= _tool_choice(self.tool_choice)
         return chat_request(values | more)
+
+    @property
+    def passed_over(self) -> list[str]:
+        return hosted_tools(tool.type for tool in self.tools or ())
 
     def _messages(self) -> list[dict[str, Any]]:
         parts = [_part(block, f"system.{i}") for i, block in enumerate(self.system or ()) if isinstance(block, dict)]
@@ -113,7 +116,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
 def _tool(number: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         hint = "describe it as a tool of your own, with an input_schema"
-        raise BadRequest(f"tools.{number} is {tool.type!r:.60}, a tool that Anthropic's servers have", hint)
+        raise BadRequest(f"tools.{number} is {tool.type!r:.60}, a tool of Anthropic's models", hint)
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     made = {name: value for name, value in (function | {"strict": tool.strict}).items() if value is not None}
     return {"type": "function", "function": made} | _marked(tool.model_dump())
@@ -200,8 +203,8 @@ class MessagesFormat(NamedEvents):
         return [{"type": "message_start", "message": self._message([]) | {"usage": usage}}]
 
     def events(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        own = chunk.get("forerun", {})  # Anthropic's clients pass over events that they do not know
-        found: list[dict[str, Any]] = [{"type": "forerun"} | own] if own.get("event") in PROVISIONAL_EVENTS else []
+        # Anthropic's clients pass over events that they do not know
+        found: list[dict[str, Any]] = [{"type": "forerun"} | chunk["forerun"]] if "forerun" in chunk else []
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("content"):

@@ -59,7 +59,7 @@ class ResponsesFormat(NamedEvents):
         return [self._event(kind, response=self._object("in_progress", None)) for kind in kinds]
 
     def events(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        found = [self._event("forerun", **chunk["forerun"])] if "forerun" in chunk else []
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("content"):

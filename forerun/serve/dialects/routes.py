@@ -64,8 +64,8 @@ def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str,
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
         ctx.check_model(body.model)
-        wire = MessagesFormat(ctx.config.model_name)
-        return endpoint.respond(body.to_chat(), request, ctx.ignored(unknown_fields(body)), wire)
+        wire, ignored = MessagesFormat(ctx.config.model_name), ctx.ignored(unknown_fields(body) + body.passed_over)
+        return endpoint.respond(body.to_chat(), request, ignored, wire)
 
     @app.post("/v1/messages/count_tokens", responses=errors)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
@@ -75,47 +75,50 @@ def add_chat(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str,
 
 
 def add_responses(app: FastAPI, ctx: ServerContext, errors: dict[int | str, dict[str, Any]]) -> None:
-    endpoint, store = ChatEndpoint(ctx), ResponseStore()
+    tiers = ctx.llm.engine.tiers
+    disk = tiers.disk if tiers is not None else None
+    endpoint, store = ChatEndpoint(ctx), ResponseStore(None if disk is None else disk.folder / "responses")
 
-    def conversation(body: ResponsesRequest, request: Request) -> list[dict[str, Any]]:
+    async def conversation(body: ResponsesRequest, request: Request) -> list[dict[str, Any]]:
         before = None
         if body.previous_response_id is not None:
-            before = store.get(request.state.key, body.previous_response_id)
+            before = await store.get(request.state.key, body.previous_response_id)
         return [*(before.messages if before is not None else ()), *body.messages()]
 
     @app.post("/v1/responses", responses=errors, response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the form of OpenAI's responses."""
         ctx.check_model(body.model)
-        key, messages = request.state.key, conversation(body, request)
+        key, messages = request.state.key, await conversation(body, request)
 
         def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
             if body.store is not False:
                 store.add(key, response, [*messages, answer])
 
         wire = ResponsesFormat(ctx.config.model_name, body, keep)
-        return endpoint.respond(body.to_chat(messages), request, ctx.ignored(unknown_fields(body)), wire)
+        ignored = ctx.ignored(unknown_fields(body) + body.passed_over)
+        return endpoint.respond(body.to_chat(messages), request, ignored, wire)
 
     @app.post("/v1/responses/input_tokens", responses=errors)
     async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
         """How many tokens a conversation has in the form of OpenAI's responses."""
         ctx.check_model(body.model)
-        count = await endpoint.count(body.to_chat(conversation(body, request)))
+        count = await endpoint.count(body.to_chat(await conversation(body, request)))
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.get("/v1/responses/{response_id}", responses=errors)
     async def retrieve(response_id: str, request: Request) -> dict[str, Any]:
         """A response that was stored."""
-        return store.get(request.state.key, response_id).response
+        return (await store.get(request.state.key, response_id)).response
 
     @app.post("/v1/responses/{response_id}/cancel", responses=errors)
     async def cancel(response_id: str, request: Request) -> dict[str, Any]:
         """Not possible, as at OpenAI's without `background`: a response is stored once it is whole."""
-        store.get(request.state.key, response_id)
+        await store.get(request.state.key, response_id)
         raise ApiError(400, "Cannot cancel a synchronous response.", "close the connection while it is written")
 
     @app.delete("/v1/responses/{response_id}", responses=errors)
     async def delete(response_id: str, request: Request) -> dict[str, Any]:
         """Delete a stored response."""
-        store.delete(request.state.key, response_id)
+        await store.delete(request.state.key, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
