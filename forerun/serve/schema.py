@@ -242,6 +242,8 @@ class _CompletionBody(GuidedFields, _UnusedFields, _SamplingFields):
         values = {name: value for name, value in given.items() if value is not None}
         if twice := [name for name in _OWN_SAMPLING if name in values and name in self.forerun.model_fields_set]:
             raise BadRequest(f"{twice[0]} is in the request and in its forerun object", "leave one of them out")
+        if values.get("top_p") == 0:  # as at OpenAI: the likeliest token alone, which top_k says, too
+            values |= {"top_p": 1.0, "top_k": 1}
         values["max_tokens"] = max_tokens if max_tokens > MAX_TOKENS else min(max_tokens, room)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         bias = {_token(name): value for name, value in (self.logit_bias or {}).items()}

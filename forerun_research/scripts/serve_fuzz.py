@@ -9,7 +9,7 @@ half minute, one verdict at the end (`problems`), exit status 1 where it is not 
 too), or stalled for more than 2 s beyond its share; no 5xx and no error in the server's log; memory flat after the
 first third; every answer ended and every page back in the pool.
 `--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--summary FILE` writes
-all figures as JSON, with the requests that were in flight during each stall.
+all figures as JSON, with the requests that were in flight during each stall and how the pool was then.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ OLDEST_PROMPT_FACTOR = 4.0
 MAX_GROWTH_MB = 32.0  # of resident memory after the first third, the last quarter of that beside its first
 PROGRESS_S = 30.0  # between two lines
 SHOWN_GAPS, SHOWN_REQUESTS = 5, 8  # in the summary: stalls or not, and the longest requests beside each
+POOL_FIGURES = ("sequences_running", "sequences_waiting", "pages_free", "pages_cached", "pages_pinned")
+POOL_S = 1.0  # between two samples of them
 CALM_SHARE, MAX_CALM_S = 0.2, 60.0  # of the time: with fuzzers alone, then with streams alone
 TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
@@ -74,6 +76,7 @@ class FuzzReport:
     late_s: float = 0.0
     failures: list[str] = field(default_factory=list)  # 5xx, with what was sent
     sent: list[tuple[float, float, str]] = field(default_factory=list)  # by fuzzers: begin, end, the request's start
+    pool: list[tuple[float, list[int]]] = field(default_factory=list)  # when, and POOL_FIGURES then
 
     def longest(self) -> tuple[float, float]:
         """The longest gap between two events, and the longest wait for the first."""
@@ -90,7 +93,8 @@ class FuzzReport:
         start = stall.end - stall.seconds
         beside = [(end - begin, text) for begin, end, text in self.sent if end > start and begin < stall.end]
         longest = [f"{seconds:.1f} s {text}" for seconds, text in sorted(beside, reverse=True)[:SHOWN_REQUESTS]]
-        return f"of {stall.seconds:.2f} s at {stall.end:.0f} s beside {len(beside)}: {longest}"
+        pool = [figures for at, figures in self.pool if start - POOL_S < at < stall.end + POOL_S]
+        return f"of {stall.seconds:.2f} s at {stall.end:.0f} s beside {len(beside)}: {longest}; {POOL_FIGURES} {pool}"
 
 
 class Fuzzing:
@@ -112,6 +116,15 @@ class Fuzzing:
             await asyncio.sleep(TICK_S)
             now = time.perf_counter()
             self.late_s, self.ticked = self.late_s + self._late(now), now
+
+    async def watch_pool(self, server: ServerSide) -> None:
+        while True:
+            await asyncio.sleep(POOL_S)
+            with contextlib.suppress(OSError):
+                text = await asyncio.to_thread(server.get, "/metrics")
+                found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+                figures = [int(float(found[f"forerun_{name}"])) for name in POOL_FIGURES]
+                self.report.pool.append((self.clock() - self.start, figures))
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +269,8 @@ def _head(path: str, length: int, more: str = "") -> bytes:
 async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], args: argparse.Namespace) -> FuzzReport:
     fuzzing, seconds = Fuzzing(server.host, server.port, args.seed), args.minutes * 60
     fuzzing.ticked = time.perf_counter()
-    watch = [asyncio.create_task(fuzzing.watch_clock()), asyncio.create_task(show_progress(fuzzing, server))]
+    watching = (fuzzing.watch_clock(), fuzzing.watch_pool(server), show_progress(fuzzing, server))
+    watch = [asyncio.create_task(each) for each in watching]
     # Other prompts, as those of the calm phase are to be new to the cache, and all pages of the pool once
     warm_up = [*mixed(args.streams, args.seed + 1), *fillers(args.kv_cache_tokens)]
     await asyncio.gather(*(fuzzing.receive(ask) for ask in warm_up))
@@ -372,8 +386,10 @@ def main() -> int:
             "growth_mb": growth,
             "late_s": report.late_s,
         }
-        gaps = sorted(report.gaps, key=lambda stall: -stall.seconds)[:SHOWN_GAPS]
-        figures |= {"arguments": str(args), "details": details, "longest_gaps": [report.shown(gap) for gap in gaps]}
+        for name, stalls in (("longest_gaps", report.gaps), ("longest_firsts", report.firsts)):
+            longest_ones = sorted(stalls, key=lambda stall: -stall.seconds)[:SHOWN_GAPS]
+            figures[name] = [report.shown(stall) for stall in longest_ones]
+        figures |= {"arguments": str(args), "details": details}
         args.summary.write_text(json.dumps(figures, indent=1))
     print("CLEAN" if not why else f"NOT CLEAN: {'; '.join(why)}")
     return 1 if why else 0

@@ -119,6 +119,8 @@ def test_sampling_under_other_servers_names(served: Running):
     expected = served.llm.chat([QUESTION], params)[0].text
     assert content(served, asked | own) == content(served, asked | {"forerun": own}) == expected
     assert expected != served.llm.chat([QUESTION], SamplingParams(temperature=1.5, seed=3, max_tokens=24))[0].text
+    greedy = served.llm.chat([QUESTION], SamplingParams(max_tokens=24))[0].text
+    assert content(served, asked | {"top_p": 0}) == greedy  # as at OpenAI
     twice = asked | {"top_k": 3, "forerun": {"top_k": 4}}
     assert "top_k" in error(served.post(CHAT, twice), 400)["message"]
     error(served.post(CHAT, asked | {"top_k": -2}), 400)
