@@ -21,6 +21,7 @@ class Pin:
     deadline: float
     pages: list[int] = field(default_factory=list)
     in_turn: bool = False  # an answer is in the making: its time does not run
+    owner: tuple[str, float] = ("", 1.0)  # on whose account, and the weight of that
 
 
 class Pins:
@@ -44,10 +45,18 @@ class Pins:
     def pages(self, name: str) -> Sequence[int]:
         return self._pins[name].pages if name in self._pins else ()
 
-    def open(self, name: str, ttl: float) -> None:
+    @property
+    def owners(self) -> dict[str, float]:
+        """Whose pages are held, with their weights."""
+        return dict(pin.owner for pin in self._pins.values() if pin.pages)
+
+    def open(self, name: str, ttl: float, owner: tuple[str, float] | None = None) -> None:
         """From now on `name` can hold pages, until `ttl` seconds after it was last used."""
-        pages = self._pins[name].pages if name in self._pins else []
-        self._pins[name] = Pin(ttl, self._clock() + ttl, pages)
+        before = self._pins.get(name)
+        made = self._pins[name] = Pin(ttl, self._clock() + ttl)
+        if before is not None:
+            made.pages, made.owner = before.pages, before.owner
+        made.owner = owner or made.owner
 
     def hold(self, name: str, pages: Sequence[int]) -> None:
         """Pin these pages, and no longer those before; does nothing for a name that was not opened."""
@@ -57,9 +66,9 @@ class Pins:
             self._pool.release(pin.pages)
             pin.pages = list(pages)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, owner: tuple[str, float] = ("", 1.0)) -> None:
         if (pin := self._use(name)) is not None:
-            pin.in_turn = True
+            pin.in_turn, pin.owner = True, owner
 
     def end(self, name: str) -> None:
         if (pin := self._use(name)) is not None:
@@ -77,11 +86,12 @@ class Pins:
             if pin.deadline <= now and not pin.in_turn:
                 self._drop(pin)
 
-    def give_up(self, sparing: str | None, in_turn: bool = False) -> bool:
+    def give_up(self, sparing: str | None, in_turn: bool = False, owner: str | None = None) -> bool:
         """Let go of the pages that were used longest ago, though their time has not come; False where there are none.
-        `sparing`: whose pages stay. `in_turn`: also pins in the middle of a turn."""
+        `sparing`: the name whose pages stay. `in_turn`: also pins in the middle of a turn. `owner`: only this one's."""
         for name, pin in self._pins.items():
-            if pin.pages and name != sparing and (in_turn or not pin.in_turn):
+            theirs = owner is not None and pin.owner[0] != owner
+            if pin.pages and name != sparing and not theirs and (in_turn or not pin.in_turn):
                 self._drop(pin)
                 return True
         return False

@@ -29,7 +29,7 @@ from forerun.decode.control.cost import CostCurve
 from forerun.engine.fairness import FairShares, portion
 from forerun.engine.pace import StepPacer, StepWork
 from forerun.engine.preemption import victim_for_admission, victim_for_growth
-from forerun.engine.sequence import Phase, ScheduledSequence, Sequence
+from forerun.engine.sequence import Client, Phase, ScheduledSequence, Sequence
 from forerun.engine.speculative_prefill import Prefixes
 from forerun.prefill.sources.chunk_index import ChunkIndex
 
@@ -80,7 +80,7 @@ class Scheduler:
         self.waiting.append(seq)
         seq.expected_cached = len(self.prefixes.exact_pages(seq)) * self.pool.page_size
         if seq.request.session is not None:
-            self.pins.begin(seq.request.session)
+            self.pins.begin(seq.request.session, (seq.request.client.name, seq.request.client.weight))
 
     @property
     def idle(self) -> bool:
@@ -308,7 +308,7 @@ class Scheduler:
         if not self.make_room(missing + self._promised(seq)):
             self.pool.release(start.pages)  # it starts when others end; admitting now would only preempt them
             seq.lacks_room, seq.without_room_since = True, seq.without_room_since or time.perf_counter()
-            return (self._unpin_for(seq) or self._preempt_for(seq, missing)) and self._admit(seq)
+            return (self._unpin_for(seq, missing) or self._preempt_for(seq, missing)) and self._admit(seq)
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.admitted_with, seq.without_room_since = len(seq.tokens), 0.0
@@ -343,19 +343,28 @@ class Scheduler:
         others += [final for final in held if final.phase is Phase.WAITING]
         return sum(self.pool.pages_for(len(other.tokens)) - len(other.pages) for other in others)
 
-    def _unpin_for(self, seq: Sequence) -> bool:
-        """Whether a sequence can be tried again: it has waited for long, and idle pins went; or nothing runs, so that
-        only pins can be in its way. A turn that has begun is admitted first, so that its pages are free afterwards."""
-        waited = time.perf_counter() - seq.without_room_since >= MAX_PINNED_WAIT_S
-        if (waited or not self.running) and self.pins.give_up(sparing=seq.request.session):
-            return True
+    def _unpin_for(self, seq: Sequence, pages: int) -> bool:
+        """Whether a sequence can be tried again: it has waited for long, and an idle pin went, of its own client where
+        that has its share of the pool; or nothing runs, so that only pins can be in its way. A turn that has begun is
+        admitted first, so that its pages are free afterwards."""
+        own, mine = seq.request.client, seq.request.session
         if self.running:
-            return False
+            waited = time.perf_counter() - seq.without_room_since >= MAX_PINNED_WAIT_S
+            owner = None if self._within_share(own, pages) else own.name
+            return waited and self.pins.give_up(sparing=mine, owner=owner)
+        if self.pins.give_up(sparing=mine):
+            return True
         turn = next((s for s in self.waiting if s.request.session in self.pins), None)
         if turn is not None and seq.request.session not in self.pins:
             self._admit(turn)
             return False
         return self.pins.give_up_any(seq.request.session)
+
+    def _within_share(self, client: Client, pages: int) -> bool:
+        """Whether a client would have no more than its share of the pool with so many pages more."""
+        weights = {seq.request.client.name: seq.request.client.weight for seq in self.sequences} | self.pins.owners
+        held = pages + sum(len(seq.pages) for seq in self.running if seq.request.client == client)
+        return held <= self.pool.num_pages * client.weight / sum(weights.values())
 
     def _room_for_both(self, seq: Sequence) -> bool:
         """Whether a provisional sequence would leave room for the final one."""

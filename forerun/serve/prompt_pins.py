@@ -108,7 +108,7 @@ class PromptPins:
                 tokens = ids[: prefix.tokens]
                 # No session has such a name: those begin with a key's name or a space
                 name = f"\t{owner} {prefix.name or hashlib.sha256(pack(tokens)).hexdigest()}"
-                pins.open(name, min(prefix.ttl, self.max_ttl))
+                pins.open(name, min(prefix.ttl, self.max_ttl), (owner, key.weight if key else 1.0))
                 pins.hold(name, engine.tree.match(tokens))
                 self._owners.pop(name, None)
                 self._owners[name] = owner

@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 CHAT = "/v1/chat/completions"
+SESSIONS = ("a", "b", "c")
 ODD: list[Any] = [
     None,
     True,
@@ -225,7 +226,7 @@ def _tokens(draws: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def any_session(draws: random.Random, model: str) -> tuple[str, dict[str, Any]]:
-    name: Any = draws.choice(["a", "b", "c", "../d", "", "x" * 129, {"name": "a", "ttl": draws.choice([-1, 1e9, 5])}])
+    name: Any = draws.choice([*SESSIONS, "../d", "", "x" * 129, {"name": "a", "ttl": draws.choice([-1, 1e9, 5])}])
     message = {"role": draws.choice(["user", "assistant", "tool"]), "content": draws.choice(["And then?", "", "é"])}
     return CHAT, {"model": model, "messages": [message], "max_tokens": 4, "forerun": {"session": name}}
 

@@ -8,7 +8,8 @@ number of all clients over that of streams (of the first: four times, as the ser
 half minute, one verdict at the end (`problems`), exit status 1 where it is not clean: no stream changed, lost (429
 too), or stalled for more than 2 s beyond its share; no 5xx and no error in the server's log; memory flat after the
 first third; every answer ended and every page back in the pool.
-`--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--summary FILE` writes
+`--streams 58 --fuzzers 6 --minutes 5` is the load of 64 clients of which a tenth is hostile. `--session-tokens 2300`
+begins with fuzzers' sessions as large as half an hour makes them. `--summary FILE` writes
 all figures as JSON, with the requests that were in flight during each stall and how the pool was then.
 """
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun_research.bench.common import long_text
-from forerun_research.scripts.fuzz_requests import CHAT, any_bytes, any_request, any_session, mutated
+from forerun_research.scripts.fuzz_requests import CHAT, SESSIONS, any_bytes, any_request, any_session, mutated
 from forerun_research.scripts.serve_clients import dechunked
 from forerun_research.scripts.serve_requests import LoadRequest, mixed
 from forerun_research.scripts.serve_sides import NAME, LibrarySide, Memory, ServerSide
@@ -49,7 +50,7 @@ TICK_S = 0.05
 FUZZ_TIMEOUT_S = 120.0  # for one request of a fuzzer
 STREAM_TIMEOUT_S = 300.0  # for one answer: 96 tokens at most, and then it is lost
 WARM_UP_SHARE = 1 / 3
-FILLER_WORDS = 600  # of a long prompt: more tokens than words
+FILLER_WORDS, TOKENS_PER_WORD = 600, 1.25  # of a long prompt; as SmolLM2's tokenizer has them
 MIN_POOL_TOKENS, POOL_TOKENS_PER_CLIENT = 8192, 384  # small, so that memory is full early, but no stream is preempted
 SETTLE_S = 120.0  # for what fuzzers left to end
 MUST_BE_ZERO = ("answers_open", "sequences_running", "sequences_waiting", "page_references_lost")
@@ -179,6 +180,14 @@ class Fuzzing:
 
     # -- fuzzers -------------------------------------------------------------------------------------------------------
 
+    async def grow_sessions(self, tokens: int) -> None:
+        """The sessions that fuzzers continue, each with about so many tokens."""
+        text = " ".join(long_text().split()[: int(tokens / TOKENS_PER_WORD)])
+        for name in SESSIONS:
+            message = {"role": "user", "content": f"{name}: {text}"}
+            asked = {"model": NAME, "messages": [message], "max_tokens": 4, "forerun": {"session": name}}
+            await self._post(CHAT, json.dumps(asked).encode())
+
     async def fuzz(self, number: int, until: float) -> None:
         draws = random.Random(f"{self.seed}-{number}")
         while time.perf_counter() < until:
@@ -283,6 +292,8 @@ async def run(server: ServerSide, asks: list[LoadRequest], texts: list[str], arg
     gap, first = calm.longest()
     print(f"calm: {calm.streams} streams, longest gap {gap:.2f} s, longest first {first:.2f} s", flush=True)
     fuzzing.report = FuzzReport(changed=calm.changed, lost=calm.lost, failures=calm.failures)
+    if args.session_tokens:
+        await fuzzing.grow_sessions(args.session_tokens)
     until = time.perf_counter() + seconds
     await asyncio.gather(
         fuzzing.streams(asks, texts, seconds), *(fuzzing.fuzz(number, until) for number in range(args.fuzzers))
@@ -405,6 +416,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-cache-tokens", type=int, help="default: 384 for each client, 8,192 at least")
     parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument("--session-tokens", type=int, default=0, help="of each session when fuzzers begin")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--summary", type=Path, help="a file for all figures, as JSON")
     args = parser.parse_args()

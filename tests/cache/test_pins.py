@@ -62,3 +62,18 @@ def test_the_longest_unused_is_given_up_first_and_turns_last():
     assert pins.give_up(sparing="a", in_turn=True) and pool.refs[pages[0]] == 1 and pool.refs[pages[1]] == 0
     assert not pins.give_up(sparing="a", in_turn=True)
     assert pins.give_up_any("a") and pool.used == 0 and not pins.give_up_any("a")
+
+
+def test_pins_of_one_owner():
+    pool, pins, _, pages = make()
+    pins.open("a", 10.0, ("ann", 2.0))
+    pins.open("b", 10.0)
+    pins.begin("b", ("bob", 1.0))
+    pins.end("b")
+    for name, page in zip("ab", pages, strict=False):
+        pins.hold(name, [page])
+    pool.release(pages)
+    pins.open("a", 20.0)  # stays ann's
+    assert pins.owners == {"ann": 2.0, "bob": 1.0} and not pins.give_up(sparing=None, owner="eve")
+    assert pins.give_up(sparing=None, owner="bob") and pins.owners == {"ann": 2.0} and pool.used == 1
+    pins.close("a")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.core import SamplingParams
+from forerun.engine import scheduler
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Client
 from tests.engine.common import Answer, finish, leaked, make_engine, run
@@ -124,4 +125,28 @@ def test_a_flood_does_not_evict_another_clients_prefix(make: Callable[..., Engin
     again.request.client = BOB
     finish(engine)
     assert again.last.usage is not None and again.last.usage.cached_tokens >= 296
+    assert leaked(engine) == 0
+
+
+def test_a_client_beyond_its_share_takes_no_pinned_pages_of_others(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scheduler, "MAX_PINNED_WAIT_S", 0.0)
+    engine, (ann, bob) = make(kv_cache_tokens=1024), (Client("ann"), Client("bob"))
+    pins = engine.scheduler.pins
+    for number, client in enumerate((bob, ann)):  # 240 of 1,024 tokens each
+        engine.scheduler.pins.open(client.name, 600.0)
+        answer = Answer(engine, prompt(number, 230), SHORT, session=client.name)
+        answer.request.client = client
+        finish(engine)
+    for number in range(4):  # three of them have room, and then more than ann's share
+        ask(engine, ann, 10 + number, 140, LONG)
+    for _ in range(30):
+        engine.step()
+    assert pins.pages("bob") and not pins.pages("ann") and pins.owners == {"bob": 1.0}
+    late = ask(engine, bob, 20, 60, LONG)
+    while not late.events:
+        engine.step()
+    finish(engine)
+    pins.clear()
     assert leaked(engine) == 0
