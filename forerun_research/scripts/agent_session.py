@@ -155,6 +155,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-tokens", type=int, default=None)
+    parser.add_argument("--changed-only", action="store_true", help="without the session whose first line stays")
     parser.add_argument("--out", type=Path, default=None, help="JSON lines, one for each session")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
@@ -162,7 +163,7 @@ def main() -> int:
     settings["kv_cache_tokens"] = args.kv_cache_tokens or POOL_PROMPTS * (args.tokens + 1024)
     print(f"{'session':40} {'first word':>10} {'turns/min':>10} {'read':>6}  prompt tokens, mean; texts as exact")
     texts: dict[str, list[str]] = {}
-    for name, changing, own in VARIANTS:
+    for name, changing, own in VARIANTS[args.changed_only :]:
         with tempfile.TemporaryDirectory() as scratch:  # each on a server of its own: no cache of another
             server = ServerSide(settings, Path(scratch) / "log")
             try:
