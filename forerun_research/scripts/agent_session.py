@@ -29,6 +29,7 @@ from forerun_research.scripts.serve_sides import NAME, ServerSide
 
 WORDS_PER_TOKEN = 0.75  # of English text, about
 TIMEOUT_S = 1800  # for one turn
+MAX_CORRECTIONS = 8  # of a session's size
 POOL_PROMPTS = 4  # room for so many of the last prompt: two answers of a provisional turn, and the turns before it
 TOOLS: dict[str, dict[str, Any]] = {
     "read_file": {"path": {"type": "string"}, "first_line": {"type": "integer"}},
@@ -93,9 +94,16 @@ def _schema(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(url: str, turns: int, tokens: int, changing: bool) -> list[dict[str, Any]]:
-    """A session whose last prompt has this many tokens as the server counts them, within a few percent."""
-    counted = _count(url, session(turns, tokens, changing)[-1])
-    return session(turns, tokens * tokens // counted, changing)
+    """A session whose last prompt has this many tokens as the server counts them, or a few percent less: the text is not
+    the same in all its parts, so that one correction is not enough."""
+    size = tokens
+    for _ in range(MAX_CORRECTIONS):
+        made = session(turns, size, changing)
+        counted = _count(url, made[-1])
+        if 0.95 * tokens <= counted <= tokens:
+            return made
+        size = int(0.98 * size * tokens / counted)
+    raise SystemExit(f"no session of {tokens} tokens was found: the last has {counted}")
 
 
 def _count(url: str, body: dict[str, Any]) -> int:
