@@ -94,9 +94,9 @@ def _schema(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(url: str, turns: int, tokens: int, changing: bool) -> list[dict[str, Any]]:
-    """A session whose last prompt has this many tokens as the server counts them, or a few percent less: the text is not
-    the same in all its parts, so that one correction is not enough."""
-    size = tokens
+    """A session whose last prompt has this many tokens as the server counts them, or a few percent less: the text is
+    not the same in all its parts, so that one correction is not enough."""
+    size = tokens * 4 // 5  # what is beyond the context is not counted but refused
     for _ in range(MAX_CORRECTIONS):
         made = session(turns, size, changing)
         counted = _count(url, made[-1])
