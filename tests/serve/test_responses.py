@@ -253,7 +253,7 @@ def test_files_of_responses_are_bounded_checked_and_private(tmp_path: Path, capl
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "wizard"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "messages"),
-        ({"tools": [{"type": "local_shell"}]}, "local_shell"),
+        ({"tools": [{"name": "f"}]}, "tools.0"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "no tools"),
         ({"text": {"format": {"type": "xml"}}}, "xml"),
         ({"background": True}, "background"),
@@ -266,10 +266,11 @@ def test_mistakes(served: Running, change: dict[str, Any], words: str):
     assert words in error(served.post(PATH, {"model": NAME, "input": "Who?"} | change), 400)["message"]
 
 
-def test_tools_of_openais_servers_are_passed_over(served: Running):
-    body = ASK | {"input": "Who?", "tools": [{"type": "web_search", "search_context_size": "low"}]}
+def test_tools_that_are_no_functions_are_passed_over(served: Running):
+    tools = [{"type": "web_search", "search_context_size": "low"}, {"type": "namespace", "name": "n", "tools": [SHIPS]}]
+    body = ASK | {"input": "Who?", "tools": tools}
     response = served.post(PATH, body)
-    assert response.headers["x-forerun-ignored"] == "tools.0.web_search"
+    assert response.headers["x-forerun-ignored"] == "tools.0.web_search, tools.1.namespace"
     assert response.json()["tools"] == body["tools"] and response.json()["output"][0]["content"][0]["text"]
 
 

@@ -7,7 +7,6 @@ clients expect. Knows no engine: everything in it was a chat completion first.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,13 +14,6 @@ from pydantic import ValidationError
 from forerun.errors import BadRequest
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest
-
-# Tools that a vendor's own servers run, by how their types begin. Agents offer them to every server; the model is not
-# told of them here. Others without a schema, which the client itself would run, are refused
-HOSTED_TOOLS = (
-    *("web_search", "web_fetch", "code_execution", "code_interpreter", "file_search", "image_generation"),
-    *("tool_search", "mcp"),
-)
 
 
 class WireFormat:
@@ -66,15 +58,6 @@ def chat_request(values: dict[str, Any]) -> ChatRequest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise BadRequest(f"{place}: {first['msg']}", "as a chat request it would not fit") from None
-
-
-def hosted_tools(kinds: Iterable[Any]) -> list[str]:
-    """Places of the tools of such types that are passed over."""
-    return [
-        f"tools.{number}.{kind}"
-        for number, kind in enumerate(kinds)
-        if isinstance(kind, str) and kind.startswith(HOSTED_TOOLS)
-    ]
 
 
 def joined_text(content: Any, place: str, kinds: tuple[str, ...], skipped: tuple[str, ...] = ()) -> str:

@@ -14,13 +14,16 @@ from pydantic import Field
 
 from forerun.errors import BadRequest
 from forerun.serve.derived import LenientModel, accepted
-from forerun.serve.dialects.base import NamedEvents, chat_request, hosted_tools, joined_text
+from forerun.serve.dialects.base import NamedEvents, chat_request, joined_text
 from forerun.serve.errors import ApiError
 from forerun.serve.schema import ChatRequest, ForerunOptions
 from forerun.serve.tool_schema import call_object
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THINKING = ("thinking", "redacted_thinking")
+# Tools that Anthropic's own servers run, by how their types begin: agents offer them to every server, and the model is
+# not told of them here. Others of its types, which the client itself would run, are refused: they have no schema
+_HOSTED_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp")
 
 
 class AnthropicMessage(LenientModel):
@@ -35,6 +38,10 @@ class AnthropicTool(LenientModel):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: Any = None
+
+    @property
+    def hosted(self) -> bool:
+        return (self.type or "").startswith(_HOSTED_TOOLS)
 
 
 class AnthropicToolChoice(LenientModel):
@@ -62,14 +69,14 @@ class CountRequest(LenientModel):
     def chat(self, **more: Any) -> ChatRequest:
         values: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.tools:
-            values["tools"] = [_tool(n, tool) for n, tool in enumerate(self.tools) if not hosted_tools([tool.type])]
+            values["tools"] = [_tool(n, tool) for n, tool in enumerate(self.tools) if not tool.hosted]
         if self.tool_choice is not None:
             values |= _tool_choice(self.tool_choice)
         return chat_request(values | more)
 
     @property
     def passed_over(self) -> list[str]:
-        return hosted_tools(tool.type for tool in self.tools or ())
+        return [f"tools.{n}.{tool.type}" for n, tool in enumerate(self.tools or ()) if tool.hosted]
 
     def _messages(self) -> list[dict[str, Any]]:
         parts = [_part(block, f"system.{i}") for i, block in enumerate(self.system or ()) if isinstance(block, dict)]

@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from forerun.errors import BadRequest
 from forerun.serve.derived import LenientModel, accepted
-from forerun.serve.dialects.base import chat_request, hosted_tools, joined_text
+from forerun.serve.dialects.base import chat_request, joined_text
 from forerun.serve.schema import ChatRequest, ForerunOptions
 from forerun.serve.tool_schema import call_object
 
@@ -77,7 +77,7 @@ class ResponsesRequest(_UnusedFields):
             "top_p": self.top_p,
             "stream": bool(self.stream),
             "stream_options": {"include_usage": True} if self.stream else None,
-            "tools": [_tool(n, t) for n, t in enumerate(self.tools or ()) if not hosted_tools([t.get("type")])] or None,
+            "tools": [_tool(n, t) for n, t in enumerate(self.tools or ()) if not _passed_over(t)] or None,
             "tool_choice": _tool_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": _response_format(self.text.format if self.text else None),
@@ -91,7 +91,7 @@ class ResponsesRequest(_UnusedFields):
 
     @property
     def passed_over(self) -> list[str]:
-        return hosted_tools(tool.get("type") for tool in self.tools or ())
+        return [f"tools.{n}.{tool['type']}" for n, tool in enumerate(self.tools or ()) if _passed_over(tool)]
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as chat messages."""
@@ -123,10 +123,14 @@ def _add_item(found: list[dict[str, Any]], item: dict[str, Any], place: str) -> 
         raise BadRequest(f"{place} is of type {kind!r:.60}", hint)
 
 
+def _passed_over(tool: dict[str, Any]) -> bool:
+    """Whatever is no function: OpenAI's own agent offers web search, namespaces and patches to every server."""
+    return isinstance(tool.get("type"), str) and tool["type"] != "function"
+
+
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        hint = "describe it as a function, and run it yourself"
-        raise BadRequest(f"tools.{number} is {tool.get('type')!r:.60}, a tool of OpenAI's models", hint)
+        raise BadRequest(f"tools.{number} is of type {tool.get('type')!r:.60}", "describe it as a function")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
