@@ -26,12 +26,8 @@ from forerun_research.studies.sandbox import run_program
 
 COPIED_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 FREE, MODEL = "copy+lookup+suffix", "model"  # drafters without and with a model
-_EDITS = [(way, drafter) for way in ("rewrite", "replace") for drafter in ("off", FREE, MODEL)]
-DEFAULT_SETTINGS = {
-    "generation": [("write", "off"), ("write", FREE), ("write", MODEL)],
-    "edit": [*_EDITS, ("copy", FREE)],
-    "release": _EDITS,
-}
+_EDITS = [(way, drafter) for way in ("rewrite", "replace", "copy") for drafter in ("off", FREE, MODEL)]
+DEFAULT_SETTINGS = {"generation": [("write", by) for by in ("off", FREE, MODEL)], "edit": _EDITS, "release": _EDITS}
 
 
 def settings_of(

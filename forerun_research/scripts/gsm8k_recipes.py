@@ -5,7 +5,8 @@
 the distinct final numbers (`recipes.equilibrium_ranking`), `any` whether one of them is right: no choice can be better.
 `plan` has the model plan calls of a calculator before any result is known (`recipes.plan.solve`). One half of the data
 is for choosing settings, the other for the report: `--half 0` and `--half 1`. Nothing was chosen so far. Lines in
-`--out` are kept, and a run continues where it stopped.
+`--out` are kept, and a run continues where it stopped. With `--at-once` several questions share the engine's steps:
+that is quicker on a GPU, and seconds then say nothing.
 
     python -m forerun_research.scripts.gsm8k_recipes --model qwen2.5-coder-0.5b-instruct --data gsm8k_test_half.jsonl
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +105,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("gsm8k_recipes.jsonl"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new question after so long")
+    parser.add_argument("--at-once", type=int, default=1, help="questions")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
-    start, known = time.perf_counter(), {row["question"] for row in rows_of(given.out)}
-    with LLM(given.model, quiet=True, device=given.device, max_model_len=2048) as llm, given.out.open("a") as out:
-        for number, question in enumerate(read_questions(given.data)[given.half :: 2][: given.questions]):
-            if number in known:
-                continue
-            if time.perf_counter() - start > given.seconds:
-                break
-            row = {"question": number, **solve(llm, question, given.candidates, given.temperature, given.tokens)}
-            out.write(json.dumps(row) + "\n")
-            out.flush()
+    known = {row["question"] for row in rows_of(given.out)}
+    numbered = list(enumerate(read_questions(given.data)[given.half :: 2][: given.questions]))
+    end = time.perf_counter() + given.seconds
+    with (
+        LLM(given.model, quiet=True, device=given.device, max_model_len=2048) as llm,
+        given.out.open("a") as out,
+        ThreadPoolExecutor(given.at_once) as pool,
+    ):
+
+        def row_of(numbered: tuple[int, MathQuestion]) -> dict[str, Any] | None:
+            number, question = numbered
+            if time.perf_counter() > end:
+                return None
+            return {"question": number, **solve(llm, question, given.candidates, given.temperature, given.tokens)}
+
+        for row in pool.map(row_of, [pair for pair in numbered if pair[0] not in known]):
+            if row is not None:
+                out.write(json.dumps(row) + "\n")
+                out.flush()
     summarise(list(rows_of(given.out)))
 
 

@@ -4,7 +4,8 @@ Target and draft server run in two processes with the given threads each; a prox
 every prompt the settings take turns, `--repeats` times; the median counts. `plain again` is plain decoding once more:
 how far its prompts are from 1 is what the machine adds by itself. `local` is the same draft model in the process of the
 target, with the same threads. `--faults` kills and restarts the server and damages its bytes under load instead, and
-compares every answer with the plain one.
+compares every answer with the plain one. `--draft-cores` pins the server to cores of its own (`taskset` pins the target).
+With the target on a GPU, `gpu` has the memory that opening it took, and each setting the GPU's busy time for a token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from forerun import LLM, Completion, SamplingParams, data
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.serve.server import listen
@@ -31,16 +34,18 @@ from forerun_research.bench.delay_proxy import DelayProxy
 from forerun_research.studies.intervals import bootstrap
 
 ROUND_TRIPS_MS = (0, 20, 50, 100)
+KV_TOKENS = 16384  # the same for all runs: memory of a GPU is compared
 FAULT_PERIOD_S = 4.0  # between kills of the server
 
 
 class DraftServerProcess:
     """`forerun draft serve` on a port that stays the same when it is started again."""
 
-    def __init__(self, model: str, dtype: str, threads: int) -> None:
+    def __init__(self, model: str, dtype: str, threads: int, cores: str | None = None) -> None:
         with listen("127.0.0.1", 0) as sock:
             self.port = sock.getsockname()[1]
-        self._command = [sys.executable, "-m", "forerun", "draft", "serve", "--model", model, "--dtype", dtype]
+        self._command = ["taskset", "-c", cores] if cores else []
+        self._command += [sys.executable, "-m", "forerun", "draft", "serve", "--model", model, "--dtype", dtype]
         self._command += ["--threads", str(threads), "--port", str(self.port), "--device", "cpu"]
         self.start()
 
@@ -58,8 +63,8 @@ class DraftServerProcess:
 
 
 @contextlib.contextmanager
-def draft_server(model: str, dtype: str, threads: int) -> Iterator[DraftServerProcess]:
-    server = DraftServerProcess(model, dtype, threads)
+def draft_server(model: str, dtype: str, threads: int, cores: str | None) -> Iterator[DraftServerProcess]:
+    server = DraftServerProcess(model, dtype, threads, cores)
     try:
         yield server
     finally:
@@ -136,7 +141,19 @@ def speed(llm: LLM, server: DraftServerProcess, options: argparse.Namespace) -> 
             if options.out is not None:
                 with options.out.open("a") as out:
                     out.write(json.dumps(rows[-1]) + "\n")
-    return summarise(rows)
+        found = summarise(rows)
+        if llm.engine.runner.decoder.device.type == "cuda":
+            busy = {name: gpu_ms(setting, asked[0], params) for name, setting in settings.items()}
+            found["gpu"] = {"memory_mb": round(torch.cuda.max_memory_allocated() / 1e6), "busy_ms_a_token": busy}
+    return found
+
+
+def gpu_ms(setting: DraftSetting, messages: Any, params: SamplingParams) -> float:
+    """Time of the GPU's kernels for a token of one answer, after everything was timed: tracing takes time itself."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
+        done = setting.chat(messages, params)
+    total_us = sum(event.self_device_time_total for event in traced.key_averages())
+    return round(total_us / 1000.0 / max(1, done.usage.completion_tokens), 3)
 
 
 def _measure_prompt(
@@ -219,6 +236,7 @@ def main() -> None:
     parser.add_argument("--draft-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--draft-threads", type=int, help="of the draft server, where it has others")
+    parser.add_argument("--draft-cores", help="of the draft server, as taskset writes them: 8-15")
     parser.add_argument("--device", default="cpu", help="of the target; the draft server has the CPU")
     parser.add_argument("--kind", default="all", help="of the shipped prompts")
     parser.add_argument("--prompts", type=int, default=4)
@@ -236,8 +254,11 @@ def main() -> None:
     options = parser.parse_args()
     draft = options.draft if options.local else None
     opened = {"threads": options.threads, "device": options.device, "max_model_len": 2048, "quiet": True}
+    opened["kv_cache_tokens"] = KV_TOKENS
     with (
-        draft_server(options.draft, options.draft_dtype, options.draft_threads or options.threads) as server,
+        draft_server(
+            options.draft, options.draft_dtype, options.draft_threads or options.threads, options.draft_cores
+        ) as server,
         LLM(options.model, draft_model=draft, **opened) as llm,
     ):
         result = faults(llm, server, options) if options.faults else speed(llm, server, options)

@@ -95,8 +95,8 @@ def beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int, width: int) -> tuple
         logits, nodes, scores, places = tree.root_logits, np.array([0]), np.zeros(1), np.array([ROOT])
         while len(nodes):
             children, rows = trie.children_of(nodes.tolist())
-            at, tokens = (torch.from_numpy(a.astype(np.int64)) for a in (rows, trie.tokens[children]))
-            own = (logits[at, tokens].float() - torch.logsumexp(logits.float(), -1)[at]).double().numpy()
+            at, tokens = (torch.from_numpy(a.astype(np.int64)).to(logits.device) for a in (rows, trie.tokens[children]))
+            own = (logits[at, tokens].float() - torch.logsumexp(logits.float(), -1)[at]).double().cpu().numpy()
             total = scores[rows] + own
             order = np.argsort(-total, kind="stable")
             kept = order[:width]
@@ -134,7 +134,7 @@ def exhaustive(llm: LLM, ids: list[int], items: list[list[int]], k: int) -> tupl
             for node, row in look._rows(AnswerTree(lease, ids), part):
                 children = part.children(node)
                 tokens = torch.from_numpy(part.tokens[children].astype(np.int64))
-                scores[children] = scores[node] + row[tokens].double().numpy()
+                scores[children] = scores[node] + row.cpu()[tokens].double().numpy()
         ends = np.flatnonzero(part.items >= 0)
         ranked += [(float(scores[n]), numbers[int(part.items[n])]) for n in ends[np.argsort(-scores[ends])][:k]]
         ranked = sorted(ranked, key=lambda found: (-found[0], found[1]))[:k]
@@ -182,9 +182,13 @@ def main() -> None:
     parser.add_argument("--exhaustive", type=int, default=0, help="prompts for which the whole trie is scored")
     parser.add_argument("-k", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     ratios: list[list[float]] = []
-    with LLM(given.model, quiet=True, kv_cache_tokens=32768) as llm, tempfile.TemporaryDirectory() as folder:
+    with (
+        LLM(given.model, quiet=True, kv_cache_tokens=32768, device=given.device) as llm,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         start = time.perf_counter()
         items, names = catalogue(llm, given.catalogue, given.items)
         path = Path(folder) / "items.trie"

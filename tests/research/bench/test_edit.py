@@ -75,7 +75,8 @@ def test_results_are_judged_and_compared_on_common_tasks(tmp_path: Path):
 
 
 def test_settings_are_chosen_by_way_and_drafter():
-    assert bench.settings_of(["copy"], True) == {"generation": [], "edit": [("copy", bench.FREE)], "release": []}
+    copies = [("copy", by) for by in ("off", bench.FREE, bench.MODEL)]
+    assert bench.settings_of(["copy"], True) == {"generation": [], "edit": copies, "release": copies}
     chosen = bench.settings_of([], False, ["off", bench.MODEL])
-    assert chosen["release"] == [("rewrite", "off"), ("replace", "off")]  # there is no draft model
+    assert chosen["release"] == [("rewrite", "off"), ("replace", "off"), ("copy", "off")]  # there is no draft model
     assert ("replace", bench.MODEL) in bench.settings_of([], True)["edit"]
