@@ -4,7 +4,7 @@ Target and draft server run in two processes with the given threads each; a prox
 every prompt the settings take turns, `--repeats` times; the median counts. `plain again` is plain decoding once more:
 how far its prompts are from 1 is what the machine adds by itself. `local` is the same draft model in the process of the
 target, with the same threads. `--faults` kills and restarts the server and damages its bytes under load instead, and
-compares every answer with the plain one. `--draft-cores` pins the server to cores of its own (`taskset` pins the target).
+compares every answer with the plain one. `--draft-cores` pins the server to cores (`taskset` the target).
 With the target on a GPU, `gpu` has the memory that opening it took, and each setting the GPU's busy time for a token.
 """
 
