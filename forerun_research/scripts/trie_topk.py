@@ -10,8 +10,9 @@ one forward over the same tree of tokens, and a row may go on to the children of
   k-th item. It is the masked decoding that returns what `topk` returns, and the one that `topk` is compared with.
 
 `known items` is what no method can undercut: the ten items are given, and one forward over all of their beginnings
-scores them. `one answer` is a single greedy answer under the trie's mask through the engine. Exhaustive scoring runs all inner nodes
-of the trie for the first prompts (`--exhaustive`, minutes), in parts, as the pages of one tree do not hold them all.
+scores them. `one answer` is a single greedy answer under the trie's mask through the
+engine. Exhaustive scoring runs all inner nodes of the trie for the first prompts (`--exhaustive`, minutes), in parts,
+as the pages of one tree do not hold them all.
 
     python -m forerun_research.scripts.trie_topk --catalogue numbers --exhaustive 2
 """
@@ -215,6 +216,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--forward-nodes", type=int, help="of one forward of the search, where it shall be another")
     given = parser.parse_args()
+    if given.forward_nodes:
+        top_items.FORWARD_NODES, answer_tree.MAX_FORWARD_NODES = given.forward_nodes, max(128, given.forward_nodes)
     ratios: list[list[float]] = []
     with (
         LLM(given.model, quiet=True, kv_cache_tokens=32768, device=given.device) as llm,
