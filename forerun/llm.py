@@ -329,11 +329,19 @@ class LLM(OldLLMNames):
         config = RolloutConfig(*asked, separator, keep, prune_below, min_distance, min_prob, seed)
         return run_sync(arollout(self, prompt, config))
 
-    def topk(self, prompt: Prompt | Messages, trie: TokenTrie | str | Path, k: int = 10, end: bool = False) -> TopItems:
-        """The k best items of a trie (or its file), with exact scores. `end`: these include the token that ends it."""
+    def topk(
+        self,
+        prompt: Prompt | Messages,
+        trie: TokenTrie | str | Path,
+        k: int = 10,
+        end: bool = False,
+        beam: int | None = None,
+    ) -> TopItems:
+        """The k best items of a trie (or its file), with exact scores. `end`: these include the token that ends it.
+        `beam`: only so many beginnings of one length go on: quicker, and `proven` says whether these are the best."""
         from forerun.sharing.top_items import top_items
 
-        return top_items(self, self.encode(prompt), trie, k, end)
+        return top_items(self, self.encode(prompt), trie, k, end, beam)
 
     def edit(
         self,

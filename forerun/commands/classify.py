@@ -31,10 +31,11 @@ def classify(
 
     Example: forerun classify "The film was far too long." --labels positive,negative
     """
-    from forerun.recipes.classify import INSTRUCTION, label_question
+    from forerun.recipes.classify import INSTRUCTION, check_labels, label_question
     from forerun.recipes.classify import classify as classify_one
 
     named = [label.strip() for label in labels.split(",") if label.strip()]
+    check_labels(named)
     if (text is None) == (file is None):
         raise BadRequest("give a text or a --file, one of them", "see forerun classify --help")
     texts = [line for line in read_text(file).splitlines() if line.strip()] if file is not None else [str(text)]

@@ -66,9 +66,9 @@ def edit(
                 sys.stdout.flush()
                 found = piece.result
             done = cast(Edited, found)
-    if write:
-        if done.changed:
-            replace_file(file, done.text)
+    if write and done.changed:
+        replace_file(file, done.text)
+    if write and not as_json:
         sys.stdout.write(done.diff)
     if as_json:
         print(json.dumps({"text": done.text, "diff": done.diff, "used": done.used, "why": done.why}))

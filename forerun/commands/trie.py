@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,8 @@ from forerun.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+DEFAULT_K = 10
 
 app = typer.Typer(no_args_is_help=True, help="Lists of allowed answers: make their files, and rank them.")
 
@@ -47,10 +50,11 @@ def build(
         return found[0](before + text)
 
     with status(f"reading {items.name}", Console(stderr=True)):
-        names, sequences = read_items(items, encode)
+        names, sequences, repeated = read_items(items, encode)
         trie = TokenTrie.build(sequences, names)
         trie.save(out)
-    print(f"{out}: {trie.num_items:,} items, {len(trie):,} nodes, {out.stat().st_size / 1e6:.1f} MB")
+    left_out = f"; {repeated:,} repeated lines left out" if repeated else ""
+    print(f"{out}: {trie.num_items:,} items, {len(trie):,} nodes, {out.stat().st_size / 1e6:.1f} MB{left_out}")
 
 
 @app.command()
@@ -59,7 +63,11 @@ def top(
     opened: opt.ModelOptions,
     file: Annotated[Path, typer.Argument(help="A file of `forerun trie build`.")],
     prompt: Annotated[str, typer.Argument(help="The text before the items.")],
-    k: Annotated[int, typer.Option("-k", min=1, help="How many items.")] = 10,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="How many items; default: 10, or all of fewer.")] = None,
+    beam: Annotated[
+        int | None,
+        typer.Option("--beam", min=1, help="Quicker: so many beginnings of one length go on; the best may be missed."),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="As a user message, or as text to continue.")] = True,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -67,29 +75,39 @@ def top(
 
     Example: forerun trie top products.trie "Customers who bought a lamp also bought a" --raw
     """
+    from forerun.decode.trie import open_trie
+
+    trie = open_trie(file)  # before the model: what is wrong with it is known at once
     with opened.open() as llm:
-        found = llm.topk([{"role": "user", "content": prompt}] if chat else prompt, str(file), k)
+        asked = [{"role": "user", "content": prompt}] if chat else prompt
+        found = llm.topk(asked, trie, min(DEFAULT_K, trie.num_items) if k is None else k, beam=beam)
     if as_json:
         print(json.dumps(asdict(found)))
         return
     for ranked in found.items:
         print(f"{ranked.score:9.3f}  {ranked.name}")
+    if not found.proven:
+        print("other items may score higher: --beam left beginnings out", file=sys.stderr)
 
 
-def read_items(path: Path, encode: Callable[[str], list[int]]) -> tuple[list[str], list[list[int]]]:
-    """Names and token ids of the items in a file."""
-    lines = read_text(path).splitlines()
-    names, sequences = [], []
-    for number, line in enumerate(lines, 1):
+def read_items(path: Path, encode: Callable[[str], list[int]]) -> tuple[list[str], list[list[int]], int]:
+    """Names and token ids of the items in a file, each once, and how many lines repeated another."""
+    names, sequences, seen, repeated = [], [], set[str](), 0
+    for number, ended in enumerate(read_text(path).split("\n"), 1):  # other separators may be part of an item
+        line = ended.removesuffix("\r")
         if not line.strip():
             continue
+        if line in seen:
+            repeated += 1
+            continue
+        seen.add(line)
         name, ids = _item(line, encode, f"{path.name}, line {number}") if path.suffix == ".jsonl" else (line, None)
         ids = encode(line) if ids is None else ids
         if not ids:
             raise BadRequest(f"{path.name}, line {number}: the item has no tokens", "remove it")
         names.append(name)
         sequences.append(ids)
-    return names, sequences
+    return names, sequences, repeated
 
 
 def _item(line: str, encode: Callable[[str], list[int]], where: str) -> tuple[str, list[int]]:

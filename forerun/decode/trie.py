@@ -50,7 +50,7 @@ class TokenTrie:
         order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
         rows, lengths = rows[order], lengths[order]
         empty = np.flatnonzero(lengths == 0)
-        _check_unique(np.zeros(len(empty)), order[empty])
+        _check_unique(np.zeros(len(empty)), order[empty], names)
         root_item = order[empty] if len(empty) else np.array([-1])
         tokens, parents, items = [np.array([-1])], [np.array([-1])], [root_item]
         fresh = np.zeros(len(rows), dtype=bool)  # differs from the row before in the tokens so far
@@ -65,7 +65,7 @@ class TokenTrie:
             at = np.where(alive, first + np.cumsum(begins) - 1, at)
             ends = lengths == level + 1
             here = np.full(int(begins.sum()), -1, dtype=np.int64)
-            _check_unique(at[ends], order[ends])
+            _check_unique(at[ends], order[ends], names)
             here[at[ends] - first] = order[ends]
             items.append(here)
             first += len(here)
@@ -214,12 +214,13 @@ def _check(sequences: Sequence[Sequence[int]], lengths: np.ndarray) -> None:
         raise BadRequest(problem, "use shorter items")
 
 
-def _check_unique(nodes: np.ndarray, items: np.ndarray) -> None:
+def _check_unique(nodes: np.ndarray, items: np.ndarray, names: Sequence[str] | None) -> None:
     order = np.argsort(nodes, kind="stable")
     same = np.flatnonzero(np.diff(nodes[order]) == 0)
     if len(same):
         a, b = sorted(items[order[same[0] : same[0] + 2]].tolist())
-        raise BadRequest(f"items {a} and {b} have the same tokens", "remove one of them")
+        named = "" if names is None else f" ({names[a]!r:.40} and {names[b]!r:.40})"
+        raise BadRequest(f"items {a} and {b}{named} have the same tokens", "remove one of them")
 
 
 @lru_cache(maxsize=8)

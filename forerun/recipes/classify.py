@@ -34,11 +34,17 @@ def label_question(text: str, labels: Sequence[str], instruction: str = INSTRUCT
     return [{"role": "user", "content": f"{asked}\n\nText: {text}"}]
 
 
+def check_labels(labels: Sequence[str]) -> None:
+    if isinstance(labels, str) or len(labels) < 2 or not all(isinstance(label, str) and label for label in labels):
+        raise BadRequest(f"labels are {labels!r:.80}", "give at least two different texts")
+    if len(set(labels)) < len(labels):
+        raise BadRequest(f"labels are {list(labels)!r:.80}: some are the same", "give at least two different texts")
+
+
 def classify(llm: LLM, prompt: Prompt | Messages, labels: Sequence[str]) -> Classified:
     """The label that the model's answer most probably is, given that it is one of them. Labels that follow a prompt of
     plain text often need a space in front."""
-    if len(labels) < 2 or len(set(labels)) < len(labels) or not all(isinstance(x, str) and x for x in labels):
-        raise BadRequest(f"labels are {list(labels)!r:.80}", "give at least two different texts")
+    check_labels(labels)
     trie = TokenTrie.build([llm.tokenizer.encode(label) for label in labels], labels)
     found = llm.topk(prompt, trie, len(labels), end=True)
     scores = np.array([ranked.score for ranked in found.items])

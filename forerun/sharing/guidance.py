@@ -8,6 +8,7 @@ between the engine's steps, on leased pages. Knows tokens only.
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from forerun.core import SamplingParams
 from forerun.decode.sampling import Context, Row, choose
+from forerun.engine.intake import check_token_ids
 from forerun.errors import BadRequest, OutOfPages
 from forerun.llm import LLM
 from forerun.models.execution.runner import Span
@@ -48,8 +50,7 @@ def guided(
     `propose` returns tokens that may well follow the answer so far."""
     if not 0.0 <= scale <= MAX_GUIDANCE:
         raise BadRequest(f"the guidance scale is {scale}, allowed is from 0 to {MAX_GUIDANCE:g}", "use 1.5 to 7.5")
-    if params.grammar is not None or params.n != 1:
-        raise BadRequest("guidance makes one answer without a grammar", "leave grammar and n out")
+    _check_params(params)
     pair = [list(prompt_ids), list(other_ids)]
     for ids in pair:
         llm.engine.intake.check(ids, params)
@@ -57,12 +58,22 @@ def guided(
         return _Pair(llm, lease, pair, scale, params).run(propose or (lambda answer: ()))
 
 
+def _check_params(params: SamplingParams) -> None:
+    """What is not done here is refused."""
+    given = {name: getattr(params, name) for name in ("grammar", "stop", "stop_token_ids", "logprobs", "prediction")}
+    given |= {"n": params.n > 1, "prefill": not params.prefill.exact}
+    unused = [name for name, value in given.items() if value is not None and value is not False and value != ()]
+    if unused:
+        raise BadRequest(f"guidance makes one answer of tokens, without {', '.join(unused)}", "leave that out")
+
+
 class _Pair:
     def __init__(self, llm: LLM, lease: EngineLease, prompts: list[list[int]], scale: float, params: SamplingParams):
         self.engine, self.lease, self.prompts, self.scale, self.params = llm.engine, lease, prompts, scale, params
-        self.context = Context(params, list(prompts[0]), len(prompts[0]), params.seed or 0)
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        self.context = Context(params, list(prompts[0]), len(prompts[0]), seed)
         longest = self.engine.max_length - max(map(len, prompts))
-        self.limit, self.end_ids = min(params.max_tokens, longest), self.engine.intake.end_ids
+        self.limit, self.end_ids = min(params.max_tokens, longest), set(self.engine.intake.end_ids)
         self.rows: list[array[int]] = []
 
     def run(self, propose: ProposeChunk) -> Guided:
@@ -79,6 +90,7 @@ class _Pair:
         passes = accepted = 0
         while len(answer) < self.limit and not self._ended(answer):
             chunk = [int(token) for token in propose(list(answer))][: self.limit - len(answer) - 1]
+            check_token_ids(chunk, self.engine.intake.model.vocab_size)
             found = self._accept(chunk, self._forward(answer, chunk))
             passes, accepted = passes + 1, accepted + len(found) - 1
             answer += found

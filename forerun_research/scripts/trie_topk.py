@@ -89,33 +89,6 @@ def catalogue(llm: LLM, kind: str, count: int) -> tuple[list[list[int]], list[st
     return [llm.tokenizer.encode(name) for name in names], names
 
 
-def beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int, width: int) -> tuple[list[int], bool]:
-    """The items of a masked beam search, best first, and whether they are certainly the k best: no beginning that was
-    dropped scores above the last of them."""
-    best: list[tuple[float, int]] = []
-    dropped = -np.inf
-    with llm.driver.lease() as lease:
-        tree = AnswerTree(lease, ids)
-        logits, nodes, scores, places = tree.root_logits, np.array([0]), np.zeros(1), np.array([ROOT])
-        while len(nodes):
-            children, rows = trie.children_of(nodes.tolist())
-            at, tokens = (torch.from_numpy(a.astype(np.int64)).to(logits.device) for a in (rows, trie.tokens[children]))
-            own = (logits[at, tokens].float() - torch.logsumexp(logits.float(), -1)[at]).double().cpu().numpy()
-            total = scores[rows] + own
-            order = np.argsort(-total, kind="stable")
-            kept = order[:width]
-            dropped = max(dropped, float(total[order[width]])) if len(order) > width else dropped
-            items = trie.items[children[kept]]
-            best += [(float(total[i]), int(item)) for i, item in zip(kept, items, strict=True) if item >= 0]
-            going = kept[np.diff(trie.starts)[children[kept]] > 0]
-            first, nodes, scores = len(tree), children[going], total[going]
-            if len(going):
-                logits = tree.run(places[rows[going]].tolist(), trie.tokens[nodes].tolist())
-            places = first + np.arange(len(going))
-    found = sorted(best, reverse=True)[:k]
-    return [item for _, item in found], len(found) == k and found[-1][0] >= dropped
-
-
 def score_known(llm: LLM, ids: list[int], trie: TokenTrie, paths: list[list[int]]) -> list[float]:
     """Scores of given items: the prompt, and one forward over the tree of their beginnings."""
     part = TokenTrie.build(paths)
@@ -140,9 +113,10 @@ def proven_beam(llm: LLM, ids: list[int], trie: TokenTrie, k: int) -> tuple[list
     """The k best items by masked decoding alone, and the width that proved it."""
     width, proven = k, False
     while not proven:
-        items, proven = beam(llm, ids, trie, k, width)
+        found = llm.topk(ids, trie, k, beam=width)
+        proven = found.proven
         width *= 2
-    return items, width // 2
+    return [ranked.item for ranked in found.items], width // 2
 
 
 def exhaustive(llm: LLM, ids: list[int], items: list[list[int]], k: int) -> tuple[list[int], list[float]]:
@@ -186,9 +160,9 @@ def compare(llm: LLM, ids: list[int], trie: TokenTrie, k: int, repeats: int) -> 
     ratios: list[float] = []
     width, same = k, False
     while not same:
-        items, _ = beam(llm, ids, trie, k, width)
+        items = [ranked.item for ranked in llm.topk(ids, trie, k, beam=width).items]
         same, shared = items == ours, len(set(items) & set(ours))
-        spent = timed(partial(beam, llm, ids, trie, k, width), repeats if width == k else 1)
+        spent = timed(partial(llm.topk, ids, trie, k, beam=width), repeats if width == k else 1)
         ratios.append(spent / seconds)
         print(
             f"  beam of {width}: {1000 * spent:.0f} ms ({ratios[-1]:.2f}x; known items {spent / known:.2f}x), "

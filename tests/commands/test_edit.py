@@ -58,6 +58,9 @@ def test_write_replaces_the_file_whole(depot: tuple[Path, SimpleNamespace], caps
     assert run("edit", str(link), "Fix total.", "--write", "--mode", "replace") == 0
     assert capsys.readouterr().out == DIFF.replace("depot", "link")
     assert file.read_text() == NEW and file.stat().st_mode & 0o777 == 0o640 and link.is_symlink()
+    file.write_text(OLD)
+    assert run("edit", str(file), "Fix total.", "--write", "--mode", "replace", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["diff"] == DIFF and file.read_text() == NEW  # the JSON alone is printed
     script.write = lambda content, way: answer_for(NEW, NEW, "copy")
     assert run("edit", str(file), "Fix total.", "--write", "--mode", "copy") == 0
     assert "nothing changed" in capsys.readouterr().err

@@ -63,6 +63,8 @@ def test_file_is_checked(tmp_path: Path) -> None:
 def test_items_that_are_refused() -> None:
     with pytest.raises(BadRequest, match="items 1 and 2 have the same"):
         TokenTrie.build([[3], [1, 2], [1, 2]])
+    with pytest.raises(BadRequest, match=r"items 0 and 1 \('lamp' and 'Lamp'\) have the same"):
+        TokenTrie.build([[1], [1]], ["lamp", "Lamp"])
     with pytest.raises(BadRequest, match="no items"):
         TokenTrie.build([])
     with pytest.raises(BadRequest, match="from -1 to 2"):

@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from forerun import LLM, BadRequest, SamplingParams, Speculation
-from forerun.checks.lossless.forced_drafting import all_drafts_verified
+from forerun.checks.lossless.forced_drafting import VerifyAllDrafts, all_drafts_verified
 from forerun.checks.lossless.remote import made_up_tree
 from forerun.decode.drafters.remote import RemoteDrafter
 from forerun.decode.remote.protocol import (
@@ -185,6 +185,27 @@ def test_two_servers_share_the_sequences(small: LLM, target: LLM, tiny_folder: C
     ):
         answers = ask(target, f"remote:127.0.0.1:{one},127.0.0.1:{two}")
         assert first.worker.trees > 0 and second.worker.trees > 0
+    assert [answer.token_ids for answer in answers] == plain(target)
+
+
+def test_a_silent_server_of_several_does_not_hold_up_the_sequences_of_another(
+    small: LLM, target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence has its own draft in flight: a step runs with those that are here."""
+    monkeypatch.setattr(VerifyAllDrafts, "max_wait_s", lambda *given: (0.2, 1.0))
+
+    async def silent(connection: ServerConnection) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            await greeted(connection)
+            async for _ in connection:
+                pass
+
+    with running(small) as (server, port), scripted(silent) as other:
+        name = f"remote:127.0.0.1:{port},127.0.0.1:{other}"
+        connect_drafter(target, name)
+        answers = ask(target, name)
+        drafted = [answer.usage.drafted for answer in answers]
+        assert server.worker.trees > 0 and 0 in drafted and max(drafted) > 4, drafted
     assert [answer.token_ids for answer in answers] == plain(target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def test_guidance_of_one_is_plain_sampling(llm: LLM) -> None:
     assert guided(llm, OWN, OTHER, 1.0, params).token_ids == plain
     with pytest.raises(BadRequest, match="scale is 99"):
         guided(llm, OWN, OTHER, 99.0, params)
+
+
+def test_answers_without_a_seed_differ_and_options_that_do_nothing_are_refused(llm: LLM) -> None:
+    params = SamplingParams(1.5, max_tokens=8, ignore_eos=True)
+    assert len({tuple(guided(llm, OWN, OTHER, 1.5, params).token_ids) for _ in range(4)}) > 1
+    refused: list[dict[str, Any]] = [
+        {"grammar": Grammar.regex("a")}, {"n": 2}, {"stop": "a"}, {"stop_token_ids": [3]}, {"logprobs": 0},
+        {"prediction": [1]}, {"prefill": "speculative"},
+    ]  # fmt: skip
+    for values in refused:
+        with pytest.raises(BadRequest, match=f"without {next(iter(values))}"):
+            guided(llm, OWN, OTHER, 1.5, SamplingParams(max_tokens=4, **values))
+    with pytest.raises(BadRequest, match="token id 100000 is not in the vocabulary"):
+        guided(llm, OWN, OTHER, 1.5, params, lambda answer: [100_000])
 
 
 def test_ids_in_and_out_without_a_tokenizer(llm: LLM, tmp_path: Path) -> None:

@@ -57,6 +57,26 @@ def test_all_items(llm: LLM) -> None:
         llm.topk(PROMPT, TokenTrie.build(wanted), 51)
 
 
+@pytest.mark.parametrize("end", [False, True])
+def test_a_beam_has_exact_scores_and_knows_whether_its_items_are_the_best(llm: LLM, end: bool) -> None:
+    trie = TokenTrie.build(items())
+    exact, every = llm.topk(PROMPT, trie, 10, end), llm.topk(PROMPT, trie, trie.num_items, end)
+    scores = {ranked.item: ranked.score for ranked in every.items}
+    assert exact.proven
+    proofs = []
+    for width in (10, 40, 400):
+        found = llm.topk(PROMPT, trie, 10, end, beam=width)
+        assert len(found.items) == 10 and found.forwards <= 5
+        assert all(ranked.score == pytest.approx(scores[ranked.item], abs=1e-4) for ranked in found.items)
+        if found.proven:
+            assert [ranked.item for ranked in found.items] == [ranked.item for ranked in exact.items]
+        proofs.append(found.proven)
+    assert proofs[-1] and not proofs[0]
+    for width in (9, 0, True, 2**20, "wide"):
+        with pytest.raises(BadRequest, match="beam is"):
+            llm.topk(PROMPT, trie, 10, beam=width)  # type: ignore[arg-type]
+
+
 def test_labels_have_the_probabilities_of_their_answers(llm: LLM) -> None:
     labels = ["a ship", "fog", "a lamp"]
     question = recipes.label_question("The horn sounds.", labels)
@@ -84,6 +104,16 @@ def test_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["choices"][0]["finish_reason"] == "stop"
     run(["classify", "The horn sounds.", "--labels", "fog, a ship", *options])
     assert set(json.loads(capsys.readouterr().out)["probs"]) == {"fog", "a ship"}
+    run(["trie", "top", str(trie), "The keeper", "--beam", "4", *options])  # ten items, or all of fewer
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["items"]) == 4 and shown["proven"]
+    (tmp_path / "items.txt").write_text("fog\r\na\u2028ship\n\nfog\r\n")  # a line ends with a line end and nothing else
+    run(["trie", "build", str(tmp_path / "items.txt"), "-o", str(trie), "--model", str(folder)])
+    assert "2 items" in (shown := capsys.readouterr().out) and "1 repeated lines left out" in shown
+    for labels in ("fog", "fog,fog", " , "):
+        with pytest.raises(SystemExit):
+            main(["classify", "The horn sounds.", "--labels", labels, "--model", "no such model"])
+        assert "at least two different texts" in capsys.readouterr().err  # before a model is looked for
     (tmp_path / "items.jsonl").write_text('{"ids": ["a"]}')
     with pytest.raises(SystemExit):
         main(["trie", "build", str(tmp_path / "items.jsonl"), "-o", str(trie)])

@@ -111,3 +111,11 @@ def test_guesses_that_never_hit_are_tried_now_and_then() -> None:
         trips.observe_guess(hit=False)
     tried = [trips.guess_pays() for _ in range(40)]
     assert 1 <= sum(tried) <= 4
+
+
+def test_the_measured_round_trip_decides_between_ordinary_and_parallel_drafting() -> None:
+    """A guess that hits saves the way there and back, one that misses is late by the round that runs."""
+    for network_s, parallel in ((0.0, False), (0.1, True)):
+        trips = RoundTrips()
+        trips.hits, trips.round_s, trips.server_s, trips.network_s = 0.4, 0.02, 0.001, network_s
+        assert [trips.guess_pays() for _ in range(8)] == [parallel] * 8

@@ -1,0 +1,94 @@
+"""When the model side of a draft server ends a tree: by entropy, where others wait, and where nobody waits any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.decode.remote.protocol import DraftOrder, Tree
+from forerun.serve import draft_worker
+from forerun.serve.draft_worker import SHARED_DEPTH, DraftWorker
+from tests import tiny
+
+TOKENS = [3, 9, 4, 17, 8]
+
+
+@pytest.fixture
+def worker(tiny_folder: Callable[[str], Path]) -> Iterator[DraftWorker]:
+    with LLM(str(tiny_folder("llama")), dtype="float32", quiet=True, max_model_len=512, threads=1) as llm:
+        made = DraftWorker(llm, max_sequences=8)
+        made.start()
+        yield made
+        made.stop()
+
+
+def order(seq: int = 1, version: int = 1, **values: Any) -> DraftOrder:
+    given = {"depth": 12, "nodes": 24, "temperature": 0.05, "min_prob": 0.0, "paid_prob": 0.0} | values
+    return DraftOrder(seq, version, 0, 0, TOKENS, **given)
+
+
+def draft(worker: DraftWorker, asked: list[DraftOrder]) -> list[Tree]:
+    """Trees of orders that arrive together."""
+    found: dict[int, Any] = {}
+    came = threading.Condition()
+
+    def reply(frame: Any) -> None:
+        with came:
+            found[frame.seq] = frame
+            came.notify()
+
+    with worker._changed:  # the thread sees them at once
+        for each in asked:
+            worker.submit("target", each, tiny.VOCAB, reply)
+    with came:
+        assert came.wait_for(lambda: len(found) == len(asked), timeout=60)
+    return [found[each.seq] for each in asked]
+
+
+def depth(tree: Tree) -> int:
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
+
+
+def test_a_tree_ends_where_the_entropy_says_that_acceptance_is_improbable(
+    worker: DraftWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are probable enough in both cases: only the factor of the entropy differs."""
+    monkeypatch.setattr(draft_worker, "ENTROPY_FACTOR", 0.0)
+    (whole,) = draft(worker, [order(1, min_prob=0.02)])
+    monkeypatch.setattr(draft_worker, "ENTROPY_FACTOR", 1e6)
+    (cut,) = draft(worker, [order(2, min_prob=0.02)])
+    assert depth(whole) > depth(cut) == 1
+    assert cut.tokens[0] == whole.tokens[0]
+
+
+def test_entropy_of_a_few_tokens_bounds_that_of_all() -> None:
+    assert draft_worker._entropy([1.0]) == 0.0
+    assert draft_worker._entropy([0.5, 0.5]) == pytest.approx(0.6931, abs=1e-4)
+    assert draft_worker._entropy([0.5]) == pytest.approx(0.6931, abs=1e-4)  # the rest is one token, at least
+
+
+def test_trees_are_short_while_others_wait(worker: DraftWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_worker, "ENTROPY_FACTOR", 0.0)
+    (alone,) = draft(worker, [order(1)])
+    monkeypatch.setattr(draft_worker, "MAX_BATCH", 1)
+    first, last = draft(worker, [order(2), order(3)])
+    assert depth(alone) == depth(last) == 12 and depth(first) == SHARED_DEPTH
+
+
+def test_an_order_that_was_replaced_has_no_tree(worker: DraftWorker) -> None:
+    frames: list[Any] = []
+    with worker._changed:
+        worker.submit("target", order(1, 1), tiny.VOCAB, frames.append)
+        worker.submit("target", order(1, 2), tiny.VOCAB, frames.append)
+        worker.submit("target", order(2, 1), tiny.VOCAB, frames.append)
+        worker.cancel("target", 2, 1)
+    draft(worker, [order(3)])
+    assert [(frame.seq, frame.version) for frame in frames] == [(1, 2)]
