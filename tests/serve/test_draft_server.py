@@ -299,6 +299,18 @@ def test_an_address_without_a_server_is_no_error(target: LLM) -> None:
     assert [answer.token_ids for answer in answers] == plain(target)
 
 
+def test_an_address_where_nobody_listens_is_named_once(target: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with listen("127.0.0.1", 0) as sock:
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    ask(target, f"remote:{address}")
+    link = remote(target, f"remote:{address}").links[0]
+    while not caplog.records:
+        link._thread.join(0.01)
+    link._thread.join(0.5)  # further attempts
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"no drafts from {address} yet, it is tried again: ConnectionRefusedError")
+
+
 # ---- access and limits ----
 
 

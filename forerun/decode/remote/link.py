@@ -93,10 +93,6 @@ class Link:
         self._loop.call_soon_threadsafe(self._queue, data)
         return True
 
-    def reject(self, reason: str) -> None:
-        """Disconnect from a server whose frames make no sense; may be called in `on_frame`."""
-        raise ProtocolError(reason)
-
     def close(self) -> None:
         """End the thread; it may take a moment."""
         if not self._closed:
@@ -122,7 +118,7 @@ class Link:
             self._loop.close()
 
     async def _connect_again(self) -> None:
-        pause_s = MIN_PAUSE_S
+        pause_s, told = MIN_PAUSE_S, False
         while not self._closed:
             start, before, garbage = time.monotonic(), self.connections, False
             try:
@@ -137,6 +133,9 @@ class Link:
                 log.warning("no drafts from %s for now: %.200s", self.address, problem)
                 if not garbage or time.monotonic() - start > MAX_PAUSE_S:
                     pause_s = MIN_PAUSE_S
+            elif not told and not self.connections and not self.refusal:  # a refusal is an error of the request
+                log.warning("no drafts from %s yet, it is tried again: %.200s", self.address, problem)
+            told = True
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
 
