@@ -111,7 +111,8 @@ class Driver:
 
         request.sink = sink
         self._submit(request)
-        self._readers += 1  # only the event loop's own thread counts them
+        with self._gate:  # several threads may have event loops
+            self._readers += 1
         self._background()
         open_answers = request.params.n
         try:
@@ -123,7 +124,8 @@ class Driver:
             if open_answers:
                 self.engine.cancel(request.id)
                 self._wake.set()
-            self._readers -= 1
+            with self._gate:
+                self._readers -= 1
 
     def _mailbox_to(self, loop: asyncio.AbstractEventLoop) -> Mailbox[Event]:
         if self._mailbox is None or self._mailbox.loop is not loop:  # readers on another loop keep theirs
