@@ -114,11 +114,17 @@ def run_task(llm: LLM, task: EditTask, way: str, drafter: str) -> dict[str, Any]
 
 
 def run(
-    llm: LLM, tasks: list[EditTask], settings: dict[str, list[tuple[str, str]]], out: Path | None, seconds: float
+    llm: LLM,
+    tasks: list[EditTask],
+    settings: dict[str, list[tuple[str, str]]],
+    out: Path | None,
+    seconds: float,
+    by_setting: bool = False,
 ) -> list[dict[str, Any]]:
-    """All tasks in all settings that `out` has no line of, task by task, until the time is over. The examples of a
-    prompt are cached, as they are after the first edit. The file is computed in the first setting of a way; the others
-    find it cached, and their seconds have the first one's time to the first token in place of their own."""
+    """All tasks in all settings that `out` has no line of, task by task or setting by setting, until the time is over.
+    The examples of a prompt are cached, as they are after the first edit. The file is computed in the first setting of
+    a way; the others find it cached, and their seconds have the first one's time to the first token in place of their
+    own."""
     ways = {way for task in tasks for way, _ in settings.get(task.category, [])}
     for way in ways & set(SHORT_WAYS):
         warm = EditRun(llm, "warm", *PROBES[0][:2], way, "")  # type: ignore[arg-type]
@@ -126,20 +132,22 @@ def run(
     lines = out.read_text(encoding="utf-8").splitlines() if out is not None and out.exists() else []
     found = [json.loads(line) for line in lines]
     known, start = {(r["category"], r["task"], r["way"], r["drafter"]) for r in found}, time.perf_counter()
-    for task in tasks:
-        for way, drafter in settings.get(task.category, []):
-            if (task.category, task.name, way, drafter) in known or time.perf_counter() - start > seconds:
-                continue
-            named = {"category": task.category, "task": task.name, "way": way, "drafter": drafter}
-            record = named | run_task(llm, task, way, drafter)
-            first = next((r for r in found if all(r[k] == named[k] for k in ("category", "task", "way"))), record)
-            if record["ttft_s"] is not None and first["ttft_s"] is not None:
-                record["seconds"] += first["ttft_s"] - record["ttft_s"]
-                record["ttft_s"] = first["ttft_s"]
-            found.append(record)
-            if out is not None:
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found[-1]) + "\n")
+    pairs = [(task, *setting) for task in tasks for setting in settings.get(task.category, [])]
+    if by_setting:  # those that write a whole file token by token last
+        pairs.sort(key=lambda p: (p[1] == "rewrite" and p[2] != FREE, settings[p[0].category].index(p[1:])))
+    for task, way, drafter in pairs:
+        if (task.category, task.name, way, drafter) in known or time.perf_counter() - start > seconds:
+            continue
+        named = {"category": task.category, "task": task.name, "way": way, "drafter": drafter}
+        record = named | run_task(llm, task, way, drafter)
+        first = next((r for r in found if all(r[k] == named[k] for k in ("category", "task", "way"))), record)
+        if record["ttft_s"] is not None and first["ttft_s"] is not None:
+            record["seconds"] += first["ttft_s"] - record["ttft_s"]
+            record["ttft_s"] = first["ttft_s"]
+        found.append(record)
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[-1]) + "\n")
     return found
 
 

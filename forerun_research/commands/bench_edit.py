@@ -31,6 +31,10 @@ def edit(
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens before a copied span.")] = 1024,
     out: Annotated[Path | None, typer.Option("--out", help="Results, a line each; none is measured twice.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Begin no task after so long.")] = 1e9,
+    by_setting: Annotated[
+        bool,
+        typer.Option("--by-setting", help="All tasks in one setting after the other, the slow ones last."),
+    ] = False,
     measure_only: Annotated[bool, typer.Option("--measure-only", help="Judge and print nothing yet.")] = False,
     threads: opt.Threads = None,
     device: opt.Device = "auto",
@@ -62,7 +66,7 @@ def edit(
             print_json({"model": model, **bench.round_trips(llm, tasks)})
             return
         settings = bench.settings_of(way or [], draft_model is not None, drafter or [])
-        records = bench.run(llm, tasks, settings, out, seconds)
+        records = bench.run(llm, tasks, settings, out, seconds, by_setting)
     if measure_only:
         return
     bench.judge(records, tasks)

@@ -41,6 +41,7 @@ from forerun_research.studies.intervals import bootstrap, wilson
 
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 ENTROPY_BOUNDS = (0.0, 0.1, 0.5, 1.0, 2.0, 20.0)  # nats
+KV_TOKENS = 16384  # one answer runs at a time; a GPU may have other work beside
 MIN_TRIES = 10  # of a figure that is printed
 Choice = Callable[[Draft, list[float]], list[int]]  # of a tree and the probabilities of its paths: nodes to verify
 
@@ -79,7 +80,8 @@ def log_answer(llm: LLM, task: BenchTask, given: argparse.Namespace) -> Iterable
 
 def write_log(given: argparse.Namespace) -> None:
     tasks = select_tasks(read_tasks(given.data), given.per_category)
-    opened = LLM(given.model, draft_model=given.draft_model, quiet=True, max_model_len=2048, device=given.device)
+    sizes: dict[str, Any] = {"max_model_len": 2048, "kv_cache_tokens": KV_TOKENS}
+    opened = LLM(given.model, draft_model=given.draft_model, quiet=True, device=given.device, **sizes)
     with opened as llm, given.log.open("w") as out:
         costs = {rows: llm.engine.runner.time_forward(rows, 256) for rows in TIMED_ROWS}
         out.write(json.dumps({"model": given.model, "draft_model": given.draft_model, "seconds": costs}) + "\n")

@@ -26,6 +26,7 @@ from forerun_research.bench.gsm8k import MathQuestion, final_number, read_questi
 from forerun_research.bench.sharing_plan import tools
 from forerun_research.studies.intervals import bootstrap, wilson
 
+KV_TOKENS = 65536  # 64 answers with their prompts; a GPU may have other work beside
 WAYS = ("greedy", "first", "vote", "consensus", "any", "plan")
 EXAMPLES = [
     recipes.plan.Example(
@@ -112,7 +113,7 @@ def main() -> None:
     numbered = list(enumerate(read_questions(given.data)[given.half :: 2][: given.questions]))
     end = time.perf_counter() + given.seconds
     with (
-        LLM(given.model, quiet=True, device=given.device, max_model_len=2048) as llm,
+        LLM(given.model, quiet=True, device=given.device, max_model_len=2048, kv_cache_tokens=KV_TOKENS) as llm,
         given.out.open("a") as out,
         ThreadPoolExecutor(given.at_once) as pool,
     ):

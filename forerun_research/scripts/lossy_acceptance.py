@@ -25,6 +25,7 @@ from forerun_research.bench.speculate_tasks import parse_rule
 from forerun_research.studies.intervals import bootstrap, wilson
 
 RULES = "rejection,bounded:0.02,bounded:0.1,bounded:0.3,bounded_kl:0.01,bounded_kl:0.1,bounded_kl:1"
+KV_TOKENS = 65536  # 64 answers with their prompts; a GPU may have other work beside
 DEPTH = 5  # drafted tokens a step, the same for all rules: what they accept of the same drafts is compared
 
 
@@ -89,7 +90,7 @@ def main() -> None:
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     known, start = {(row["rule"], row["question"]) for row in rows}, time.perf_counter()
     questions = read_questions(given.data)[: given.questions]
-    opened = {"quiet": True, "device": given.device, "max_model_len": 2048}
+    opened = {"quiet": True, "device": given.device, "max_model_len": 2048, "kv_cache_tokens": KV_TOKENS}
     with LLM(given.model, draft_model=given.draft_model, **opened) as llm, given.out.open("a") as out:
         for at in range(0, len(questions), given.batch):
             part = questions[at : at + given.batch]

@@ -6,6 +6,9 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
 
 from forerun import LLM
 from forerun_research.bench import edit as bench
@@ -80,3 +83,25 @@ def test_settings_are_chosen_by_way_and_drafter():
     chosen = bench.settings_of([], False, ["off", bench.MODEL])
     assert chosen["release"] == [("rewrite", "off"), ("replace", "off"), ("copy", "off")]  # there is no draft model
     assert ("replace", bench.MODEL) in bench.settings_of([], True)["edit"]
+
+
+def test_tasks_run_in_turn_or_setting_by_setting_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ran: list[tuple[str, str, str]] = []
+
+    def run_task(llm: LLM, task: EditTask, way: str, drafter: str) -> dict[str, Any]:
+        ran.append((task.name, way, drafter))
+        return {"seconds": 1.0, "ttft_s": 0.5}
+
+    monkeypatch.setattr(bench, "run_task", run_task)
+    monkeypatch.setattr(bench, "SHORT_WAYS", ())
+    tasks = [EditTask("edit", name, "", "", "") for name in "ab"]
+    settings = {"edit": [("rewrite", "off"), ("replace", "off"), ("replace", bench.FREE)]}
+    out, llm = tmp_path / "lines.jsonl", cast(LLM, None)
+    bench.run(llm, tasks[:1], settings, out, 1e9)
+    assert ran == [("a", *setting) for setting in settings["edit"]]
+    bench.run(llm, tasks, settings, out, 1e9)
+    assert ran[3:] == [("b", *setting) for setting in settings["edit"]]
+    ran.clear()
+    bench.run(llm, tasks, settings, None, 1e9, by_setting=True)
+    order = [("replace", "off"), ("replace", bench.FREE), ("rewrite", "off")]
+    assert ran == [(name, *setting) for setting in order for name in "ab"]
