@@ -53,7 +53,7 @@ def build(
         names, sequences, repeated = read_items(items, encode)
         trie = TokenTrie.build(sequences, names)
         trie.save(out)
-    left_out = f"; {repeated:,} repeated lines left out" if repeated else ""
+    left_out = f"; repeated lines left out: {repeated:,}" if repeated else ""
     print(f"{out}: {trie.num_items:,} items, {len(trie):,} nodes, {out.stat().st_size / 1e6:.1f} MB{left_out}")
 
 

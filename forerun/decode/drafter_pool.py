@@ -16,7 +16,7 @@ import torch
 
 from forerun.core import Draft, SamplingParams, Usage
 from forerun.decode.control.controller import Controller, PaidPlan, RequestStats
-from forerun.decode.control.cost import TIMED_TOKENS, CostCurve, Slowdown
+from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters import Drafter, DraftRequest, find, registered
 from forerun.decode.drafters.model import ModelDrafter
@@ -164,8 +164,8 @@ class DrafterPool:
         """A paid drafter is timed too; it joins only when both worked."""
         try:
             drafter = _kind(name)(self.ctx)
-            if drafter.elsewhere:
-                self.controller.slowdowns.setdefault(name, Slowdown(drafter.shares_memory))
+            if drafter.elsewhere and name not in self.controller.slowdowns:
+                self.controller.slowdowns[name] = self._slowdown(drafter)
             if not drafter.free:
                 known = self.controller.drafters.get(name) or self._round_costs(drafter)
                 self.controller.drafters[name] = known
@@ -177,6 +177,22 @@ class DrafterPool:
             problem = f"the drafter {name!r} cannot be made: {type(error).__name__}: {error}"
             raise BadRequest(problem, "repair it, or name another") from error
         self._drafters[name] = drafter
+
+    def _slowdown(self, drafter: Drafter) -> Slowdown:
+        """Of the target's steps by a server: measured where the two share a machine, while no request waits."""
+        made, runner = Slowdown(drafter.shares_memory), self.ctx.runner
+        if not drafter.shares_memory or self.ctx.pool.free < self.ctx.pool.pages_for(TIMED_CONTEXTS[0] + 1):
+            return made
+
+        def step() -> float:
+            return runner.time_forward(1, TIMED_CONTEXTS[0], repeats=0)
+
+        alone_s = min(step() for _ in range(PROBED_STEPS))
+        beside_s = drafter.time_beside(step)
+        if beside_s is not None:
+            made.measured(alone_s, beside_s)
+            made.round_s, made.way_s = drafter.turn_costs()
+        return made
 
     def _round_costs(self, drafter: Drafter) -> CostCurve:
         """Timed with as many pages as are free; drafters that run the same forwards are timed once."""

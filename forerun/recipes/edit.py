@@ -228,6 +228,10 @@ class EditRun:
         by_line = Grammar.edit(self.content) if self.used == "copy" else Grammar.lark(replace_grammar(self.source))
         return replace(given, grammar=by_line)
 
+    @property
+    def _way_out(self) -> str:
+        return "use another model" if self.used == "rewrite" else "use mode='rewrite', or another model"
+
     def reader(self) -> ProgramReader | ReplaceReader | BlockReader:
         if self.used == "copy":
             return ProgramReader(self.source)
@@ -249,13 +253,11 @@ class EditRun:
             try:
                 found = reader.push(event.text)
             except ValueError as error:
-                raise BrokenEdit(str(error), "use mode='rewrite', or another model") from None
+                raise BrokenEdit(str(error), self._way_out) from None
             if event.finish_reason is not None:
                 if event.finish_reason != "stop" or not reader.complete:
-                    raise BrokenEdit(
-                        f"the answer did not end within {len(self.llm.tokenizer.encode(answer))} tokens",
-                        "use mode='rewrite', or another model",
-                    )
+                    tokens = len(self.llm.tokenizer.encode(answer))
+                    raise BrokenEdit(f"the answer did not end within {tokens} tokens", self._way_out)
                 found = [*found, *reader.flush()]
             # a line's end is emitted with the next line: whether the last one has an end is known at last
             new = "".join(self.source.line_end * bool(lines or i) + line for i, line in enumerate(found))

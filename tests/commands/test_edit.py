@@ -71,6 +71,7 @@ def test_a_broken_answer_writes_nothing(depot: tuple[Path, SimpleNamespace], cap
     file, script = depot
     script.write = lambda content, way: "..."
     assert run("edit", str(file), "Fix total.", "--write", "--mode", "rewrite") == 1
-    assert "did not end" in capsys.readouterr().err and file.read_text() == OLD
+    shown = capsys.readouterr().err
+    assert "did not end" in shown and "use another model" in shown and file.read_text() == OLD
     assert run("edit", str(file), "Fix total.", "--write", "--diff") == 1
     assert run("edit", str(file.with_name("none")), "Fix total.") == 1

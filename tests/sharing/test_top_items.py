@@ -110,7 +110,7 @@ def test_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(shown["items"]) == 4 and shown["proven"]
     (tmp_path / "items.txt").write_text("fog\r\na\u2028ship\n\nfog\r\n")  # a line ends with a line end and nothing else
     run(["trie", "build", str(tmp_path / "items.txt"), "-o", str(trie), "--model", str(folder)])
-    assert "2 items" in (shown := capsys.readouterr().out) and "1 repeated lines left out" in shown
+    assert "2 items" in (shown := capsys.readouterr().out) and "repeated lines left out: 1" in shown
     for labels in ("fog", "fog,fog", " , "):
         with pytest.raises(SystemExit):
             main(["classify", "The horn sounds.", "--labels", labels, "--model", "no such model"])

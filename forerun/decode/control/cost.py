@@ -20,6 +20,7 @@ REBUILD_OBSERVATIONS = 16  # between two rebuilds of the table
 MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
+PROBED_STEPS = 6  # that steps count for which were timed beside a server before the first request
 MAX_LOG_SLOWDOWN = 0.7  # of one step
 TURNS_SLOWDOWN = 0.2  # of steps beside a server on the same memory bus, from which the two take turns
 
@@ -43,6 +44,12 @@ class Slowdown:
         error = max(-MAX_LOG_SLOWDOWN, min(MAX_LOG_SLOWDOWN, math.log(seconds / expected_s)))
         self._steps += 1
         self._log += max(COMMON_RATE, 1.0 / self._steps) * (error - self._log)
+
+    def measured(self, expected_s: float, seconds: float) -> None:
+        """The same of several steps before any request: in place of what is assumed."""
+        self._log, self._steps = 0.0, 0
+        for _ in range(PROBED_STEPS):
+            self.observe(expected_s, seconds)
 
     @property
     def extra(self) -> float:

@@ -113,6 +113,11 @@ class Drafter(ABC):
         """Of one elsewhere: seconds of a token of a draft, and of the way there and back; 0 where not known."""
         return 0.0, 0.0
 
+    def time_beside(self, step: Callable[[], float]) -> float | None:
+        """Of one elsewhere: seconds of the target's steps while the other process drafts something made up; None where
+        it does not answer. What `step` returns is the time of one."""
+        return None
+
     def computed_elsewhere(self) -> bool:
         """Whether another process computed for this one since the last call."""
         return False

@@ -13,7 +13,9 @@ import itertools
 import math
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
@@ -42,6 +44,7 @@ GUESS_EVERY = 16  # orders in ordinary mode before one in parallel mode is tried
 MAX_STEP_S = 5.0  # between two drafts of a sequence that counts as one step: a pause of its caller does not
 MAX_UNREAD_TOKENS = 32  # of an order whose time is like that of other orders: more are a prompt
 MAX_RUN_S = 1e-3  # of host time in a step: more was waiting
+PROBE_TOKENS, MAX_PROBE_S = 8, 1.0  # of what a server drafts while the target's steps are timed, and for how long
 MAX_FREE_S = 1.0  # of drafting on without being waited for
 
 
@@ -211,6 +214,29 @@ class RemoteDrafter(Drafter):
     def turn_costs(self) -> tuple[float, float]:
         """Of trees that came: before, a server's own statement may be of another load."""
         return (self.trips.round_s, self.trips.network_s) if self.counts["trees"] else (0.0, 0.0)
+
+    def time_beside(self, step: Callable[[], float]) -> float | None:
+        """A made-up sequence, deep enough for some steps; its tree is the first that round trips are known by."""
+        with self._changed:
+            sequence, usual_s = _Sequence(next(self._wire_ids)), self.trips.server_s
+            self._by_wire_id[sequence.wire_id] = sequence
+            self._assign(sequence)
+            link = sequence.link
+            flight = sequence.flight = _Flight(1, 0, Draft(), time.monotonic(), MAX_PROBE_S, False, PROBE_TOKENS)
+            tokens = [token % self._vocab_size for token in range(PROBE_TOKENS)]
+            if link is not None:
+                deep = DraftOrder(sequence.wire_id, 1, 0, 0, tokens, MAX_DEPTH, MAX_NODES)
+                link.send(replace(deep, min_prob=0.0, paid_prob=0.0))
+        times: list[float] = []
+        while sequence.served and sequence.flight is flight and time.monotonic() - flight.sent < MAX_PROBE_S:
+            times.append(step())
+        with self._changed:
+            del self._by_wire_id[sequence.wire_id]
+            if link is not None:
+                link.send(Close(sequence.wire_id))
+            self.trips.server_s = usual_s  # it was deeper than others are
+        answered = sequence.read_s is not None
+        return median(times[:-1] or times) if answered and times else None  # the last one ended after the tree was here
 
     def computed_elsewhere(self) -> bool:
         with self._changed:
