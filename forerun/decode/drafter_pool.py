@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass, field, replace
+from forerun.decode.control.controller import Controller, PaidPlan, RequestStats
+from forerun.decode.control.cost import PROBED_STEPS, TIMED_CONTEXTS, TIMED_TOKENS, CostCurve, Slowdown
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class DrafterPool:
         def step() -> float:
             return runner.time_forward(1, TIMED_CONTEXTS[0], repeats=0)
 
-        alone_s = min(step() for _ in range(PROBED_STEPS))
+        alone_s = median(step() for _ in range(PROBED_STEPS))
         beside_s = drafter.time_beside(step)
         if beside_s is not None:
             made.measured(alone_s, beside_s)

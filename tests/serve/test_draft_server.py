@@ -23,7 +23,7 @@ from websockets.sync.client import connect
 from forerun import LLM, BadRequest, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import VerifyAllDrafts, all_drafts_verified
 from forerun.checks.lossless.remote import made_up_tree
-from forerun.decode.drafters.remote import RemoteDrafter
+from forerun.decode.drafters.remote import RemoteDrafter, RoundTrips
 from forerun.decode.remote.protocol import (
     DraftOrder,
     Forgot,
@@ -207,6 +207,21 @@ def test_a_silent_server_of_several_does_not_hold_up_the_sequences_of_another(
         drafted = [answer.usage.drafted for answer in answers]
         assert server.worker.trees > 0 and 0 in drafted and max(drafted) > 4, drafted
     assert [answer.token_ids for answer in answers] == plain(target)
+
+
+def test_steps_are_timed_beside_a_server_of_this_machine(small: LLM, target: LLM) -> None:
+    with running(small) as (server, port):
+        name = f"remote:127.0.0.1:{port}"
+        connect_drafter(target, name)
+        drafter, slowdown = remote(target, name), target.engine.speculator.controller.slowdowns[name]
+        assert server.worker.trees == 1 and drafter.figures()["orders"] == 0
+        assert slowdown.round_s > 0.0 and (slowdown.round_s, slowdown.way_s) == drafter.turn_costs()
+        assert drafter.trips.server_s == RoundTrips().server_s  # of orders that are waited for: unknown as before
+        while server.worker.num_sequences:
+            server.worker._thread.join(0.01)
+        times = iter(range(1, 1000))
+        assert drafter.time_beside(lambda: threading.Event().wait(0.002) or float(next(times))) is not None
+    assert drafter.time_beside(lambda: 1.0) is None  # it is gone
 
 
 def test_auto_uses_a_remote_draft_model(small: LLM, tiny_folder: Callable[[str], Path]) -> None:

@@ -170,7 +170,7 @@ class Controller(Waiting):
         if slowdown and slowdown.takes_turns:
             cost_s, gained_s = 0.0, turn.gained_s * (1.0 - covered)
         lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
-        if lost_s <= 0.0 or (s.named and not (slowdown and slowdown.extra)):  # a name asks for drafts, not for losses
+        if lost_s <= 0.0 or (s.named and not (slowdown and slowdown.matters)):
             return True
         if slowdown:
             lost_s += start_s  # all of it before the first draft

@@ -22,6 +22,7 @@ MAX_TABLE_TOKENS = 1024  # above, seconds are computed one by one
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_STEPS = 1.15, 2  # by a server on the same memory bus, before a step beside it was timed
 PROBED_STEPS = 6  # that steps count for which were timed beside a server before the first request
 MAX_LOG_SLOWDOWN = 0.7  # of one step
+NAMED_SLOWDOWN = 0.03  # of steps beside such a server that a request which names it takes without asking what it gains
 TURNS_SLOWDOWN = 0.2  # of steps beside a server on the same memory bus, from which the two take turns
 
 MAX_ROUNDS = 16  # of a paid drafter in one step
@@ -36,7 +37,7 @@ class Slowdown:
 
     def __init__(self, shares_memory: bool) -> None:
         self._log, self._steps = math.log(PRIOR_SLOWDOWN if shares_memory else 1.0), PRIOR_SLOWDOWN_STEPS
-        self._shares_memory = shares_memory
+        self.shares_memory = shares_memory
         self.round_s = self.way_s = 0.0  # of the server for a token, and of the way to it and back; 0: not known
 
     def observe(self, expected_s: float, seconds: float) -> None:
@@ -57,9 +58,14 @@ class Slowdown:
         return max(0.0, math.exp(self._log) - 1.0)
 
     @property
+    def matters(self) -> bool:
+        """Whether drafts have to pay for it, where a request names the drafter, too."""
+        return self.shares_memory and self.extra > NAMED_SLOWDOWN
+
+    @property
     def takes_turns(self) -> bool:
         """Whether the server should compute while the target waits, and never beside its steps."""
-        return self._shares_memory and self.round_s > 0.0 and self.extra >= TURNS_SLOWDOWN
+        return self.shares_memory and self.round_s > 0.0 and self.extra >= TURNS_SLOWDOWN
 
 
 class CostCurve:

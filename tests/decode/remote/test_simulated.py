@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.decode.control.acceptance import RequestStats
+from forerun.decode.control.cost import Slowdown
 from forerun.decode.drafters.remote import RoundTrips
 from tests.decode.remote.simulated import NAME, ONE_CORE, Network, RemoteWorld
 from tests.decode.simulator import CATEGORIES, Text, World
@@ -67,6 +68,30 @@ def test_a_near_server_on_the_same_bus_takes_turns_with_the_target(slowdown: flo
         found = against_plain(Network(0.0, slowdown), category, range(4), before=1, named=True)
         assert sum(found) / len(found) >= least
     assert min(against_plain(Network(0.1, slowdown), "code", range(4), before=1, named=True)) >= 0.97
+
+
+@pytest.mark.parametrize("category", ["code", "maths", "chat"])
+def test_a_far_server_on_the_same_bus_is_left_alone_where_steps_were_timed_beside_it(category: str) -> None:
+    """By name, and in the first answer of all: reading its prompt there would be lost."""
+    kind = replace(CATEGORIES[category], tokens=TOKENS)
+    for seed in range(3):
+        world, text = RemoteWorld(Network(0.05, slowdown=1.4)), Text(kind, seed)
+        name_drafters(world)
+        slowdown = world.controller.slowdowns[NAME]
+        slowdown.measured(1.0, 1.4)
+        slowdown.round_s, slowdown.way_s = 0.02, 0.05
+        seconds = World(ONE_CORE, ("lookup",)).answer([text], plain=True)[0]
+        assert seconds / world.answer([text])[0] >= 0.97
+    assert slowdown.takes_turns and slowdown.extra == pytest.approx(0.4, abs=0.05)
+
+
+def test_slowdown_that_was_timed_replaces_what_is_assumed() -> None:
+    slowdown = Slowdown(shares_memory=True)
+    assert slowdown.extra == pytest.approx(0.15) and slowdown.matters and not slowdown.takes_turns
+    slowdown.measured(0.05, 0.051)
+    assert slowdown.extra == pytest.approx(0.02, abs=1e-3) and not slowdown.matters
+    slowdown.measured(0.05, 0.07)
+    assert slowdown.extra == pytest.approx(0.4, abs=1e-3) and not slowdown.takes_turns  # rounds are not known
 
 
 def test_no_order_is_in_flight_beside_steps_of_a_target_that_takes_turns() -> None:
