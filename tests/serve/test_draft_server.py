@@ -211,9 +211,13 @@ def test_a_silent_server_of_several_does_not_hold_up_the_sequences_of_another(
 
 def test_steps_are_timed_beside_a_server_of_this_machine(small: LLM, target: LLM) -> None:
     with running(small) as (server, port):
-        name = f"remote:127.0.0.1:{port}"
+        name, slowdowns = f"remote:127.0.0.1:{port}", target.engine.speculator.controller.slowdowns
         connect_drafter(target, name)
-        drafter, slowdown = remote(target, name), target.engine.speculator.controller.slowdowns[name]
+        while not server.worker.trees:  # on a busy machine the handshake may have come too late
+            target.engine.speculator.drafter_pool.remove(name)
+            del slowdowns[name]
+            connect_drafter(target, name)
+        drafter, slowdown = remote(target, name), slowdowns[name]
         assert server.worker.trees == 1 and drafter.figures()["orders"] == 0
         assert slowdown.round_s > 0.0 and (slowdown.round_s, slowdown.way_s) == drafter.turn_costs()
         assert drafter.trips.server_s == RoundTrips().server_s  # of orders that are waited for: unknown as before
