@@ -59,8 +59,8 @@ class Slowdown:
 
     @property
     def matters(self) -> bool:
-        """Whether drafts have to pay for it, where a request names the drafter, too."""
-        return self.shares_memory and self.extra > NAMED_SLOWDOWN
+        """Whether drafts beside the target's steps have to pay for it, where a request names the drafter, too."""
+        return self.shares_memory and self.round_s > 0.0 and NAMED_SLOWDOWN < self.extra < TURNS_SLOWDOWN
 
     @property
     def takes_turns(self) -> bool:

@@ -87,11 +87,16 @@ def test_a_far_server_on_the_same_bus_is_left_alone_where_steps_were_timed_besid
 
 def test_slowdown_that_was_timed_replaces_what_is_assumed() -> None:
     slowdown = Slowdown(shares_memory=True)
-    assert slowdown.extra == pytest.approx(0.15) and slowdown.matters and not slowdown.takes_turns
-    slowdown.measured(0.05, 0.051)
-    assert slowdown.extra == pytest.approx(0.02, abs=1e-3) and not slowdown.matters
-    slowdown.measured(0.05, 0.07)
-    assert slowdown.extra == pytest.approx(0.4, abs=1e-3) and not slowdown.takes_turns  # rounds are not known
+    assert slowdown.extra == pytest.approx(0.15) and not slowdown.matters  # by name it is tried
+    slowdown.round_s = 0.02
+    for seconds, extra, matters, turns in (
+        (0.051, 0.02, False, False),
+        (0.056, 0.12, True, False),
+        (0.07, 0.4, False, True),
+    ):
+        slowdown.measured(0.05, seconds)
+        assert slowdown.extra == pytest.approx(extra, abs=1e-3)
+        assert (slowdown.matters, slowdown.takes_turns) == (matters, turns)
 
 
 def test_no_order_is_in_flight_beside_steps_of_a_target_that_takes_turns() -> None:
