@@ -222,8 +222,7 @@ class Speculator:
         if drafter.elsewhere and not wait_s and not beside:
             wait_s, first_prob = self.controller.max_wait_s(task.spec_state.stats, drafter.name)
         request = replace(task.request(task.max_nodes), min_prob=least, max_wait_s=wait_s, first_prob=first_prob)
-        slowdown = self.controller.slowdowns.get(drafter.name)
-        if slowdown is not None and slowdown.takes_turns and 0.0 < wait_s < math.inf:
+        if drafter.name in self.controller.slowdowns and 0.0 < wait_s < math.inf:
             turn = self.controller.turn(task.spec_state.stats, drafter.name)
             if turn.depth:
                 request.max_depth = min(request.max_depth, turn.depth)

@@ -54,6 +54,7 @@ def log_answer(llm: LLM, task: BenchTask, given: argparse.Namespace) -> Iterable
     prompt = task.ids(llm.tokenizer)
     answer = list(llm.generate(prompt, SamplingParams(0.0, max_tokens=given.tokens, speculation="off"))[0].token_ids)
     runner, pool = llm.engine.runner, llm.engine.pool
+    llm.prepare(SamplingParams(speculation="model"))  # on a GPU `auto` has others
     drafter = llm.engine.speculator.drafter_pool["model"]
     pages = array("i", pool.allocate(pool.pages_for(len(prompt) + len(answer) + given.nodes)))
     params, done = SamplingParams(0.0, speculation=Speculation("model", given.nodes, given.depth)), 0

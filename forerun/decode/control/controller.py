@@ -37,7 +37,7 @@ from forerun.decode.control.decision import Decision, DraftedBatch, EndedStep, O
 from forerun.decode.control.depth import DepthPlan, Depths, min_path_probs
 from forerun.decode.control.host import HostTime
 from forerun.decode.control.selection import StepCosts
-from forerun.decode.control.waiting import Waiting
+from forerun.decode.control.waiting import Turn, Waiting
 
 __all__ = ["Controller", "DraftedBatch", "PaidPlan", "RequestStats"]
 
@@ -160,17 +160,19 @@ class Controller(Waiting):
             return False  # what it would gain is not verified
         record, own = self.acceptance.records[drafter], s.own[drafter]
         cost_s, read_s = record.run_s or RUN_PRIOR_S, record.read_s or READ_PRIOR_S
+        turn = Turn()
         if slowdown := self.slowdowns.get(drafter):
-            if slowdown.takes_turns and not (turn := self.turn(s, drafter)).depth:
+            turn = self.turn(s, drafter)
+            if slowdown.takes_turns and not turn.depth:
                 return False
             cost_s += slowdown.extra * token_s
             read_s = record.read_s or slowdown.extra * READ_ELSEWHERE_PRIOR_S
         start_s = 0.0 if own.runs else read_s * s.prompt_tokens  # which has to pay until the answer's end
         gained_s = record.run_tokens(s.kind, own, DOUBT, slowdown is not None) * (1.0 - covered) * token_s
-        if slowdown and slowdown.takes_turns:
+        if turn.depth:
             cost_s, gained_s = 0.0, turn.gained_s * (1.0 - covered)
         lost_s = cost_s + start_s / max(1, self.acceptance.expected_remaining(s)) - gained_s
-        if lost_s <= 0.0 or (s.named and not (slowdown and slowdown.matters)):
+        if lost_s <= 0.0 or (s.named and (turn.depth or not (slowdown and slowdown.matters))):
             return True
         if slowdown:
             lost_s += start_s  # all of it before the first draft

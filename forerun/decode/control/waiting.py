@@ -61,9 +61,11 @@ class Waiting:
         return first * self._step.plain_s / len(self._step.stats), first
 
     def turn(self, s: RequestStats, drafter: str) -> Turn:
-        """The best draft of a server that takes turns with the target."""
+        """The best draft of a server that takes turns with the target; none where the two may compute at once."""
         assert self._step is not None
         slowdown, n, plain_s = self.slowdowns[drafter], len(self._step.stats), self._step.plain_s
+        if not (slowdown.takes_turns or slowdown.matters):
+            return Turn()
         doubt = 0.0 if s.named else DOUBT
         probs = self.acceptance.records[drafter].by_depth(s.kind, s.own[drafter], MAX_TURN_DEPTH, doubt)
         rest_s = plain_s - self.target.seconds(n, n)
