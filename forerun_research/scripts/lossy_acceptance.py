@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--rules", default=RULES)
-    parser.add_argument("--batch", type=int, default=8, help="questions at once; on a GPU many leave no rows for drafts")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="questions at once; on a GPU many leave no rows for drafts"
+    )
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("lossy_acceptance.jsonl"))
