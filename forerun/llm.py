@@ -41,13 +41,12 @@ from forerun.runtime.driver import Driver
 from forerun.runtime.threads import choose_threads
 
 if TYPE_CHECKING:
-    from forerun.decode.trie import TokenTrie
     from forerun.recipes.edit import Edited, EditMode, EditPiece
     from forerun.sharing.branching import BranchOn
     from forerun.sharing.rollout_config import Score
     from forerun.sharing.session import Session
     from forerun.sharing.session_registry import SessionRegistry
-    from forerun.sharing.top_items import TopItems
+    from forerun.sharing.top_items import TopItems, Trie
     from forerun.sharing.tree import RolloutTree
 
 __all__ = ["DEFAULT_MODEL", "LLM", "Choice", "Completion", "Messages", "Prompt"]
@@ -179,8 +178,7 @@ class LLM(OldLLMNames):
         """Continue each prompt (text or token ids); one `Completion` per prompt, in order.
 
         `params`: for all prompts, or one for each. `options`: fields of `SamplingParams` for this call, such as
-        `max_tokens=64`. `progress`: show on stderr how many answers are done.
-        """
+        `max_tokens=64`. `progress`: show on stderr how many answers are done."""
         return self._complete(inputs.as_prompts(prompts), params, progress, options)
 
     def chat(
@@ -297,8 +295,7 @@ class LLM(OldLLMNames):
         """n answers to one prompt that are generated at once, each seeing the others' tokens as they appear.
 
         `Event.index` is the worker's number, from 0. `params`: for all workers, or one for each. `prefixes`: what each
-        worker's answer starts with; None: its number. Closing the iterator ends all workers.
-        """
+        worker's answer starts with; None: its number. Closing the iterator ends all workers."""
         from forerun.sharing.workers import Workers
 
         return Workers(self, prompt, n, params, prefixes).run()
@@ -330,12 +327,7 @@ class LLM(OldLLMNames):
         return run_sync(arollout(self, prompt, config))
 
     def topk(
-        self,
-        prompt: Prompt | Messages,
-        trie: TokenTrie | str | Path,
-        k: int = 10,
-        end: bool = False,
-        beam: int | None = None,
+        self, prompt: Prompt | Messages, trie: Trie, k: int = 10, end: bool = False, beam: int | None = None
     ) -> TopItems:
         """The k best items of a trie (or its file), with exact scores. `end`: these include the token that ends it.
         `beam`: only so many beginnings of one length go on: quicker, and `proven` says whether these are the best."""
@@ -355,8 +347,7 @@ class LLM(OldLLMNames):
         """Edit a file as the instruction says: the new text and a unified diff; nothing is written. `text`: the file's
         text, where it is not to be read. `mode`: copy: a program of copied and new lines, a copied span in one forward;
         replace: old and new lines; rewrite: the whole file again, with copied drafts; auto: the better of the first two
-        where the model can write it. See `recipes.edit`.
-        """
+        where the model can write it. See `recipes.edit`."""
         from forerun.recipes.edit import edit
 
         return edit(self, file, instruction, text=text, mode=mode, params=params)

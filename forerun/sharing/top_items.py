@@ -27,6 +27,7 @@ from forerun.errors import BadRequest
 from forerun.llm import LLM
 from forerun.runtime.answer_tree import AnswerTree
 
+Trie = TokenTrie | str | Path  # one that is open, or its file
 FORWARD_NODES = 48  # of one forward: twice the seconds of one node on two cores, and 20 to 100 times the tokens
 MAX_BEAM = 1 << 16  # beginnings; their K/V of all levels lies in the pool, which mostly ends sooner
 WHOLE_SUBTREE_NODES = 6  # below a beginning: so many run with it, before it is known whether they are good
@@ -54,7 +55,7 @@ class TopItems:
 def top_items(
     llm: LLM,
     prompt_ids: Sequence[int],
-    trie: TokenTrie | str | Path,
+    trie: Trie,
     k: int,
     end: bool = False,
     beam: int | None = None,
