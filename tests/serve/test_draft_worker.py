@@ -1,4 +1,4 @@
-"""When the model side of a draft server ends a tree: by entropy, where others wait, and where its order was replaced."""
+"""When the model side of a draft server ends a tree: by entropy, where others wait, where its order was replaced."""
 
 from __future__ import annotations
 
