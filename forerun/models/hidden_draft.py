@@ -7,6 +7,7 @@ request and no file.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from forerun.models.build import attention_backend, cuda_precision
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
 from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
+from forerun.models.cpu.block_pass import BlockPass
 from forerun.models.cpu.ranking import BlockRanking
 from forerun.models.decoder import Decoder, Layer
 from forerun.models.execution.hidden_features import FeatureShape
@@ -199,6 +201,8 @@ class BlockModel(HiddenDraftModel):
     """DFlash and DSpark: few layers over K/V made of the target's hidden states; the last token and masks after it are
     rows of one pass. A low-rank Markov head adds what the token before makes likely, a confidence head rates it."""
 
+    block_pass: BlockPass | None = None
+
     def _load(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint) -> None:
         self.layers = config = weights.layers
         self.decoder = self._decoder(config, checkpoint)
@@ -243,13 +247,42 @@ class BlockModel(HiddenDraftModel):
         return BlockRanking(self.ids, self._previous, self._next, sure, self._confidence_odds)
 
     def project(self, hidden: list[Tensor]) -> Tensor:
+        if self.block_pass is not None:
+            return self.block_pass.vectors(hidden)
         return rms_norm(self._fc(join_states(hidden, self._each_norm, self.dtype)), self._hidden_norm)
+
+    def use_pages(self, kv: KV) -> None:
+        """The pages its K/V lies on are known: from now on one block runs in few calls, where that is possible."""
+        attention, plain = self.decoder.attention, self.state_input and not self.kv_layers and not self._each_norm
+        whole = self._head_down is not None or any(self._sees_block) or self.first_row
+        if not plain or whole or not isinstance(attention, PagedCpuAttention) or not isinstance(self._fc, BlockLinear):
+            return
+        linears, fused = (
+            [*self._context_kv, self._state_in, self.decoder.head],
+            attention.fused(self.decoder.layers, kv),
+        )
+        if fused is not None and BlockPass.possible(linears):
+            made = (self._fc, self._hidden_norm, self._context_kv, self._state_in, self._depth_embed, len(self.depths))
+            self.block_pass = BlockPass(self.decoder, fused, *made)  # type: ignore[arg-type]
+
+    def run_one(
+        self, token: int, vector: Tensor, pages: array[int], first: int, rows: int, page_size: int
+    ) -> BlockRows:
+        """`run` of one block whose token stands at entry `first`, by `block_pass`."""
+        assert self.block_pass is not None
+        logits, hidden = self.block_pass.run(self._embedding_of(token), vector, pages, first, rows, page_size)
+        if self.adapter is not None and self.adapter.active:
+            logits = self.row_logits(hidden)
+        return BlockRows(logits[None], hidden[None])
 
     def write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor, kv: KV, target_kv: KV) -> None:
         """K/V of tokens that the target has run, at positions [T], to slots [T]: made of vectors [T, width] (None:
         there
         are none, which counts as zeros), beside the target's own where it is read."""
         c, attention = self.decoder.config, self.decoder.attention
+        if features is not None and self.block_pass is not None:
+            self.block_pass.write_context(features, positions, slots)
+            return
         for i in range(c.num_layers):
             if features is None:
                 for cache in kv[i]:
@@ -292,12 +325,16 @@ class BlockModel(HiddenDraftModel):
         """[N, hidden]; on a CPU rows are kept, as reading one out of packed blocks takes many small operators."""
         if self.device.type != "cpu":
             return self.decoder.lookup(torch.from_numpy(tokens.copy()).to(self.device)).to(self.dtype)
-        if len(self._embeddings) > KEPT_EMBEDDINGS:
-            self._embeddings.clear()
-        wanted = tokens.tolist()
-        for token in set(wanted) - self._embeddings.keys():
-            self._embeddings[token] = self.decoder.lookup(torch.tensor([token])).to(self.dtype)
-        return torch.cat([self._embeddings[token] for token in wanted])
+        return torch.cat([self._embedding_of(token) for token in tokens.tolist()])
+
+    def _embedding_of(self, token: int) -> Tensor:
+        """[1, hidden]"""
+        found = self._embeddings.get(token)
+        if found is None:
+            if len(self._embeddings) >= KEPT_EMBEDDINGS:
+                self._embeddings.clear()
+            found = self._embeddings[token] = self.decoder.lookup(torch.tensor([token])).to(self.dtype)
+        return found
 
     def _apply_head(self, rows: Tensor) -> Tensor:
         return self.decoder.head(rows)

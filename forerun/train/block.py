@@ -120,6 +120,10 @@ class BlockNetwork(DenseModel):
     def parameters(self) -> list[Tensor]:
         return list(self.trained.values())
 
+    def matrices(self) -> list[Tensor]:
+        own = ("fc.weight", "state_in.weight")
+        return [t for name, t in self.trained.items() if t.ndim == 2 and (name.startswith("layers.") or name in own)]
+
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         return draw_blocks(length, tokens, self.settings.attention_window, generator, self.device)
 
@@ -234,5 +238,16 @@ class BlockNetwork(DenseModel):
         tensors["markov_head.markov_w2.weight"] = markov.clone()
         if self.settings.head_rank:
             tensors["lm_head.weight"] = own.clone()
-        canonical = [name for name in tensors if name.startswith("layers.") or name == "final_norm"]
-        return config, {hf_name(n, "qwen3") if n in canonical else n: value for n, value in tensors.items()}
+        return config, {_saved_name(name): value for name, value in tensors.items()}
+
+    def go_on_from(self, tensors: dict[str, Tensor]) -> None:
+        """Start from what `saved` gave of a drafter of the same sizes and vocabulary."""
+        head = [tensors["markov_head.markov_w2.weight"]]
+        head = [tensors["lm_head.weight"], *head] if self.settings.head_rank else head
+        for name, own in self.trained.items():
+            own.data.copy_(torch.cat(head, 1) if name == "head" else tensors[_saved_name(name)])
+
+
+def _saved_name(name: str) -> str:
+    """Of a trained tensor, as the `speculators` package has it."""
+    return hf_name(name, "qwen3") if name.startswith("layers.") or name == "final_norm" else name

@@ -31,6 +31,10 @@ class HeadsNetwork:
     def parameters(self) -> list[Tensor]:
         return [self.blocks]
 
+    def matrices(self) -> list[Tensor]:
+        """They are one tensor of several, which start at zero: Adam's."""
+        return []
+
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout:
         return draw_blocks(length, tokens, length, generator, self.device)
 

@@ -80,6 +80,10 @@ class DraftNetwork(DenseModel):
     def parameters(self) -> list[Tensor]:
         return [self.mask, *(t for pair in self.low_rank.values() for t in pair), *self.whole.values()]
 
+    def matrices(self) -> list[Tensor]:
+        """Factors of low rank are Adam's."""
+        return list(self.whole.values())
+
     def go_on_from(self, changes: dict[str, tuple[Tensor, Tensor]], mask: Tensor) -> None:
         """Start from changes of at most this rank; what is left of the rank changes nothing yet."""
         self.mask.data.copy_(mask)

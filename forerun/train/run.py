@@ -59,7 +59,7 @@ class TrainJob:
     mask_token: int | None = None
     answer_minutes: float | None = None  # after which no further answers are begun
     writer: str = "auto"  # of the answers: the engine, or a batch of the dense network; auto: the latter on CUDA
-    start: Path | None = None  # a drafter of kind parallel whose training goes on
+    start: Path | None = None  # a drafter of the same kind and models whose training goes on
     deadline: float | None = None  # by the monotonic clock: training ends there, whatever its minutes are
 
     def batched(self, device: torch.device) -> bool:
@@ -180,19 +180,40 @@ class HiddenRun:
         check_texts(job)
         self.print = fingerprint(self.target)
         self.inputs = {"target": self.print}
-        if job.start is not None:
-            raise BadRequest(
-                f"training goes on from a drafter of kind parallel, this is {settings.kind}", "leave it out"
-            )
+        self.start = self._opened_start()
+
+    def _opened_start(self) -> HiddenDrafterWeights | None:
+        """The block whose training goes on: of the same target and of the same sizes."""
+        if self.job.start is None:
+            return None
+        found, s = HiddenDrafterWeights.load(self.job.start), self.settings
+        if s.kind != "block" or found.kind != "block":
+            kinds = f"{self.job.start} is of kind {found.kind}, this is {s.kind}"
+            raise BadRequest(f"training goes on from blocks and parallel drafters: {kinds}", "leave it out")
+        found.check(self.target)
+        had = {"tokens": found.tokens, "layers": found.layers.num_layers, "rank": found.config.get("markov_rank", 0)}
+        had |= {"reuse": found.reuse, "head_rank": found.head_rank, "state_norms": bool(found.config.get("fc_norm"))}
+        had |= {"state_input": bool(found.config.get("state_input"))}
+        other = {name: value for name, value in had.items() if getattr(s, name) != value}
+        if other:
+            given = ", ".join(f"{name} is {getattr(s, name)}" for name in other)
+            wanted = ", ".join(f"{name} {value}" for name, value in other.items())
+            raise BadRequest(f"{self.job.start} cannot go on: {given}", f"it was trained with {wanted}")
+        self.inputs["start"] = hashlib.sha256(self.job.start.read_bytes()).hexdigest()
+        return found
 
     def network(self, teacher: DenseModel, stream: np.ndarray) -> HeadsNetwork | BlockNetwork:
         counts = np.bincount(stream, minlength=self.target.config.vocab_size)
         order = np.argsort(-counts, kind="stable")[: self.settings.vocab]
-        ids = torch.from_numpy(np.sort(order[order < LOSS_IDS]))
+        ids = torch.from_numpy(np.sort(order[order < LOSS_IDS])) if self.start is None else self.start.draft_ids
         self.covered = float(counts[ids.numpy()].sum() / max(1, len(stream)))
         if self.settings.kind == "heads":
             return HeadsNetwork(teacher, ids, self.settings)
-        return BlockNetwork(teacher, ids, self.settings, self._mask_token())
+        mask = self._mask_token() if self.start is None else int(self.start.config["mask_token_id"])
+        made = BlockNetwork(teacher, ids, self.settings, mask)
+        if self.start is not None:
+            made.go_on_from(self.start.tensors)
+        return made
 
     def made(self, network: HeadsNetwork | BlockNetwork, facts: dict[str, Any]) -> HiddenDrafterWeights:
         config, tensors = network.saved()

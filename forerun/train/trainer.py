@@ -24,11 +24,13 @@ from forerun.prefill.calibration.dense import DenseModel
 from forerun.prefill.calibration.resume import CalibrationState
 from forerun.train.layout import RowLayout
 from forerun.train.loss import Outcome, Teaching, backward, teach
+from forerun.train.muon import Muon
 
 LINE_INTERVAL_S = 5.0  # between two lines of progress
 KEEP_INTERVAL_S = 100.0  # between two files of an unfinished run
 LONG_EVERY = 4  # steps: one of so many has long windows
 REUSES = ("hidden", "kv", "both")
+OPTIMIZERS = ("adam", "muon")  # muon: of the matrices of layers
 
 
 class TrainableDrafter(Protocol):
@@ -43,6 +45,10 @@ class TrainableDrafter(Protocol):
     learned: Tensor | None  # [columns, r] trained beside the head, on the last r values of a row
 
     def parameters(self) -> list[Tensor]: ...
+
+    def matrices(self) -> list[Tensor]:
+        """Those of the parameters that Muon may change: matrices of layers."""
+        ...
 
     def layout(self, length: int, tokens: int, generator: torch.Generator) -> RowLayout: ...
 
@@ -75,6 +81,7 @@ class TrainSettings:
     minutes: float = 30.0
     max_steps: int = 0  # after which training ends, if its time is not over before; 0: any number
     rate: float = 4e-4  # of Adam, at its highest
+    optimizer: str = "adam"
     warmup: float = 0.03  # share of the time
     batch_tokens: int = 8192  # of one step
     window: int = 512
@@ -90,12 +97,23 @@ class TrainSettings:
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
         if self.reuse not in REUSES:
             raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise BadRequest(f"training: optimizer is {self.optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}")
         if self.state_input and self.reuse == "kv":
             raise BadRequest("training: state_input needs hidden states, reuse is 'kv'", "use reuse hidden or both")
 
     def factor(self, done: float) -> float:
         """Of the rate, after this share of the time."""
         return min(1.0, done / self.warmup) * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
+
+
+def make_optimizers(network: TrainableDrafter, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """Adam for everything, or for what Muon leaves."""
+    matrices = network.matrices() if settings.optimizer == "muon" else []
+    taken, fused = {id(matrix) for matrix in matrices}, network.device.type == "cuda"
+    others = [tensor for tensor in network.parameters() if id(tensor) not in taken]
+    adam = torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+    return [adam, Muon(matrices, settings.rate)] if matrices else [adam]
 
 
 class Trainer:
@@ -106,8 +124,7 @@ class Trainer:
         self.network, self.target, self.settings, self._stream = network, target, settings, stream
         self.steps, self.trained_tokens = 0, 0
         self.agreement = torch.zeros(settings.tokens, 2, device=network.device)  # recent, by depth: hits and rows
-        groups, fused = [{"params": network.parameters()}], network.device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self._optimizers = make_optimizers(network, settings)
         shortest = settings.window + 1
         if len(stream) < 4 * shortest:
             problem = f"the text makes {len(stream):,} tokens, training needs {4 * shortest:,} at the least"
@@ -117,7 +134,7 @@ class Trainer:
         tensors = [tensor.detach().cpu() for tensor in self.network.parameters()]
         return {
             "parameters": tensors,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "steps": self.steps,
             "trained_tokens": self.trained_tokens,
         }
@@ -125,7 +142,8 @@ class Trainer:
     def load(self, state: dict[str, object]) -> None:
         for tensor, saved in zip(self.network.parameters(), state["parameters"], strict=True):  # type: ignore[call-overload]
             tensor.data.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):  # type: ignore[call-overload]
+            optimizer.load_state_dict(saved)
         self.steps, self.trained_tokens = int(state["steps"]), int(state["trained_tokens"])  # type: ignore[call-overload]
 
     def run(
@@ -178,11 +196,12 @@ class Trainer:
         rows = network.rows(tokens, teaching, layout)
         outcome = backward(rows, network.head(), teaching, layout, self.agreement, network.learned)
         network.learn_confidence(rows.detach(), outcome)
-        for group in self._optimizer.param_groups:
-            group["lr"] = s.rate * s.factor(done)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = s.rate * s.factor(done)
+            optimizer.step()
+            optimizer.zero_grad()
         self.steps += 1
         self.trained_tokens += tokens.numel()
         return outcome.loss

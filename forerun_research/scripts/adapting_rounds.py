@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import LLM, SamplingParams, Speculation
+from forerun.decode.drafters.hidden import HiddenDrafter
 
 TEMPLATE = "A conversation between a curious user and a writer.\n\nUSER: {task}\nWRITER:"
 TASK = "Write a long and detailed guide to {}. Start with an overview, then go through every part of it, one by one."
@@ -48,6 +49,11 @@ def decode(args: argparse.Namespace, adapt: bool) -> list[dict[str, Any]]:
     with LLM(
         args.target, draft_model=args.draft_model, adapt=adapt, max_model_len=args.tokens + 512, quiet=True
     ) as llm:
+        llm.generate(["Hello"], SamplingParams(max_tokens=2, speculation=spec))  # the drafter is made
+        drafter = llm.engine.speculator.drafter_pool[args.drafter]
+        assert isinstance(drafter, HiddenDrafter)
+        if args.learn == "adapter":
+            drafter.habits = None
         for number, text in enumerate(prompts(args.answers)):
             params = SamplingParams(
                 max_tokens=args.tokens, ignore_eos=True, speculation=spec, seed=args.seed + number, **options
@@ -57,7 +63,9 @@ def decode(args: argparse.Namespace, adapt: bool) -> list[dict[str, Any]]:
             record = {"answer": number, "adapt": adapt, "tokens": answer.token_ids, "rounds": len(lengths)}
             record |= {"first": quarter(lengths, 0), "last": quarter(lengths, 3)}
             record["all"] = 1.0 + sum(lengths) / max(1, len(lengths))
-            if adapt:
+            if adapt and drafter.habits is not None:
+                record["habits"] = drafter.habits.stats | {"gain": round(drafter.habits.gain, 1)}
+            if adapt and args.learn != "habits":
                 llm.upgrade()  # what happens while no request runs
                 hidden = llm.engine.speculator.ctx.hidden
                 assert hidden is not None and hidden.adapter is not None
@@ -97,6 +105,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.9, help="0: greedy; small models then repeat themselves")
+    parser.add_argument("--learn", choices=("both", "habits", "adapter"), default="both", help="one part of it alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(given)

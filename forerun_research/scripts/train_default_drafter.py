@@ -33,7 +33,7 @@ from forerun.models.formats.drafter_file import drafter_folders
 from forerun.prefill.calibration.dense import DenseModel
 from forerun.train.answers import write_answers
 from forerun.train.run import WRITERS, Drafter, TrainJob, train_drafter
-from forerun.train.trainer import REUSES, TrainSettings
+from forerun.train.trainer import OPTIMIZERS, REUSES, TrainSettings
 
 PACKAGES = ("numpy", "networkx", "sympy", "jax", "torch", "transformers")  # BSD, MIT and Apache licences
 RATES = {"block": 8e-4, "heads": 1e-3, "parallel": 4e-4}
@@ -41,7 +41,7 @@ SAVING_S = 12.0  # of the whole time, for the file
 MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
 SIZES = (
     *("tokens", "rank", "layers", "vocab", "batch_tokens", "window", "long_window"),
-    *("reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed"),
+    *("reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed", "optimizer"),
 )
 
 
@@ -63,7 +63,8 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=12_288)
     parser.add_argument("--rate", type=float, help="of Adam, at its highest")
-    parser.add_argument("--start", type=Path, help="a drafter of kind parallel whose training goes on")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=known.optimizer)
+    parser.add_argument("--start", type=Path, help="a drafter of the same kind and models whose training goes on")
     parser.add_argument("--writer", choices=WRITERS, default="auto", help="what makes the answers")
     parser.add_argument("--total-minutes", type=float, help="training ends so early that all of it takes so long")
     parser.add_argument("--reuse", choices=REUSES, default=known.reuse)

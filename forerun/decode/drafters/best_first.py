@@ -19,6 +19,7 @@ from forerun.decode.sampling import distribution, shape
 
 MAX_TREE_NODES = 48  # of a tree before those that pay are selected: a few times as many as a forward verifies at best
 MIN_NODE_PATH_PROB = 0.004  # of a node beside the first one: less cannot pay on any machine
+MIXED_TOKENS = 4  # before a node, that a mixer reads
 MAX_CHILDREN = 4  # most probable tokens that may become children of a node
 
 Ranked = Sequence[tuple[int, float]]  # tokens with their probabilities, the most probable first
@@ -72,7 +73,15 @@ def most_probable(logits: Tensor) -> list[Ranked]:
     return [[(int(row[i]), row[count + i]) for i in range(count) if row[count + i] > 0.0] for row in found]
 
 
-def grow(tree: TreeBuilder, marginals: Marginals) -> None:
+class Mixer(Protocol):
+    """What else is known of the tokens to come."""
+
+    def mix(self, tail: Sequence[int], ranked: Ranked) -> Ranked:
+        """The most probable tokens after the last tokens `tail`, where a pass alone says `ranked`."""
+        ...
+
+
+def grow(tree: TreeBuilder, marginals: Marginals, mixer: Mixer | None = None) -> None:
     """The tree of a request, drawn at random where it asks for that."""
     if tree.request.sampled:
         _grow_sampled(tree, marginals)
@@ -81,13 +90,22 @@ def grow(tree: TreeBuilder, marginals: Marginals) -> None:
 
     def children(node: int, depth: int) -> Ranked:
         before = _before(tree, node)
-        return _shaped_top(tree, node, marginals.row(depth, before)) if shaped else marginals.top(depth, before)
+        if shaped:
+            return _shaped_top(tree, node, marginals.row(depth, before))
+        ranked = marginals.top(depth, before)
+        return ranked if mixer is None else mixer.mix(_tail(tree, node), ranked)
 
     _grow_most_probable(tree, marginals.depth, children)
 
 
 def _before(tree: TreeBuilder, node: int) -> int:
     return tree.request.tokens[-1] if node == ROOT else tree.draft.tokens[node]
+
+
+def _tail(tree: TreeBuilder, node: int) -> list[int]:
+    """The last tokens before a child of this node."""
+    path = [] if node == ROOT else [tree.draft.tokens[i] for i in tree.draft.path(node)]
+    return [*tree.request.tokens[-MIXED_TOKENS:], *path][-MIXED_TOKENS:]
 
 
 def _grow_most_probable(tree: TreeBuilder, depth: int, children: Callable[[int, int], Ranked]) -> None:

@@ -83,6 +83,7 @@ class BlockDrafter(HiddenDrafter):
         self._model, self._kv = ctx.hidden, ctx.hidden_kv.kv
         self._window = max(self.max_context if window is None else window for window in ctx.hidden.layers.windows)
         self._contexts: dict[int, _Context] = {}
+        self._model.use_pages(self._kv)
 
     def finish(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
         super().finish(seq_id, tokens, num_prompt)
@@ -95,8 +96,7 @@ class BlockDrafter(HiddenDrafter):
         first = self._model.first_row
         depth = min(max(map(self._depth, requests)), *(r.max_nodes for r in requests))  # rows need room on every page
         count = max(1, first + depth)
-        spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
-        rows = self._model.run(self._target.batch(spans), self._kv, count, self._states(requests))
+        rows = self._run(requests, count)
         self._observe(requests, rows.hidden)
         tables = self._rank(rows, [request.tokens[-1] for request in requests], trees)
         drafted = count - self._model.first_row
@@ -104,7 +104,15 @@ class BlockDrafter(HiddenDrafter):
             BlockMarginals(self._model, rows, i, min(drafted, self._depth(request)), tables, request.sampled)
             for i, request in enumerate(requests)
         ]
-        return found, len(spans) * count
+        return found, len(requests) * count
+
+    def _run(self, requests: list[DraftRequest], count: int) -> BlockRows:
+        states, few = self._states(requests), self._model.block_pass
+        if len(requests) == 1 and states is not None and few is not None and count <= few.max_rows:
+            r = requests[0]
+            return self._model.run_one(r.tokens[-1], states, r.pages, len(r.tokens) - 1, count, self._pool.page_size)
+        spans = [Span([r.tokens[-1], *[0] * (count - 1)], len(r.tokens) - 1, r.pages, range(count)) for r in requests]
+        return self._model.run(self._target.batch(spans), self._kv, count, states)
 
     def _states(self, requests: list[DraftRequest]) -> Tensor | None:
         """[N, width] of the tokens before the last ones, where blocks start from them."""
@@ -176,10 +184,13 @@ class BlockDrafter(HiddenDrafter):
 
     @torch.inference_mode()
     def _run_blank(self, tokens: int, context: int, pages: array[int]) -> None:
-        span = Span([0] * tokens, context, pages, range(tokens))
-        states = None
+        states, few = None, self._model.block_pass
         if self._model.state_input and self._features is not None:
             states = self._features.rows(pages, 0, 1)
+        if states is not None and few is not None and tokens <= few.max_rows:
+            self._model.run_one(0, states, pages, context, tokens, self._pool.page_size)
+            return
+        span = Span([0] * tokens, context, pages, range(tokens))
         self._model.run(self._target.batch([span]), self._kv, tokens, states).logits.topk(1)
 
 

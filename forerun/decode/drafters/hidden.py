@@ -18,6 +18,7 @@ from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
 from forerun.decode.drafters.best_first import Marginals, grow
+from forerun.decode.drafters.habits import Habits
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import median_seconds
@@ -34,6 +35,7 @@ class HiddenDrafter(Drafter):
         self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
         self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
         self._adapter, self.outcomes = ctx.hidden.adapter, ctx.hidden.outcomes
+        self.habits = Habits() if self._adapter is not None and self._adapter.learning else None
         self.rounds: list[DraftRound] = []
 
     @classmethod
@@ -56,9 +58,16 @@ class HiddenDrafter(Drafter):
             start = time.perf_counter()
             found, rows = self._pass([tree.request for tree in ready], ready)
             for tree, marginals in zip(ready, found, strict=True):
-                grow(tree, marginals)
+                grow(tree, marginals, self._habits_after(tree.request, marginals))
             self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
         return [tree.draft for tree in trees]
+
+    def _habits_after(self, request: DraftRequest, marginals: Marginals) -> Habits | None:
+        """What was learnt of these texts, this request's last tokens included; None: nothing that helps."""
+        if self.habits is None:
+            return None
+        self.habits.observe(request.seq_id, request.tokens, marginals)
+        return self.habits if self.habits.active else None
 
     def _observe(self, requests: list[DraftRequest], rows: Tensor) -> None:
         """Rows of a pass, [N, depth, width], for what learns while serving."""
@@ -71,6 +80,8 @@ class HiddenDrafter(Drafter):
             self._features.write_waiting()  # while its pages are its own
         if self._adapter is not None:
             self._adapter.finish(seq_id, tokens)
+        if self.habits is not None:
+            self.habits.finish(seq_id, tokens)
 
     def _ready(self, request: DraftRequest) -> bool:
         """Whether there is room, and the token before the last one left its vector, where that is read."""

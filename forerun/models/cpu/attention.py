@@ -126,11 +126,16 @@ class PagedCpuAttention(AttentionBackend):
 
     def run_layers(self, x: Tensor, layers: list[Layer], kv: KV, which: range) -> Tensor | None:
         """The planned batch through these layers in one call; None where the layers are not of packed blocks alone."""
+        fused = self.fused(layers, kv)
+        return None if fused is None else fused(x, self._batch, which)
+
+    def fused(self, layers: list[Layer], kv: KV) -> FusedLayers | None:
+        """These layers as one call reads them; None where they are not of packed blocks alone."""
         if self._fused is None or not self._fused.serves(layers, kv):
             if not FusedLayers.possible(layers, kv):
                 return None
             self._fused = FusedLayers(self.config, layers, kv, [self._rope(i) for i in range(len(layers))])
-        return self._fused(x, self._batch, which)
+        return self._fused
 
     def _rope(self, layer: int) -> Tensor:
         return self.ropes[self.config.layer_ropes[layer]].table
@@ -160,6 +165,7 @@ class FusedLayers:
             if layer.qk_norms is not None:
                 w.q_norm, w.k_norm = (address(norm[0]) for norm in layer.qk_norms)
             w.rope, w.kv, w.window = ropes[i].data_ptr(), _cache(kv[i]), config.windows[i] or 0
+        self.shape_at, self.layers_at = ctypes.addressof(self._shape), ctypes.addressof(self._weights)
 
     @staticmethod
     def possible(layers: list[Layer], kv: KV) -> bool:
@@ -170,13 +176,15 @@ class FusedLayers:
         return layers is self._layers and kv[0][0].data_ptr() == self._first
 
     def __call__(self, x: Tensor, batch: Batch, which: range) -> Tensor:
-        at = ctypes.addressof(batch)
-        size = self._kernels.fr_layers_scratch(ctypes.addressof(self._shape), ctypes.addressof(self._weights), at)
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        x = x.clone()
+        scratch, x = self.scratch(batch), x.clone()
         self._kernels.fr_layers(
-            *(ctypes.addressof(self._shape), ctypes.addressof(self._weights), which.start, which.stop, at),
-            *(x.data_ptr(), self._scratch.data_ptr()),
+            *(self.shape_at, self.layers_at, which.start, which.stop, ctypes.addressof(batch), x.data_ptr(), scratch),
         )
         return x
+
+    def scratch(self, batch: Batch) -> int:
+        """The address of as much memory as this batch needs."""
+        size = self._kernels.fr_layers_scratch(self.shape_at, self.layers_at, ctypes.addressof(batch))
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch.data_ptr()

@@ -29,9 +29,9 @@ from forerun.models.fetch.store import home
 
 log = logging.getLogger("forerun")
 
-SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c", "ranking.c")
-HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "pool.h")
-ABI = 5  # of the functions below
+SOURCES = ("blocks.c", "attention.c", "layers.c", "pool.c", "block.c", "ranking.c")
+HEADERS = ("vec.h", "blocks.h", "tiles16.h", "tiles8.h", "attention.h", "layers.h", "pool.h")
+ABI = 6  # of the functions below
 COMPILE_S = 120.0  # a compiler that takes longer is given up
 STALE_S = 3600.0  # a scratch folder this old was left by a process that was killed
 CHECKSUM_BYTES = 32  # behind the library, which the loader does not read
@@ -200,6 +200,16 @@ class LayerShape(ctypes.Structure):
     _fields_ = [("hidden", number), ("eps", real), ("scale", real), ("gate", whole)]
 
 
+class BlockWeights(ctypes.Structure):
+    """Of block.c."""
+
+    _fields_ = [
+        *(("shape", pointer), ("layers", pointer), ("num_layers", number), ("taps", number)),
+        *((name, Matrix) for name in ("fc", "state_in", "head")),
+        *((name, pointer) for name in ("context", "hidden_norm", "final_norm", "depths")),
+    ]
+
+
 class RankCall(ctypes.Structure):
     """Of ranking.c."""
 
@@ -223,6 +233,9 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_attend": ([pointer, pointer, Cache, number, real, pointer, pointer], None),
     "fr_layers_scratch": ([pointer, pointer, pointer], number),
     "fr_layers": ([pointer, pointer, number, number, pointer, pointer, pointer], None),
+    "fr_vectors": ([pointer, number, pointer, pointer, pointer], None),
+    "fr_context": ([pointer, pointer, pointer, pointer], None),
+    "fr_block": ([pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer], None),
     "fr_rank": ([pointer], None),
     "fr_quiesce": ([], None),
     "fr_set_threads": ([whole], None),

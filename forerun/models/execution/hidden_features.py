@@ -70,7 +70,9 @@ class HiddenFeatures:
     def write_waiting(self) -> None:
         """Vectors of all tokens that wait. Of a slot that several tokens had, the last one's stays."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
+        if len(waiting) <= 1:  # slots of one step differ from each other
+            for only in waiting:
+                self._write(*only)
             return
         slots = np.concatenate([each for each, _ in waiting])
         states = [torch.cat(parts) for parts in zip(*(each for _, each in waiting), strict=True)]

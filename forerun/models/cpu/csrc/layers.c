@@ -2,7 +2,7 @@
  *
  * Knows matrices, norms and caches by their addresses; no file, no request.
  */
-#include "attention.h"
+#include "layers.h"
 #include "blocks.h"
 #include "pool.h"
 #include "vec.h"
@@ -16,9 +16,6 @@
 #define LONG_CHUNKS 4          /* that a thread has at least, of a small matrix */
 #define PROMPT_ROWS 32         /* more rows: compute counts, not reading; a chunk is PROMPT_GROUPS of weight rows */
 #define PROMPT_GROUPS 4
-
-typedef struct { int32_t type, per; int64_t rows, cols; const uint8_t *packed; int64_t bytes; } Part;
-typedef struct { const Part *parts; int64_t num_parts, rows; const float *bias; } Matrix; /* parts one above the other */
 
 /* What the rows of a product come from: x, rms_norm(x), or act(gate) * up for x = [gate, up]. */
 typedef struct { const float *x; int64_t stride; const float *norm; float eps; int gate; } Input;
@@ -141,15 +138,6 @@ void fr_gate(const float *x, int64_t count, int64_t size, int gate, float *out) 
     Gate c = {x, size, gate, out};
     pool_run(&(Job){gate_chunk, 0, &c, sizeof c, 0, count});
 }
-
-typedef struct {
-    Matrix qkv, o, gate_up, down;
-    const float *attn_norm, *mlp_norm, *q_norm, *k_norm; /* q_norm and k_norm may be null */
-    const float *rope;
-    Cache kv;
-    int64_t window; /* 0: none */
-} Layer;
-typedef struct { int64_t hidden; float eps, scale; int32_t gate; } Shape;
 
 static int64_t align64(int64_t n) { return (n + 63) & ~(int64_t)63; }
 /* Bytes of scratch that `fr_layers` needs. */

@@ -40,6 +40,9 @@ static float dot(const float *a, const float *b, int64_t n) {
 static int64_t largest(const float *x, int64_t n, int64_t count, int64_t *places, float *values) {
     int64_t have = 0;
     for (int64_t i = 0; i < n; i++) {
+        if (have == count) /* few are larger than those found already */
+            while (i + LANES <= n && !(v_peak(v_load(x + i)) > values[have - 1])) i += LANES;
+        if (i == n) break;
         if (have == count && !(x[i] > values[have - 1])) continue;
         int64_t at = have < count ? have++ : have - 1;
         for (; at > 0 && values[at - 1] < x[i]; at--) values[at] = values[at - 1], places[at] = places[at - 1];
