@@ -23,7 +23,7 @@ from forerun.errors import BadRequest
 from forerun.models.build import attention_backend, cuda_precision
 from forerun.models.config import ModelConfig
 from forerun.models.cpu.attention import PagedCpuAttention
-from forerun.models.cpu.block_linear import BlockLinear, Q8Linear
+from forerun.models.cpu.block_linear import BlockLinear, PackedBlocks
 from forerun.models.cpu.block_pass import BlockPass
 from forerun.models.cpu.ranking import BlockRanking
 from forerun.models.decoder import Decoder, Layer
@@ -33,7 +33,8 @@ from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_norm
 from forerun.models.online_adapter import OnlineAdapter
 
-Q8_COLUMNS = 32  # of a block: matrices whose rows are no multiple stay in float32
+BLOCK_COLUMNS = 32  # values of a block: matrices whose rows are no multiple stay in float32
+DRAFT_BITS = 8  # of a drafter's matrices beside a target of packed blocks
 ODDS_RANGE = (1e-4, 1.0 - 1e-4)  # of a probability whose odds a confidence head reads, as in training
 KEPT_EMBEDDINGS = 2048  # rows of the embedding: 5 MB of 576 values each
 COMPARED_ROWS = 64  # of an embedding, to see whether it is the target's
@@ -115,7 +116,8 @@ class HiddenDraftModel:
     def _linear(self, weight: Tensor) -> Linear:
         weight = weight.to(self.device)
         if self._precision.linear is BlockLinear:
-            return Q8Linear(weight.float()) if weight.shape[1] % Q8_COLUMNS == 0 else Linear(weight.float())
+            packs = weight.shape[1] % BLOCK_COLUMNS == 0
+            return BlockLinear([PackedBlocks.quantised(weight, DRAFT_BITS)]) if packs else Linear(weight.float())
         return self._precision.linear(weight.to(self._precision.dtype))
 
     def _norm(self, name: str, eps: float) -> Norm:
