@@ -413,7 +413,7 @@ class LLM(OldLLMNames):
         if self._adapted is None or hidden is None or hidden.adapter is None:
             raise BadRequest("nothing learns here", "open the model with adapt=True and a block or heads drafter")
         with self.driver.exclusive():
-            learnt, stats = hidden.adapter.tensors(), dict(hidden.adapter.stats)
+            learnt, stats = hidden.learnt()
         self._adapted.with_adapter(learnt, stats).save(Path(path))
         return stats
 

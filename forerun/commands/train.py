@@ -43,7 +43,9 @@ class TrainOptions:
         help="What makes the answers: engine, or batch (prompts of many kinds, all at once: fast on a GPU, slow on a "
         "CPU). auto: batch on a GPU.",
     )
-    start: Path | None = opt.shown(None, help="A trained drafter of the same models whose training goes on: parallel, or block.")
+    start: Path | None = opt.shown(
+        None, help="A trained drafter of the same models whose training goes on: parallel, or block."
+    )
     text_tokens: int = opt.shown(2_000_000, min=0, help="Most tokens of --text used.")
     minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
     tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")

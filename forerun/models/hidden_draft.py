@@ -32,6 +32,7 @@ from forerun.models.formats.checkpoint import Checkpoint
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.linear import CPU_PRECISIONS, Linear, Norm, Precision, rms_norm
 from forerun.models.online_adapter import OnlineAdapter
+from forerun.models.online_habits import OnlineHabits
 
 BLOCK_COLUMNS = 32  # values of a block: matrices whose rows are no multiple stay in float32
 DRAFT_BITS = 8  # of a drafter's matrices beside a target of packed blocks
@@ -59,7 +60,8 @@ class HiddenDraftModel:
     """What all kinds have: the vocabulary they draft from, and the target's head over it."""
 
     layers: ModelConfig | None = None  # of those that keep K/V of their own
-    adapter: OnlineAdapter | None = None  # what it learns while serving
+    adapter: OnlineAdapter | None = None  # what it learns while serving: in steps of training,
+    habits: OnlineHabits | None = None  # and by counting tokens
 
     def __init__(self, weights: HiddenDrafterWeights, checkpoint: Checkpoint, target: Decoder, context: int) -> None:
         self.kind, self.tokens, self.source = weights.kind, weights.tokens, weights.source
@@ -104,6 +106,13 @@ class HiddenDraftModel:
         bias = self.bias if isinstance(self, BlockModel) and self.has_markov else None
         self.adapter = OnlineAdapter(head.to(self.device).float(), self.ids, self.vocab, bias, learning)
         self.adapter.load(self._learnt)
+        self.habits = OnlineHabits(learning)
+        self.habits.load(self._learnt)
+
+    def learnt(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What was learnt while serving, as a file holds it, and counts of what happened."""
+        assert self.adapter is not None and self.habits is not None
+        return self.adapter.tensors() | self.habits.tensors(), self.adapter.stats | self.habits.stats
 
     def full_vocab(self, logits: Tensor) -> Tensor:
         """[N, draft vocabulary] to [N, V]; tokens that are never drafted are impossible."""

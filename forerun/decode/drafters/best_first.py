@@ -93,7 +93,7 @@ def grow(tree: TreeBuilder, marginals: Marginals, mixer: Mixer | None = None) ->
         if shaped:
             return _shaped_top(tree, node, marginals.row(depth, before))
         ranked = marginals.top(depth, before)
-        return ranked if mixer is None else mixer.mix(_tail(tree, node), ranked)
+        return ranked if mixer is None else mixer.mix(_tail(tree, node), ranked)[:MAX_CHILDREN]
 
     _grow_most_probable(tree, marginals.depth, children)
 

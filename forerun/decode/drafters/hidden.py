@@ -18,10 +18,10 @@ from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import Drafter, DraftRequest, DraftRound
 from forerun.decode.drafters.best_first import Marginals, grow
-from forerun.decode.drafters.habits import Habits
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
 from forerun.models.execution.runner import median_seconds
+from forerun.models.online_habits import OnlineHabits
 
 TIMED_REPEATS = 3
 
@@ -35,7 +35,7 @@ class HiddenDrafter(Drafter):
         self._pool, self._target, self._features = ctx.pool, ctx.runner, ctx.runner.features
         self.tokens_per_round, self.max_context = ctx.hidden.tokens, ctx.hidden.max_context
         self._adapter, self.outcomes = ctx.hidden.adapter, ctx.hidden.outcomes
-        self.habits = Habits() if self._adapter is not None and self._adapter.learning else None
+        self.habits = ctx.hidden.habits
         self.rounds: list[DraftRound] = []
 
     @classmethod
@@ -62,7 +62,7 @@ class HiddenDrafter(Drafter):
             self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
         return [tree.draft for tree in trees]
 
-    def _habits_after(self, request: DraftRequest, marginals: Marginals) -> Habits | None:
+    def _habits_after(self, request: DraftRequest, marginals: Marginals) -> OnlineHabits | None:
         """What was learnt of these texts, this request's last tokens included; None: nothing that helps."""
         if self.habits is None:
             return None

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from forerun.decode.drafters.best_first import MAX_CHILDREN, Marginals, Ranked
+import torch
+from torch import Tensor
+
+from forerun.errors import BadDrafter
 
 MAX_ORDER = 4  # tokens of context
 MAX_CONTEXTS = 1 << 16  # about 20 MB
@@ -24,7 +28,19 @@ MEMORY = 0.998  # of a position in what the next one is compared with: some hund
 MIN_GAIN = 2.0  # likeliest tokens that were right, above the drafter's own, before habits are used
 UNKNOWN_PROB = 1e-4  # of a token that a pass does not rank: what is left is shared by thousands
 
+TABLE, WEIGHTS = "adapter.habits", "adapter.habit_weights"  # in a drafter's file
+Ranked = Sequence[tuple[int, float]]  # tokens with their probabilities, the most probable first
 Bucket = tuple[int, int, bool]  # tokens of context, how often it was met (at most 3), whether one token followed always
+
+
+class Said(Protocol):
+    """What a pass says of the positions to come."""
+
+    depth: int
+
+    def top(self, depth: int, before: int) -> Ranked:
+        """The most probable tokens at a position, after the token `before`."""
+        ...
 
 
 @dataclass
@@ -32,11 +48,13 @@ class _Pass:
     """Of one sequence: what a pass said of the positions from `length` on."""
 
     length: int
-    marginals: Marginals
+    said: Said
 
 
-class Habits:
-    def __init__(self) -> None:
+class OnlineHabits:
+    def __init__(self, learning: bool = True) -> None:
+        """`learning`: False: it only uses what was learnt before."""
+        self.learning = learning
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
         self._weights: dict[Bucket, tuple[float, float]] = {}  # and how many observations it stands on
         self._passes: dict[int, _Pass] = {}
@@ -60,7 +78,7 @@ class Habits:
         probs = {token: (1.0 - weight) * prob for token, prob in ranked}
         for token, count in counts.items():
             probs[token] = probs.get(token, 0.0) + weight * count / total
-        return sorted(probs.items(), key=lambda item: -item[1])[:MAX_CHILDREN]
+        return sorted(probs.items(), key=lambda item: -item[1])
 
     def _expected(self, tail: Sequence[int]) -> tuple[Bucket, dict[int, int]] | None:
         """Of the longest context that was met before."""
@@ -72,10 +90,12 @@ class Habits:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def observe(self, seq_id: int, tokens: list[int], marginals: Marginals) -> None:
+    def observe(self, seq_id: int, tokens: list[int], said: Said) -> None:
         """A pass after these tokens of a sequence; those since the last one are learnt from."""
+        if not self.learning:
+            return
         self._learn(seq_id, tokens)
-        self._passes[seq_id] = _Pass(len(tokens), marginals)
+        self._passes[seq_id] = _Pass(len(tokens), said)
 
     def finish(self, seq_id: int, tokens: list[int]) -> None:
         if seq_id in self._passes:
@@ -85,9 +105,9 @@ class Habits:
     def _learn(self, seq_id: int, tokens: list[int]) -> None:
         last = self._passes.get(seq_id)
         if last is not None:
-            for depth in range(min(last.marginals.depth, len(tokens) - last.length)):
+            for depth in range(min(last.said.depth, len(tokens) - last.length)):
                 at = last.length + depth
-                ranked = last.marginals.top(depth, tokens[at - 1])
+                ranked = last.said.top(depth, tokens[at - 1])
                 self._judge(tokens[max(0, at - MAX_ORDER) : at], ranked, tokens[at])
         first = max(self._read.get(seq_id, 1), len(tokens) - MAX_NEW_TOKENS)
         for at in range(first, len(tokens)):
@@ -123,3 +143,33 @@ class Habits:
             self._followers[context] = counts  # the last ones met are forgotten last
         while len(self._followers) > MAX_CONTEXTS:
             del self._followers[next(iter(self._followers))]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a drafter's file holds of it; nothing where it is of no use."""
+        if not self.active:
+            return {}
+        rows = [
+            [*[-1] * (MAX_ORDER - len(context)), *context, token, count]
+            for context, counts in self._followers.items()
+            for token, count in counts.items()
+        ]
+        weights = [float(value) for bucket, known in self._weights.items() for value in (*bucket, *known)]
+        table = torch.tensor(rows, dtype=torch.int32).view(-1, MAX_ORDER + 2)
+        return {TABLE: table, WEIGHTS: torch.tensor([self.gain, *weights])}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with what an earlier process learnt."""
+        table, known = tensors.get(TABLE), tensors.get(WEIGHTS)
+        if table is None or known is None:
+            return
+        if table.ndim != 2 or table.shape[1] != MAX_ORDER + 2 or len(known) % 5 != 1:
+            raise BadDrafter(
+                "the drafter's habits have other shapes than they can have", "copy it anew, or train again"
+            )
+        for *context, token, count in table.tolist():
+            self._followers.setdefault(tuple(t for t in context if t >= 0), {})[token] = count
+        self.gain, *values = known.tolist()
+        for order, met, one, weight, steps in zip(*(iter(values),) * 5, strict=True):
+            self._weights[int(order), int(met), bool(one)] = weight, steps
