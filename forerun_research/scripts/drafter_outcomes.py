@@ -16,8 +16,8 @@ from pathlib import Path
 from forerun import LLM, SamplingParams, Speculation
 from forerun.decode.control.acceptance import DrafterRecord
 from forerun.models.formats.adapter import DrafterFile
-from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.models.formats.drafter_file import read_drafter, write_drafter
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.train.measure import at_context, held_out_prompts
 
 PARALLEL_NODES = 15  # with the last token a tile of 16 rows, where a forward takes hardly longer than for 8

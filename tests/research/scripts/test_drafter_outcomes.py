@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from forerun.models.formats.drafter_file import read_drafter
+from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun_research.scripts import drafter_outcomes
 from forerun_research.scripts.drafter_outcomes import tokens_a_step
 from tests import tiny
+from tests.train.kinds import trained
 from tests.train.test_training import drafter_file, network
 
 
@@ -34,3 +36,18 @@ def test_acceptance_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.
     assert outcomes and all(hits <= tries for depths in outcomes.values() for hits, tries in depths)
     assert sum(depths[0][1] for depths in outcomes.values()) > 8  # steps that were counted
     assert all(f"{kind}: " in capsys.readouterr().out for kind in list(outcomes)[:1])
+
+
+def test_of_a_block_it_is_among_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drafter_outcomes, "PER_KIND", 1)
+    monkeypatch.setattr(drafter_outcomes, "TOKENS", 6)
+    target = tiny.write_folder(tmp_path / "target", "llama", vocab_size=520)
+    path = tmp_path / "block.safetensors"
+    trained(target, "state-input").save(path)
+    before, tensors = read_drafter(path)
+    assert drafter_outcomes.main([str(path), "--target", str(target), "--device", "cpu"]) == 0
+    after, kept = read_drafter(path)
+    assert all(kept[name].equal(tensors[name]) for name in tensors)
+    outcomes = after["facts"].pop("outcomes")
+    assert after == before and HiddenDrafterWeights.load(path).outcomes == outcomes
+    assert sum(depths[0][1] for depths in outcomes.values()) > 8
