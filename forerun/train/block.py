@@ -27,6 +27,7 @@ from forerun.models.formats.hf_writer import hf_values
 from forerun.prefill.calibration.dense import MASKED_BACKENDS, DenseModel
 from forerun.train.layout import RowLayout, draw_blocks
 from forerun.train.loss import Outcome, Teaching
+from forerun.train.parallel import in_five_bits
 from forerun.train.trainer import TrainSettings
 
 SPECULATORS_VERSION = "0.9.0"  # whose folders these are
@@ -128,7 +129,10 @@ class BlockNetwork(DenseModel):
         return draw_blocks(length, tokens, self.settings.attention_window, generator, self.device)
 
     def linear(self, x: Tensor, i: int, part: str) -> Tensor:
-        return F.linear(x, self.weights[f"layers.{i}.{part}"].to(x.dtype))
+        weight = self.weights[f"layers.{i}.{part}"].to(x.dtype)
+        if self.settings.bits == 5:  # the gradient goes through as if it were not rounded
+            weight = weight + (in_five_bits(weight.detach()) - weight.detach())
+        return F.linear(x, weight)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.trained.get(name)
@@ -230,6 +234,7 @@ class BlockNetwork(DenseModel):
             "fc_norm": bool(self.depths) and self.settings.state_norms,
             "reuse": self.settings.reuse,
             "head_rank": self.settings.head_rank,
+            "bits": self.settings.bits,
             "state_input": self.settings.state_input,
             "confidence_odds": "confidence_head.odds" in self.trained,
         }

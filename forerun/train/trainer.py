@@ -76,6 +76,7 @@ class TrainSettings:
     state_norms: bool = False  # of a block: a norm for each hidden state before they are joined
     state_input: bool = False  # of a block: rows start from the vector of the token before them
     head_rank: int = 0  # of a block's own head; 0: the target's head
+    bits: int = 8  # of a block's layers in its file; 5: rounded so in training, too
     vocab: int = 16384  # tokens that heads and blocks can draft: the text's most frequent ones
     attention_window: int = 512  # of a block: tokens before it that it reads
     minutes: float = 30.0
@@ -97,6 +98,8 @@ class TrainSettings:
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
         if self.reuse not in REUSES:
             raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
+        if self.bits not in (5, 8):
+            raise BadRequest(f"training: bits is {self.bits}", "use 5 or 8")
         if self.optimizer not in OPTIMIZERS:
             raise BadRequest(f"training: optimizer is {self.optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}")
         if self.state_input and self.reuse == "kv":

@@ -41,7 +41,7 @@ SAVING_S = 12.0  # of the whole time, for the file
 MAX_PACKAGED_BYTES, MAX_ARTIFACT_BYTES = 12_000_000, 50_000_000  # of a file in the wheel, and under artifacts/
 SIZES = (
     *("tokens", "rank", "layers", "vocab", "batch_tokens", "window", "long_window"),
-    *("reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed", "optimizer"),
+    *("bits", "reuse", "state_norms", "state_input", "head_rank", "attention_window", "max_steps", "seed", "optimizer"),
 )
 
 
@@ -71,6 +71,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-norms", action="store_true")
     parser.add_argument("--no-state-input", dest="state_input", action="store_false", help="rows start from masks")
     parser.add_argument("--head-rank", type=int, default=known.head_rank)
+    parser.add_argument("--bits", type=int, choices=(5, 8), default=known.bits, help="of a block's layers")
     parser.add_argument("--attention-window", type=int, default=known.attention_window)
     parser.add_argument("--text-tokens", type=int, default=0, help="of the text itself, beside the target's answers")
     parser.add_argument("--batch-tokens", type=int, help="of one step; default 16,384, with --draft 12,288")

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "both": {"reuse": "both", "state_norms": True},
     "low-rank": {"head_rank": 32},
     "state-input": {"state_input": True},
+    "five-bits": {"state_input": True, "bits": 5},
 }
 SETTINGS = {
     name: TrainSettings(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun import LLM, BadDrafter, Grammar, SamplingParams, Speculation
+from forerun import LLM, BadDrafter, BadRequest, Grammar, SamplingParams, Speculation
 from forerun.checks.lossless.forced_drafting import all_drafts_verified
 from forerun.core import EXTRA_KV_SLOTS, ROOT
 from forerun.decode.drafters.base import DraftRequest
@@ -32,8 +32,9 @@ from forerun.train import run
 from forerun.train.block import BlockNetwork, default_depths
 from forerun.train.layout import draw_blocks
 from forerun.train.loss import Outcome, teach
+from forerun.train.parallel import in_five_bits
 from forerun.train.run import TrainJob, train_drafter
-from forerun.train.trainer import Trainer
+from forerun.train.trainer import Trainer, TrainSettings
 from tests import tiny
 from tests.train.kinds import (
     CPU,
@@ -313,7 +314,7 @@ def test_answers_are_those_of_plain_decoding(target: Path, saved: Path, values: 
     assert sum(drafted) > (0 if "grammar" in values else 50)
 
 
-@pytest.mark.parametrize("name", ["norms", "kv", "both", "low-rank", "state-input"])
+@pytest.mark.parametrize("name", ["norms", "kv", "both", "low-rank", "state-input", "five-bits"])
 def test_answers_of_other_blocks_are_those_of_plain_decoding(target: Path, name: str, tmp_path: Path):
     """In a batch, and drafts that are sampled."""
     path = tmp_path / f"{name}.safetensors"
@@ -393,3 +394,18 @@ def test_a_run_makes_a_drafter_with_figures(
         != {}
     )
     assert "answers: 4 of 4" in capsys.readouterr().err
+
+
+def test_layers_in_five_bits_are_read_as_they_are_trained(target: Path, tmp_path: Path):
+    """The file is smaller, and what is rounded once is rounded to nearly the same again."""
+    made, paths = trained(target, "five-bits"), [tmp_path / f"{bits}.safetensors" for bits in (5, 8)]
+    made.save(paths[0])
+    replace(made, config=made.config | {"bits": 8}).save(paths[1])
+    assert paths[0].stat().st_size < paths[1].stat().st_size
+    found = HiddenDrafterWeights.load(paths[0])
+    found.check(open_checkpoint(target))
+    for name, value in made.tensors.items():
+        if name.startswith("layers.") and value.ndim == 2:
+            torch.testing.assert_close(found.tensors[name], in_five_bits(value), rtol=1e-3, atol=1e-5)
+    with pytest.raises(BadRequest, match="bits is 4"):
+        TrainSettings(kind="block", bits=4)

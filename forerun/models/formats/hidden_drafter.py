@@ -21,7 +21,9 @@ from torch import Tensor
 
 from forerun.errors import BadDrafter, CorruptModel, UnsupportedModel
 from forerun.models.config import ModelConfig
+from forerun.models.cpu.quantise import quantise
 from forerun.models.formats.checkpoint import Checkpoint, checked
+from forerun.models.formats.dequant import dequantise
 from forerun.models.formats.drafter_file import TRAIN_HINT, not_whole, read_drafter, write_drafter
 from forerun.models.formats.fingerprint import fingerprint
 from forerun.models.formats.hf_config import read_config
@@ -29,6 +31,7 @@ from forerun.models.formats.signed_file import restored, rounded
 
 KINDS = {"eagle3": "eagle3", "dflash": "block", "dspark": "block", "heads": "heads"}  # by speculators_model_type
 MAX_BLOCK_TOKENS = 32
+Q5_COLUMNS = 32  # of a block of five-bit values
 _DEPTH_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 _LEFT_OUT = ("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -210,8 +213,12 @@ class HiddenDrafterWeights:
     def save(self, path: Path) -> None:
         tensors: dict[str, Tensor] = {}
         for name, value in self.tensors.items():
-            matrix = value.ndim == 2 and value.is_floating_point()
-            tensors |= rounded(name, value) if matrix else {name: value.detach().cpu().contiguous()}
+            if value.ndim != 2 or not value.is_floating_point():
+                tensors[name] = value.detach().cpu().contiguous()
+            elif self.config.get("bits") == 5 and name.startswith("layers.") and value.shape[1] % Q5_COLUMNS == 0:
+                tensors[name] = quantise(value.detach().cpu(), 5)[1]
+            else:
+                tensors |= rounded(name, value)
         about = {"kind": self.kind, "target": self.target, "config": self.config, "facts": self.facts}
         write_drafter(path, tensors, about)
 
@@ -219,7 +226,7 @@ class HiddenDrafterWeights:
     def of(cls, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> HiddenDrafterWeights:
         """What `read_drafter` found."""
         try:
-            whole = {name: restored(tensors, name) for name in tensors if not name.endswith("_scale")}
+            whole = {name: _opened_tensor(tensors, name) for name in tensors if not name.endswith("_scale")}
             made = cls(about["config"], whole, path.name, about["target"], about["facts"], path)
             return _opened(made)
         except BadDrafter:
@@ -231,6 +238,12 @@ class HiddenDrafterWeights:
     def load(cls, path: Path) -> HiddenDrafterWeights:
         """Of a file, or of a `speculators` folder."""
         return read_speculators(path) if path.is_dir() else cls.of(path, *read_drafter(path))
+
+
+def _opened_tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """Of a file: matrices of layers may be blocks of five bits, others are int8."""
+    value = tensors[name]
+    return dequantise(value, "Q5_0") if value.dtype == torch.uint8 else restored(tensors, name)
 
 
 def is_speculators(path: Path) -> bool:
@@ -294,7 +307,7 @@ def write_speculators(made: HiddenDrafterWeights, target: Checkpoint, folder: Pa
         raise UnsupportedModel(problem, "train one with --reuse hidden, without --state-norms and --state-input")
     made.check(target)
     config, tensors = dict(made.config), dict(made.tensors)
-    for own in ("reuse", "head_rank", "fc_norm", "state_input", "confidence_odds"):
+    for own in ("reuse", "head_rank", "bits", "fc_norm", "state_input", "confidence_odds"):
         config.pop(own, None)
     if "head_down.weight" in tensors:
         down, sure = tensors.pop("head_down.weight").float(), tensors["confidence_head.proj.weight"].float()
