@@ -44,10 +44,11 @@ class Muon(torch.optim.Optimizer):
     def _change(self, matrices: list[Tensor], rate: float) -> None:
         moved = []
         for matrix in matrices:
-            state = self.state[matrix]
+            gradient, state = matrix.grad, self.state[matrix]
+            assert gradient is not None
             past = state.setdefault("momentum", torch.zeros_like(matrix))
-            past.lerp_(matrix.grad, 1.0 - MOMENTUM)
-            ahead = matrix.grad.lerp(past, MOMENTUM)
+            past.lerp_(gradient, 1.0 - MOMENTUM)
+            ahead = gradient.lerp(past, MOMENTUM)
             moved.append(ahead if ahead.shape[0] <= ahead.shape[1] else ahead.mT)
         dtype = torch.bfloat16 if matrices[0].is_cuda else torch.float32
         for matrix, change in zip(matrices, orthogonal(torch.stack(moved).to(dtype)), strict=True):

@@ -38,12 +38,12 @@ class BlockPass:
         taps: int,
     ) -> None:
         """`context`: K and V of each layer, made of vectors. `depths`: [rows, hidden] what a row adds."""
-        kernels, head = library(), decoder.head
-        assert kernels is not None and isinstance(head, BlockLinear)
+        kernels, head, (final, _) = library(), decoder.head, decoder.final_norm
+        assert kernels is not None and isinstance(head, BlockLinear) and final is not None
         self._kernels, self._config, self._fused = kernels, decoder.config, fused
         self._taps, self._hidden, self.max_rows = taps, decoder.config.hidden_size, len(depths)
         matrices = (Matrix * len(context))(*(linear.matrix for linear in context))
-        final, depths = decoder.final_norm[0].contiguous(), depths.contiguous()
+        final, depths = final.contiguous(), depths.contiguous()
         self._held = (
             fc,
             hidden_norm,
