@@ -151,9 +151,9 @@ class ModelLoader:
                 f"{target.weight_bytes / 1e6:,.0f} MB",
                 "a draft must be cheaper than its target: swap them, or leave draft_model out",
             )
-        parallel = getattr(checkpoint, "parallel", None)
+        parallel = (getattr(checkpoint, "parallel", None), getattr(checkpoint, "markov", None))
         known = None if isinstance(own, NoTokenizer) else own
-        return DraftModel(decoder, known, tokenizer is None or tokenizer.same_tokens(own), checkpoint.source, parallel)
+        return DraftModel(decoder, known, tokenizer is None or tokenizer.same_tokens(own), checkpoint.source, *parallel)
 
     def _tokenizer(self, checkpoint: Checkpoint) -> Tokenizer:
         if self.skip_tokenizer:

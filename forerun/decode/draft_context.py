@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from forerun.cache.pool import DraftKV, PagePool
 from forerun.errors import BadRequest
 from forerun.models.decoder import Decoder
@@ -28,6 +30,7 @@ class DraftModel:
     same_tokens: bool  # whether its vocabulary is the target's
     source: str = "draft"
     parallel: ParallelDrafting | None = None  # how it drafts several tokens in one forward, where it was trained to
+    markov: tuple[Tensor, Tensor] | None = None  # [tokens, r] of the token before and of the one that follows
 
 
 @dataclass

@@ -121,6 +121,9 @@ class BlockNetwork(DenseModel):
     def parameters(self) -> list[Tensor]:
         return list(self.trained.values())
 
+    def quick(self) -> list[Tensor]:
+        return []
+
     def matrices(self) -> list[Tensor]:
         own = ("fc.weight", "state_in.weight")
         return [t for name, t in self.trained.items() if t.ndim == 2 and (name.startswith("layers.") or name in own)]

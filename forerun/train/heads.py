@@ -31,6 +31,9 @@ class HeadsNetwork:
     def parameters(self) -> list[Tensor]:
         return [self.blocks]
 
+    def quick(self) -> list[Tensor]:
+        return []
+
     def matrices(self) -> list[Tensor]:
         """They are one tensor of several, which start at zero: Adam's."""
         return []

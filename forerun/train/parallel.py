@@ -22,6 +22,7 @@ from forerun.train.loss import LOSS_IDS, Outcome, Teaching
 INITIAL_SPREAD = 0.6  # of the first factors, in standard deviations of a matrix that keeps the size of its input
 SCALE = 2.0  # of the changes: the second factors start at zero and learn so much faster
 Q5_COLUMNS = 32  # of a block
+MARKOV_SPREAD = 0.3  # of the first vectors of a Markov head
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 KEPT_SHARE, MIN_KEPT_SHARE = (
     0.7,
@@ -35,7 +36,8 @@ class DraftNetwork(DenseModel):
     depths: tuple[int, ...] = ()
     extra_columns = 1  # the mask's, which must never be drafted
     kv_layers: tuple[int, ...] = ()
-    learned: Tensor | None = None
+    learned: Tensor | None = None  # of the Markov head, where there is one: what follows
+    previous: Tensor | None = None  # and what was before, [columns, r]
 
     def __init__(
         self,
@@ -78,15 +80,39 @@ class DraftNetwork(DenseModel):
         return cls(checkpoint.config, plain.weights, mask_token, rank, seed, checkpoint.quantised)
 
     def parameters(self) -> list[Tensor]:
-        return [self.mask, *(t for pair in self.low_rank.values() for t in pair), *self.whole.values()]
+        changes = (t for pair in self.low_rank.values() for t in pair)
+        return [self.mask, *changes, *self.whole.values(), *self.quick()]
 
     def matrices(self) -> list[Tensor]:
         """Factors of low rank are Adam's."""
         return list(self.whole.values())
 
-    def go_on_from(self, changes: dict[str, tuple[Tensor, Tensor]], mask: Tensor) -> None:
+    def add_markov(self, rank: int, seed: int) -> None:
+        """A Markov head: the token before a mask's position adds to its logits; the text's own rows read it anyway."""
+        columns, draw = len(self.ids), torch.Generator().manual_seed(seed)
+        self.previous = (torch.randn(columns, rank, generator=draw) * MARKOV_SPREAD).to(self.device).requires_grad_()
+        self.learned = torch.zeros(columns + self.extra_columns, rank, device=self.device, requires_grad=True)
+
+    def quick(self) -> list[Tensor]:
+        """Each of their rows is met in few steps."""
+        return [tensor for tensor in (self.previous, self.learned) if tensor is not None]
+
+    def markov(self) -> tuple[Tensor, Tensor] | None:
+        if self.previous is None or self.learned is None:
+            return None
+        return self.previous.detach().cpu(), self.learned.detach().cpu()[: len(self.previous)]
+
+    def go_on_from(
+        self,
+        changes: dict[str, tuple[Tensor, Tensor]],
+        mask: Tensor,
+        markov: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         """Start from changes of at most this rank; what is left of the rank changes nothing yet."""
         self.mask.data.copy_(mask)
+        if markov is not None and self.previous is not None and self.learned is not None:
+            self.previous.data.copy_(markov[0])
+            self.learned.data[: len(markov[1])] = markov[1].to(self.learned.device)
         for name, (a, b) in changes.items():
             own_a, own_b = self.low_rank[name]
             # factors of about the same size: Adam's steps are of one size for all
@@ -130,7 +156,16 @@ class DraftNetwork(DenseModel):
             q, k, v = self.project(x, i)
             q, k = self.rotate(q, positions, i), self.rotate(k, positions, i)
             x = self.finish_layer(x, self._attend(q, k, v, hidden, layout), i)
-        return self._norm(x, "final_norm")
+        x = self._norm(x, "final_norm")
+        return x if self.previous is None else torch.cat((x, self._before(tokens, layout, x.dtype)), -1)
+
+    def _before(self, tokens: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
+        """[B, rows, r] of the token at each row's position; zeros for the text's own rows and for rare tokens."""
+        assert self.previous is not None
+        stood = tokens[:, layout.positions]
+        known = stood < len(self.previous)
+        known[:, : layout.length] = False
+        return (F.embedding(stood.clamp(max=len(self.previous) - 1), self.previous) * known[..., None]).to(dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, layout: RowLayout) -> Tensor:
         """The text's rows causally, masks by what the layout hides from them; -> [B, rows, Hq * D]."""

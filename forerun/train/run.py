@@ -153,8 +153,10 @@ class ParallelRun:
     def network(self, teacher: DenseModel, stream: np.ndarray) -> DraftNetwork:
         s, rank = self.settings, None if self.settings.full else self.settings.rank
         made = DraftNetwork.open(self.draft, teacher.device, teacher.dtype, self.mask, rank, s.seed)
+        if s.markov:
+            made.add_markov(s.markov, s.seed)
         if self.start is not None:
-            made.go_on_from(self.start.low_rank, self.start.mask)
+            made.go_on_from(self.start.low_rank, self.start.mask, self.start.markov)
         return made
 
     def made(self, network: DraftNetwork, facts: dict[str, Any]) -> DrafterFile | WholeDraft:
@@ -162,6 +164,7 @@ class ParallelRun:
         parallel, mask = ParallelDrafting(self.mask, self.settings.tokens), network.mask.detach().cpu()
         whole = {name: value.detach().cpu() for name, value in network.whole.items()}
         made = DrafterFile("parallel", *self.prints, names, parallel, network.changes(), mask, facts, whole=whole)
+        made.markov = network.markov()
         return WholeDraft(self.draft, made) if whole else made
 
     def ways(self, out: Path) -> tuple[tuple[str, str, Checkpoint | None], ...]:

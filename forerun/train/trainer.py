@@ -28,6 +28,7 @@ from forerun.train.muon import Muon
 
 LINE_INTERVAL_S = 5.0  # between two lines of progress
 KEEP_INTERVAL_S = 100.0  # between two files of an unfinished run
+QUICK = 10.0  # times the rate, of what has a row for each token: most rows are met in few steps
 LONG_EVERY = 4  # steps: one of so many has long windows
 REUSES = ("hidden", "kv", "both")
 OPTIMIZERS = ("adam", "muon")  # muon: of the matrices of layers
@@ -45,6 +46,10 @@ class TrainableDrafter(Protocol):
     learned: Tensor | None  # [columns, r] trained beside the head, on the last r values of a row
 
     def parameters(self) -> list[Tensor]: ...
+
+    def quick(self) -> list[Tensor]:
+        """Those of the parameters that learn QUICK times as fast."""
+        ...
 
     def matrices(self) -> list[Tensor]:
         """Those of the parameters that Muon may change: matrices of layers."""
@@ -70,6 +75,7 @@ class TrainSettings:
     kind: str = "parallel"
     tokens: int = 10  # drafted in one forward
     rank: int = 32  # of the changes to a draft's matrices; of a block's Markov head
+    markov: int = 0  # rank of a Markov head beside a draft's masks; 0: none. A block's is `rank`
     full: bool = False  # train a draft's matrices themselves, not changes of low rank
     layers: int = 1  # of a block
     reuse: str = "hidden"  # what a block reads of the tokens before it: hidden states, the target's K/V, or both
@@ -92,7 +98,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         limits = {"tokens": (2, 32), "rank": (1, 512), "window": (32, 32768), "batch_tokens": (32, 1 << 20)}
         limits |= {"layers": (1, 3), "vocab": (64, 1 << 20), "attention_window": (16, 32768)}
-        limits |= {"head_rank": (0, 4096), "long_window": (32, 32768), "max_steps": (0, 1 << 30)}
+        limits |= {"markov": (0, 512), "head_rank": (0, 4096), "long_window": (32, 32768), "max_steps": (0, 1 << 30)}
         for name, (low, high) in limits.items():
             check_number(f"training: {name}", getattr(self, name), low, high, whole=True)
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
@@ -113,9 +119,11 @@ class TrainSettings:
 def make_optimizers(network: TrainableDrafter, settings: TrainSettings) -> list[torch.optim.Optimizer]:
     """Adam for everything, or for what Muon leaves."""
     matrices = network.matrices() if settings.optimizer == "muon" else []
-    taken, fused = {id(matrix) for matrix in matrices}, network.device.type == "cuda"
+    quick, fused = network.quick(), network.device.type == "cuda"
+    taken = {id(tensor) for tensor in (*matrices, *quick)}
     others = [tensor for tensor in network.parameters() if id(tensor) not in taken]
-    adam = torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+    groups = [{"params": own, "scale": scale} for own, scale in ((others, 1.0), (quick, QUICK)) if own]
+    adam = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     return [adam, Muon(matrices, settings.rate)] if matrices else [adam]
 
 
@@ -202,7 +210,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = s.rate * s.factor(done)
+                group["lr"] = s.rate * s.factor(done) * group.get("scale", 1.0)
             optimizer.step()
             optimizer.zero_grad()
         self.steps += 1

@@ -60,16 +60,21 @@ def temperatures(trees: Sequence[TreeBuilder], device: torch.device) -> Tensor |
     return torch.tensor([1.0 if each.greedy else each.temperature for each in params], device=device)
 
 
-def most_probable(logits: Tensor) -> list[Ranked]:
-    """Tokens and probabilities of every row [N, V], read in one copy."""
-    count = min(MAX_CHILDREN, logits.shape[-1])
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """[N, 2 * count] on the host: of every row [N, V] the most probable tokens, best first, then their
+    probabilities."""
     if logits.is_cuda:
         from forerun.models.cuda import most_probable as kernels
 
-        found = kernels.most_probable(logits, count).tolist()
-    else:
-        top = logits.softmax(-1).topk(count, -1)
-        found = torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1).tolist()
+        return kernels.most_probable(logits, count).cpu()
+    top = logits.softmax(-1).topk(count, -1)
+    return torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1)
+
+
+def most_probable(logits: Tensor) -> list[Ranked]:
+    """Tokens and probabilities of every row [N, V], read in one copy."""
+    count = min(MAX_CHILDREN, logits.shape[-1])
+    found = likeliest(logits, count).tolist()
     return [[(int(row[i]), row[count + i]) for i in range(count) if row[count + i] > 0.0] for row in found]
 
 

@@ -1,7 +1,8 @@
 """A draft model that drafts several tokens in one forward: mask tokens after the sequence stand for those to come.
 
 A forward of the sequence's last tokens and k - 1 masks gives k distributions, each of one position whatever the tokens
-between are (PARD). Trees grow out of these marginals, the most probable path first (`best_first`).
+between are (PARD). Trees grow out of these marginals, the most probable path first (`best_first`), corrected by the
+token before where the drafter was trained with a Markov head.
 Masks leave nothing: the entries they wrote are overwritten by the next tokens that come. The model's weights were
 trained for it (`forerun train drafter`), and still draft chains. Knows no verifier and no target.
 """
@@ -9,13 +10,17 @@ trained for it (`forerun train drafter`), and still draft chains. Knows no verif
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from forerun.core import Draft
 from forerun.decode.draft_context import DraftContext
 from forerun.decode.drafters.base import DraftRequest, DraftRound, register
-from forerun.decode.drafters.best_first import PlainMarginals, grow, most_probable, temperatures
+from forerun.decode.drafters.best_first import Marginals, PlainMarginals, grow, likeliest, most_probable, temperatures
+from forerun.decode.drafters.markov import CANDIDATES, MarkovHead, MarkovMarginals
 from forerun.decode.drafters.model import ModelDrafter
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.errors import BadRequest
@@ -34,6 +39,7 @@ class ParallelDrafter(ModelDrafter):
         self._mask, self.tokens_per_round = ctx.draft.parallel.mask_token, ctx.draft.parallel.tokens
         self.outcomes = ctx.draft.parallel.outcomes
         self.stops_on_device = False
+        self._markov = None if ctx.draft.markov is None else MarkovHead(*ctx.draft.markov)
 
     @classmethod
     def problem(cls, ctx: DraftContext) -> BadRequest | None:
@@ -58,11 +64,23 @@ class ParallelDrafter(ModelDrafter):
             return seconds  # a prompt
         decoder = self._runner.decoder
         logits = torch.zeros(min(tokens, self.tokens_per_round), self._vocab, device=decoder.device)
-        most_probable(logits)
-        return seconds + median_seconds(lambda: most_probable(logits), 2)
+        self._read_off(logits)
+        return seconds + median_seconds(lambda: self._read_off(logits), 2)
 
     def _depth(self, request: DraftRequest) -> int:
         return min(request.max_depth, request.max_nodes, self.tokens_per_round)
+
+    def _read_off(self, logits: Tensor) -> Callable[[Tensor, int, int], Marginals]:
+        """What rows [N, V] say of positions: a function of the logits that are drawn from and of which rows are one
+        sequence's."""
+        markov = self._markov
+        if markov is None:
+            top = most_probable(logits)
+            return lambda own, first, end: PlainMarginals(own[first:end], top[first:end])
+        count = min(CANDIDATES, logits.shape[-1])
+        found = likeliest(logits, count).numpy()
+        tokens, probs = found[:, :count].astype(np.int64), found[:, count:]
+        return lambda own, first, end: MarkovMarginals(own[first:end], tokens[first:end], probs[first:end], markov)
 
     def _draft_block(self, ready: list[TreeBuilder]) -> None:
         """The forward of all sequences, and a tree out of the rows of each."""
@@ -77,11 +95,11 @@ class ParallelDrafter(ModelDrafter):
         logits = self._runner.forward(spans, wait=False).logits[:, : self._vocab]
         each, heat = [self._depth(tree.request) for tree in ready], temperatures(ready, logits.device)
         per_row = None if heat is None else heat.repeat_interleave(torch.tensor(each, device=heat.device))[:, None]
-        top = most_probable(logits if per_row is None else logits / per_row)  # reading it waits for the device
+        marginals = self._read_off(logits if per_row is None else logits / per_row)  # which waits for the device
         rows = sum(len(span.ids) for span in spans)
         self.rounds.append(DraftRound(rows, len(ready), time.perf_counter() - start))
         at = 0
         for tree, depth in zip(ready, each, strict=True):
-            grow(tree, PlainMarginals(logits[at : at + depth], top[at : at + depth]))
+            grow(tree, marginals(logits, at, at + depth))
             self._advance(self._states[tree.request.seq_id], len(tree.request.tokens))
             at += depth

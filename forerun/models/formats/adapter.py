@@ -41,6 +41,7 @@ log = logging.getLogger("forerun")
 # Of matrices that a drafter changes. A 0.5B on HumanEval: 3.75 tokens a round of depth 4 and 4.75 of depth 10, with 8
 # bits 3.70 and 5.00; a round of one row takes 10.6 ms instead of 16.8.
 CHANGED_BITS = 5
+MARKOV = ("markov_previous", "markov_following")  # in a file
 NAME_DIGITS = 12  # of each model's sampled fingerprint in a file's name
 
 
@@ -56,6 +57,7 @@ class DrafterFile:
     facts: dict[str, Any] = field(default_factory=dict)  # how it was made: data, minutes, figures
     path: Path | None = None
     whole: dict[str, Tensor] = field(default_factory=dict)  # trained matrices in place of changes; never in a file
+    markov: tuple[Tensor, Tensor] | None = None  # [tokens, r] of the token before and of the one that follows
 
     @property
     def tokens(self) -> int:
@@ -66,6 +68,8 @@ class DrafterFile:
         tensors = {"mask": self.mask.detach().float().cpu().contiguous()}
         for name, (a, b) in self.low_rank.items():
             tensors |= rounded(f"{name}.a", a) | rounded(f"{name}.b", b)
+        for name, value in zip(MARKOV, self.markov or (), strict=False):
+            tensors |= rounded(name, value)
         about = {name: getattr(self, name) for name in ("kind", "target", "draft", "names", "facts")}
         write_drafter(path, tensors, about | {"parallel": asdict(self.parallel)})
 
@@ -77,11 +81,16 @@ class DrafterFile:
     def of(cls, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> DrafterFile:
         """What `read_drafter` found."""
         try:
-            names = sorted({name.rsplit(".", 1)[0] for name in tensors if name != "mask"})
+            names = sorted(
+                {name.rsplit(".", 1)[0] for name in tensors if name != "mask" and not name.startswith("markov")}
+            )
+            markov = [restored(tensors, name) for name in MARKOV if name in tensors]
             low_rank = {name: (restored(tensors, f"{name}.a"), restored(tensors, f"{name}.b")) for name in names}
             parallel = ParallelDrafting(**about["parallel"])
             told = {name: about[name] for name in ("kind", "target", "draft", "names", "facts")}
-            return cls(**told, parallel=parallel, low_rank=low_rank, mask=tensors["mask"], path=path)
+            made = cls(**told, parallel=parallel, low_rank=low_rank, mask=tensors["mask"], path=path)
+            made.markov = (markov[0], markov[1]) if len(markov) == 2 else None
+            return made
         except (KeyError, TypeError, ValueError) as error:
             raise not_whole(path, error) from None
 
@@ -104,6 +113,9 @@ class DrafterFile:
         fits = self.parallel.mask_token < config.vocab_size and self.mask.shape == (config.hidden_size,)
         for name, (a, b) in self.low_rank.items():
             fits = fits and len(shapes.get(name, ())) == 2 and (b.shape[0], a.shape[1]) == shapes[name]
+        if self.markov is not None:
+            one, two = self.markov
+            fits = fits and one.shape == two.shape and len(one) <= config.vocab_size
         if not fits:
             raise BadDrafter(
                 f"the drafter {self.path} has other shapes or another vocabulary than {draft.source}: it changes "
@@ -118,7 +130,7 @@ class AdaptedCheckpoint:
     def __init__(self, base: Checkpoint, drafter: DrafterFile) -> None:
         self.base, self.drafter = base, drafter
         self.config, self.quantised, self.parallel = base.config, base.quantised, drafter.parallel
-        self.source = f"{base.source} (trained to draft in parallel)"
+        self.source, self.markov = f"{base.source} (trained to draft in parallel)", drafter.markov
         self.files = base.files if drafter.path is None else (*base.files, drafter.path)
 
     def hash_parts(self) -> str:
