@@ -147,6 +147,10 @@ class ParallelRun:
         if self.settings.full or rank > self.settings.rank:
             problem = f"{self.job.start} has changes of rank {rank}, which cannot go on at rank {self.settings.rank}"
             raise BadRequest(problem, f"give --rank {rank} or more, and no --full")
+        had = 0 if found.markov is None else found.markov[0].shape[1]
+        if had not in (0, self.settings.markov):
+            problem = f"{self.job.start} has a Markov head of rank {had}, which cannot go on at {self.settings.markov}"
+            raise BadRequest(problem, f"give rank {had}")
         self.inputs["start"] = hashlib.sha256(self.job.start.read_bytes()).hexdigest()
         return found
 

@@ -104,6 +104,8 @@ class TrainSettings:
         check_number("training: minutes", self.minutes, 0.0, open_low=True)
         if self.reuse not in REUSES:
             raise BadRequest(f"training: reuse is {self.reuse!r}", f"use one of {', '.join(REUSES)}")
+        if self.markov and (self.full or self.kind != "parallel"):
+            raise BadRequest("training: markov is for changes to a draft model", "leave it out, or leave full out")
         if self.bits not in (5, 8):
             raise BadRequest(f"training: bits is {self.bits}", "use 5 or 8")
         if self.optimizer not in OPTIMIZERS:

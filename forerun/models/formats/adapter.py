@@ -81,9 +81,8 @@ class DrafterFile:
     def of(cls, path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> DrafterFile:
         """What `read_drafter` found."""
         try:
-            names = sorted(
-                {name.rsplit(".", 1)[0] for name in tensors if name != "mask" and not name.startswith("markov")}
-            )
+            changes = (name for name in tensors if name != "mask" and not name.startswith("markov"))
+            names = sorted({name.rsplit(".", 1)[0] for name in changes})
             markov = [restored(tensors, name) for name in MARKOV if name in tensors]
             low_rank = {name: (restored(tensors, f"{name}.a"), restored(tensors, f"{name}.b")) for name in names}
             parallel = ParallelDrafting(**about["parallel"])
