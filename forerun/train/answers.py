@@ -86,10 +86,11 @@ def write_answers(
     texts: Sequence[Path],
     seed: int,
     minutes: float | None = None,
+    max_rows: int = MAX_ROWS,
 ) -> None:
     """As `collect_answers`, by the dense network: all rows of a batch at once (`BatchWriter`), to prompts of many kinds
     (`PromptMix`) and questions that the target asks itself. `texts`: folders whose source is continued and asked
-    about."""
+    about. `max_rows`: of a batch, where several processes share one GPU's memory."""
     done = count_answers(path)
     if done >= count:
         return
@@ -97,7 +98,7 @@ def write_answers(
     room = model.config.max_context
     mix = iter(PromptMix(tokenizer, texts, rng.randrange(1 << 30), min(MAX_PROMPT_TOKENS, room // 2)))
     draw = torch.Generator(model.device).manual_seed(rng.randrange(1 << 30))
-    rows, stops = batch_rows(model), set(tokenizer.eos_ids)
+    rows, stops = min(batch_rows(model), max_rows), set(tokenizer.eos_ids)
     path.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()  # reading sources does not count
     while done < count and (minutes is None or time.monotonic() - start < 60.0 * minutes):

@@ -249,11 +249,17 @@ class BlockNetwork(DenseModel):
         return config, {_saved_name(name): value for name, value in tensors.items()}
 
     def go_on_from(self, tensors: dict[str, Tensor]) -> None:
-        """Start from what `saved` gave of a drafter of the same sizes and vocabulary."""
+        """Start from what `saved` gave of a drafter of the same sizes and vocabulary. Layers that it does not have come
+        last and change nothing yet."""
         head = [tensors["markov_head.markov_w2.weight"]]
         head = [tensors["lm_head.weight"], *head] if self.settings.head_rank else head
         for name, own in self.trained.items():
-            own.data.copy_(torch.cat(head, 1) if name == "head" else tensors[_saved_name(name)])
+            if name == "head":
+                own.data.copy_(torch.cat(head, 1))
+            elif _saved_name(name) in tensors:
+                own.data.copy_(tensors[_saved_name(name)])
+            elif name.endswith((".o", ".down")):
+                own.data.zero_()
 
 
 def _saved_name(name: str) -> str:

@@ -190,7 +190,7 @@ class HiddenRun:
         self.start = self._opened_start()
 
     def _opened_start(self) -> HiddenDrafterWeights | None:
-        """The block whose training goes on: of the same target and of the same sizes."""
+        """The block whose training goes on: of the same target and of the same sizes, or with fewer layers."""
         if self.job.start is None:
             return None
         found, s = HiddenDrafterWeights.load(self.job.start), self.settings
@@ -201,7 +201,8 @@ class HiddenRun:
         had = {"tokens": found.tokens, "layers": found.layers.num_layers, "rank": found.config.get("markov_rank", 0)}
         had |= {"reuse": found.reuse, "head_rank": found.head_rank, "state_norms": bool(found.config.get("fc_norm"))}
         had |= {"state_input": bool(found.config.get("state_input"))}
-        other = {name: value for name, value in had.items() if getattr(s, name) != value}
+        grows = had["layers"] < s.layers
+        other = {name: v for name, v in had.items() if getattr(s, name) != v and not (name == "layers" and grows)}
         if other:
             given = ", ".join(f"{name} is {getattr(s, name)}" for name in other)
             wanted = ", ".join(f"{name} {value}" for name, value in other.items())

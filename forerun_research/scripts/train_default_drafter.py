@@ -31,7 +31,7 @@ from forerun.models.formats.adapter import drafter_name
 from forerun.models.formats.checkpoint import open_checkpoint
 from forerun.models.formats.drafter_file import drafter_folders
 from forerun.prefill.calibration.dense import DenseModel
-from forerun.train.answers import write_answers
+from forerun.train.answers import MAX_ROWS, write_answers
 from forerun.train.run import WRITERS, Drafter, TrainJob, train_drafter
 from forerun.train.trainer import OPTIMIZERS, REUSES, TrainSettings
 
@@ -56,6 +56,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answer-minutes", type=float, default=1.0, help="of the target's answers before that")
     parser.add_argument("--answers", type=int, default=200_000, help="at most")
     parser.add_argument("--answers-only", action="store_true", help="write them to --out, lines of token ids, and end")
+    parser.add_argument("--rows", type=int, default=MAX_ROWS, help="of a batch of --answers-only, at most")
     parser.add_argument("--seed", type=int, default=known.seed, help="of the prompts and of training")
     parser.add_argument("--max-steps", type=int, default=known.max_steps, help="of training; 0: any number")
     parser.add_argument("--tokens", type=int, help="drafted in one pass; default 5, with --draft 12")
@@ -153,7 +154,8 @@ def answer(args: argparse.Namespace, texts: tuple[Path, ...]) -> int:
     """The target's answers alone: several processes keep one GPU busy where one waits for its host."""
     target, device = open_checkpoint(resolve(args.target)), choose_device(args.device)
     model = DenseModel.from_checkpoint(target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    write_answers(model, target.tokenizer(), args.out, args.answers, texts, args.seed, args.answer_minutes)
+    how = (args.seed, args.answer_minutes, args.rows)
+    write_answers(model, target.tokenizer(), args.out, args.answers, texts, *how)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from forerun import BadRequest
 from forerun.models.formats.hidden_drafter import HiddenDrafterWeights
 from forerun.train.block import BlockNetwork
+from forerun.train.loss import teach
 from forerun.train.muon import ADAM_SIZE, Muon, orthogonal
 from forerun.train.run import HiddenRun, TrainJob
 from forerun.train.trainer import Trainer, TrainSettings, make_optimizers
@@ -67,6 +69,11 @@ def test_training_of_a_block_goes_on_where_it_ended(target: Path, tmp_path: Path
     assert torch.equal(made.ids, saved.draft_ids)
     for name, value in made.saved()[1].items():
         torch.testing.assert_close(value, saved.tensors[name].float())
+    wider = HiddenRun(job, replace(SETTINGS["state-input"], layers=3)).network(dense, stream)
+    tokens = torch.arange(40)[None] + 9
+    layout = made.layout(32, 4, torch.Generator().manual_seed(0))
+    seen = teach(dense, tokens[:, :32], tokens[:, 1:33], made.ids, 0, made.depths, ())
+    torch.testing.assert_close(wider.rows(tokens[:, :32], seen, layout), made.rows(tokens[:, :32], seen, layout))
     with pytest.raises(BadRequest, match="state_input is False"):
         HiddenRun(job, SETTINGS["block"])
     with pytest.raises(BadRequest, match="this is heads"):
