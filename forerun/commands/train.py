@@ -50,6 +50,13 @@ class TrainOptions:
     minutes: float = opt.shown(30.0, help="Time for training, beside answers and measuring.")
     tokens: int = opt.shown(10, min=2, max=32, help="Tokens drafted in one forward.")
     rank: int = opt.shown(32, min=1, help="Of the changes, or of a block's Markov head: the file grows with it.")
+    markov: int = opt.shown(
+        0, min=0, help="parallel: rank of a head that corrects a draft by the token before (32). Not in PARD folders."
+    )
+    optimizer: str = opt.shown(
+        "adam", help="adam, or muon for the matrices of a block's layers (and of --full): more is learnt in a step."
+    )
+    bits: int = opt.shown(8, help="block: of its layers' weights in the file, 8 or 5; trained as they are rounded.")
     full: bool = opt.shown(
         False, "--full", help="parallel: train the draft's own matrices; --out is a model folder in PARD's format."
     )
