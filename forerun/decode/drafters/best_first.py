@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.core import ROOT
 from forerun.decode.drafters.tree_builder import TreeBuilder
 from forerun.decode.sampling import distribution, shape
+from forerun.models.cpu import ranking
 
 MAX_TREE_NODES = 48  # of a tree before those that pay are selected: a few times as many as a forward verifies at best
 MIN_NODE_PATH_PROB = 0.004  # of a node beside the first one: less cannot pay on any machine
@@ -67,8 +68,8 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
         from forerun.models.cuda import most_probable as kernels
 
         return kernels.most_probable(logits, count).cpu()
-    top = logits.softmax(-1).topk(count, -1)
-    return torch.cat((top.indices.double(), top.values.double().clamp(max=1.0)), -1)
+    tokens, probs = ranking.likeliest(logits, count) or logits.softmax(-1).topk(count, -1)[::-1]
+    return torch.cat((tokens.double(), probs.double().clamp(max=1.0)), -1)
 
 
 def most_probable(logits: Tensor) -> list[Ranked]:

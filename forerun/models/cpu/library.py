@@ -237,6 +237,7 @@ FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "fr_context": ([pointer, pointer, pointer, pointer], None),
     "fr_block": ([pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer], None),
     "fr_rank": ([pointer], None),
+    "fr_likeliest": ([pointer, number, number, number, number, pointer, pointer], None),
     "fr_quiesce": ([], None),
     "fr_set_threads": ([whole], None),
     "fr_pool_stats": ([pointer], None),

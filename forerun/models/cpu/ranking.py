@@ -19,6 +19,19 @@ from forerun.models.cpu.library import RankCall, library
 MAX_CANDIDATES = 32  # what ranking.c is compiled for
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """Of every row [N, V] the most probable tokens [N, count], best first, and their probabilities; None where there is
+    no kernel for it."""
+    kernels = library()
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1
+    if kernels is None or not plain or count > MAX_CANDIDATES:
+        return None
+    rows, vocab = logits.shape
+    tokens, probs = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
+    kernels.fr_likeliest(logits.data_ptr(), rows, logits.stride(0), vocab, count, tokens.data_ptr(), probs.data_ptr())
+    return tokens, probs
+
+
 class BlockRanking:
     """Of one drafter: its vocabulary `ids` [columns], and, where it has them, its Markov head (`previous` [tokens, r],
     `following` [columns, r]) and its confidence (weights [1, width or width + r], bias [1], the odds' weight [1])."""

@@ -11,6 +11,7 @@ import torch
 
 from forerun.decode.drafters.block import BlockDrafter
 from forerun.models.cpu.library import library
+from forerun.models.cpu.ranking import likeliest
 from forerun.models.hidden_draft import BlockModel, BlockRows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no C kernels here")
@@ -50,3 +51,16 @@ def test_one_call_ranks_as_the_operators_do(
     for got, expected in ((found.children, wanted.children), (found.probs, wanted.probs)):
         np.testing.assert_allclose(got[:, 1:], expected[:, 1:], rtol=2e-4, atol=2e-6)
         np.testing.assert_allclose(got[:, 0, 0], expected[:, 0, 0], rtol=2e-4, atol=2e-6)  # one token is before it
+
+
+@pytest.mark.parametrize("vocab", [20, 47, 3000])
+def test_the_likeliest_tokens_of_rows_are_those_of_a_softmax(vocab: int):
+    logits = torch.randn(5, vocab + 7, generator=torch.Generator().manual_seed(vocab))[:, :vocab] * 4.0
+    logits[1, 3:] = float("-inf")
+    found = likeliest(logits, 16)
+    assert found is not None
+    wanted = logits.softmax(-1).topk(16, -1)
+    torch.testing.assert_close(found[1], wanted.values, rtol=1e-4, atol=1e-6)
+    sure = wanted.values > 0.0
+    assert torch.equal(found[0][sure], wanted.indices[sure])
+    assert likeliest(logits.double(), 16) is None and likeliest(logits, 40) is None

@@ -4,6 +4,7 @@
  * replaces the probability of the first. One call in place of some thirty small operators. Knows logits and matrices by
  * their addresses; no model and no tree.
  */
+#include "pool.h"
 #include "vec.h"
 
 #include <math.h>
@@ -79,6 +80,24 @@ static void rank_place(const Ranking *c, const float *shifted, const float *row,
     float sure = 1.0f / (1.0f + expf(-score)), factor = (1.0f - sure) / fmaxf(1.0f - top, 1e-6f);
     probs[0] = sure;
     for (int64_t k = 1; k < have; k++) probs[k] = fminf(probs[k] * factor, sure);
+}
+
+/* Rows of logits, `stride` floats apart: of each the `count` likeliest tokens, best first, with their probabilities. */
+typedef struct { const float *logits; int64_t stride, vocab, count; int64_t *tokens; float *probs; } Rows;
+static void likeliest_row(const void *arg, int64_t row, void *none) {
+    const Rows *c = arg;
+    (void)none;
+    const float *x = c->logits + row * c->stride;
+    int64_t places[MOST];
+    float values[MOST];
+    int64_t have = largest(x, c->vocab, c->count, places, values);
+    float total = exp_sum(x, c->vocab, 1.0f, values[0]);
+    for (int64_t i = 0; i < have; i++)
+        c->tokens[row * c->count + i] = places[i], c->probs[row * c->count + i] = expf(values[i] - values[0]) / total;
+}
+void fr_likeliest(const float *logits, int64_t rows, int64_t stride, int64_t vocab, int64_t count, int64_t *tokens, float *probs) {
+    Rows c = {logits, stride, vocab, count, tokens, probs};
+    pool_run(&(Job){likeliest_row, 0, &c, sizeof c, 0, rows});
 }
 
 void fr_rank(const Ranking *c) {
