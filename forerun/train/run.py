@@ -201,7 +201,7 @@ class HiddenRun:
         had = {"tokens": found.tokens, "layers": found.layers.num_layers, "rank": found.config.get("markov_rank", 0)}
         had |= {"reuse": found.reuse, "head_rank": found.head_rank, "state_norms": bool(found.config.get("fc_norm"))}
         had |= {"state_input": bool(found.config.get("state_input"))}
-        grows = had["layers"] < s.layers
+        grows = had["layers"] < s.layers and s.reuse == "hidden"  # others read K/V of one layer of the target each
         other = {name: v for name, v in had.items() if getattr(s, name) != v and not (name == "layers" and grows)}
         if other:
             given = ", ".join(f"{name} is {getattr(s, name)}" for name in other)
