@@ -242,6 +242,9 @@ class BlockNetwork(DenseModel):
             "confidence_odds": "confidence_head.odds" in self.trained,
         }
         tensors = {name: value.detach().cpu().clone() for name, value in self.trained.items()}
+        if self.settings.bits == 5:
+            layers = (name for name, value in tensors.items() if name.startswith("layers.") and value.ndim == 2)
+            tensors |= {name: in_five_bits(tensors[name]) for name in list(layers)}
         own, markov = tensors.pop("head").split((self.settings.head_rank, self.settings.rank), 1)
         tensors["markov_head.markov_w2.weight"] = markov.clone()
         if self.settings.head_rank:
