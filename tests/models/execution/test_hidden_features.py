@@ -139,3 +139,14 @@ def test_vectors_of_single_steps_are_made_together(tiny_folder: Callable[[str], 
     for at in range(len(TOKENS), len(TOKENS) + 40):  # not for ever
         runner.forward([Span([5], at, pages, (0,))])
     assert made == [9, 11, 32]
+
+
+def test_vectors_of_the_last_step_are_those_on_the_pages(tiny_folder: Callable[[str], Path]):
+    runner, features = opened(tiny_folder("llama"), "float32")
+    pages = array("i", runner.pool.allocate(3))
+    runner.forward([Span(TOKENS[:14], 0, pages, (13,))])
+    runner.forward([Span(TOKENS[14:18], 14, pages, (3,))])  # over the end of a page
+    latest, again = features.rows(pages, 15, 18).clone(), features.rows(pages, 13, 18)
+    features._latest = None
+    assert torch.equal(features.rows(pages, 15, 18), latest) and torch.equal(features.rows(pages, 13, 18), again)
+    assert torch.equal(again[2:], latest)
