@@ -38,7 +38,7 @@ def test_what_followed_before_is_proposed_once_it_was_right():
     drafted(found, text, Said(WRONG), seq_id=1)
     assert found.active and found.stats["right"] > 50 and found.stats["right_without"] == 0
     ranked = found.mix([6, 7, 8, 9], WRONG)
-    assert ranked[0][0] == 10 and ranked[0][1] > 0.8 and ranked[1][0] == 900
+    assert ranked[0][0] == 10 and ranked[0][1] > 0.7 and ranked[1][0] == 900
     assert sum(prob for _, prob in ranked) <= 1.0
 
 
@@ -94,7 +94,8 @@ def test_what_was_learnt_is_saved_and_used_without_learning():
     saved = found.tensors()
     again = OnlineHabits(learning=False)
     again.load(saved)
-    assert again.active and again.mix([6, 7, 8, 9], WRONG) == pytest.approx(found.mix([6, 7, 8, 9], WRONG))
+    made, wanted = (dict(each.mix([6, 7, 8, 9], WRONG)) for each in (again, found))
+    assert again.active and made == pytest.approx(wanted) and max(made, key=made.__getitem__) == 10
     drafted(again, list(range(500, 600)), Said(WRONG))
     assert again.mix([550], WRONG) is WRONG
     with pytest.raises(BadDrafter, match="other shapes"):

@@ -30,7 +30,7 @@ def test_a_step_goes_against_the_gradient_and_is_as_large_as_adams(shape: tuple[
     matrix = torch.zeros(shape, requires_grad=True)
     matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     Muon([matrix], lr=0.1).step()
-    assert float((matrix * matrix.grad).sum()) < 0.0
+    assert float((matrix.detach() * matrix.grad).sum()) < 0.0
     assert float(matrix.detach().pow(2).mean().sqrt()) == pytest.approx(0.1 * ADAM_SIZE, rel=0.3)
 
 
@@ -47,7 +47,7 @@ def test_matrices_of_layers_are_muons_and_a_block_learns(target: Path):
     stream = torch.arange(4000).remainder(97).numpy().astype("int32")
     trainer = Trainer(made, dense, stream, settings)
     losses = [trainer.step(0.1) for _ in range(30)]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.5, losses
     other = Trainer(network("state-input", dense), dense, stream, settings)
     other.load(trainer.state())
     assert other.step(0.2) == pytest.approx(trainer.step(0.2), rel=1e-4)
